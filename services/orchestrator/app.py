@@ -1,4 +1,4 @@
-"""The orchestrator: the jobs API, and the workers that do the work."""
+"""The orchestrator: the jobs API, and the workers that run jobs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from shared.service import Service
 
 
 def create_service(settings: Settings, store: Store, *, works: bool = True) -> Service:
-    """Returns the orchestrator, with a worker for each trainer running inside; without any, if it
-    does not work: then it takes jobs on that another orchestrator with this Redis does."""
+    """Returns the orchestrator, with a worker inside for each trainer. If not `works`, it has no
+    worker: it only accepts jobs, and another orchestrator with this Redis runs them."""
     slots = settings.slots if works else ()
     workers = [Worker(store, slot) for slot in slots]
 
@@ -87,8 +87,8 @@ def _add_gauges(service: Service, workers: Sequence[Worker]) -> None:
 
 
 async def _work(worker: Worker, draining: Draining) -> None:
-    """Lets the worker work until the service is asked to end, and then give its lease back at once:
-    open connections may keep the service for a while."""
+    """Runs the worker until the service is asked to end. The worker then gives its lease back at
+    once, because open connections may keep the service for a while."""
     task = asyncio.create_task(worker.run_forever())
     task.add_done_callback(_stopped)
     await draining.wait()
@@ -97,7 +97,7 @@ async def _work(worker: Worker, draining: Draining) -> None:
 
 
 def _stopped(worker: asyncio.Task[None]) -> None:
-    """A worker that ends by a bug takes the process with it: an orchestrator that accepts jobs and
-    runs none is worse."""
+    """Ends the process if a bug ended the worker: an orchestrator that accepts jobs and runs none
+    is worse."""
     if not worker.cancelled() and (error := worker.exception()):
         raise SystemExit(f"the worker stopped: {error!r}") from error

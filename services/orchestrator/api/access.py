@@ -1,10 +1,10 @@
-"""Named API keys: who has one, and what it allows.
+"""Named API keys, and what each allows.
 
-A key is a file of its own, so several orchestrators with one folder of runs have the same keys, a
-Redis that is away locks nobody out, and a key that was revoked is void at once:
+A key is a file of its own. So orchestrators that share a folder of runs have the same keys, a Redis
+that is away locks nobody out, and a revoked key is void at once:
 
     <runs_dir>/.keys/<name>.key        its name, its access, and the SHA-256 of its secret
-    <runs_dir>/.keys/<name>.revoked    the same of the one that was revoked last under the name
+    <runs_dir>/.keys/<name>.revoked    the same of the name's last revoked key
 
 The secret is 256 random bits, so a plain digest of it is safe to keep.
 """
@@ -39,8 +39,9 @@ def _check_token(request: Request) -> None:
 
 
 TOKEN_ONLY = Depends(_check_token)
-"""A dependency of the routes that no key may ask: those of keys, because one could make another
-that may more, and of samplers, because one that is registered is sent HONE_TOKEN."""
+"""A dependency of the routes that need HONE_TOKEN. Routes of keys need it because a key could make
+another with more rights. Routes of samplers need it because a registered sampler is sent
+HONE_TOKEN."""
 
 
 class StoredKey(ApiKey):
@@ -52,10 +53,10 @@ class Keys:
 
     def __init__(self, runs_dir: Path) -> None:
         self._root = runs_dir / ".keys"
-        self._reading = ThreadPoolExecutor(2, "keys")  # others' work in threads delays no request
+        self._reading = ThreadPoolExecutor(2, "keys")  # so other work in threads delays no request
 
     def create(self, name: str, access: Access) -> CreatedKey:
-        """Returns a new key, which is on disk. Raises Conflict if there is one of the name."""
+        """Returns a new key, which is on disk. Raises Conflict if the name is taken."""
         secret = f"hone_{name}_{secrets.token_urlsafe(32)}"
         stored = StoredKey(
             name=name, access=access, created_at=int(time.time()), digest=_digest(secret)
@@ -73,8 +74,7 @@ class Keys:
         return CreatedKey(name=name, access=access, created_at=stored.created_at, secret=secret)
 
     def list(self) -> list[ApiKey]:
-        """Returns the keys that can be read, by name. Raises Unavailable for a folder that
-        cannot."""
+        """Returns the readable keys, by name. Raises Unavailable if the folder cannot be read."""
         try:
             names = sorted(path.stem for path in self._root.iterdir() if path.suffix == KEY)
         except FileNotFoundError:
@@ -89,7 +89,7 @@ class Keys:
         ]
 
     def revoke(self, name: str) -> None:
-        """Revoking twice is revoking once. Raises NotFound if there never was such a key."""
+        """Revokes the key; again changes nothing. Raises NotFound if there never was such a key."""
         path = self._path(name)
         with writing("folder", self._root):
             try:
@@ -115,7 +115,7 @@ class Keys:
         return stored
 
     def _stored(self, name: str) -> StoredKey | None:
-        """Returns what is kept of the key; None if there is none, or what is there is no key."""
+        """Returns the stored key; None if there is no file, or it holds no key."""
         path = self._path(name)
         try:
             return codec.decode_stored(StoredKey, path.read_bytes())

@@ -1,6 +1,5 @@
-"""Where the data and the models of jobs that are submitted are looked at: in threads of its own, so
-that it delays nothing else that the orchestrator does in threads, and what asks the Hub in
-processes, which can be killed."""
+"""Checks data and models of submitted jobs, in threads of its own, so that the orchestrator's other
+work in threads is not delayed. Work that asks the Hub runs in processes, which can be killed."""
 
 from __future__ import annotations
 
@@ -27,25 +26,25 @@ from shared.models import hub_is_offline
 from shared.threads import in_own_thread
 
 NUM_THREADS = 4
-"""Checks at a time. They share two or three processors' worth of work, so that a quick one is done
-beside slow ones."""
+"""Checks at a time: more than the two or three processors that they use, so that a quick check is
+done beside slow ones."""
 
 MAX_FETCHES = 4
-"""Processes at a time that read data sets from the Hub, and as many that look for models: each
-takes a few hundred MiB."""
+"""Processes at a time that read data sets from the Hub, and as many that fetch models. Each takes a
+few hundred MiB."""
 
 MODEL_S = 20.0
 """Seconds that fetching a model's configuration and tokenizer from the Hub may take: some MiB."""
 
 AWAY_S = 60.0
-"""Seconds for which a Hub that could not be reached is not asked for another model."""
+"""Seconds that an unreachable Hub is not asked for another model."""
 
 T = TypeVar("T")
 
 
 class Checks:
-    """The checks of one orchestrator. A check whose caller has gone ends: a process at once, a
-    thread at its next row. Raises Busy where too much waits."""
+    """The checks of one orchestrator. When its caller has gone, a check ends: a process at once, a
+    thread at its next row. Raises Busy if too many checks wait."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -55,7 +54,7 @@ class Checks:
         self._away: tuple[float, str] | None = None
 
     async def look(self, job: Job, *, showing: bool = False) -> Looked:
-        """Returns what the job's data and model were found to be, as `looking.look`."""
+        """Returns the findings about the job's data and model, as `looking.look`."""
         await asyncio.to_thread(named_model_folder, job.model, self._settings)  # asks nobody
         why_not = await self._fetched_model(job)
         return await self._run(job, looking.look, job, self._settings, why_not, showing)
@@ -79,9 +78,8 @@ class Checks:
         return await _in_thread(self._threads, size_bytes, lambda: work(*args))
 
     async def _fetched_model(self, job: Job) -> str | None:
-        """Returns why the model on the Hub cannot be looked at; None for a folder, and once this
-        machine's cache has the files that are needed. Raises BadRequest for a model that the Hub
-        does not have."""
+        """Returns why the Hub's model cannot be checked; None for a folder, and once this machine's
+        cache has the necessary files. Raises BadRequest for a model that the Hub does not have."""
         if await asyncio.to_thread(is_cached, job.model, job.model_revision):
             return None
         if hub_is_offline():
@@ -109,7 +107,7 @@ async def _apart(
 
 
 async def _in_thread(turns: RoundRobin, size_bytes: int, work: Callable[[], T]) -> T:
-    """Returns what the work returns. It has its turn until its thread has ended."""
+    """Returns the work's result. The work keeps its turn until its thread has ended."""
     who = _who()
     began = await turns.begin(who, size_bytes)
     context, end = contextvars.copy_context(), threading.Event()

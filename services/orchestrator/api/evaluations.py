@@ -24,9 +24,9 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
     under_way: dict[str, _UnderWay] = {}
 
     async def evaluate(request: EvaluationRequest) -> EvaluationReport:
-        """Samples and grades held-out problems with each model in turn, and compares what they got.
-        The samplers are lent to it: jobs wait until it has ended, and while a job has them it is
-        refused."""
+        """Samples and grades held-out problems with each model in turn, and compares their scores.
+        It borrows the samplers: jobs wait until it has ended, and it is refused while a job has
+        them."""
         task = asyncio.current_task()
         assert task is not None, "an operation runs in a task"
         comparison = Comparison(request, settings, store)
@@ -41,14 +41,14 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
 
     @app.get("/v1/evaluations/{id}")
     async def get_evaluation(id: str) -> EvaluationState:
-        """How far an evaluation is that is under way."""
+        """The progress of a running evaluation."""
         if id not in under_way:
             raise NotFound(f"no evaluation {id!r} is under way here")
         return under_way[id].comparison.state
 
     @app.delete("/v1/evaluations/{id}")
     async def end_evaluation(id: str) -> EvaluationEnded:
-        """Ends an evaluation, if it is under way: the samplers are free for jobs then."""
+        """Ends a running evaluation, so that the samplers are free for jobs."""
         found = under_way.get(id)
         if found:
             found.task.cancel()

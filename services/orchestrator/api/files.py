@@ -31,7 +31,7 @@ FORM = "multipart/form-data"
 FIELDS = ("file", "purpose")
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 MAX_PARTS = 8
-"""Parts of a form that are read, so that an error can say which part is too many."""
+"""Most parts of a form that are read, so that an error can name a superfluous part."""
 
 MAX_FILENAME_CHARS = 255
 
@@ -39,7 +39,7 @@ Order = Literal["asc", "desc"]
 T = TypeVar("T")
 
 FORM_ROOM_BYTES = 1 << 16
-"""What a form has beside its file."""
+"""Bytes of a form beside its file."""
 
 UPLOAD_BODY: dict[str, Any] = {
     "requestBody": {
@@ -99,7 +99,7 @@ def _add_reading(service: Service, uploads: Uploads, store: Store) -> None:
         order: Order = "desc",
         purpose: Purpose | None = None,
     ) -> FileList:
-        """The uploaded files, newest first. `after` may also be one that was removed within a
+        """The uploaded files, newest first. `after` may also be a file that was removed within a
         day."""
         found = await asyncio.to_thread(uploads.list)
         files = [file for file in found if purpose in (None, file.purpose)]
@@ -143,8 +143,8 @@ def _add_removal(service: Service, uploads: Uploads, store: Store) -> None:
 
 
 async def finish_removals(settings: Settings, store: Store) -> None:
-    """Removes the files that jobs can name no more and that are there still: an orchestrator died
-    in between."""
+    """Removes files whose removal was begun and not finished, because an orchestrator died in
+    between."""
     uploads = Uploads(settings.runs_dir)
     try:
         for file in await in_own_thread(uploads.list):
@@ -155,7 +155,7 @@ async def finish_removals(settings: Settings, store: Store) -> None:
 
 
 async def _finish_removal(uploads: Uploads, store: Store, id: str) -> None:
-    """One that was uploaded again since stays."""
+    """A file that was uploaded again since then stays."""
     with contextlib.suppress(NotFound):  # another orchestrator was about to remove it
         async with _alone_with(uploads, id):
             file, removed = uploads.get(id), await store.removals.created_at(id)
@@ -167,8 +167,8 @@ async def _finish_removal(uploads: Uploads, store: Store, id: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _alone_with(uploads: Uploads, id: str) -> AsyncGenerator[None]:
-    """Lets nobody else store or remove the file meanwhile: else an upload that is sent again would
-    undo what is noted of a removal under way, or answer with a file that is removed just then."""
+    """Locks the file's storing and removing. Otherwise a repeated upload could undo the note of a
+    running removal, or answer with a file that is being removed."""
     held = contextlib.ExitStack()
     try:
         await _written(functools.partial(held.enter_context, uploads.alone_with(id)))
@@ -178,23 +178,23 @@ async def _alone_with(uploads: Uploads, id: str) -> AsyncGenerator[None]:
 
 
 async def _written(act: Callable[[], T]) -> T:
-    """Returns what `act` returns, which may take long: jobs write by the pool's threads. A request
-    that is ended meanwhile waits for it, and has the file to itself as long."""
+    """Returns the result of `act`. It may take long, because jobs write by the pool's threads too.
+    A cancelled request waits for it, and keeps the file's lock as long."""
     return await to_the_end(in_own_thread(act))
 
 
 def _beyond(
     files: Sequence[UploadedFile], place: tuple[int, str], order: Order
 ) -> list[UploadedFile]:
-    """Returns those of the files, oldest first, that come after the place in the order."""
+    """Returns the files after the place in the order, oldest first."""
     if order == "asc":
         return [file for file in files if (file.created_at, file.id) > place]
     return [file for file in files if (file.created_at, file.id) < place]
 
 
 def _check_request(request: Request, settings: Settings) -> None:
-    """Raises BadRequest for a body that is not a form, TooLarge for one, and Unauthorized for a web
-    page's form where no token is needed."""
+    """Raises BadRequest for a body that is not a form, TooLarge for too large a form, and
+    Unauthorized for a web page's form if no token is needed."""
     if settings.token is None and "origin" in request.headers:
         raise Unauthorized(
             f"an upload from the web page {request.headers['origin']!r}; without HONE_TOKEN files "
@@ -234,8 +234,8 @@ def _fields(form: FormData) -> tuple[UploadFile, Purpose]:
 
 
 def _filename(file: UploadFile) -> str:
-    """Returns the name that a file was uploaded by, which lists show and downloads suggest. Raises
-    BadRequest for one that is a path, or no line of text."""
+    """Returns the uploaded file's name, which lists show and downloads suggest. Raises BadRequest
+    for a path, or a name that is no line of text."""
     name = file.filename or "file"
     unfit = any(char in "/\\" or unicodedata.category(char) == "Cc" for char in name)
     if unfit or len(name) > MAX_FILENAME_CHARS:

@@ -1,4 +1,4 @@
-"""What a job asks for that is allowed and probably not meant."""
+"""Warnings about a job: allowed values that are probably mistakes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.job import Job
 
 
 def findings(job: Job) -> Sequence[str]:
-    """Returns a sentence for each. It may take seconds: call it off the event loop."""
+    """Returns a sentence for each finding. It may take seconds: call it off the event loop."""
     found = (_learns_nothing(job), _is_paid_nothing(job), missing_key(job))
     return [said for said in found if said]
 

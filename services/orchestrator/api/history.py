@@ -1,4 +1,4 @@
-"""What a job did: its events, metrics, rollouts and checkpoints."""
+"""A job's history: its events, metrics, rollouts and checkpoints."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from shared.wire.pages import MAX_EVENTS, MAX_LAST, MAX_ROWS
 EVENT_STREAM = "text/event-stream"
 
 SSE_WAIT_S = 15.0
-"""Seconds without an event after which a follower gets a comment, which keeps proxies from hanging
-up."""
+"""Seconds without an event after which a follower gets a comment, so that proxies do not close the
+connection."""
 
 PROGRESS_S = 2.0
-"""Seconds without an event after which a follower that asked for it hears what the job is at."""
+"""Seconds without an event after which a follower with `progress` is told what the job does."""
 
 MAX_STEP = 10**9
 
@@ -76,10 +76,10 @@ def _add_events(service: Service, store: Store) -> None:
         progress: bool = False,
         until_paused: bool = False,
     ) -> EventList | Response:
-        """What happened: a JSON page, or a stream of server-sent events to the job's end if that is
-        accepted, with `until_paused` also to a pause. Either goes on after the id given by `after`
-        or Last-Event-ID; with `last` the page has the newest events instead, that many. With
-        `progress`, the stream says every two seconds without an event what the job is at (type
+        """A job's events: a JSON page, or, if accepted, a stream of server-sent events to the job's
+        end, with `until_paused` also to a pause. Both begin after the id in `after` or
+        Last-Event-ID; with `last` the page has that many of the newest events instead. With
+        `progress`, the stream says every two seconds without an event what the job does (type
         `progress`, without an id)."""
         await store.get(job_id)
         if EVENT_STREAM not in request.headers.get("accept", ""):
@@ -123,8 +123,8 @@ def _add_results(service: Service, store: Store) -> None:
         after: Annotated[int, Query(ge=0, le=MAX_STEP)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = MAX_ROWS,
     ) -> RolloutList:
-        """The graded rollouts of a step, `[P*G]` without the first `after`; of the newest step
-        without `step`."""
+        """The graded rollouts of a step, `[P*G]` without the first `after`. Without `step`, of the
+        newest step."""
         record = await store.get(job_id)
         run = RunFolder(Path(record.run_dir))
         number = step if step is not None else max(run.batch_steps(), default=0)
@@ -169,8 +169,8 @@ def _add_checkpoints(service: Service, store: Store) -> None:
         responses=DOWNLOADED,
     )
     async def checkpoint_file(job_id: str, step: StepInPath, name: str) -> DownloadedFile:
-        """The bytes of a file of a checkpoint. Takes `Range`, so a download that was cut goes on
-        where it broke off."""
+        """The bytes of a file of a checkpoint. Takes `Range`, so an interrupted download can
+        resume."""
         path = await asyncio.to_thread(path_of, await folder(job_id, step), name)
         return DownloadedFile(path, path.name)
 
@@ -185,8 +185,8 @@ async def still_there(found: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 class Followers:
-    """The streams of server-sent events that are open. Each holds a connection to Redis while it
-    waits, so their number is bounded."""
+    """The open streams of server-sent events. Each holds a connection to Redis while it waits, so
+    their number is bounded."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -203,9 +203,9 @@ class Followers:
     async def follow(
         self, job_id: str, last: str, *, progress: bool = False, until_paused: bool = False
     ) -> AsyncGenerator[str]:
-        """Yields each event after `last` as server-sent text, a comment while nothing happens, or
-        with `progress` what the job is at, and `end` after the job's last event, or the last one of
-        a job that is paused."""
+        """Yields each event after `last` as server-sent text. While nothing happens yields a
+        comment, or with `progress` what the job does. Yields `end` after the last event of an ended
+        or, with `until_paused`, a paused job."""
         ends = (None, *TERMINAL, *(["paused"] if until_paused else []))
         self._num_open += 1
         pause_s = PROGRESS_S if progress else SSE_WAIT_S

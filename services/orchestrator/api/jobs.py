@@ -1,4 +1,4 @@
-"""Submitting jobs, and what is checked before."""
+"""Submitting jobs, and the checks before."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_routes(
 ) -> None:
     async def submit(request: SubmitRequest) -> Made[JobRecord]:
         """Accepts a job once its data, rewards and model have been checked: 201, and it is on disk.
-        With an Idempotency-Key that was used for it before: 200, and the job as it is now."""
+        If its Idempotency-Key was used for this job before: 200, and the job as it is now."""
         key = request_key.get()
         if known := await accepted(store, request.job, key):
             return Made[JobRecord](body=known, location=f"/v1/jobs/{known.id}", is_new=False)
@@ -65,7 +65,7 @@ def add_routes(
         return Made[JobRecord](body=record, location=f"/v1/jobs/{record.id}", is_new=is_new)
 
     async def withdraw(request: WithdrawRequest) -> Withdrawn:
-        """Takes back the submission with an Idempotency-Key. A submission that is under way or has
+        """Withdraws the submission with an Idempotency-Key. A submission that is under way or has
         yet to arrive is refused (409); a job that was accepted already is cancelled."""
         job_id = await store.withdraw(request.key)
         return Withdrawn(job=await stop(store, job_id) if job_id else None)
@@ -78,8 +78,8 @@ def add_routes(
         return tried.model_copy(update={"trial": await _trial(job, looked.first, settings)})
 
     async def plan(request: SubmitRequest) -> Plan:
-        """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's
-        GPUs. Nothing of the job but its model is looked at."""
+        """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
+        Only the job's model is looked at."""
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
         try:
             online = not checks.hub_is_away
@@ -98,9 +98,9 @@ def add_routes(
 async def check_job(
     job: Job, settings: Settings, checks: Checks, *, showing: bool = False
 ) -> Looked:
-    """Returns what the job has. Raises HoneError for what would fail the job later, or let it
-    learn nothing: data that cannot be read, a model folder that is not one, groups of one, rewards
-    that the reward service does not know or that need columns the data lacks."""
+    """Returns the findings about the job. Raises HoneError for faults that would fail the job
+    later, or let it learn nothing: data that cannot be read, a wrong model folder, groups of one,
+    rewards that the reward service does not know or that need columns the data lacks."""
     check_groups(job)
     if job.request:
         _check_request(job)

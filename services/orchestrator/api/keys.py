@@ -25,8 +25,8 @@ def add_routes(service: Service, settings: Settings, keys: Keys) -> None:
 
     @app.post(PATH, dependencies=[TOKEN_ONLY], responses=openapi.answers(Made[CreatedKey]))
     async def create_key(request: Request) -> Response:
-        """Makes a key. Its secret is in the answer and nowhere else, so there is no operation that
-        keeps it: who misses the answer revokes the key."""
+        """Makes a key. Only this answer has its secret, and no operation keeps it: a caller that
+        misses the answer revokes the key."""
         if settings.token is None:
             raise BadRequest(
                 "this orchestrator has no HONE_TOKEN, so it answers whoever is on its machine and "
@@ -47,6 +47,6 @@ def add_routes(service: Service, settings: Settings, keys: Keys) -> None:
 
     @app.delete("/v1/keys/{name}", dependencies=[TOKEN_ONLY])
     async def revoke_key(name: Name) -> KeyRevoked:
-        """Revokes a key: no request with it is answered any more."""
+        """Revokes a key: requests with it are refused from now on."""
         await asyncio.to_thread(keys.revoke, name)
         return KeyRevoked(name=name)

@@ -1,5 +1,5 @@
-"""What a job's data and model are found to be before it is accepted. Everything here may take long,
-and may be done in another process (`checking.py`)."""
+"""Checks a job's data and model before it is accepted. Everything here may take long, and may run
+in another process (`checking.py`)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ ELSEWHERE = (
 
 @dataclass(frozen=True)
 class Looked:
-    """What a job has: `columns`, `num_train` and `num_held_out` as `Prompts` has them, `versions`
-    of its sources, the prompts of its `first` step. `warnings` are what is not refused and probably
-    not meant, and `cpu_limit` is why no sampler on a CPU can have the model. `shown` are the first
-    prompts as the model reads them, if that was asked for, and `not_counted` is why their tokens
-    are not known."""
+    """The findings about a job: `columns`, `num_train` and `num_held_out` as in `Prompts`,
+    `versions` of its sources, the prompts of its `first` step. `warnings` are probable mistakes
+    that are not refused. `cpu_limit` is why no sampler on a CPU can serve the model. `shown` are
+    the first prompts as the model reads them, if asked for; `not_counted` is why their tokens are
+    not known."""
 
     columns: tuple[str, ...]
     num_train: int | None
@@ -57,15 +57,16 @@ class Looked:
 
 
 def look(job: Job, settings: Settings, why_not: str | None, showing: bool) -> Looked:
-    """Returns what the job has. `why_not` is why a model of the Hub could not be fetched. Raises
-    BadRequest for what would fail the job later, and Failed where the Hub cannot be reached."""
+    """Returns the findings about the job. `why_not` is why a model of the Hub could not be fetched.
+    Raises BadRequest for faults that would fail the job later, and Failed if the Hub cannot be
+    reached."""
     folder = _model_looked_at(job, settings)
     untried = not_tried(job.model, read_config(folder)) if folder else _shows_later(job, why_not)
     warnings = [*([untried] if untried else []), *findings(job)]
     try:
         prompts = load_prompts(job, settings)
         first = check_rows(job, prompts)
-    except Unavailable as error:  # the Hub, which asking again at once does not bring back
+    except Unavailable as error:  # the Hub: asking it again at once would not help
         raise Failed(f"{error.detail}; {ELSEWHERE}") from error
     shown, not_counted = preview(job, first) if showing else ((), "")
     return Looked(
@@ -82,13 +83,13 @@ def look(job: Job, settings: Settings, why_not: str | None, showing: bool) -> Lo
 
 
 def on_behalf_of(who: ApiKey | None, work: Callable[..., T], *args: Any) -> T:
-    """Returns what `work` does, as if that key had asked for it here."""
+    """Returns the result of `work`, run with the rights of the API key `who`."""
     caller.set(who)
     return work(*args)
 
 
 def look_at_held_out(job: Job, settings: Settings) -> None:
-    """Raises as `load_held_out`, but Failed where the Hub cannot be reached."""
+    """Raises as `load_held_out`, but Failed if the Hub cannot be reached."""
     try:
         load_held_out(job, settings)
     except Unavailable as error:
@@ -96,8 +97,8 @@ def look_at_held_out(job: Job, settings: Settings) -> None:
 
 
 def _model_looked_at(job: Job, settings: Settings) -> Path | None:
-    """Returns the folder of the model, None where it is not here. Raises BadRequest for a model
-    that cannot be trained."""
+    """Returns the folder of the model, None if it is not on this machine. Raises BadRequest for a
+    model that cannot be trained."""
     if folder := named_model_folder(job.model, settings):
         check_model_folder(folder, job.max_model_len)
     elif folder := cached_model(job.model, job.model_revision):

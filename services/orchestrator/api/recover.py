@@ -1,4 +1,4 @@
-"""Rebuilding the records of jobs whose Redis was lost, from their run folders."""
+"""Rebuilds the records of jobs from their run folders, after Redis was lost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shared.wire import NoBody, Recovered
 
 def add_route(service: Service, settings: Settings, store: Store) -> None:
     async def recover(_: NoBody) -> Recovered:
-        """Gives every run folder whose job is not known a record: a job that ended well as it
-        ended, any other as paused. Accepts the present Redis as the one that has the jobs. Doing it
-        again changes nothing."""
+        """Makes a record for every run folder without one: a job that had ended has ended the same
+        way, any other is paused. Accepts the present Redis as the Redis of the jobs. Doing it again
+        changes nothing."""
         runs = await asyncio.to_thread(find_runs, settings.runs_dir)
         jobs = await store.recover(runs, settings.runs_dir)
         return Recovered(jobs=tuple(jobs))

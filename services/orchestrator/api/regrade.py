@@ -1,5 +1,4 @@
-"""What other rewards would say of rollouts that are stored. Reads the run folder and writes nothing
-there."""
+"""Grades stored rollouts by other rewards. Reads the run folder and writes nothing there."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ def add_route(service: Service, settings: Settings, store: Store) -> None:
 
     @service.app.post("/v1/jobs/{job_id}/regrade", response_model=None, responses=given)
     async def regrade_job(job_id: str, body: RegradeRequest, request: Request) -> Response:
-        """Grades stored rollouts by other rewards and says what would flip. Nothing is written to
-        the run."""
+        """Grades stored rollouts by other rewards and returns the differences. Nothing is written
+        to the run."""
         record = await store.get(job_id)
         folder = RunFolder(Path(record.run_dir))
         key = request.headers.get("idempotency-key")
@@ -57,9 +56,8 @@ def add_route(service: Service, settings: Settings, store: Store) -> None:
 async def regrade(
     request: RegradeRequest, job: Job, folder: RunFolder, settings: Settings
 ) -> RegradeReport:
-    """Returns what would flip in the steps asked for. Raises NotFound for a step without stored
-    rollouts, and BadRequest for rewards that the reward service would not take for the job's
-    columns."""
+    """Returns the differences in the requested steps. Raises NotFound for a step without stored
+    rollouts, and BadRequest for rewards that the reward service refuses for the job's columns."""
     check_steps(request, folder)
     changed_job = job.model_copy(update={"rewards": request.rewards})
     peers = Peers(changed_job, settings.slots[0])
@@ -84,7 +82,8 @@ async def regrade(
 
 
 def check_steps(request: RegradeRequest, folder: RunFolder) -> None:
-    """Raises BadRequest for steps in the wrong order, and NotFound for one that is not stored."""
+    """Raises BadRequest for steps in the wrong order, and NotFound for a step that is not
+    stored."""
     first, last = request.first_step, request.last_step
     if last < first:
         raise BadRequest(
@@ -93,7 +92,7 @@ def check_steps(request: RegradeRequest, folder: RunFolder) -> None:
     stored = set(folder.batch_steps())
     absent = next((step for step in range(first, last + 1) if step not in stored), None)
     if absent is not None:
-        folder.batch(absent)  # raises what says which there are
+        folder.batch(absent)  # raises an error that lists the stored steps
 
 
 def compare(
@@ -126,7 +125,7 @@ def summary(step: int, pairs: Sequence[RegradedRollout]) -> RegradedStep:
 
 
 def _difference(pair: RegradedRollout) -> float:
-    """Returns by how much the reward differs: infinity where there was none or will be none, 0 if
+    """Returns by how much the reward differs: infinity if the old or new reward is missing, 0 if
     only by rounding."""
     old, new = pair.old.reward, pair.new.reward
     if old is None or new is None:

@@ -1,4 +1,4 @@
-"""Which caller is served next, where only a few can be served at a time."""
+"""Chooses the caller that is served next, if only a few can be served at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from shared.errors import Busy
 
 MAX_WAITING_BYTES = 64 << 20
-"""Bytes of all jobs that wait for a turn: some ten thousand jobs, or 250 of the largest."""
+"""Most bytes of jobs that wait for a turn: some ten thousand jobs, or 250 of the largest."""
 
 LEAST_BYTES = 4096
 """Bytes that each job counts for at least."""
@@ -21,11 +21,11 @@ MAX_RETRY_AFTER_S = 60
 
 class RoundRobin:
     """Serves `num` requests at a time. Callers take turns: a caller with a thousand requests delays
-    each other caller by one of them. A caller that has all places but one does not get the last, so
-    the next caller need not wait for slow work. Raises Busy beyond `MAX_WAITING_BYTES`.
+    each other caller by one of them. A caller never gets the last free place if it has all others,
+    so another caller need not wait for slow work. Raises Busy beyond `MAX_WAITING_BYTES`.
 
-    The caller that began a turn ends it. The sandbox (`services/reward/sandbox/turns.py`) gives
-    turns by the time used in place of the order of asking, and at three levels.
+    The caller that began a turn ends it. The sandbox (`services/reward/sandbox/turns.py`) is
+    similar, but gives turns by time used, and at three levels.
     """
 
     def __init__(self, num: int) -> None:

@@ -1,6 +1,6 @@
-"""Whether a prompt can be made of every row of a job's data, and sent. A row that is found out only
-when its step comes is a dead end: the job pauses, and data that was mended is not what it was
-submitted with."""
+"""Checks that every row of a job's data makes a prompt that can be sent. A bad row that is found
+only at its step is a dead end: the job pauses, and mended data would differ from the submitted
+data."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from shared.wire import Prompt
 MAX_PASSED = 1000
 
 CHECK_S = 10.0
-"""Seconds in which rows are tried when a job is submitted, those of held-out sets included: enough
-for some 100,000. Of more the first are."""
+"""Seconds for trying rows when a job is submitted, held-out sets included: enough for some 100,000
+rows. If there are more, the first ones are tried."""
 
 
 def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
-    """Returns the first step's prompts. Raises BadRequest with the first row that no prompt can be
-    made of, that cannot be sent, or that is too long for the model, and how many there are. Of a
-    stream only the first step's rows are tried."""
+    """Returns the first step's prompts. Raises BadRequest with the first row that makes no prompt,
+    cannot be sent, or is too long for the model, and the number of such rows. In a stream only the
+    first step's rows are tried."""
     key = _key(job, prompts)
     if key in _PASSED:
         return prompts.for_step(1)
@@ -57,8 +57,8 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
 
 
 def _key(job: Job, prompts: Prompts) -> str | None:
-    """Returns a digest of all that says whether the rows pass; None where it is not known which
-    content a source has."""
+    """Returns a digest of everything that decides whether the rows pass; None if a source's content
+    is not identified."""
     held_out = [each.source for each in job.evaluation.sets.values()]
     named = [one for one in (job.data.train, job.data.eval, *held_out) if isinstance(one, str)]
     if prompts.train is None or len(named) != len(prompts.versions):
@@ -70,13 +70,13 @@ def _key(job: Job, prompts: Prompts) -> str | None:
 
 
 _PASSED = dict[str, None]()
-"""What passed, the last `MAX_PASSED`."""
+"""Keys of the last `MAX_PASSED` data sets that passed."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What is tried: the problems of `data`, as sentences call it, what makes their prompts, and
-    what these have to fit into, if that is known."""
+    """Rows to try: the problems of `data`, the function that makes their prompts, and the length
+    limits of the prompts, if known. Messages call the rows `data`."""
 
     data: str
     problems: Sequence[Problem]
@@ -100,8 +100,8 @@ def _check(rows: _Rows, end: float) -> None:
 
 
 def _faults(rows: _Rows, end: float) -> Iterator[BadRow]:
-    """Yields what is wrong with each row that is bad, as far as they can be tried before `end`; of
-    the first rows one in any case."""
+    """Yields the fault of each bad row among the rows that can be tried before `end`. The first
+    rows are always tried."""
     for start in range(0, len(rows.problems), ROWS_PER_REQUEST):
         go_on()
         several = rows.problems[start : start + ROWS_PER_REQUEST]
@@ -114,7 +114,7 @@ def _faults(rows: _Rows, end: float) -> Iterator[BadRow]:
 def _single_faults(
     rows: _Rows, several: Sequence[Problem], known: BadRow, end: float
 ) -> Iterator[BadRow]:
-    """Yields the fault of each row, `known` if there is time for none."""
+    """Yields the fault of each row; `known` if there is no time to try any."""
     any_found = False
     for problem in several:
         if fault := _fault(rows, [problem]):
@@ -139,7 +139,7 @@ def _fault(rows: _Rows, problems: Sequence[Problem]) -> BadRow | None:
 
 
 def _check_sendable(prompt: Prompt, data: str) -> None:
-    """Raises BadRow with the row, and the column if it is that."""
+    """Raises BadRow naming the row, and the column if the fault is in a column."""
     try:
         _encode(prompt)
     except BadRequest as error:
@@ -150,7 +150,7 @@ def _check_sendable(prompt: Prompt, data: str) -> None:
 
 
 def _encode(prompt: Prompt) -> None:
-    """In both ways: msgpack goes to services, which take what JSON can carry."""
+    """Tries msgpack and JSON: services get msgpack, but accept only values that JSON can carry."""
     codec.encode(prompt, codec.MSGPACK)
     codec.encode(prompt)
 

@@ -1,4 +1,5 @@
-"""Samplers that register themselves, each for as long as it renews its lease."""
+"""Samplers that register themselves; a registration lasts as long as the sampler renews its
+lease."""
 
 from __future__ import annotations
 
@@ -29,20 +30,20 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
 
     @app.delete("/v1/samplers/{replica}", dependencies=[TOKEN_ONLY])
     async def unregister(replica: Name, boot_id: str | None = None) -> Unregistered:
-        """Ends a sampler's registration, with `boot_id` only if that life of the sampler has it.
-        Running jobs give it no further groups."""
+        """Ends a sampler's registration; with `boot_id` only if that process registered. Running
+        jobs give it no further groups."""
         await store.samplers.unregister(replica, boot_id)
         return Unregistered(replica=replica)
 
     @app.get("/v1/samplers")
     async def list_samplers() -> SamplerList:
-        """The samplers that are registered, until when, and what they serve."""
+        """The registered samplers, when their leases end, and the versions that they serve."""
         return SamplerList(samplers=tuple(await store.samplers.all()))
 
 
 def _check(replica: str, registration: Registration, settings: Settings) -> None:
-    """Raises BadRequest for a sampler that no job would ever use, or that is elsewhere where nobody
-    has to show a token."""
+    """Raises BadRequest for a sampler that no job would ever use, or, without a token, for a
+    sampler on another machine."""
     if REGISTERED not in settings.rollout_urls:
         raise BadRequest(
             f"sampler {replica!r} cannot register: HONE_ROLLOUT_URL of this orchestrator does not "

@@ -1,4 +1,4 @@
-"""Looking at jobs, and changing what becomes of them."""
+"""Reading, cancelling, pausing, resuming and deleting jobs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _add_reading(service: Service, store: Store) -> None:
         name: Annotated[str | None, Query(max_length=100)] = None,
         metadata: Annotated[str | None, Query(include_in_schema=False)] = None,
     ) -> JobList:
-        """Summaries of jobs, newest first: those of the status, the name and the metadata given."""
+        """Summaries of jobs, newest first, filtered by status, name and metadata if given."""
         wanted = Wanted(status=status, name=name, metadata=metadata_of(request))
         return await store.list(after, limit, wanted)
 
@@ -62,9 +62,9 @@ def _add_changing(service: Service, settings: Settings, store: Store, checks: Ch
 
     @app.delete("/v1/jobs/{job_id}")
     async def delete_job(job_id: str, files: bool = False) -> JobDeleted:
-        """Forgets a job that has ended, with its events; another one has to be cancelled first. Its
-        run folder, with the checkpoints in it, stays unless `files` is true; then it is refused
-        while one of these is the model of a job that has not ended."""
+        """Forgets an ended job, with its events; a job that has not ended must be cancelled first.
+        Its run folder and checkpoints stay unless `files` is true. With `files` it is refused while
+        a checkpoint is the model of a job that has not ended."""
         run_dir = await store.ended_run_dir(job_id)
         if run_dir and files:
             await _check_unused(store, job_id, run_dir)

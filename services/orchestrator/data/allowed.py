@@ -13,8 +13,9 @@ from shared.urls import is_loopback
 
 
 def may_name(path: Path, folders: Sequence[Path] | None, settings: Settings) -> bool:
-    """Returns whether the resolved path is below one of the `folders`. Without any, whoever has
-    HONE_TOKEN, or is on this machine if there is none, may name each path, and a key none."""
+    """Returns whether the resolved path is below one of the `folders`. Without `folders`, any path
+    may be named if the service listens on this machine only and no API key asks, and none
+    otherwise."""
     if folders is None and is_loopback(settings.host) and caller.get() is None:
         return True
     return any(path.is_relative_to(folder.resolve()) for folder in folders or ())
@@ -22,7 +23,7 @@ def may_name(path: Path, folders: Sequence[Path] | None, settings: Settings) -> 
 
 def named_model_folder(model: str, settings: Settings) -> Path | None:
     """Returns the folder that a job's model names, None for a Hugging Face id. Raises BadRequest as
-    `model_folder` does, and for a folder that jobs may not name, there or not."""
+    `model_folder` does, and for a folder that jobs may not name, whether it exists or not."""
     if "\0" not in model and not HUB_ID.fullmatch(model):
         _check_model(model, Path(model).resolve(), settings)
     folder = model_folder(model)
@@ -31,7 +32,7 @@ def named_model_folder(model: str, settings: Settings) -> Path | None:
             f"'model': there is no folder {model!r} here, and ids of the Hugging Face hub have an "
             f"owner; {EXPECTED}"
         )
-    if folder:  # one of the working directory looks like a Hugging Face id
+    if folder:  # a folder in the working directory looks like a Hugging Face id
         _check_model(model, folder, settings)
     return folder
 

@@ -1,8 +1,8 @@
-"""Work in a process of its own, which is killed once nobody waits for it: what asks the Hub may
-hang in ways that no deadline of its libraries ends, and a thread cannot be killed.
+"""Work in a process of its own, which is killed once nobody waits for it. Calls of the Hub may hang
+in ways that no deadline of its libraries ends, and a thread cannot be killed.
 
-`python -m services.orchestrator.data.apart PID` is that process, which ends with process PID: what
-is to be done comes by its stdin, and what came of it goes by its stdout.
+`python -m services.orchestrator.data.apart PID` is that process. It ends with process PID, reads
+its work from stdin, and writes the result to stdout.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class NotInTime(Failed):
 
 
 async def apart(work: Callable[..., T], *args: Any, deadline_s: float) -> T:
-    """Returns what `work(*args)` returns. `work` is a function of a module, and what goes in and
-    comes out can be pickled. Raises the work's own HoneError, and NotInTime."""
+    """Returns the result of `work(*args)`. `work` is a module's function; its arguments and result
+    can be pickled. Raises the work's own HoneError, and NotInTime."""
     asked = pickle.dumps((work, args))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -61,9 +61,9 @@ async def _end(process: Process) -> None:
 
 
 def _main() -> None:
-    die_with(int(sys.argv[1]))  # not os.getppid(): whoever asked may be gone by now
+    die_with(int(sys.argv[1]))  # not os.getppid(): the parent may be gone by now
     with os.fdopen(os.dup(1), "wb") as answer:
-        os.dup2(2, 1)  # what a library prints is no answer
+        os.dup2(2, 1)  # output of libraries must not mix with the answer
         pickle.dump(_answer(), answer)
 
 

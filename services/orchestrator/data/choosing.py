@@ -1,4 +1,4 @@
-"""Which rows of a source are problems, and under which names they have their columns."""
+"""Chooses the rows of a source that are problems, and renames their columns."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shared.job import DataSpec
 from shared.prompts.templates import RENDERER, ROWS_PER_REQUEST, CannotRender
 
 PROMPT = "prompt"
-"""The column that is the prompt, where no template makes one."""
+"""The column with the prompt, if no template makes it."""
 
 
 MAX_FILTERS = 16
-"""Filters whose kept rows are remembered: eight bytes a row."""
+"""Most filters whose kept rows are cached, at eight bytes a row."""
 
 
 class BadRow(BadRequest):
-    """A row that no prompt can be made of, or sent; others may be good."""
+    """A row that makes no prompt, or whose prompt cannot be sent. Other rows may be good."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a source under the names that the job has for them: `old[new]` is what the
-    source calls each."""
+    """The columns of a source under the job's names: `old[new]` is the source's name for each."""
 
     old: dict[str, str]
 
@@ -75,8 +74,8 @@ class Chosen(Sequence[Problem]):
 def chosen(
     table: Table, spec: DataSpec, limit: int | None = None, filter_cpu_s: float = math.inf
 ) -> tuple[Columns, Chosen]:
-    """Returns the problems of a table, the first `limit` of them. Raises BadRequest if there are
-    none, or the filter takes more than so many seconds of processor time."""
+    """Returns the first `limit` problems of a table. Raises BadRequest if there are none, or the
+    filter takes more than `filter_cpu_s` seconds of CPU time."""
     rows = table.rows()
     if not len(rows):
         raise no_rows(table.name)
@@ -94,7 +93,7 @@ def streamed(
     table: Table, columns: Columns, spec: DataSpec, filter_cpu_s: float = math.inf
 ) -> Iterator[Problem]:
     """Yields the problems of a table in order, without holding its rows. Raises BadRequest if the
-    filter takes more than so many seconds of processor time until it is true of one."""
+    filter takes more than `filter_cpu_s` seconds of CPU time until a row passes."""
     problems = (columns.problem(index, row) for index, row in enumerate(table.stream()))
     if spec.filter is None:
         return problems
@@ -102,8 +101,7 @@ def streamed(
 
 
 def looked_at(table: Table, spec: DataSpec) -> Columns:
-    """Returns the columns that the first rows of a stream have. Raises BadRequest if there are
-    none."""
+    """Returns the columns of a stream's first rows. Raises BadRequest if there are no rows."""
     first = list(itertools.islice(table.stream(), ROWS_LOOKED_AT))
     if not first:
         raise no_rows(table.name)
@@ -112,7 +110,7 @@ def looked_at(table: Table, spec: DataSpec) -> Columns:
 
 
 def columns_of(names: Sequence[str], where: str, spec: DataSpec) -> Columns:
-    """Returns the columns, renamed. Raises BadRequest for one that is not there."""
+    """Returns the columns, renamed. Raises BadRequest for a missing column."""
     for new, old in spec.columns.items():
         if old not in names:
             raise BadRequest(
@@ -133,8 +131,8 @@ def columns_of(names: Sequence[str], where: str, spec: DataSpec) -> Columns:
 
 @dataclass(frozen=True, eq=False)
 class _Filter:
-    """Which rows of a table a filter keeps, the first `limit` of them. `key` identifies the
-    filter and the rows; None: not known."""
+    """The first `limit` rows of a table that a filter keeps. `key` identifies the filter and the
+    rows; None: not known."""
 
     table: Table
     spec: DataSpec
@@ -159,7 +157,7 @@ _KEPT: dict[str, array[int]] = {}
 
 
 def _kept_by(asked: _Filter, key: str) -> array[int]:
-    """As `_Filter.kept`, of the last filters for all jobs that have the same."""
+    """As `_Filter.kept`, cached: jobs with the same recent filter share the result."""
     found = _KEPT.pop(key, None)
     _KEPT[key] = found = asked.kept() if found is None else found
     while len(_KEPT) > MAX_FILTERS:
@@ -169,7 +167,7 @@ def _kept_by(asked: _Filter, key: str) -> array[int]:
 
 @dataclass
 class _Budget:
-    """Seconds of processor time that a filter may take, over all rows or for each that passes."""
+    """CPU seconds that a filter may take, over all rows or for each row that passes."""
 
     max_cpu_s: float
     per_problem: bool = False
@@ -177,7 +175,7 @@ class _Budget:
     num_rows: int = 0
 
     def spend(self, cpu_s: float, holds: Sequence[bool]) -> bool:
-        """Returns whether there is some left."""
+        """Returns whether any budget is left."""
         if self.per_problem and any(holds):
             self.cpu_s, self.num_rows = 0.0, 0
             return True
@@ -205,7 +203,7 @@ def _passing(
 def unrenderable(
     key: str, error: CannotRender, problems: Sequence[Problem], where: str
 ) -> BadRequest:
-    """Returns the sentence for a template or a filter that did not work on one of the problems."""
+    """Returns the error for a template or a filter that failed on one of the problems."""
     if error.position is None:
         return BadRequest(f"{key} does not work: {error.reason}")
     problem = problems[error.position]

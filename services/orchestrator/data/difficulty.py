@@ -1,9 +1,9 @@
-"""Problems that teach nothing are skipped, and still which ones a step takes does not depend on
-when it is asked, or how often the job was interrupted.
+"""Skips problems that teach nothing. A step still takes the same problems whenever it is asked, and
+however often the job was interrupted.
 
-A step is sampled once the step `max_staleness` + 1 before it is done, so that is how far back the
-groups are that it knows, no matter what else is done by then. What they came to is in the run
-folder (`difficulty.jsonl`); from that, the walk through the data is done again from step 1.
+A step is sampled once the step `max_staleness` + 1 before it is done. So it uses the verdicts of
+groups up to that step, even if more are known by then. The run folder has the verdicts
+(`difficulty.jsonl`); from them the walk through the data is repeated from step 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Verdicts = Mapping[int, Verdict]
 
 
 class History:
-    """What came of the groups of each step. `revision` grows when what was known changes."""
+    """The verdicts on the groups of each step. `revision` grows when a known verdict changes."""
 
     def __init__(self, verdicts: Mapping[int, Verdicts] | None = None) -> None:
         self._steps = dict(verdicts or {})
@@ -37,7 +37,7 @@ class History:
         return self._steps.get(step, {})
 
     def note(self, step: int, verdicts: Verdicts) -> bool:
-        """Returns whether that was not known."""
+        """Returns whether the verdicts are new."""
         if self._steps.get(step) == verdicts:
             return False
         self.revision += step in self._steps
@@ -47,7 +47,7 @@ class History:
 
 @dataclass(frozen=True)
 class _Streak:
-    """A problem's last groups that were all alike: `count` of them, the last one in `step`."""
+    """A problem's latest groups with the same verdict: `count` of them, the last in `step`."""
 
     verdict: Verdict
     count: int
@@ -56,14 +56,14 @@ class _Streak:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The places that a step takes, and those that it skips."""
+    """The places that a step takes, and the places that it skips."""
 
     places: list[int]
     skipped: frozenset[int]
 
 
 class Skipping(InTable):
-    """Walks through the passes of `InTable`, and leaves out what `[difficulty]` skips."""
+    """Walks through the passes of `InTable`, and leaves out problems that `[difficulty]` skips."""
 
     def __init__(self, job: Job, problems: Chosen, history: History) -> None:
         super().__init__(job, problems)
@@ -80,8 +80,8 @@ class Skipping(InTable):
         return [self._problems[place] for place in places]
 
     def num_skipped(self, step: int) -> int | None:
-        """Returns how many problems the step skips; None if that is not known any more. It waits
-        for nobody who takes problems."""
+        """Returns how many problems the step skips; None if that is not known any more. Does not
+        wait for a concurrent `take`."""
         plan = self._plans.get(step)
         return len(plan.skipped) if plan else None
 
@@ -113,7 +113,7 @@ class Skipping(InTable):
     def _learn(self, step: int) -> None:
         for number, verdict in self._history.of(step).items():
             place = self._places.get(number)
-            if place is None:  # a row that is none of this job's problems
+            if place is None:  # the row is no problem of this job
                 continue
             before = self._streaks.get(place)
             count = before.count if before and before.verdict == verdict else 0
@@ -126,15 +126,15 @@ class Skipping(InTable):
                 heapq.heappush(self._expiries, (step + skip_steps, place))
 
     def _expire(self, step: int) -> None:
-        """Forgets what is not skipped any more in `step`."""
+        """Stops skipping problems whose time is over in `step`."""
         while self._expiries and self._expiries[0][0] < step:
             last_step, place = heapq.heappop(self._expiries)
             if self._streaks[place].step + self._job.difficulty.skip_steps == last_step:
                 self._skipped.discard(place)
 
     def _walk(self) -> list[int]:
-        """Takes the next problems that are not skipped; after a whole pass that had too few of
-        them, those that it passed over."""
+        """Takes the next problems that are not skipped. If a whole pass has too few, takes skipped
+        ones."""
         count = self._job.sampling.prompts_per_step
         places: list[int] = []
         while len(places) < count:

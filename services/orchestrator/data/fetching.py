@@ -1,6 +1,6 @@
-"""Fetching a job's data from the Hugging Face Hub: in a process that is killed at its deadline, or
-once nobody waits for it, for a download may hang. Then its rows are read from this machine's
-cache."""
+"""Fetches a job's data from the Hugging Face Hub into this machine's cache, from which its rows are
+then read. A download may hang, so a process does it, which is killed at its deadline, or once
+nobody waits for it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def asks_hub(job: Job, settings: Settings) -> bool:
 
 
 async def fetch(asks: Iterable[Ask]) -> None:
-    """Puts what is asked for and is on the Hub into this machine's cache; of a stream nothing
-    stays. Raises as `load_prompts`, and Unavailable for a Hub that hangs."""
+    """Puts sources on the Hub into this machine's cache, except streams, which are not kept. Raises
+    as `load_prompts`, and Unavailable if the Hub hangs."""
     asked = [ask for ask in asks if await asyncio.to_thread(_is_asked, ask)]
     if not asked or hub_is_offline():
         return

@@ -1,4 +1,4 @@
-"""Whether prompts leave room for their completions, in the tokens of the job's model."""
+"""Checks that prompts leave room for their completions, in the tokens of the job's model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ REMEDIES = (
 
 @dataclass
 class Fit:
-    """Holds `limit` tokens of prompt and completion together, of which the completion takes up to
-    `max_tokens`, as `key` of the job says. `overlong` is what the job does with prompts that are
-    longer; `num_fitting` counts the others."""
+    """Room for `limit` tokens of prompt and completion together; the completion takes up to
+    `max_tokens`, by the job's `key`. `overlong` is what the job does with longer prompts;
+    `num_fitting` counts prompts that fit."""
 
     reader: PromptReader
     limit: int
@@ -34,8 +34,8 @@ class Fit:
     num_fitting: int = 0
 
     def check(self, prompts: Sequence[Prompt], data: str) -> None:
-        """Raises BadRow for the first prompt that cannot be sampled after, and BadRequest for
-        messages that the model's chat template refuses."""
+        """Raises BadRow for the first prompt that leaves no room, and BadRequest for messages that
+        the model's chat template refuses."""
         counts = self.reader.count([prompt.content for prompt in prompts])
         for prompt, count in zip(prompts, counts, strict=True):
             self.num_tried += 1
@@ -51,7 +51,7 @@ class Fit:
                 )
 
     def check_any(self, data: str) -> None:
-        """Raises BadRequest where all of the prompts are to be dropped."""
+        """Raises BadRequest if all of the prompts would be dropped."""
         if self.overlong == "drop" and self.num_tried and not self.num_fitting:
             raise BadRequest(
                 f"none of the {self.num_tried} prompts of {data} leaves room for {self.key} "
@@ -60,8 +60,8 @@ class Fit:
 
 
 def fit_of(job: Job) -> Fit | None:
-    """Returns what fits into the job's model; None where its tokens are not known here. Raises
-    BadRequest for completions that leave no room for any prompt."""
+    """Returns the room in the job's model; None if its tokenizer is not known here. Raises
+    BadRequest if completions leave no room for any prompt."""
     try:
         folder = tokenizer_folder(job)
         reader = prompt_reader(job.model, folder, job.sampling.template_args)
@@ -83,7 +83,7 @@ def fit_of(job: Job) -> Fit | None:
 
 
 def held_out_fit(fit: Fit, job: Job) -> Fit:
-    """Returns the same for the problems that are held out."""
+    """Returns the same for the held-out problems."""
     if (most := job.evaluation.max_tokens) is None:
         return replace(fit, num_tried=0, num_fitting=0)
     found = replace(fit, key="evaluation.max_tokens", max_tokens=most, num_tried=0, num_fitting=0)

@@ -1,4 +1,4 @@
-"""What is fetched of a model on the Hugging Face Hub to look at it: configuration and tokenizer."""
+"""Fetches a model's configuration and tokenizer from the Hugging Face Hub, to check them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ FETCHED = ("config.json", *TOKENIZERS, "tokenizer_config.json", "chat_template.j
 
 
 def is_cached(model: str, revision: str | None) -> bool:
-    """Whether nothing of the model has to be fetched to look at it."""
+    """Whether the model can be checked without fetching anything."""
     try:
         if Path(model).exists() or not may_be_on_hub(model):
             return True
     except (OSError, ValueError):
-        return True  # no name of a model either
+        return True  # it is no model's name, so there is nothing to fetch
     folder = cached_model(model, revision)
     return folder is not None and _is_whole(folder)
 
 
 def cached_model(model: str, revision: str | None) -> Path | None:
-    """Returns the folder of this machine's Hugging Face cache with the model's files."""
+    """Returns the folder with the model's files in this machine's Hugging Face cache."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -38,8 +38,8 @@ def cached_model(model: str, revision: str | None) -> Path | None:
 
 def fetch_model(model: str, revision: str | None) -> str | None:
     """Puts configuration and tokenizer of a model into this machine's Hugging Face cache. Returns
-    why the Hub could not be asked, if so. Raises BadRequest for a model that it does not have. May
-    hang for as long as the Hub does."""
+    why the Hub could not be asked; None if it could. Raises BadRequest for a model that the Hub
+    does not have. May hang as long as the Hub does."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
 
@@ -53,13 +53,13 @@ def fetch_model(model: str, revision: str | None) -> str | None:
                 "may be read with this HF_TOKEN; expected one that it has, or a folder"
             ) from error
         return f"{hub_url()} answers {status} for it"
-    except Exception as error:  # of whatever the Hub's library connects with
+    except Exception as error:  # the Hub's library may raise any class
         return f"{hub_url()} cannot be reached ({_first_line(error.__cause__ or error)})"
     return None
 
 
 def hub_url() -> str:
-    """Returns the Hub's URL as sentences name it: without a user and password in it."""
+    """Returns the Hub's URL for messages: without user and password."""
     url = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     return re.sub(r"//[^/]*@", "//", url)
 

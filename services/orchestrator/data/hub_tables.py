@@ -1,5 +1,5 @@
-"""Data sets of the Hugging Face Hub, each at one commit. What this machine has read of a commit
-before is taken from its cache, and the Hub is not asked."""
+"""Data sets of the Hugging Face Hub, each at one commit. A commit that this machine has read before
+comes from its cache, without asking the Hub."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Pinned:
     commit: str
 
     def cached(self) -> Any | None:
-        """Returns the builder of what was read of it before, None if nothing was."""
+        """Returns the builder of the cached data set, None if it is not cached."""
         from datasets.packaged_modules.cache.cache import Cache
 
         for config in (self.config,) if self.config else self._defaults():
@@ -38,7 +38,7 @@ class Pinned:
         return None
 
     def _folders(self, config: str) -> list[Path]:
-        """Returns where `datasets` keeps it: `owner___name/config/version/commit`."""
+        """Returns the cache folders of `datasets`: `owner___name/config/version/commit`."""
         from datasets import config as places
         from datasets.naming import camelcase_to_snakecase
 
@@ -48,8 +48,8 @@ class Pinned:
         return sorted(file.parent for file in found)
 
     def _defaults(self) -> Iterator[str]:
-        """Yields the names that the default configuration may have here. One that is called
-        "default" is it; else the data set's card says which, if it is in the cache."""
+        """Yields possible names of the default configuration: "default", else the name in the data
+        set's card, if the card is in the cache."""
         from datasets.utils.metadata import MetadataConfigs
         from huggingface_hub import DatasetCard, try_to_load_from_cache
 
@@ -65,7 +65,7 @@ class Pinned:
 
 @dataclass(frozen=True)
 class HubTable(ArrowTable):
-    """`version` is the commit; None where the Hub is not to be asked which it is."""
+    """`version` is the commit; None if it is unknown because the Hub must not be asked."""
 
     @property
     def _pinned(self) -> Pinned | None:
@@ -86,7 +86,7 @@ class HubTable(ArrowTable):
         return builder.as_dataset(split=self.arguments["split"])
 
     def _asked(self, pinned: Pinned) -> Any:
-        """Returns the builder that the Hub's files give. Where the Hub is away, `datasets` takes
+        """Returns the builder from the Hub's files. If the Hub is away, `datasets` would take
         another commit from its cache."""
         import datasets
         from datasets import config

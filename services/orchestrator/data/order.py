@@ -22,13 +22,14 @@ from shared.job import Job
 
 class Order(Protocol):
     def take(self, step: int, round: int) -> list[Problem]:
-        """Returns the problems of a step, from 1. In rounds from 1 they are others than those of
-        the step's earlier rounds, so fewer once a small data set has no more."""
+        """Returns the problems of a step, from 1. Rounds from 1 take other problems than the step's
+        earlier rounds, and so fewer once a small data set has no more."""
         ...
 
 
 class InTable:
-    """The order of a table, of which any row can be read: a pass is a shuffle of all rows."""
+    """The order of a table, whose rows can be read in any order: a pass is a shuffle of all
+    rows."""
 
     def __init__(self, job: Job, problems: Sequence[Problem]) -> None:
         self._job = job
@@ -43,8 +44,8 @@ class InTable:
     def _in_round(
         self, step: int, round: int, first: list[int], skipped: Set[int] = frozenset()
     ) -> list[int]:
-        """Returns the places of a round of the step, of which those of round 0 are `first`. Rounds
-        from 1 take none that are `skipped`."""
+        """Returns the places of a round of the step. `first` are the places of round 0. Rounds from
+        1 take no `skipped` place."""
         found, rows = first, range(len(self._problems))
         taken = {*first, *skipped}
         for earlier in range(1, round + 1):
@@ -63,8 +64,8 @@ class InTable:
 
 
 class InStream:
-    """A stream is read from its beginning on. Its rows are shuffled within a buffer. What replaces
-    others comes from another shuffle of it, in which each step has a part of its own.
+    """A stream is read from its beginning on. Its rows are shuffled within a buffer. Replacement
+    problems come from another shuffle of the stream, in which each step has a part of its own.
 
     `begin` starts reading. `num_rounds` is how many rounds from 1 a step may have.
     """
@@ -91,8 +92,8 @@ class InStream:
 
 
 class Tape:
-    """An endless sequence of passes, read by position. The newest `keep` problems are held; whoever
-    goes back further waits until it is read again from the beginning of a pass."""
+    """An endless sequence of passes, read by position. The newest `keep` problems are held. To go
+    back further, the stream is read again from the beginning of a pass."""
 
     def __init__(self, begin: Callable[[int], Iterator[Problem]], keep: int) -> None:
         self._begin = begin
@@ -119,7 +120,7 @@ class Tape:
         self._problems = self._begin(number)
 
     def _pass_of(self, position: int) -> int:
-        """Returns the pass that a position is in; 0 while it is not known how long one is."""
+        """Returns the pass of a position; 0 while the length of a pass is not known."""
         return position // self._pass_length if self._pass_length else 0
 
     def _read_one(self, wanted: int) -> None:
@@ -157,7 +158,7 @@ def _tape(job: Job, begin: Callable[[], Iterator[Problem]], kind: str, keep: int
 def shuffled_within(
     problems: Iterator[Problem], size: int, rng: random.Random
 ) -> Iterator[Problem]:
-    """Yields all of `problems`, each drawn from the `size` that are held at a time."""
+    """Yields all of `problems` shuffled: each is drawn from a buffer of `size`."""
     held = list(itertools.islice(problems, size))
     for problem in problems:
         place = rng.randrange(len(held))

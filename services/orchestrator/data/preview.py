@@ -1,5 +1,4 @@
-"""What a dry run shows of a job's prompts: the first ones as the model gets them, and how many
-tokens they are."""
+"""A dry run's view of a job's prompts: the first ones as the model gets them, and their tokens."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ def reader_of(job: Job) -> PromptReader:
 
 
 def tokenizer_folder(job: Job) -> Path:
-    """Returns the folder with the configuration and the tokenizer of the job's model: of one on the
-    Hub, in this machine's cache. Raises CannotCount."""
+    """Returns the folder with the configuration and the tokenizer of the job's model; for a Hub
+    model, in this machine's cache. Raises CannotCount."""
     folder = model_folder(job.model) or cached_model(job.model, job.model_revision)
     if folder is None:
         raise CannotCount(f"the model {job.model!r} is not in the Hugging Face cache here")
@@ -47,7 +46,8 @@ def tokenizer_folder(job: Job) -> Path:
 
 
 def tokenizer_stamp(job: Job) -> tuple[object, ...]:
-    """Returns what changes when the files do that say how the job's model reads prompts."""
+    """Returns a stamp that changes when the files with the model's tokenizer or chat template
+    do."""
     try:
         folder = tokenizer_folder(job)
     except CannotCount:

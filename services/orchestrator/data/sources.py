@@ -1,5 +1,4 @@
-"""The kinds of sources that a job's problems come from. The first entry of KINDS that a source is
-meant for opens it."""
+"""The kinds of sources of a job's problems. The first matching entry of KINDS opens a source."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from shared.models import HUB_ID
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_DEADLINE_S = 10.0
-"""Seconds that the Hub may take to say which commit a revision is."""
+"""Seconds that the Hub may take to resolve a revision to a commit."""
 
 EXPECTED = (
     "expected a file ending in .jsonl, .json, .csv or .parquet, the id of an uploaded file, or a "
@@ -43,8 +42,8 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Ask:
-    """What is asked for: the `source` that the job has under `key` ("data.train"), of a Hugging
-    Face dataset its `split`. `wanted` is the version that the job was submitted with, if known."""
+    """A request for a source: the job's `source` under `key` ("data.train"), and the `split` of a
+    Hugging Face dataset. `wanted` is the version at the job's submission, if known."""
 
     key: str
     source: Source
@@ -61,8 +60,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of source: `name`, for people; which sources are meant to be of it; how one is
-    opened. Opening raises BadRequest for one that is not there or not allowed."""
+    """A kind of source: its `name`, for people; a test whether a source is of this kind; a function
+    that opens it. Opening raises BadRequest for a source that is missing or not allowed."""
 
     name: str
     is_meant: Callable[[Source], bool]
@@ -70,9 +69,9 @@ class Kind:
 
 
 def open_source(ask: Ask) -> Table:
-    """Returns the table that the job names. Raises BadRequest for one that is not there or not
-    allowed, MustPause for one that has changed since the job was submitted, Unavailable while the
-    Hub cannot be reached."""
+    """Returns the table that the job names. Raises BadRequest if it is missing or not allowed,
+    MustPause if it has changed since the job was submitted, Unavailable while the Hub cannot be
+    reached."""
     if isinstance(ask.source, str):
         _check_name(ask)
     kind = next(kind for kind in KINDS if kind.is_meant(ask.source))
@@ -80,7 +79,7 @@ def open_source(ask: Ask) -> Table:
 
 
 def is_on_hub(source: Source) -> bool:
-    """Whether it is meant to be a data set of the Hub."""
+    """Whether the source names a data set of the Hub."""
     try:
         return next(kind for kind in KINDS if kind.is_meant(source)).open is _hub
     except (OSError, ValueError):
@@ -90,7 +89,7 @@ def is_on_hub(source: Source) -> bool:
 def asks_of(
     job: Job, settings: Settings, versions: Mapping[str, str] | None = None
 ) -> dict[str, Ask]:
-    """Returns what is asked for by the job, by the name that its version has: "train", "eval" and
+    """Returns the job's sources, by the names of their versions: "train", "eval" and
     "eval.<set>"."""
     data, wanted = job.data, versions or {}
     asks = {
@@ -129,7 +128,7 @@ def files_of(job: Job, settings: Settings) -> list[tuple[str, Path]]:
 
 
 def _check_name(ask: Ask) -> None:
-    """Raises BadRequest for what the file system will not even look up."""
+    """Raises BadRequest for a name that the file system cannot look up."""
     if "\0" in ask.text:
         raise BadRequest(f"{ask.key} is {ask.text!r:.80}, with a NUL; {EXPECTED}")
     try:
@@ -154,7 +153,7 @@ def _uploaded(ask: Ask) -> Table:
     uploads = Uploads(ask.settings.runs_dir)
     try:
         filename = uploads.get(ask.text).filename
-    except NotFound:  # unless it came to another host of the volume
+    except NotFound:  # another host of the volume may have it
         volume.run(ask.settings.runs_refresh, f"{ask.key} is {ask.text!r}, which cannot be seen")
         filename = uploads.get(ask.text).filename
     path, name = uploads.content(ask.text), f"uploaded file {ask.text!r} ({filename})"
@@ -207,7 +206,7 @@ def _read(ask: Ask, path: Path, name: str) -> Table:
 
 
 def _csv(path: Path, name: str, version: str) -> Table:
-    with path.open("rb") as lines:  # `datasets` has several errors for what is empty
+    with path.open("rb") as lines:  # `datasets` raises various errors for an empty file
         first = list(itertools.islice(filter(bytes.strip, lines), 2))
     if len(first) < 2:
         raise no_rows(name)
@@ -219,8 +218,8 @@ def _csv(path: Path, name: str, version: str) -> Table:
 
 
 def _check_separator(header: list[str], name: str) -> None:
-    """Raises BadRequest for a header that is one column by commas, and several by what other
-    programs write between columns."""
+    """Raises BadRequest for a header that has one column by commas, and several by another
+    program's separator."""
     for separator, called in ((";", "semicolons"), ("\t", "tabs")):
         if len(header) == 1 and (names := header[0].split(separator))[1:]:
             raise BadRequest(
@@ -232,7 +231,7 @@ def _check_separator(header: list[str], name: str) -> None:
 def _header(line: str) -> list[str]:
     try:
         return next(csv.reader([line]))
-    except csv.Error:  # no CSV: reading all of it raises an error that says so
+    except csv.Error:  # no CSV: reading the file will raise an error that says so
         return []
 
 
@@ -280,7 +279,8 @@ def _hub(ask: Ask) -> Table:
 
 
 def _cached_commit(ask: Ask) -> str | None:
-    """Returns the revision if it is a commit that this machine has: it never changes."""
+    """Returns the revision if it is a commit in this machine's cache, because a commit never
+    changes."""
     revision = ask.spec.revision
     if not revision or not COMMIT.fullmatch(revision):
         return None
@@ -288,8 +288,7 @@ def _cached_commit(ask: Ask) -> str | None:
 
 
 def _commit(ask: Ask) -> str | None:
-    """Returns the commit that the revision is now; None where the Hub is not to be asked
-    (HF_HUB_OFFLINE)."""
+    """Returns the revision's commit now; None if the Hub must not be asked (HF_HUB_OFFLINE)."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -305,7 +304,7 @@ def _commit(ask: Ask) -> str | None:
             f"{ask.key}: the Hub has no dataset {ask.text!r} at revision {revision or 'main'!r} "
             "that may be read with this HF_TOKEN"
         ) from error
-    except Exception as error:  # of whatever the Hub's library connects with
+    except Exception as error:  # the Hub's library may raise any class
         raise _away(ask, error) from error
     return found.sha
 

@@ -1,4 +1,4 @@
-"""Tables of problems: what a source gives, by row number or one row after the other."""
+"""Tables of problems: the rows of a source, by number or as a stream."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from shared.errors import BadRequest, Failed, HoneError, Unavailable
 Row = dict[str, Any]
 
 ended: ContextVar[threading.Event | None] = ContextVar("ended", default=None)
-"""Set once nobody waits for what is read and tried here, in a thread that cannot be killed."""
+"""Set once nobody waits for this thread's work. A thread cannot be killed, so the work checks
+it."""
 
 ROWS_LOOKED_AT = 1000
-"""First rows of a stream, which say its columns."""
+"""First rows of a stream, from which its columns are read."""
 
 
 class Rows(Protocol):
@@ -40,8 +41,8 @@ class Rows(Protocol):
 
 
 class Table(Protocol):
-    """A source that was found. `name` is how sentences call it, `version` says which content it
-    has (None: unknown, or always the same)."""
+    """An opened source. Messages call it `name`; `version` identifies its content (None: unknown,
+    or always the same)."""
 
     @property
     def name(self) -> str: ...
@@ -57,7 +58,7 @@ class Table(Protocol):
 
 
 class Listed:
-    """Rows in memory. What is missing in a row and not in others is None."""
+    """Rows in memory. A column that only other rows have is None."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
@@ -175,15 +176,15 @@ PASSING_KINDS = (ConnectionError, TimeoutError, httpx.TransportError)
 
 @functools.lru_cache(maxsize=16)
 def _indexed(table: JsonTable) -> tuple[array[int], list[str], tuple[int, ...]]:
-    """As `JsonTable.index`, once for all jobs that have the same content of the same file."""
+    """As `JsonTable.index`, cached for all jobs with the same content of the same file."""
     found = table.index()
     check_version(table.name, digest_of_file(table.path), table.version)
     return found
 
 
 class JsonLines:
-    """Rows of a file with an object per line, found by their offsets: nothing else of them is in
-    memory. They are read when they are needed, so the file must stay as it is."""
+    """Rows of a file with an object per line. Only their offsets are in memory; rows are read when
+    they are needed, so the file must not change."""
 
     def __init__(
         self, table: JsonTable, offsets: array[int], columns: list[str], stamp: tuple[int, ...]
@@ -209,7 +210,7 @@ class JsonLines:
         return {name: row.get(name) for name in self.column_names}
 
     def _check_same(self, descriptor: int) -> None:
-        """Raises MustPause if the file has other content than when it was first read."""
+        """Raises MustPause if the file has changed since it was first read."""
         stamp = _stamp(descriptor)
         if stamp != self._stamp:
             check_version(self._table.name, digest_of_file(self._table.path), self._table.version)
@@ -218,8 +219,8 @@ class JsonLines:
 
 @dataclass(frozen=True)
 class ArrowTable:
-    """What the library `datasets` reads: `arguments` are those of its `load_dataset`. It keeps an
-    Arrow file of what it has read on the disk; nothing of it is in memory."""
+    """A table read by the library `datasets`, with `arguments` for its `load_dataset`. It keeps the
+    rows in an Arrow file on disk, not in memory."""
 
     name: str
     version: str | None
@@ -238,7 +239,8 @@ class ArrowTable:
         import datasets
         from datasets import config
 
-        # Else what is read, a local file too, is counted at Hugging Face: seconds where it is away.
+        # Otherwise every read, also of a local file, is counted at Hugging Face: seconds if that is
+        # away.
         config.HF_UPDATE_DOWNLOAD_COUNTS = False
         return datasets.load_dataset(**self.arguments, streaming=streaming)
 
@@ -247,7 +249,7 @@ class ArrowTable:
             return read()
         except StopIteration as error:  # of `datasets`, for an empty file
             raise no_rows(self.name) from error
-        except Exception as error:  # whatever reading a file that we did not write raises
+        except Exception as error:  # reading a foreign file may raise any class
             if isinstance(error, HoneError):
                 raise
             for cause in _causes(error):
@@ -258,16 +260,16 @@ class ArrowTable:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields the error, what it came of, and so on."""
+    """Yields the error, its cause, and so on."""
     while error:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def unreadable(name: str, error: BaseException) -> HoneError:
-    """Returns what it means that a source cannot be read: BadRequest for what a file is (not there,
-    not allowed, no file), Failed for a full disk, and Unavailable for what time can heal: a
-    connection, a volume that is away, a disk that gives no answer."""
+    """Returns the error for an unreadable source: BadRequest if the file is missing, not allowed or
+    no file, Failed for a full disk, and Unavailable for faults that pass: a connection, a volume
+    that is away, a disk without answer."""
     number = getattr(error, "errno", None)
     reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     sentence = f"{name} cannot be read: {reason.splitlines()[0]}"
@@ -283,7 +285,7 @@ def no_rows(name: str) -> BadRequest:
 
 
 def check_version(name: str, found: str | None, wanted: str | None) -> None:
-    """Raises MustPause where a source has other content than the job was submitted with."""
+    """Raises MustPause if a source's content has changed since the job was submitted."""
     if found and wanted and found != wanted:
         raise MustPause(
             f"{name} has changed since the job was submitted (its digest is {found}, expected "
@@ -293,7 +295,7 @@ def check_version(name: str, found: str | None, wanted: str | None) -> None:
 
 
 def go_on() -> None:
-    """Raises Failed once nobody waits for the work under way."""
+    """Raises Failed once nobody waits for this work."""
     if (end := ended.get()) and end.is_set():
         raise Failed("it was ended: nobody waits for it any more")
 

@@ -1,4 +1,4 @@
-"""The files that were uploaded, each in a folder of its own that is there whole or not at all:
+"""Uploaded files, each in a folder of its own, which is complete or absent:
 
     <runs_dir>/.files/file-<24 hex>/file.json    what it is, as `GET /v1/files/{id}` shows it
                                     content.csv  its bytes, with the ending of its name
@@ -32,11 +32,12 @@ ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 """Suffixes of the files that a job can read."""
 
 LOCK = ".files.lock"
-"""Lies beside the folder of files, and is locked while room for a file is taken."""
+"""The file that is locked while room for an upload is reserved. It is beside the folder of
+files."""
 
 LOCK_S = 10.0
-"""Seconds to wait for it, which nobody has for longer than it takes to look at all files, or for
-the lock of a file, which who writes it has until it is on disk."""
+"""Lock timeout, in seconds. The room's lock is held while all files are looked at, a file's lock
+until the file is on disk."""
 
 LOOK_AT_LOCK_S = 0.02
 
@@ -47,21 +48,21 @@ BLOCK_BYTES = 1 << 20
 REMOVE_SOME = "remove some by DELETE /v1/files/{id}, or raise it"
 
 UNFINISHED, REMOVED = ".file-", ".removed-"
-"""What begins the name of a folder that is being written, and of one that is being removed."""
+"""Prefixes of folders that are being written, and of folders that are being removed."""
 
 LEFT_S = 3600.0
-"""Seconds without a byte written after which such a folder is what a crash left."""
+"""Seconds without a write after which such a folder counts as left by a crash."""
 
 
 @dataclass(frozen=True)
 class Quota:
-    """What all files together may come to."""
+    """The limits on all files together."""
 
     max_files: int
     max_gib: float
 
     def check(self, num_files: int, size_bytes: int, new_bytes: int) -> None:
-        """Raises TooLarge if one more file, of so many bytes, would be too much beside those."""
+        """Raises TooLarge if one more file of `new_bytes` would exceed the limits."""
         if num_files >= self.max_files:
             raise TooLarge(
                 f"there are {num_files} uploaded files; expected at most {self.max_files} (setting "
@@ -76,7 +77,7 @@ class Quota:
 
 
 class Uploads:
-    """The files below `runs_dir`; no more are taken than `quota` allows, if there is one."""
+    """The files below `runs_dir`, within `quota`, if there is one."""
 
     def __init__(self, runs_dir: Path, quota: Quota | None = None) -> None:
         self._root = runs_dir / ".files"
@@ -84,9 +85,9 @@ class Uploads:
 
     @contextlib.contextmanager
     def alone_with(self, id: str) -> Generator[None]:
-        """Lets nobody else, at any orchestrator, store or remove the file of this id meanwhile.
-        Raises NotFound for what cannot be one, Busy where others keep it waiting, Failed if the
-        disk cannot take the lock."""
+        """Locks the file of this id against storing and removing by any orchestrator. Raises
+        NotFound for an invalid id, Busy if the lock stays taken, Failed if the disk refuses the
+        lock."""
         lock = self._folder(id).with_name(f".lock-{id}")
         with contextlib.ExitStack() as held:
             with writing("folder", self._root):
@@ -96,10 +97,10 @@ class Uploads:
             yield
 
     def add(self, content: BinaryIO, filename: str, purpose: Purpose, id: str) -> UploadedFile:
-        """Stores a file of this id (`new_id`), which is on disk when this returns. Only
-        `alone_with` it. One that is there is left as it is. Raises Conflict if that is another
-        file, BadRequest for one without content, TooLarge beyond the quota, Busy where others keep
-        it waiting, Failed if the disk cannot take it."""
+        """Stores a file under this id (`new_id`); it is on disk when this returns. Call it within
+        `alone_with`. An existing file is kept. Raises Conflict if that has other content,
+        BadRequest for an empty file, TooLarge beyond the quota, Busy if a lock stays taken, Failed
+        if the disk refuses it."""
         size = _size_of(content)
         if not size:
             raise BadRequest(f"the file {filename!r} is empty; expected at least one row")
@@ -128,7 +129,7 @@ class Uploads:
             raise _no_file(id) from error
 
     def described_in(self, id: str) -> Path:
-        """Returns the path of what is known of a file, which is there as long as the file is."""
+        """Returns the path of a file's description, which exists as long as the file."""
         return self._folder(id) / "file.json"
 
     def content(self, id: str) -> Path:
@@ -136,7 +137,7 @@ class Uploads:
         return self.path_of(self.get(id))
 
     def path_of(self, file: UploadedFile) -> Path:
-        """Returns the same of a file that was there."""
+        """Returns the path of a file's bytes; the file may be removed by now."""
         return self._folder(file.id) / _content_name(file.filename)
 
     def list(self) -> list[UploadedFile]:
@@ -149,7 +150,7 @@ class Uploads:
         return sorted(found, key=lambda file: (file.created_at, file.id))
 
     def remove(self, id: str) -> None:
-        """Removes the file. Only `alone_with` it. Raises NotFound."""
+        """Removes the file. Call it within `alone_with`. Raises NotFound."""
         folder = self._folder(id)
         aside = self._root / f"{REMOVED}{id}.{secrets.token_hex(4)}"
         with writing("folder", self._root):
@@ -161,9 +162,9 @@ class Uploads:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _take_room(self, made: UploadedFile) -> Path:
-        """Returns a folder aside in which the file's bytes have their size already, so that they
-        count from now on. Raises TooLarge."""
-        for left in self._root.glob(f".{made.id}.*"):  # by a crash: nobody else writes this file
+        """Reserves room: returns a folder aside with a file of the full size, which counts from now
+        on. Raises TooLarge."""
+        for left in self._root.glob(f".{made.id}.*"):  # by a crash: nobody else writes it
             shutil.rmtree(left, ignore_errors=True)
         aside = self._root / f".{made.id}.{secrets.token_hex(4)}"
         with _locked(self._root.parent / LOCK):
@@ -186,11 +187,11 @@ class Uploads:
         return made
 
     def _check_room(self, made: UploadedFile) -> None:
-        """Raises TooLarge if the file is too much beside those that there are and those under
+        """Raises TooLarge if the file is too much beside the stored files and the uploads under
         way."""
         if self._quota is None:
             return
-        under_way = [*self._root.glob(f"{UNFINISHED}*")]  # first: one that ends is never missed
+        under_way = [*self._root.glob(f"{UNFINISHED}*")]  # first: else one that ends is missed
         sizes = [_content_size(folder) for folder in (*under_way, *self._root.glob("file-*"))]
         self._quota.check(len(sizes), sum(sizes), made.bytes)
 
@@ -212,7 +213,7 @@ class Uploads:
         return self._root / id
 
     def _sweep(self) -> None:
-        """Removes what a crash left half written or half removed."""
+        """Removes folders that a crash left half written or half removed."""
         for folder in (*self._root.glob(f"{UNFINISHED}*"), *self._root.glob(f"{REMOVED}*")):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - _last_written(folder) > LEFT_S:
@@ -221,7 +222,7 @@ class Uploads:
 
 
 def new_id(key: str | None) -> str:
-    """Returns the id for a file that is uploaded: with an idempotency key always the same."""
+    """Returns the id for an upload: with the same idempotency key always the same."""
     digest = hashlib.sha256(key.encode()).hexdigest()[:24] if key else secrets.token_hex(12)
     return f"file-{digest}"
 
@@ -234,19 +235,19 @@ def _size_of(content: BinaryIO) -> int:
 
 
 def _content_size(folder: Path) -> int:
-    """Returns the bytes of a file; 0 for one that was removed since."""
+    """Returns the size of a file in bytes; 0 if it was removed since."""
     with contextlib.suppress(FileNotFoundError):
         return sum(file.stat().st_size for file in folder.glob("content*"))
     return 0
 
 
 def _last_written(folder: Path) -> float:
-    """Returns when something was written there last, in Unix seconds."""
+    """Returns the time of the last write there, in Unix seconds."""
     return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
 
 
 def _has_bytes(path: Path, content: BinaryIO) -> bool:
-    """Returns whether the content, from where it is read on, is the file's."""
+    """Returns whether the content, from its present position on, equals the file's."""
     with path.open("rb") as file:
         while (block := file.read(BLOCK_BYTES)) == content.read(BLOCK_BYTES):
             if not block:
@@ -256,7 +257,7 @@ def _has_bytes(path: Path, content: BinaryIO) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Lets nobody else, in no process, have a lock on this path meanwhile. Raises Busy."""
+    """Locks this path against all threads and processes. Raises Busy."""
     until = time.monotonic() + LOCK_S
     while True:
         with path.open("ab") as lock:
@@ -272,7 +273,7 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def _is_locked(file: IO[bytes]) -> bool:
-    """Locks the file, until it is closed, if nobody else has; returns whether it did."""
+    """Tries to lock the file until it is closed; returns whether that succeeded."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -281,7 +282,8 @@ def _is_locked(file: IO[bytes]) -> bool:
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Returns whether the path is still that file's: who had it locked may have removed it."""
+    """Returns whether the path still names that file: the lock's previous holder may have removed
+    it."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     return False

@@ -1,5 +1,5 @@
-"""`/v1/models`, `/v1/completions` and `/v1/chat/completions`: passed on, as they are, to a sampler
-that serves the model named."""
+"""`/v1/models`, `/v1/completions` and `/v1/chat/completions`. Calls are passed on unchanged to a
+sampler that serves the named model."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from shared.wire import CallAnswer, CallRequest, ServedModel, ServedModelList
 
 CONNECT_S = 5.0
 MODELS_S = 10.0
-"""Seconds for a sampler to say what it serves."""
+"""Seconds for a sampler to list its models."""
 
 ANSWER_S = 600.0
 """Longest silence in an answer."""
 
 STARTING = "starting"
-"""The code of a sampler whose engine starts."""
+"""Error code of a sampler whose engine is starting."""
 
 ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 PASSED_ON = ("content-type", "x-hone-session")
-"""Headers of a request that go on to the sampler; its token is the stack's own."""
+"""Request headers that are passed on to the sampler. The token is replaced by the stack's own."""
 
 PASSED_BACK = ("content-type", "retry-after")
 
@@ -63,8 +63,8 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
 
     @app.get("/v1/models")
     async def list_models() -> ServedModelList:
-        """What can be called now, in OpenAI's shape: base models, `policy` (the weights that serve,
-        whichever they are), and trained models by their jobs' ids."""
+        """Models that can be called now, in OpenAI's shape: base models, `policy` (the weights that
+        serve at present), and trained models by their jobs' ids."""
         return ServedModelList(data=tuple((await calls.served()).values()))
 
     @app.get("/v1/models/{model_id:path}")
@@ -92,8 +92,8 @@ class Calls:
         self._store = store
 
     async def served(self) -> dict[str, ServedModel]:
-        """Returns the models of the samplers that serve some, by name. Raises Unavailable if none
-        does, code "starting" if one is about to."""
+        """Returns the models of all samplers, by name. Raises Unavailable if no sampler serves any,
+        with code "starting" if one is starting."""
         answers = [answer async for answer in self._answers()]
         served = [models for _, models in answers if not isinstance(models, HoneError)]
         if not served:
@@ -102,7 +102,7 @@ class Calls:
         return {model.id: model for models in served for model in models}
 
     def _nobody(self, whys: dict[str, HoneError]) -> Unavailable:
-        """Returns the error of samplers of which none serves a model."""
+        """Returns the error if no sampler serves a model."""
         told = "; ".join(f"the sampler at {url}: {why.detail}" for url, why in whys.items())
         is_starting = any(why.code == STARTING for why in whys.values())
         return Unavailable(
@@ -140,12 +140,12 @@ class Calls:
             _bytes(answer, url, stack),
             answer.status_code,
             {key: answer.headers[key] for key in PASSED_BACK if key in answer.headers},
-            background=BackgroundTask(stack.aclose),  # of an answer that nobody began to read
+            background=BackgroundTask(stack.aclose),  # closes an answer that nobody began to read
         )
 
     async def _sampler_of(self, name: str) -> str:
-        """Returns the first sampler to answer that it has the model: one that hangs holds up no
-        call, and a busy one is slower to get the next."""
+        """Returns the first sampler to answer that it has the model. So a hanging sampler holds up
+        no call, and busy samplers get fewer calls."""
         async with contextlib.aclosing(self._answers()) as answers:
             async for url, models in answers:
                 if isinstance(models, HoneError):
@@ -155,7 +155,7 @@ class Calls:
         raise _not_served(name, await self.served())
 
     async def _models(self, url: str) -> tuple[str, tuple[ServedModel, ...] | HoneError]:
-        """Returns the URL and what is served there, or why nothing is."""
+        """Returns the URL, and the models served there, or why none is."""
         try:
             async with self._client(url) as http:
                 answer = await http.get("/v1/models", timeout=MODELS_S)
@@ -199,8 +199,8 @@ def _not_served(name: str, served: Iterable[str]) -> NotFound:
 
 
 async def _answer(asked: Coroutine[Any, Any, httpx.Response], request: Request) -> httpx.Response:
-    """Returns the sampler's answer. A client that goes away before it ends the request, so that
-    nothing is sampled for nobody."""
+    """Returns the sampler's answer. If the client goes away before, the request is ended, so that
+    no sampling is wasted."""
     asking = asyncio.create_task(asked)
     try:
         await done_or(asking, client_gone(request))

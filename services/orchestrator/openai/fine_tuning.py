@@ -64,8 +64,8 @@ def _add_job_routes(service: Service, jobs: FineTuningJobs, store: Store) -> Non
         limit: Limit = 20,
         metadata: Annotated[str | None, Query(include_in_schema=False)] = None,
     ) -> FineTuningJobList:
-        """Jobs submitted here, newest first. `metadata[name]=value` leaves only those that have it;
-        `metadata=null`, those without any."""
+        """Jobs submitted here, newest first. `metadata[name]=value` lists only jobs with that
+        entry; `metadata=null`, only jobs without metadata."""
         wanted = Wanted(metadata=metadata_of(request), openai=True)
         found, has_more = await jobs.listed(after, limit, wanted)
         return FineTuningJobList(data=tuple(found), has_more=has_more)
@@ -96,7 +96,7 @@ def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> Non
     async def list_fine_tuning_events(
         job_id: str, after: str | None = None, limit: Limit = 20
     ) -> FineTuningEventList:
-        """What happened, newest first."""
+        """The job's events, newest first."""
         await jobs.record(job_id)
         before = None if after is None else after.removeprefix(PREFIX)
         if before is not None:
@@ -109,7 +109,7 @@ def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> Non
     async def list_fine_tuning_checkpoints(
         job_id: str, after: str | None = None, limit: Limit = 10
     ) -> FineTuningCheckpointList:
-        """The checkpoints there are, newest first. `after` may also be one that was removed."""
+        """The job's checkpoints on disk, newest first. `after` may also be a removed checkpoint."""
         record = await jobs.record(job_id)
         rows = await asyncio.to_thread(RunFolder(Path(record.run_dir)).metrics)
         ever = await store.checkpoints(job_id)
@@ -167,7 +167,7 @@ class FineTuningJobs:
         return await self.shown(await accept(self._store, submission))
 
     async def record(self, job_id: str) -> JobRecord:
-        """Raises NotFound for a job that is none of these."""
+        """Raises NotFound for a job that was not submitted in OpenAI's shape."""
         record = await self._store.get(job_id)
         if not record.job.request:
             raise NotFound(f"job {job_id!r} was not submitted here; GET /v1/jobs/{job_id} shows it")
@@ -184,8 +184,8 @@ class FineTuningJobs:
     async def listed(
         self, after: str | None, limit: int, wanted: Wanted
     ) -> tuple[list[FineTuningJob], bool]:
-        """Returns up to `limit` jobs that can be read, and whether there are more. The page is full
-        if there are, for clients take an empty one for the end."""
+        """Returns up to `limit` readable jobs, and whether there are more. If there are more, the
+        page is full, because clients take an empty page for the end."""
         found: list[FineTuningJob] = []
         while True:
             page = await self._store.list(after, limit - len(found), wanted)
@@ -202,8 +202,8 @@ class FineTuningJobs:
 
 
 def _step_of(id: str, job_id: str, ever: Sequence[Checkpoint]) -> int:
-    """Returns the step of the checkpoint with that id, of all that the job ever had. Raises
-    BadRequest if it is none of them."""
+    """Returns the step of the checkpoint with that id, among all that the job ever had. Raises
+    BadRequest for an unknown id."""
     for checkpoint in ever:
         if mapping.checkpoint_id(job_id, checkpoint) == id:
             return checkpoint.step
@@ -211,7 +211,7 @@ def _step_of(id: str, job_id: str, ever: Sequence[Checkpoint]) -> int:
 
 
 def _written_at(path: str) -> float:
-    """Unix seconds; 0 for what is gone since."""
+    """Returns Unix seconds; 0 if the path is gone by now."""
     try:
         return Path(path).stat().st_mtime
     except OSError:

@@ -26,8 +26,8 @@ MAX_NAME = 40
 
 
 def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
-    """Returns the job asked for, of one step: how many there are to be depends on the data. Raises
-    BadRequest for what cannot be the id of a file."""
+    """Returns the requested job, with one step: the number of steps depends on the data and is set
+    later. Raises BadRequest for an invalid file id."""
     if "request" in request.hone:
         raise BadRequest("'hone.request' is what was asked for here, and cannot be set")
     _check_file("training_file", request.training_file)
@@ -60,15 +60,15 @@ def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
 
 
 def steps(request: CreateFineTuningJob, num_rows: int, prompts_per_step: int) -> int:
-    """Returns how many steps go through `num_rows` rows as often as was asked for."""
+    """Returns how many steps make the requested number of passes over `num_rows` rows."""
     epochs = request.method.reinforcement.hyperparameters.n_epochs
     return math.ceil(num_rows * (1 if epochs == "auto" else epochs) / prompts_per_step)
 
 
 def fine_tuning_job(record: JobRecord, now: float, trained_tokens: int | None) -> FineTuningJob:
-    """Returns the record in OpenAI's shape. `now` (Unix seconds) is what the ETA counts from."""
+    """Returns the record in OpenAI's shape. The ETA counts from `now` (Unix seconds)."""
     job = record.job
-    request = CreateFineTuningJob.model_validate(job.request, extra="ignore")  # as of any version
+    request = CreateFineTuningJob.model_validate(job.request, extra="ignore")  # of any version
     ends_at = now + record.eta_s if record.status == "running" and record.eta_s else None
     return FineTuningJob(
         id=record.id,
@@ -118,7 +118,7 @@ def checkpoint_id(job_id: str, checkpoint: Checkpoint) -> str:
 
 
 def _check_file(field: str, name: str | None) -> None:
-    """Else it would be looked for on the Hub."""
+    """Raises BadRequest for a misspelt file id: otherwise it would be looked for on the Hub."""
     if name is not None and name.startswith("file-") and not UPLOADED.fullmatch(name):
         raise BadRequest(
             f"'{field}': got {name!r:.80}; expected the id of an uploaded file, 'file-' and 24 "
@@ -127,13 +127,13 @@ def _check_file(field: str, name: str | None) -> None:
 
 
 def _name(suffix: str | None) -> str:
-    """A job's name of what OpenAI allows as a suffix."""
+    """Returns a valid job name from OpenAI's suffix."""
     name = re.sub(r"[^a-z0-9_-]+", "-", (suffix or "").lower()).strip("-_")
     return name[:MAX_NAME] or "fine-tuning"
 
 
 def _given(**values: Any) -> dict[str, Any]:
-    """What is not "auto": the rest is as in any job."""
+    """Returns the values that are not "auto". Keys that are left out have a job's defaults."""
     return {key: value for key, value in values.items() if value != "auto"}
 
 

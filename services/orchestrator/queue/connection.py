@@ -1,5 +1,5 @@
-"""Redis as the orchestrator uses it: scripts that run once, patience while it is away, and errors
-that say what to check."""
+"""The orchestrator's connection to Redis: scripts that run once, retries while it is away, and
+errors that say what to check."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from services.orchestrator.queue.records import Unreadable
 from shared.errors import Conflict, Unavailable
 
 SOCKET_TIMEOUT_S = 30.0
-"""More than a follower waits for events, and than a slow disk delays an answer."""
+"""Longer than a follower waits for events, and longer than a slow disk delays an answer."""
 
 RETRIES = 6
-"""With SOCKET_TIMEOUT_S below lua.CALL_TTL_S in all."""
+"""Retries of a command. All attempts together take less than lua.CALL_TTL_S."""
 
 MAX_CONNECTIONS = 64
-"""For everything but heartbeats and followers. A caller that finds none free waits for one."""
+"""Connections for everything but heartbeats and followers. A caller waits if none is free."""
 
 MAX_BEAT_CONNECTIONS = 2
-"""Heartbeats have connections of their own, so that nobody keeps them waiting."""
+"""Heartbeats have connections of their own, so that they never wait for one."""
 
 MAX_FOLLOWERS = 512
-"""Clients that follow jobs' events at a time. Each holds a connection while it waits."""
+"""Most clients that follow jobs' events at a time. Each holds a connection while it waits."""
 
 
 EMPTIED = "emptied"
-"""How every script answers in a Redis that is not the one accepted."""
+"""Answer of every script in a Redis that was not accepted."""
 
 REPLACED = (
     "Redis was emptied, or replaced by another one, while it was used; bring its file back and "
@@ -46,7 +46,7 @@ REPLACED = (
 )
 
 WRONG_TYPE = "WRONGTYPE"
-"""Redis's word for a key that holds another type than the command is for."""
+"""Redis's error word for a command on a key of another type."""
 
 CAUSES = {
     WRONG_TYPE: "a key of Hone's holds something else, so another program writes into this "
@@ -59,33 +59,33 @@ CAUSES = {
     "MISCONF": "it cannot write its file: free some space on its disk, or look into its log",
     "NOPERM": "its user may not do that: allow it all commands on keys that begin with hone:",
 }
-"""What to do, by the word for an error that Redis puts first; of an error within a script, some
-versions have it further on."""
+"""What to do, by the first word of Redis's error. For an error within a script, some versions put
+the word later."""
 
 NOT_PRIMARY = ("READONLY", "MASTERDOWN", "UNBLOCKED")
-"""How a primary answers in whose place another one was put."""
+"""Errors that a demoted primary answers with."""
 
 RECONNECT_S = 1.0
-"""Seconds between two times that all connections are made anew."""
+"""Least seconds between two reconnections of all connections."""
 
 
 class StoreUnavailable(Unavailable):
-    """Redis is away, or refuses what it is asked until time or a person has mended it. Whoever
-    works on a job stops; the job goes on after that."""
+    """Redis is away, or refuses commands until time or a person has mended it. A worker stops its
+    job; the job goes on afterwards."""
 
 
 class StoreEmptied(Conflict):
-    """This Redis is not the one that had the jobs. It is asked for nothing until a person has
-    decided what becomes of them."""
+    """This Redis is not the Redis that had the jobs. It is not used until a person has decided
+    about them."""
 
     default_code = "emptied"
 
 
 class Connection:
     """Each method raises StoreUnavailable when Redis cannot be reached, and StoreEmptied once it is
-    found to be another one than was accepted; `refused` says why. `place` is its URL without a
-    password. `client` is for all but heartbeats (`beats`) and what waits for events (`followers`).
-    Scripts are told `limits`."""
+    not the accepted Redis; `refused` says why. `place` is its URL without a password. `client` is
+    for everything but heartbeats (`beats`) and waiting for events (`followers`). Scripts get
+    `limits`."""
 
     def __init__(self, url: str, limits: Mapping[str, str]) -> None:
         self._limits = limits
@@ -103,28 +103,27 @@ class Connection:
             await client.aclose()
 
     def accept(self, identity: str) -> None:
-        """Lets scripts run in the Redis of this identity, and in no other."""
+        """Lets scripts run in the Redis with this identity only."""
         self._identity, self.refused = identity, None
 
     @property
     def identity(self) -> str | None:
-        """The identity of the Redis that is accepted."""
+        """The identity of the accepted Redis."""
         return self._identity
 
     def refuse(self, why: str) -> None:
-        """Lets nothing be asked of Redis any more."""
+        """Refuses all later use of Redis."""
         self.refused = why
 
     async def differs(self) -> str | None:
-        """Returns why nothing is to be asked of Redis, if it is not the one accepted."""
+        """Returns why this Redis must not be used; None if it is the accepted one."""
         found = await self.reach(self.client.get(keys.STORE))
         if self.refused or self._identity in (None, found):
             return self.refused
         return REPLACED
 
     async def call(self, script: Any, **arguments: Any) -> str:
-        """Runs the script. Redis's client sends it again, the same call, where its connection
-        breaks."""
+        """Runs the script. If the connection breaks, Redis's client sends the same call again."""
         store = self._identity
         call = _texts({"now": time.time(), "store": store, **self._limits, **arguments})
         key = keys.CALL + secrets.token_hex(12)
@@ -136,7 +135,7 @@ class Connection:
             place = await self._misplaced(arguments.get("id"))
             raise StoreUnavailable(f"{error.detail}{place}", code=error.code) from error
         if answer == EMPTIED:
-            if store == self._identity:  # else another one was accepted since
+            if store == self._identity:  # else another Redis was accepted since
                 self.refuse(REPLACED)
             raise StoreEmptied(REPLACED)
         return answer
@@ -151,7 +150,7 @@ class Connection:
             raise Unreadable(f"{key!r} in Redis is not what Hone keeps there: a hash") from error
 
     async def do(self, command: Any) -> Any:
-        """Returns what a command of one of the clients gives."""
+        """Returns the result of a command of one of the clients."""
         try:
             self._check()
         except StoreEmptied:
@@ -160,7 +159,7 @@ class Connection:
         return await self.reach(command)
 
     async def reach(self, command: Any) -> Any:
-        """Returns what a command gives, whichever Redis it is."""
+        """Returns the result of a command, also in a Redis that was not accepted."""
         try:
             return await command
         except RedisError as error:
@@ -170,21 +169,21 @@ class Connection:
             raise _unavailable(error, word) from error
 
     async def _reconnect(self) -> None:
-        """Lets every connection be made anew, those in use after what they wait for: HONE_REDIS_URL
-        may lead to another Redis than when they were made, as after a failover. Of many commands
-        that fail at once the first one does it for all."""
+        """Replaces every connection, connections in use after their command: after a failover
+        HONE_REDIS_URL may lead to another Redis. If many commands fail at once, the first one does
+        it for all."""
         now = time.monotonic()
         if now < self._reconnect_at:
             return
         self._reconnect_at = now + RECONNECT_S
         for client in (self.client, self.beats, self.followers):
-            with contextlib.suppress(RedisError, OSError):  # one that goes away breaks as it closes
+            with contextlib.suppress(RedisError, OSError):  # a lost one breaks as it closes
                 await client.connection_pool.update_active_connections_for_reconnect()
                 await client.connection_pool.disconnect(inuse_connections=False)
 
     async def _misplaced(self, job_id: Any) -> str:
-        """Returns how a sentence goes on about the key that holds another type than Hone keeps
-        there; "" if it is none of the lists, and none of the job's."""
+        """Returns the part of a message that names the key of a wrong type; "" if it is neither a
+        list nor one of the job's keys."""
         kinds = keys.TYPES | (keys.types_of(job_id) if job_id else {})
         for key, kind in kinds.items():
             if (found := await self.reach(self.client.type(key))) not in (kind, "none"):
@@ -215,7 +214,7 @@ def _client(url: str, max_connections: int, retry: Retry) -> Any:
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what a script takes: texts, in tables of one level; no None."""
+    """Returns the values as a script takes them: texts, in tables of one level, without None."""
     return {name: _text(value) for name, value in values.items() if value is not None}
 
 
@@ -233,7 +232,7 @@ def _field(value: Any) -> str:
 
 
 def _word_of(error: RedisError) -> str | None:
-    """Returns which of the words of CAUSES it is."""
+    """Returns the word of CAUSES in the error; None if there is none."""
     said = f"{error.status_code or ''} {error}"
     return next((word for word in CAUSES if re.search(rf"\b{word}\b", said)), None)
 

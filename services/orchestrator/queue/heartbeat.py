@@ -1,7 +1,7 @@
-"""A worker's heartbeat. It renews the lease, and ends the work where that does not succeed in time.
+"""A worker's heartbeat. It renews the lease, and ends the work if that does not succeed in time.
 
-While Redis cannot be reached nobody tells the worker that it lost its lease, so it goes by its own
-clock: it stops before Redis can have given the trainer to another worker.
+While Redis cannot be reached nobody tells the worker that it lost its lease. So it uses its own
+clock, and stops before Redis can give the trainer to another worker.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from shared.logs import get_logger
 from shared.presence import Presence
 
 MAX_INTERVAL_S = 1.0
-"""Seconds between two beats, so that what is asked for is heard soon. At most a fifth of the
+"""Seconds between two beats, short so that requests are heard soon. At most a fifth of the
 lease."""
 
 TIMEOUT = 0.2
 """Share of the lease after which a beat without an answer is sent again, on another connection."""
 
 MARGIN = 0.2
-"""Share of the lease that is left to stop the work in."""
+"""Share of the lease that is left for stopping the work."""
 
 
 class Beating(Protocol):
@@ -38,10 +38,10 @@ class NoHeartbeat(LeaseLost):
 
 
 async def keep(store: Beating, lease: Lease, taken_at: float, redis: Presence) -> Asked:
-    """Renews the lease; returns what is asked for, when it is. Raises LeaseLost once another worker
-    has it, NoHeartbeat once the last beat that succeeded was sent a lease ago, less the margin.
-    `taken_at` (time.monotonic) is when the lease was asked for. `redis` hears whether there was an
-    answer."""
+    """Renews the lease until a request (cancel or pause) comes, and returns it. Raises LeaseLost
+    once another worker has the lease, NoHeartbeat once the last successful beat was sent a lease
+    ago, less the margin. `taken_at` (time.monotonic) is when the lease was asked for. `redis` is
+    told whether there was an answer."""
     interval_s = min(MAX_INTERVAL_S, lease.lease_s / 5)
     renewed_at = taken_at
     while True:
@@ -55,8 +55,8 @@ async def keep(store: Beating, lease: Lease, taken_at: float, redis: Presence) -
 async def _beat_until(
     stop_at: float, store: Beating, lease: Lease, interval_s: float, redis: Presence
 ) -> tuple[Asked | None, float]:
-    """Returns what was asked for, and when the beat was sent that got through. Raises NoHeartbeat
-    if none did until `stop_at`."""
+    """Returns the request, if any, and when the successful beat was sent. Raises NoHeartbeat if no
+    beat succeeded until `stop_at`."""
     while (sent_at := time.monotonic()) < stop_at:
         try:
             async with asyncio.timeout(min(lease.lease_s * TIMEOUT, stop_at - sent_at)):
@@ -72,8 +72,8 @@ async def _beat_until(
 
 
 async def _hear(redis: Presence, limit_s: float) -> None:
-    """Lets `redis` say that there was an answer: for so long only, for no beat is sent meanwhile,
-    and what it says goes to Redis, which may be away again."""
+    """Lets `redis` report that there was an answer, for at most `limit_s`: the report goes to
+    Redis, which may be away again, and no beat is sent meanwhile."""
     with contextlib.suppress(TimeoutError, StoreUnavailable):
         async with asyncio.timeout(limit_s):
             await redis.heard()

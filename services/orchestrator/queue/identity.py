@@ -1,5 +1,5 @@
-"""Which Redis has the jobs of a folder of runs. Both have a note of it, so that a Redis which lost
-its data is not taken for the one that had the jobs. The note in the folder is by URL: several
+"""Which Redis has the jobs of a folder of runs. Both keep the Redis's identity, so that a Redis
+that lost its data is not mistaken for the Redis of the jobs. The folder's note is by URL: several
 stacks, each with a Redis of its own, may share a folder of runs."""
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ LOOK_AT_NOTE_S = 2.0
 
 
 async def identify(connection: Connection) -> str:
-    """Returns the identity of this Redis, which it keeps; a new one has one from now on."""
+    """Returns the identity stored in this Redis; a new Redis gets one."""
     client = connection.client
     await connection.reach(client.set(keys.STORE, secrets.token_hex(16), nx=True))
     return str(await connection.reach(client.get(keys.STORE)))
 
 
 async def watch(connection: Connection, runs_dir: Path, deciding: asyncio.Lock) -> None:
-    """Refuses the connection once the jobs of `runs_dir` are in another Redis than the one in use:
-    `hone recover` took them there. Whoever decides which Redis is used holds `deciding`; nothing
-    else waits for the folder. A note that cannot be read says nothing."""
+    """Refuses the connection once `hone recover` has taken the jobs of `runs_dir` to another Redis.
+    The lock `deciding` is held while the Redis to use is decided; nothing else waits for the
+    folder. An unreadable note is ignored."""
     while True:
         async with deciding:
             if not connection.refused:
@@ -52,9 +52,9 @@ async def _check_still(connection: Connection, runs_dir: Path) -> None:
 
 
 async def check(connection: Connection, runs_dir: Path) -> str | None:
-    """Returns why the jobs of `runs_dir` are not to be looked for in this Redis, if so; from then
-    on the connection is refused. Else it is opened, and the Redis is noted as theirs. Raises Failed
-    for a folder that cannot be read or written."""
+    """Returns why this Redis does not have the jobs of `runs_dir`, and refuses the connection. If
+    it has them, returns None, opens the connection, and notes this Redis in the folder. Raises
+    Failed for a folder that cannot be read or written."""
     found, noted = await identify(connection), await asyncio.to_thread(_noted, connection, runs_dir)
     is_another = noted not in (None, found)
     if is_another and (num_runs := await asyncio.to_thread(_count_runs, runs_dir)):
@@ -65,7 +65,7 @@ async def check(connection: Connection, runs_dir: Path) -> str | None:
 
 
 def adopt(connection: Connection, found: str, runs_dir: Path) -> None:
-    """Notes that the Redis of this identity has the jobs of `runs_dir`."""
+    """Notes in `runs_dir` that the Redis with this identity has its jobs."""
     if _noted(connection, runs_dir) != found:
         make_runs_dir(runs_dir)
         with writing("folder", runs_dir):
@@ -74,16 +74,16 @@ def adopt(connection: Connection, found: str, runs_dir: Path) -> None:
 
 
 def others(connection: Connection, runs_dir: Path) -> dict[str, Path]:
-    """Returns the Redis servers that have jobs of `runs_dir` besides the one that was at the
-    connection's URL: by identity, the file that says so."""
+    """Returns the other Redis servers that have jobs of `runs_dir`, apart from the Redis at this
+    connection's URL: by identity, the file with the note."""
     notes = {path.read_text().strip(): path for path in sorted(runs_dir.glob(".redis-*"))}
     notes.pop(_noted(connection, runs_dir) or "", None)
     return notes
 
 
 def unmounted(connection: Connection, runs_dir: Path) -> str | None:
-    """Returns that the folder lacks the note of the Redis that has its jobs, as the empty folder
-    does in which a volume is not mounted; None if it has it. Raises Failed as `check`."""
+    """Returns a message if the folder lacks the note of its Redis, as the empty mount point of a
+    missing volume does; None if it has the note. Raises Failed as `check`."""
     if connection.refused or _noted(connection, runs_dir) == connection.identity:
         return None
     return (
@@ -97,7 +97,7 @@ def _count_runs(runs_dir: Path) -> int:
 
 
 def _note(connection: Connection, runs_dir: Path) -> Path:
-    """Returns the file with the identity of the Redis that was at the connection's URL."""
+    """Returns the file with the identity of the Redis at the connection's URL."""
     return runs_dir / f".redis-{xxhash.xxh3_64_hexdigest(connection.place.encode())}"
 
 

@@ -12,7 +12,7 @@ TIME_DIGITS = 7
 """35 bits of Unix seconds, enough until the year 3058."""
 
 RANDOM_DIGITS = 13
-"""65 bits: among a million jobs of one second two have the same id with a chance of 1e-8."""
+"""65 bits: among a million jobs of one second, two have the same id with probability 1e-8."""
 
 
 def new_job_id(name: str) -> str:
@@ -21,7 +21,8 @@ def new_job_id(name: str) -> str:
 
 
 def time_of(job_id: str) -> int | None:
-    """Returns when the id was made, in Unix seconds; None for what `new_job_id` did not make."""
+    """Returns when the id was made, in Unix seconds; None for an id that `new_job_id` did not
+    make."""
     digits = job_id.rpartition("-")[2]
     if len(digits) != TIME_DIGITS + RANDOM_DIGITS or not set(digits) <= set(ALPHABET):
         return None

@@ -3,8 +3,8 @@
     hone:store                   string  the identity of this Redis (identity.py)
     hone:jobs                    zset    every job id by creation time
     hone:queue                   zset    ids of the jobs that wait to begin, by place
-    hone:begun                   zset    ids of those that a worker began and that neither ended
-                                         nor paused, by place: running, or to go on first
+    hone:begun                   zset    ids of begun jobs that neither ended nor paused, by place:
+                                         running, or interrupted and to go on first
     hone:submitted               string  `submitted_ms` of the newest job
     hone:ended                   zset    ids of ended jobs by the time they ended, for retention
     hone:attempts                string  the attempt of the lease given last, for all jobs
@@ -31,10 +31,10 @@ A job's hash has the fields of `wire.JobRecord`, and besides:
 
     schema            version of what `store.py` wrote
     submitted_ms      its age in the queue: Unix milliseconds of its submission, no two alike
-    priority          that of the job
+    priority          the job's
     attempt, trainer, samplers  the newest lease given for the job, and what it is on
     owner             the worker that has it, for people
-    tries             how often a worker took the job up since a step was done that was not before
+    tries             how often a worker took the job up since its last new step
     furthest          the last of the steps that ever were done
     key, fingerprint  the idempotency key of its submission, and what it was used for
     openai            "1" if it was submitted in OpenAI's shape
@@ -78,11 +78,11 @@ TYPES = {
     SLOTS: "set",
     NOTING: "hash",
 }
-"""What Redis calls the type of each key that is there once."""
+"""Redis's type of each key that exists once."""
 
 
 def types_of(job_id: str) -> dict[str, str]:
-    """Returns the same of the keys of a job."""
+    """Returns the types of a job's keys."""
     return {job(job_id): "hash", events(job_id): "stream", checkpoints(job_id): "hash"}
 
 

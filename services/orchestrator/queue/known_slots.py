@@ -1,6 +1,6 @@
-"""Which trainers there are, of all orchestrators that share this Redis, and which of them are away.
-Each worker notes its own: so a worker whose trainer is away knows whether another one can take the
-jobs, and whoever asks for a job's place is told why no trainer takes it."""
+"""The trainers of all orchestrators that share this Redis, and which of them are away. Each worker
+sends a heartbeat note about its own trainer. So a worker whose trainer is away knows whether
+another trainer can take the jobs, and a job's place in the queue says why no trainer takes it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NOTE_S = 2.0
 """Seconds between two notes of a worker."""
 
 KNOWN_S = 10.0
-"""Seconds for which a note lasts: as long as an orchestrator takes to start again. So long others
-count with it, and a job that was cut off is left to its own trainer, if that is free: no other has
-what the job did last. A note that lasts longer would count as another orchestrator's where it
-starts again by another host name, as a container does.
+"""Seconds that a note lasts: as long as an orchestrator takes to restart. Meanwhile others count on
+it, and an interrupted job is left to its own trainer, if that is free, because only that trainer
+has the job's latest state. It is not longer, because an orchestrator that restarts with another
+host name, as a container does, would count twice.
 
-Where no worker could note anything for so long, as while Redis was away, all notes are gone. So for
-as long again a job that was cut off is left to a trainer without a note: its worker may be about to
-note it, and another trainer would do again what was done since the newest checkpoint. (Nothing else
-is lost there: the batches since are replayed from the run folder.)"""
+If no worker could send a note for that long, for example while Redis was away, all notes have
+expired. Then for as long again an interrupted job is left to a trainer without a note, because its
+worker may be about to send one. Another trainer would repeat the steps since the newest checkpoint.
+(Nothing else is lost: their batches are replayed from the run folder.)"""
 
 NOTE = (
     SHARED
@@ -49,12 +49,12 @@ end
 return cjson.encode(others)
 """
 )
-"""call: name. Returns the notes of all other workers, as JSON; {} for none."""
+"""call: name. Returns the notes of the other workers, as JSON; {} for none."""
 
 
 @dataclass(frozen=True)
 class KnownSlot:
-    """The trainer of a worker; `missing` is a sentence that says why it takes no job, if so."""
+    """The trainer of a worker; `missing` says why it takes no job, None if it does."""
 
     trainer: str
     missing: str | None = None
@@ -71,8 +71,8 @@ class KnownSlots:
     async def note(
         self, name: str, trainer: str, samplers: Sequence[str], missing: str | None
     ) -> int:
-        """Notes for KNOWN_S seconds that the worker of this name has the trainer and the samplers,
-        and why they take no job, if so. Returns how many jobs wait to begin."""
+        """Notes for KNOWN_S seconds that the worker `name` has the trainer and the samplers, and
+        why they take no job (`missing`). Returns how many jobs wait to begin."""
         note = {"trainer": trainer, "samplers": " ".join(samplers)}
         away = {"away": missing} if missing else {}
         # Not in ASCII: a lone surrogate, which Redis cannot decode from its escape, becomes `?`.
@@ -85,6 +85,6 @@ class KnownSlots:
         return int(answer)
 
     async def others(self, name: str) -> list[KnownSlot]:
-        """Returns what all workers with other names noted of late."""
+        """Returns recent heartbeats of the other workers."""
         found = json.loads(await self._call(self._others, name=name))
         return [KnownSlot(each["trainer"], each.get("away")) for each in found]

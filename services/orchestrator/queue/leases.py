@@ -1,4 +1,4 @@
-"""The right to use services for a while: a worker's with its job, and an evaluation's."""
+"""Leases: the right of a worker with its job, or of an evaluation, to use services for a while."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Asked = Literal["cancel", "pause"]
 
 
 class LeaseLost(Exception):
-    """The lease expired or another worker took the job over; this one must stop at once and change
-    nothing more."""
+    """The lease expired or another worker took the job over. This worker must stop at once and
+    change nothing more."""
 
 
 @dataclass(frozen=True)

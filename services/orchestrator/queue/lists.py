@@ -1,4 +1,4 @@
-"""Many jobs at a time: pages of them, and the places of those that wait."""
+"""Pages of jobs, and the places of waiting jobs in the queue."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from shared.wire import JobList, JobSummary, Obstacle
 S = TypeVar("S", bound=JobSummary)
 
 CURSOR = re.compile(r"([^:]+):([0-9]{1,10}(?:\.[0-9]{1,20})?)")
-"""A job's id and its score among the jobs (Unix seconds), by which its place is known when it is
-gone."""
+"""A job's id and its score among the jobs (Unix seconds). The score gives its place even when the
+job was deleted."""
 
 LIST = (
     SHARED
@@ -74,10 +74,10 @@ end
 """
 )
 """call: limit, names (JSON: of the fields to return); perhaps after (a job's id) and after_score
-(when it was made, for one that is gone), status, name, openai and metadata (JSON: a table, or null
-for jobs without any). Returns the newest jobs that fit and are older than `after`, each with its id
-and its fields, false for what is not there; and if there are more, `next_after`: the last one's id
-and score. As JSON; 'unknown' if there is no job `after` and no score."""
+(when it was made, for a deleted job), status, name, openai and metadata (JSON: a table, or null for
+jobs without any). Returns the newest matching jobs older than `after` as JSON, each with its id and
+its fields, false for a missing field; and if there are more, `next_after`: the last job's id and
+score. Returns 'unknown' if there is neither a job `after` nor a score."""
 
 WAITING = (
     SHARED
@@ -117,9 +117,9 @@ end
 return cjson.encode({obstacles = obstacles, places = places})
 """
 )
-"""call: ids (with blanks between). Returns who waits for what, as JSON: `obstacles`, why a trainer
-takes no job (a `job` has it or one of its samplers, an `evaluation` has these, or it is `away`);
-and `places`, 1 for the job that is taken next, of those of the jobs that wait."""
+"""call: ids (with blanks between). Returns as JSON: `obstacles`, why each trainer takes no job (a
+`job` has it or one of its samplers, an `evaluation` has these, or it is `away`); and `places`, the
+place of each waiting job, 1 for the job that is taken next."""
 
 CUT_OFF = (
     SHARED
@@ -129,14 +129,14 @@ for _, id in ipairs(begun_waiting()) do found[id] = field(id, 'trainer') or '' e
 return cjson.encode(found)
 """
 )
-"""Returns the jobs that were begun and that no worker has now, with the trainer that each was given
-last, as JSON."""
+"""Returns the interrupted jobs (begun, without a worker now), with each one's latest trainer, as
+JSON."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which jobs a list has: those that fit all that is given. `metadata` are names and values that
-    a job has to have, None that it has none; `openai`, that it was submitted in OpenAI's shape."""
+    """The filter of a list: jobs that match every given field. `metadata` are names and values that
+    a job must have, None: it must have none; `openai`: it was submitted in OpenAI's shape."""
 
     status: str | None = None
     name: str | None = None
@@ -164,8 +164,9 @@ class Lists:
         self._cut_off = connection.client.register_script(CUT_OFF)
 
     async def page(self, after: str | None, limit: int, wanted: Wanted) -> JobList:
-        """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`. Those
-        whose records cannot be read are named. Raises NotFound for what is no job's id or cursor.
+        """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`.
+        Unreadable records are listed by id. Raises NotFound if `after` is neither a job's id nor a
+        cursor.
         """
         job_id, made_at = _cursor(after)
         answer = await self._call(
@@ -195,12 +196,12 @@ class Lists:
         )
 
     async def cut_off(self) -> dict[str, str]:
-        """Returns, by id, the trainer of each job that was begun and that no worker has now."""
+        """Returns the trainer of each interrupted job (begun, without a worker now), by id."""
         return json.loads(await self._call(self._cut_off))
 
     async def with_places(self, records: Sequence[S]) -> list[S]:
-        """Returns the records; those of jobs that wait, as queued ones do and running ones whose
-        worker is gone, say which place they have, and why no trainer takes them."""
+        """Returns the records. Waiting jobs, queued or running without a worker, get their place in
+        the queue, and why no trainer takes them."""
         may_wait = [record.id for record in records if record.status in ("queued", "running")]
         if not may_wait:
             return list(records)
@@ -218,9 +219,9 @@ class Lists:
 
 
 def _cursor(after: str | None) -> tuple[str | None, str | None]:
-    """Returns the id of the job to list jobs after, and when it was made: a cursor says it, and
-    almost any id. A list that begins where a job was that is gone may then show again what was made
-    within the second after it."""
+    """Returns the id of the job to list jobs after, and when it was made, which a cursor and almost
+    any id tell. After a deleted job, a list may show jobs again that were made within the same
+    second."""
     if after is None:
         return None, None
     if found := CURSOR.fullmatch(after):

@@ -1,5 +1,5 @@
-"""Samplers that are lent to an evaluation. While it has them no job begins, and while a job has
-them it gets none."""
+"""Samplers lent to an evaluation. While an evaluation has samplers no job begins, and while a job
+has them an evaluation gets none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEND = once("""
   return attempt
 """)
 """call: name (of an evaluation), samplers (with blanks between), lease_ms. Gives the evaluation a
-lease on samplers. Returns its attempt; '' if one of them is taken."""
+lease on samplers. Returns its attempt; '' if one of the samplers is taken."""
 
 RENEW = (
     SHARED
@@ -43,7 +43,7 @@ redis.call('DEL', LOAN .. call.attempt)
 return ''
 """
 )
-"""call: samplers, attempt. Ends what is left of an evaluation's lease. Returns ''."""
+"""call: samplers, attempt. Ends the rest of an evaluation's lease. Returns ''."""
 
 
 class Loans:
@@ -56,22 +56,22 @@ class Loans:
         self._end = connection.client.register_script(END_LOAN)
 
     async def lend(self, name: str, samplers: Sequence[str], lease_s: float) -> Lease | None:
-        """Returns a lease on all of the `samplers` for the evaluation of this name; None while one
-        of them is a job's or another evaluation's."""
+        """Returns a lease on all of the `samplers` for the evaluation `name`; None while a job or
+        another evaluation has one of them."""
         attempt = await self._call(
             self._lend, name=name, samplers=" ".join(samplers), lease_ms=int(lease_s * 1000)
         )
         return Lease(name, int(attempt), "", lease_s, tuple(samplers)) if attempt else None
 
     async def beat(self, lease: Lease) -> Asked | None:
-        """Renews the lease; nothing is ever asked for. Raises LeaseLost."""
+        """Renews the lease; never returns a request. Raises LeaseLost."""
         arguments = _of(lease) | {"lease_ms": str(int(lease.lease_s * 1000))}
         if await self._call(self._renew, **arguments) == "lost":
             raise LeaseLost(lease.job_id)
         return None
 
     async def end(self, lease: Lease) -> None:
-        """Gives back what is left of the lease."""
+        """Gives back the rest of the lease."""
         await self._call(self._end, **_of(lease))
 
 

@@ -1,10 +1,10 @@
-"""What all scripts that Redis runs for Hone share: keys, reading their arguments, and the steps
-that a job's changes are made of.
+"""The shared part of all Redis scripts: keys, reading arguments, and the building blocks of a job's
+changes.
 
 A script's arguments are one JSON object of texts, `call` in the script. It answers 'emptied', and
-does nothing, in another Redis than that of `call.store`. A script of `once` changes
-things once however often it is sent: `hone:call:<call>` keeps its answer for the retries of a
-caller whose connection broke before the answer came.
+does nothing, if the Redis is not `call.store`. A script made by `once` changes things once, however
+often it is sent: `hone:call:<call>` keeps its answer for the retries of a caller whose connection
+broke before the answer came.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from services.orchestrator.queue import keys
 
 CALL_TTL_S = 900
-"""Longer than a caller goes on retrying (connection.py)."""
+"""Seconds that answers are kept: longer than a caller retries (connection.py)."""
 
 _KEYS = f"""
 local JOBS, QUEUE, BEGUN, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.BEGUN}', '{keys.ENDED}'
@@ -233,8 +233,8 @@ end
 
 
 def once(body: str) -> str:
-    """Returns the script that runs `body` once for each call, and answers retries with what it
-    returned. An empty answer says that nothing was changed, and is not kept."""
+    """Returns the script that runs `body` once for each call, and answers retries with the first
+    answer. An empty answer means that nothing was changed, and is not kept."""
     return f"""{SHARED}
 local function act()
 {body}

@@ -1,4 +1,4 @@
-"""The records of jobs again, from their run folders, where Redis lost them."""
+"""Rebuilds records of jobs from their run folders, if Redis lost them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAUSED = (
     "its record was lost with Redis's data and rebuilt from its run folder, which does not say "
     "that it has ended; `hone resume {id}` {goes_on}"
 )
-"""Why a job is paused whose record was rebuilt."""
+"""Why a job with a rebuilt record is paused."""
 
 TOO_OLD = "ended before the newest ended jobs, of which HONE_KEEP_JOBS are kept"
 
@@ -30,14 +30,14 @@ async def rebuild(
     connection: Connection, runs: Sequence[FoundRun], runs_dir: Path, key_ttl_s: float
 ) -> list[RecoveredJob]:
     """Makes a record for each run folder whose job has none, as `Store.recover` says. The Redis is
-    noted as theirs when all have one, so a crash in between is no loss. An idempotency key is
-    known again for the rest of its `key_ttl_s`."""
+    noted as the jobs' Redis when all have a record, so a crash in between loses nothing. An
+    idempotency key is remembered again for the rest of its `key_ttl_s`."""
     found = await identity.identify(connection)
     connection.accept(found)
     others = identity.others(connection, runs_dir)
     script = connection.client.register_script(scripts.RECOVER)
     jobs: dict[str, RecoveredJob] = {}
-    for run in sorted(runs, key=lambda run: -(run.finished_at or 0.0)):  # the newest are kept
+    for run in sorted(runs, key=lambda run: -(run.finished_at or 0.0)):  # newest first
         if run.job is None:
             jobs[run.id] = RecoveredJob(id=run.id, problem=run.problem)
         elif other := others.get(run.redis or ""):
@@ -53,8 +53,8 @@ async def rebuild(
 async def _rebuilt(
     connection: Connection, script: Any, run: FoundRun, job: Job, key_ttl_s: float
 ) -> RecoveredJob:
-    """Its folder is this Redis's before there is a record: whoever breaks off in between can begin
-    again. A folder that cannot be written is a problem of this job alone."""
+    """Notes this Redis in the folder before the record is made, so that an interrupted run can
+    begin again. An unwritable folder is a problem of this job alone."""
     redis = connection.identity
     if run.end is None and redis and run.redis != redis:
         try:
@@ -86,7 +86,7 @@ def _why_paused(run: FoundRun) -> str:
 
 
 def _answered(run: FoundRun, job: Job, answer: str) -> RecoveredJob:
-    """Returns what the script's answer says."""
+    """Returns the result for the script's answer."""
     if answer in ("deleted", "old"):
         return RecoveredJob(id=run.id, problem=WAS_DELETED if answer == "deleted" else TOO_OLD)
     new, _, status = answer.rpartition(" ")

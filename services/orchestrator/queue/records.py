@@ -1,4 +1,4 @@
-"""What is stored of a job, read as what the API shows. The writer may have been another version."""
+"""Turns a job's stored hash into the API's models. Another version of Hone may have written it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shared.job import UPLOADED, Job
 from shared.wire import Event, JobRecord, JobState, JobSummary
 
 SCHEMA = 1
-"""Version of what is written into a job's hash. Readers ignore fields that they do not know."""
+"""Version of a job's hash. Readers ignore unknown fields."""
 
 EVENT_ID = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?")
 MAX_ID_PART = 2**64 - 1
-"""An event's id is two whole numbers of 64 bits: Unix milliseconds, and one that counts."""
+"""An event's id is two 64-bit whole numbers: Unix milliseconds, and a counter."""
 
 
 class Unreadable(Failed):
-    """What is stored of a job is not what this version of Hone can read."""
+    """This version of Hone cannot read what is stored of the job."""
 
 
 SUMMARY = tuple(JobSummary.model_fields)
@@ -30,8 +30,8 @@ SUMMARY = tuple(JobSummary.model_fields)
 
 
 def fields_of(job: Job) -> dict[str, Any]:
-    """Returns the fields of a record that say what the job is, and what of it lists show and are
-    filtered by."""
+    """Returns the fields of a record with the job itself, and with the values that lists show and
+    filter by."""
     held_out = [each.source for each in job.evaluation.sets.values()]
     sources = [one for one in (job.data.train, job.data.eval, *held_out) if isinstance(one, str)]
     return {
@@ -68,13 +68,13 @@ def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
 
 
 def _shown(fields: Mapping[str, str]) -> dict[str, str]:
-    """Returns the fields; what a job was at matters only while it runs."""
+    """Returns the fields, `doing` only for a running job."""
     running = fields.get("status") == "running"
     return {name: value for name, value in fields.items() if running or name != "doing"}
 
 
 def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
-    """Returns the fields of a record that is rebuilt from the run folder of `job`."""
+    """Returns the fields of a record rebuilt from the run folder of `job`."""
     return {
         "schema": SCHEMA,
         **fields_of(job),
@@ -117,7 +117,7 @@ def _unreadable(job_id: str, fields: Mapping[str, str], error: Exception) -> Unr
 
 
 def event_of(job_id: str, id: str, fields: Mapping[str, str]) -> Event:
-    """Returns the event; one that cannot be read is shown as such, at its place."""
+    """Returns the event; an unreadable event is shown as such, at its place."""
     try:
         shown = {**fields, "id": id, "job_id": job_id, "data": json.loads(fields["data"])}
         return Event.model_validate(shown, extra="ignore")
@@ -130,14 +130,14 @@ def event_of(job_id: str, id: str, fields: Mapping[str, str]) -> Event:
 
 
 def check_event_id(id: str, name: str) -> None:
-    """Raises BadRequest, naming the parameter, for what Redis would not take for an event's id."""
+    """Raises BadRequest, naming the parameter, for an id that Redis would refuse."""
     found = EVENT_ID.fullmatch(id)
     if not found or any(int(part or 0) > MAX_ID_PART for part in found.groups()):
         raise BadRequest(f"{name} is {id!r}; expected an event's id such as '1763700000000-0'")
 
 
 def is_first_id(id: str) -> bool:
-    """Whether it is 0-0, written in any way."""
+    """Whether the id is 0-0, in any notation."""
     return "-" in id and not any(map(int, id.split("-")))
 
 

@@ -12,7 +12,7 @@ from shared.wire import RegisteredSampler, Registration
 
 REGISTRATION_S = 15.0
 """Seconds that a registration lasts; a sampler renews it after a third of that. Long enough for a
-pause of its process; what it does not answer meanwhile, others sample."""
+pause of its process; meanwhile other samplers take its groups."""
 
 REGISTER = (
     SHARED
@@ -39,8 +39,8 @@ redis.call('DEL', SAMPLER .. call.replica)
 return 'ok'
 """
 )
-"""call: replica; perhaps boot_id. Returns 'ok', also if it was not registered; 'other' if another
-life of it than `boot_id` has the registration, which stays."""
+"""call: replica; perhaps boot_id. Returns 'ok', also if it was not registered; 'other', and changes
+nothing, if another `boot_id` has the registration."""
 
 REGISTERED = (
     SHARED
@@ -58,8 +58,8 @@ end
 return cjson.encode(found)
 """
 )
-"""Returns a list of [replica, registration, milliseconds that are left], as JSON; {} for none.
-Forgets those whose lease has ended."""
+"""Returns a list of [replica, registration, milliseconds left], as JSON; {} for none. Forgets
+samplers whose lease has ended."""
 
 
 class Registrations:
@@ -73,7 +73,7 @@ class Registrations:
         self._registered = connection.client.register_script(REGISTERED)
 
     async def register(self, replica: str, registration: Registration) -> RegisteredSampler:
-        """Registers a sampler for REGISTRATION_S seconds. Raises Conflict while another one, at
+        """Registers a sampler for REGISTRATION_S seconds. Raises Conflict while another sampler, at
         another URL, has the name."""
         text = registration.model_dump_json()
         lease_ms = int(REGISTRATION_S * 1000)
@@ -89,11 +89,11 @@ class Registrations:
         return _registered(replica, text, lease_ms)
 
     async def unregister(self, replica: str, boot_id: str | None = None) -> None:
-        """Ends the registration; with `boot_id` only if that life of the sampler has it."""
+        """Ends the registration; with `boot_id` only if that process registered."""
         await self._call(self._unregister, replica=replica, boot_id=boot_id)
 
     async def all(self) -> list[RegisteredSampler]:
-        """Returns those whose registration has not expired, by name."""
+        """Returns the samplers whose registration has not expired, by name."""
         found = json.loads(await self._call(self._registered))
         return [_registered(*each) for each in sorted(found)]
 

@@ -1,4 +1,5 @@
-"""Uploaded files that were removed, or are about to be: no job is submitted with one of them."""
+"""Uploaded files that were removed, or are being removed: no job can be submitted with such a
+file."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ REMOVE_FILE = once("""
   return 'ok'
 """)
 """call: file, created_at, removed_ttl_s. From now on no job is submitted with the file. Returns
-'ok'; or id and status of a job that has not ended and names it, and then it stays."""
+'ok'; or, if a job that has not ended names the file, that job's id and status, and the file
+stays."""
 
 
 class Removals:
@@ -32,8 +34,8 @@ class Removals:
         self._remove = connection.client.register_script(REMOVE_FILE)
 
     async def add(self, file: UploadedFile) -> None:
-        """Lets no further job be submitted with the uploaded file. Raises Conflict while one names
-        it that has not ended."""
+        """Lets no further job be submitted with the uploaded file. Raises Conflict while a job that
+        has not ended names it."""
         answer = await self._call(
             self._remove, file=file.id, created_at=file.created_at, removed_ttl_s=self._ttl_s
         )
@@ -45,11 +47,11 @@ class Removals:
             )
 
     async def undo(self, file_id: str) -> None:
-        """Lets jobs be submitted again with a file that was removed and is there again."""
+        """Lets jobs be submitted again with a file that was removed and uploaded again."""
         await self._do(self._redis.delete(keys.REMOVED + file_id))
 
     async def created_at(self, file_id: str) -> int | None:
-        """Returns when a file that was removed had been made, in Unix seconds; None for another
-        one."""
+        """Returns when a removed file had been made, in Unix seconds; None if the file was not
+        removed."""
         found = await self._do(self._redis.get(keys.REMOVED + file_id))
         return None if found is None else int(found)

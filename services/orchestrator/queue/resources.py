@@ -1,4 +1,4 @@
-"""What a lease is on: a service, by a name that is the same however its URL is spelt."""
+"""The resource of a lease: a service, by a name that does not depend on how its URL is spelt."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ PORTS = {"http": 80, "https": 443}
 
 
 def resource(url: str) -> str:
-    """Returns `host:port` of the service at `url`. This machine's loopback is its host name: of two
-    machines, each has its own. Samplers that registered themselves are one resource together."""
+    """Returns `host:port` of the service at `url`. A loopback address becomes this machine's host
+    name, because each machine has its own. All registered samplers together are one resource."""
     if url == REGISTERED:
         return REGISTERED
     parts = urlsplit(url)

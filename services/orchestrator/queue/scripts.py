@@ -1,4 +1,4 @@
-"""Every change of a job, as one atomic script each that Redis runs. Keys are those of `keys.py`.
+"""Every change of a job is one atomic Redis script. The keys are in `keys.py`.
 
     queued --take--> running --report--> succeeded, failed, cancelled
       ^ ^              |
@@ -8,11 +8,11 @@
 
 A running job whose worker is gone waits to be taken again: it is paused and cancelled at once too.
 
-A worker shows its lease: the job, the trainer and the attempt. Once the trainer's lease has expired
-or is another's, or the job does not run any more, nothing is changed.
+A worker sends its lease: the job, the trainer and the attempt. Once the trainer's lease has expired
+or is another worker's, or the job does not run any more, nothing is changed.
 
-What scripts are made of, and how they are called, is in lua.py. Those that change no job are where
-they are called (lists.py, loans.py, ...).
+The building blocks of scripts, and how they are called, are in lua.py. Scripts that change no job
+are beside their callers (lists.py, loans.py, ...).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ end
 return ''
 """
 )
-"""Makes the lists agree with the jobs, whose hashes are the truth. What jobs wait for is looked at
-anew. Returns ''."""
+"""Makes the lists agree with the jobs' hashes, which are the truth. Clears what jobs wait for.
+Returns ''."""
 
 SUBMIT = once("""
   local known = call.key ~= '' and redis.call('GET', KEY .. call.key)
@@ -74,8 +74,8 @@ SUBMIT = once("""
   return answer
 """)
 """call: id, key ('' for none), key_ttl_s, fingerprint, fields. Returns id and fingerprint of the
-job that the key made, 'withdrawn' if its submission was, 'taken' if the id is another job's, or
-'removed ' and the id of a file that the job names and that was removed while it was submitted."""
+key's job, 'withdrawn' if its submission was withdrawn, 'taken' if the id is another job's, or
+'removed ' and the id of a file that the job names and that was removed during the submission."""
 
 WITHDRAWN = "withdrawn"
 """The value of an idempotency key whose submission was withdrawn: it makes no job any more."""
@@ -87,7 +87,7 @@ WITHDRAW = once(f"""
   return '{WITHDRAWN}'
 """)
 """call: key, key_ttl_s. From now on no job is made with the key. Returns id and fingerprint of the
-job that the key made before, else 'withdrawn'."""
+key's earlier job, else 'withdrawn'."""
 
 TAKE = once("""
   local resources = call.trainer .. ' ' .. call.samplers
@@ -167,15 +167,15 @@ TAKE = once("""
   return first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
 """)
 """call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, known_ms, paused
-(the reason of a pause on request); perhaps skip (ids of jobs that are left where they are, with
-blanks between) and peek (say which job it would be, and give nothing). Gives the trainer, the
-samplers and a waiting job to the caller. Jobs that were cut off come first: first a job that had
-this trainer, then a job whose own trainer is taken or away. Else it is the first in the queue.
-While workers have noted nothing for known_ms, and for as long after, a trainer that was not noted
-may be there, and nothing new begins beside its job. A job that was to be cancelled or paused when
-its worker died is cancelled or paused instead, and a job that was cut off too often pauses. Returns
-attempt, number of tries and job id; '' if any of the resources is taken or nothing waits.
-Attempts are at least the Unix seconds, so that none is given twice even if Redis is emptied."""
+(the reason of a pause on request); perhaps skip (ids of jobs to pass over, with blanks between) and
+peek (only return the job, change nothing). Gives the trainer, the samplers and a waiting job to the
+caller. Interrupted jobs first, this trainer's own before jobs whose own trainer is taken or away;
+then the first in the queue. After known_ms without notes of workers, and for as long again, a
+trainer without a note may still exist: no new job begins before an interrupted job of such a
+trainer. An interrupted job is cancelled or paused instead if that was requested, and pauses if it
+was interrupted too often. Returns attempt, number of tries and job id; '' if any of the resources
+is taken or no job waits. Attempts are at least the Unix seconds, so that none is given twice even
+if Redis is emptied."""
 
 BEAT = (
     SHARED
@@ -190,8 +190,7 @@ return asked(call.id, 'pause') and 'pause' or ''
 """
 )
 """call: id, attempt, trainer, lease_ms; perhaps doing and waits. Renews the lease, and notes what
-the job is at, and what it waits for. Returns the pending request ('cancel', 'pause' or ''), or
-'lost'."""
+the job does and waits for. Returns the pending request ('cancel', 'pause' or ''), or 'lost'."""
 
 HOLD = (
     SHARED
@@ -205,8 +204,8 @@ end
 return 'ok'
 """
 )
-"""call: id; perhaps waits. Notes what this queued job alone waits for, and adds an event about
-it once. Returns 'ok'; '' if the job does not wait for a worker any more."""
+"""call: id; perhaps waits. Notes what only this queued job waits for, and adds one event about it.
+Returns 'ok'; '' if the job does not wait for a worker any more."""
 
 REPORT = once("""
   if not is_mine() then return 'lost' end
@@ -255,11 +254,10 @@ HALT = once("""
   return 'ok'
 """)
 """call: id, attempt, paused (the reason of a pause on request); perhaps why, or left_because with
-max_left and left_too_often. The
-worker has stopped: the job is cancelled if that was asked for, else paused if there is a reason why
-or that was asked for, else queued where it was. One that is left to another trainer has been taken
-up in vain; after max_left attempts in a row without a new step it pauses instead, for the reason
-left_too_often. Returns 'ok' or 'lost'."""
+max_left and left_too_often. The worker has stopped: the job is cancelled if that was requested,
+else paused if there is a reason why or that was requested, else queued at its old place. A job left
+to another trainer (left_because) counts a failed attempt; after max_left attempts in a row without
+a new step it pauses, for the reason left_too_often. Returns 'ok' or 'lost'."""
 
 PAUSE = once("""
   if not is_job(call.id) then return '' end
@@ -288,7 +286,7 @@ RESUME = once("""
   end
   return status
 """)
-"""call: id; perhaps fields, to go on with if the job is paused. Returns the status before, or '' if
+"""call: id; perhaps fields to change if the job is paused. Returns the status before, or '' if
 there is no such job."""
 
 CANCEL = once("""
@@ -314,8 +312,8 @@ DELETE = once("""
   redis.call('SET', DELETED .. call.id, '1', 'EX', call.deleted_ttl_s)
   return 'deleted'
 """)
-"""call: id, deleted_ttl_s. Returns 'deleted', also if it was before; the status if the job has not
-ended; '' if there is no such job."""
+"""call: id, deleted_ttl_s. Returns 'deleted', also if it was deleted before; the status if the job
+has not ended; '' if there is no such job."""
 
 RECOVER = once("""
   if is_job(call.id) then return field(call.id, 'status') or '?' end
@@ -345,5 +343,5 @@ RECOVER = once("""
 """)
 """call: id, fields, checkpoints (step -> JSON), and the status of a job that ended or else why it
 is paused; perhaps error; perhaps key, fingerprint, key_left_s. Makes the record of a job that has
-none. Returns 'new ' and its status; the status that it has already; 'deleted' if the job was
-deleted; 'old' if the newest ended jobs, which are kept, ended after it."""
+none. Returns 'new ' and its status; the status of an existing record; 'deleted' if the job was
+deleted; 'old' if it ended before all ended jobs that are kept."""

@@ -1,4 +1,4 @@
-"""What a worker runs its jobs on: a trainer and the samplers that belong to it."""
+"""The services on which a worker runs its jobs: a trainer and its samplers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shared.config import Settings
 from shared.logs import get_logger
 
 LOOK_AT_SLOT_S = 2.0
-"""Seconds between two looks at whether all is there that a job of a free trainer needs."""
+"""Seconds between two checks of the needs of jobs while the trainer is free."""
 
 
 class Slot:
-    """`trainer` and `samplers` are what leases are on; `settings` name them and no others. `name`
-    is the trainer's name, with this host's. `missing` says why no job can be run on it now."""
+    """Leases are on `trainer` and `samplers`; `settings` name only these. `name` is the trainer's
+    name with this host's. `missing` says why no job can run here now."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self.settings = settings
@@ -30,13 +30,14 @@ class Slot:
         self._look_at = 0.0
 
     async def is_there(self) -> bool:
-        """Returns whether all that a job needs is there, as of at most two seconds ago."""
+        """Returns whether everything that a job needs is available, as of at most two seconds
+        ago."""
         if time.monotonic() >= self._look_at:
             await self.look()
         return self.missing is None
 
     async def look(self) -> None:
-        """Asks for all that a job needs, and keeps in `missing` why none can be run, if so."""
+        """Checks everything that a job needs, and sets `missing`."""
         missing = await self.needs.missing()
         if missing != self.missing:
             get_logger().warning(

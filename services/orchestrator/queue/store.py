@@ -1,6 +1,6 @@
-"""Jobs in Redis. Truth is a job's hash; every change is one atomic script (scripts.py), which a
-retry does not repeat. The keys are in keys.py; how Redis is reached, in connection.py; what workers
-do, in worker_side.py.
+"""Jobs in Redis. A job's hash is the truth. Every change is one atomic script (scripts.py), which a
+retry does not repeat. The keys are in keys.py, the connection is in connection.py, the methods for
+workers are in worker_side.py.
 """
 
 from __future__ import annotations
@@ -48,19 +48,18 @@ from shared.wire import (
 )
 
 KEY_TTL_S = 24 * 3600
-"""Seconds for which an idempotency key, or that a job was deleted, is remembered."""
+"""Seconds that an idempotency key or a job's deletion is remembered."""
 
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
 
 class Store(WorkerSide):
-    """All of the orchestrator's state, and what its API does with it; `samplers` are the
-    registered samplers, `loans` the samplers that evaluations use, `slots` the notes of all
-    trainers, `removals` the uploaded files that were removed, and `used_models` the models that
-    jobs begin with.
-    Every method raises StoreUnavailable when Redis cannot be reached, and StoreEmptied when it
-    is not the Redis that has the jobs. It keeps the newest `keep_jobs` jobs that ended, and at
-    least the newest `keep_events` events of each job."""
+    """All of the orchestrator's state, with the API's operations on it. `samplers` are the
+    registered samplers, `loans` the samplers that evaluations use, `slots` the heartbeats of all
+    trainers, `removals` the removed uploaded files, and `used_models` the models that jobs begin
+    with. Every method raises StoreUnavailable when Redis cannot be reached, and StoreEmptied when
+    it is not the jobs' Redis. The newest `keep_jobs` ended jobs are kept, and at least the newest
+    `keep_events` events of each job."""
 
     def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
@@ -84,9 +83,9 @@ class Store(WorkerSide):
         self._delete = self._redis.register_script(scripts.DELETE)
 
     async def open(self) -> None:
-        """Checks that Redis keeps what it accepts, and that every job that waits is in the queue.
-        From then on nothing is done in a Redis that lost its data. Raises Unavailable if Redis
-        cannot be reached, BadRequest if it is set up to lose data."""
+        """Checks that Redis is durable, and that every waiting job is in the queue. From then on a
+        Redis that lost its data is not used. Raises Unavailable if Redis cannot be reached,
+        BadRequest if its configuration may lose data."""
         for key, wanted in REQUIRED.items():
             found = (await self._do(self._redis.config_get(key))).get(key)
             if found != wanted:
@@ -98,8 +97,8 @@ class Store(WorkerSide):
         await self._call(self._redis.register_script(scripts.OPEN))
 
     async def check(self, runs_dir: Path) -> str | None:
-        """Returns why this Redis is not to be used, if it is not the one that has the jobs of
-        `runs_dir`; nothing is asked of it then, nor once the jobs are taken to another one."""
+        """Returns why this Redis must not be used: it does not have the jobs of `runs_dir`; None if
+        it has. Then, or once the jobs are taken to another Redis, it is not used."""
         async with self._deciding:
             refused = self._connection.refused
             found = await identity.check(self._connection, runs_dir)
@@ -111,8 +110,8 @@ class Store(WorkerSide):
             return found
 
     def unmounted(self, runs_dir: Path) -> str | None:
-        """Returns why `runs_dir` is not the folder that has the jobs' run folders; None if it is.
-        Waits for as long as its disk does."""
+        """Returns why `runs_dir` is not the folder of the jobs' run folders; None if it is. Waits
+        for its disk without limit."""
         try:
             return identity.unmounted(self._connection, runs_dir)
         except Failed as error:
@@ -120,7 +119,7 @@ class Store(WorkerSide):
 
     @property
     def identity(self) -> str | None:
-        """The identity of the Redis that has the jobs."""
+        """The identity of the jobs' Redis."""
         return self._connection.identity
 
     async def close(self) -> None:
@@ -129,8 +128,8 @@ class Store(WorkerSide):
         await self._connection.close()
 
     async def why_unusable(self) -> str | None:
-        """Returns why no job is accepted, shown or run, as far as Redis is the cause: it is away,
-        or is another Redis than the one that has the jobs."""
+        """Returns why Redis lets no job be accepted, shown or run: it is away, or is not the jobs'
+        Redis. None if it can be used."""
         try:
             return await self._connection.differs()
         except StoreUnavailable as error:
@@ -138,9 +137,8 @@ class Store(WorkerSide):
 
     async def submit(self, submission: Submission) -> JobRecord:
         """Returns the record of the queued job, or of the job already submitted with the key. The
-        job is in Redis, on disk, when this returns. Raises Conflict for a key that came with
-        another job before or was withdrawn, and BadRequest for an uploaded file that was removed
-        meanwhile."""
+        job is in Redis, on disk, when this returns. Raises Conflict for a key that was used for
+        another job or withdrawn, and BadRequest for an uploaded file that was removed meanwhile."""
         fingerprint, key = submission.fingerprint, submission.key
         answer = await self._call(
             self._submit,
@@ -158,14 +156,14 @@ class Store(WorkerSide):
         return await self.get(_same(key, answer, fingerprint))
 
     async def submitted(self, asked: Job, key: str | None) -> JobRecord | None:
-        """Returns the job that was submitted with the key as `asked`, None if none was. Raises
-        Conflict for a key that came with another job or was withdrawn."""
+        """Returns the job `asked` that was submitted with the key, None if none was. Raises
+        Conflict for a key that was used for another job or withdrawn."""
         answer = await self._do(self._redis.get(keys.KEY + key)) if key else None
         return await self.get(_same(key, answer, fingerprint_of(asked))) if answer else None
 
     async def withdraw(self, key: str) -> str | None:
         """From now on no job can be submitted with the key. Returns the id of the job that was
-        submitted with it, None if none was."""
+        submitted with the key, None if none was."""
         answer = await self._call(self._withdraw, key=key, key_ttl_s=KEY_TTL_S)
         return None if answer == scripts.WITHDRAWN else answer.partition(" ")[0]
 
@@ -182,7 +180,8 @@ class Store(WorkerSide):
         return record_of(job_id, fields)
 
     async def note(self, job_id: str) -> Note:
-        """Returns what the run folder keeps of the record. Raises NotFound, or Unreadable."""
+        """Returns the part of the record that the run folder keeps. Raises NotFound, or
+        Unreadable."""
         fields = await self._hash(keys.job(_known(job_id)))
         if not fields:
             raise _no_job(job_id)
@@ -193,7 +192,8 @@ class Store(WorkerSide):
         return await self._do(self._redis.hget(keys.job(job_id), "status"))
 
     async def doing(self, job_id: str) -> str | None:
-        """Returns what a job that runs or waits is at; None: nothing, or there is no such job."""
+        """Returns what a running or waiting job does; None if nothing is known, or there is no such
+        job."""
         try:
             record = await self.get(job_id)
         except (NotFound, Unreadable):
@@ -205,18 +205,18 @@ class Store(WorkerSide):
 
     async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
         """Returns up to `limit` of the jobs `wanted`, newest first, older than `after`: a job's id,
-        or what a list gave as `next_after`, which stays valid when that job is removed. Those whose
-        records cannot be read are named. Raises NotFound if `after` is neither."""
+        or a list's `next_after`, which stays valid when that job is removed. Unreadable records are
+        listed by id. Raises NotFound if `after` is neither."""
         return await self._lists.page(after, limit, wanted or Wanted())
 
     async def cut_off(self) -> dict[str, str]:
-        """Returns, by id, the trainer of each job that was begun and that no worker has now. One
-        that was resumed has not begun since."""
+        """Returns the trainer of each interrupted job (begun, without a worker now), by id. A
+        resumed job counts only once it has begun again."""
         return await self._lists.cut_off()
 
     async def cancel(self, job_id: str) -> JobState:
         """Returns the state of the job, which is cancelled now if it was queued or paused and soon
-        if it runs. Cancelling twice is cancelling once. Raises Conflict if it has ended
+        if it runs. Cancelling again changes nothing. Raises Conflict if the job has ended
         otherwise."""
         before = await self._call(self._cancel, id=_known(job_id))
         if before in ("succeeded", "failed"):
@@ -228,8 +228,8 @@ class Store(WorkerSide):
 
     async def pause(self, job_id: str, why: str = PAUSED_ON_REQUEST) -> JobState:
         """Returns the state of the job, which is paused now if it was queued and soon if it runs.
-        `why` is the reason that a pause shows which happens now. Pausing twice
-        is pausing once. Raises Conflict if it has ended."""
+        `why` is the reason shown if it is paused now. Pausing again changes nothing. Raises
+        Conflict if the job has ended."""
         before = await self._call(self._pause, id=_known(job_id), paused=why)
         if before in TERMINAL:
             raise Conflict(
@@ -238,9 +238,9 @@ class Store(WorkerSide):
         return await self.state(job_id)
 
     async def resume(self, job_id: str, job: Job | None = None) -> JobState:
-        """Returns the state of the job, which is queued again if it was paused, to go on as `job`
-        if given; a pause that was asked for and has not happened yet is called off. Raises Conflict
-        if it has ended, or runs and was to change."""
+        """Returns the state of the job, which is queued again if it was paused, as the changed
+        `job` if given. A pause that was requested and has not happened yet is called off. Raises
+        Conflict if the job has ended, or if it runs and `job` is given."""
         fields = fields_of(job) if job else None
         before = await self._call(self._resume, id=_known(job_id), fields=fields)
         if job and before in ("queued", "running"):
@@ -254,15 +254,15 @@ class Store(WorkerSide):
         Conflict for a job that has not ended."""
         try:
             fields = await self._hash(keys.job(_known(job_id)))
-        except Unreadable:  # no record at all; `delete` removes what is there
+        except Unreadable:  # no record at all; `delete` removes the remains
             return None
         if "status" in fields and fields["status"] not in TERMINAL:
             raise _not_ended(job_id, fields["status"])
         return Path(fields["run_dir"]) if "run_dir" in fields else None
 
     async def delete(self, job_id: str) -> JobDeleted:
-        """Forgets an ended job: record, events and idempotency key. Deleting twice is deleting
-        once. Raises Conflict for a job that has not ended."""
+        """Forgets an ended job: record, events and idempotency key. Deleting again changes nothing.
+        Raises Conflict for a job that has not ended."""
         before = await self._call(self._delete, id=_known(job_id), deleted_ttl_s=KEY_TTL_S)
         if not before:
             raise _no_job(job_id)
@@ -271,8 +271,8 @@ class Store(WorkerSide):
         return JobDeleted(id=job_id)
 
     async def recover(self, runs: Sequence[FoundRun], runs_dir: Path) -> list[RecoveredJob]:
-        """Makes a record for each run folder whose job has none, and notes this Redis as the one
-        that has the jobs of `runs_dir`."""
+        """Makes a record for each run folder whose job has none, and notes this Redis as the Redis
+        of the jobs in `runs_dir`."""
         async with self._deciding:
             return await rebuilding.rebuild(self._connection, runs, runs_dir, KEY_TTL_S)
 
@@ -280,7 +280,7 @@ class Store(WorkerSide):
         self, job_id: str, after: str, *, block_s: float | None = None, count: int = 1000
     ) -> list[Event]:
         """Returns the events after id `after` ("0" for all); waits up to `block_s` seconds for the
-        first. Raises BadRequest for what is not an event's id."""
+        first. Raises BadRequest for an invalid event id."""
         check_event_id(after, "after")
         block = None if block_s is None else max(int(block_s * 1000), 1)
         client = self._redis if block is None else self._followers
@@ -300,7 +300,7 @@ class Store(WorkerSide):
         return [event_of(job_id, id, fields) for id, fields in found]
 
     async def ended_ids(self) -> list[str]:
-        """Returns the ids of the jobs that have ended, the last one first."""
+        """Returns the ids of the ended jobs, the latest first."""
         return await self._do(self._redis.zrevrange(keys.ENDED, 0, -1))
 
     async def checkpoints(self, job_id: str) -> list[Checkpoint]:
@@ -310,7 +310,8 @@ class Store(WorkerSide):
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
     async def state(self, job_id: str) -> JobState:
-        """Reads no more of the record than it returns."""
+        """Returns the job's state. Parses only these fields, so that an unreadable record is no
+        obstacle."""
         fields = await self._hash(keys.job(job_id))
         if not fields:
             raise _no_job(job_id)
@@ -318,14 +319,14 @@ class Store(WorkerSide):
 
 
 def _known(job_id: str) -> str:
-    """Returns the id; raises NotFound for what cannot be one."""
+    """Returns the id; raises NotFound for an invalid id."""
     if not re.fullmatch(JOB_ID, job_id):
         raise _no_job(job_id)
     return job_id
 
 
 def _same(key: str | None, answer: str, fingerprint: str) -> str:
-    """Returns the id of the job that the key made. Raises Conflict if that is another one."""
+    """Returns the id of the key's job. Raises Conflict if the key was used for another job."""
     if answer == scripts.WITHDRAWN:
         raise Conflict(f"the submission with Idempotency-Key {key!r} was withdrawn; use a new key")
     job_id, known = answer.split(" ")

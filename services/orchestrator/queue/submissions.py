@@ -1,4 +1,4 @@
-"""What a job comes with when it is submitted."""
+"""A job's submission."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from shared.job import Job
 
 @dataclass(frozen=True)
 class Submission:
-    """A job whose run folder is to be in `runs_dir`. `key` is the idempotency key, and `data` says
-    which versions its data has. `asked` is the job as it came, if something was worked out for it
-    since, and `warnings` what was found in it that is probably not meant. Times are Unix
-    seconds."""
+    """A job to be submitted, with its run folder in `runs_dir`. `key` is the idempotency key;
+    `data` are the versions of its data. `asked` is the job as it was sent, if keys were computed
+    for it since. `warnings` are its probable mistakes. Times are Unix seconds."""
 
     job: Job
     runs_dir: Path
@@ -38,7 +37,7 @@ class Submission:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the job as it was sent: a key may come again with the same job only."""
+        """A digest of the job as it was sent: a key may be used again only with the same job."""
         return fingerprint_of(self.asked or self.job)
 
     @property
@@ -63,7 +62,7 @@ class Submission:
 
     @property
     def note(self) -> Note:
-        """What the run folder keeps of the record."""
+        """The part of the record that the run folder keeps."""
         return Note(
             created_at=self.created_at,
             status="queued",

@@ -1,9 +1,8 @@
-"""Ends a process whose event loop stands still. It cannot renew its lease, and answers nobody,
-while its port is open: whoever started it (`hone up`, Kubernetes, systemd) starts it again, and the
-job goes on.
+"""Ends a process whose event loop stands still. Such a process cannot renew its lease and answers
+nobody, though its port is open. `hone up`, Kubernetes or systemd restarts it, and the job goes on.
 
-It is a thread, for nothing else runs then. It counts its own ticks and looks at no clock, so a
-process that was stopped as a whole (SIGSTOP, a suspended machine) has not stood still.
+It is a thread, because the loop runs nothing then. It counts its own ticks and reads no clock, so a
+pause of the whole process (SIGSTOP, a suspended machine) does not count.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from shared.config import Settings
 from shared.logs import get_logger
 
 SHARE = 0.8
-"""Share of the lease after which its own heartbeat gives it up."""
+"""Share of the lease after which the worker's own heartbeat gives up the lease."""
 
 MIN_S = 10.0
-"""With a short lease: less may be a busy machine."""
+"""Least limit, for short leases: a shorter standstill may be a busy machine."""
 
 NUM_TICKS = 20
 
@@ -31,8 +30,8 @@ EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
 
 SAY_S = 1.0
-"""Seconds to log something in: a log that takes nothing (a pipe that nobody reads, a full disk) may
-be what the loop stands still for."""
+"""Seconds for logging. A blocked log (a pipe that nobody reads, a full disk) may be the reason for
+the standstill."""
 
 WATCHING, LOGGING = "watchdog", "watchdog-log"
 """Names of threads."""
@@ -46,8 +45,8 @@ def limit_s(settings: Settings) -> float:
 def watch(
     loop: asyncio.AbstractEventLoop, limit_s: float, end: Callable[[int], object] = os._exit
 ) -> threading.Thread:
-    """Returns the thread that calls `end` once nothing ran in the loop for `limit_s` seconds. It
-    logs where all threads are when half of that is over, and ends with the loop."""
+    """Returns the thread that calls `end` once the loop ran nothing for `limit_s` seconds. After
+    half of that it logs where all threads are. It ends with the loop."""
     thread = threading.Thread(
         target=_watch, args=(loop, limit_s / NUM_TICKS, end), name=WATCHING, daemon=True
     )
@@ -76,7 +75,7 @@ def _watch(loop: asyncio.AbstractEventLoop, tick_s: float, end: Callable[[int], 
 
 
 def _say(message: str, seconds: float) -> None:
-    """Logs it, and returns within SAY_S."""
+    """Logs the message, and returns within SAY_S."""
     saying = threading.Thread(target=_log, args=(message, seconds), name=LOGGING, daemon=True)
     saying.start()
     saying.join(SAY_S)

@@ -1,7 +1,7 @@
 """Takes jobs from the queue and runs them, one at a time, on one trainer and its samplers.
 
-While a job runs, its lease is renewed (heartbeat.py). A lost lease stops the work here at once,
-without a word to the store.
+While a job runs, its lease is renewed (heartbeat.py). A lost lease stops the work at once, without
+a report to the store.
 """
 
 from __future__ import annotations
@@ -36,28 +36,29 @@ POLL_S = 0.2
 """Seconds between two looks into the queue."""
 
 PAUSE_S = 2.0
-"""Seconds until Redis is asked again that was away."""
+"""Seconds between two attempts to reach Redis while it is away."""
 
 HELD_S = 5.0
-"""Seconds between two looks at the jobs whose data is away."""
+"""Seconds between two checks of jobs whose data is away."""
 
 STOPS_WITHIN = 0.5
-"""Share of the lease within which cancelled work should end. A write on a disk that hangs does not
-end: the job is stopped all the same, and this worker takes no other job until the write ends."""
+"""Share of the lease within which cancelled work should end. A write on a hanging disk does not
+end. The job is stopped all the same, and this worker takes no other job until the write ends."""
 
 GOODBYE_S = 2.0
 """Seconds in which a stopped worker gives its lease back; else it expires."""
 
 
 class Worker:
-    """`settings` name one trainer and its samplers. While anything that a job needs is away, it
-    takes none. `num_queued` is how many jobs wait to begin, as of two seconds ago."""
+    """A worker for the trainer and its samplers that `settings` name. It takes no job while
+    anything that a job needs is away. `num_queued` is how many jobs wait to begin, as of two
+    seconds ago."""
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
         self._settings = settings
         self._slot = Slot(settings, store)
-        self._held: dict[str, DataFiles] = {}  # of jobs that wait in the queue for their data
+        self._held: dict[str, DataFiles] = {}  # of queued jobs that wait for their data
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.num_queued = 0
         self._lease: Lease | None = None
@@ -70,8 +71,8 @@ class Worker:
         return self._lease is not None
 
     async def run_forever(self) -> None:
-        """Works until cancelled. While Redis is away it waits; a job that this interrupted is taken
-        up again later."""
+        """Works until cancelled. While Redis is away it waits; an interrupted job is taken up again
+        later."""
         await self._until_known()
         noting = asyncio.create_task(self._note_slot())
         watching = asyncio.create_task(self._watch_held())
@@ -112,8 +113,8 @@ class Worker:
                 await self._until_known()
 
     async def leave(self) -> None:
-        """Gives back the lease of the work that was cancelled, so that another worker need not wait
-        until it expires."""
+        """Gives back the lease of cancelled work, so that another worker need not wait until it
+        expires."""
         lease, self._lease = self._lease, None
         if lease is None:
             return
@@ -132,15 +133,15 @@ class Worker:
         return job_id is not None and await self._is_held(job_id)
 
     async def _watch_held(self) -> None:
-        """Looks at the jobs whose data is away, also while this worker has another job."""
+        """Checks the jobs whose data is away, also while this worker has another job."""
         while True:
             await asyncio.sleep(HELD_S)
             for job_id in [*self._held]:
                 try:
                     await self._is_held(job_id)
                 except (Unavailable, StoreEmptied):
-                    pass  # the worker says so
-                except Exception:  # the last resort of a task that nobody waits for
+                    pass  # the worker reports it
+                except Exception:  # the last resort of a background task
                     get_logger().exception("data not looked at", job=job_id)
 
     async def _is_held(self, job_id: str) -> bool:
@@ -152,7 +153,7 @@ class Worker:
             self._held.pop(job_id, None)
             return False
         files = self._held.get(job_id)
-        if files is None or files.job != job:  # else a thread more would hang
+        if files is None or files.job != job:  # a new one each time would hang a thread more
             files = DataFiles(job, self._settings)
         why = await files.missing()
         if await self._store.hold(job_id, why) and why:
@@ -162,9 +163,9 @@ class Worker:
         return why is not None
 
     async def _note_slot(self) -> None:
-        """Lets all orchestrators know of the trainer, and whether it is there. One that has a job
-        is: what is wrong with it the job says. While work is being stopped nothing is noted: if
-        that hangs, the job is not left to this trainer for long."""
+        """Sends heartbeat notes about the trainer, and whether it is available. With a job it
+        always counts as available, because the job reports its faults. While work is being stopped
+        no note is sent: if that hangs, the job is not left to this trainer for long."""
         slot = self._slot
         while True:
             if self._is_stopping or not slot.was_looked_at:
@@ -176,30 +177,30 @@ class Worker:
                     slot.name, slot.trainer, slot.samplers, missing
                 )
             except (Unavailable, StoreEmptied):
-                pass  # the worker says so
-            except Exception:  # the last resort of a task that nobody waits for: noted again soon
+                pass  # the worker reports it
+            except Exception:  # the last resort of a background task: noted again soon
                 get_logger().exception("trainer not noted", trainer=slot.trainer)
             await asyncio.sleep(NOTE_S)
 
     async def _may_leave(self, lease: Lease) -> bool:
-        """Returns whether another trainer is there for a job whose own one is away."""
+        """Returns whether another trainer can take the job, whose own trainer is away."""
         if lease.tries >= MAX_LEFT:
             return False
         others = await self._store.slots.others(self._slot.name)
         return any(other.missing is None for other in others)
 
     async def _give_back(self) -> None:
-        """Gives back the lease of work that was stopped while Redis was away: the job need not wait
-        until it expires."""
+        """Gives back the lease of work that was stopped while Redis was away, so that the job need
+        not wait until it expires."""
         if self._lease:
             with contextlib.suppress(LeaseLost):
                 await self._store.halt(self._lease, None)
-            await note_end(self._store, self._lease.job_id)  # its end may have been its last word
+            await note_end(self._store, self._lease.job_id)  # the job may just have ended
         self._lease = None
 
     async def _tell(self, message: str, away: bool) -> None:
-        """Logs that Redis is away or back. Followers of the running job, or of the next one, are
-        told that it is back."""
+        """Logs that Redis is away or back. An event tells followers of the running or next job that
+        it is back."""
         get_logger().warning("Redis is away" if away else "Redis is back", reason=message)
         self._news = None if away else message
         await self._say_news()
@@ -242,7 +243,7 @@ class Worker:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 self._is_stopping = True
-                beat.result()  # raises what ended it, if it was not that something was asked for
+                beat.result()  # raises the heartbeat's error, unless a request ended it
                 stopping = asyncio.create_task(stop(work))
                 await asyncio.wait({stopping}, timeout=STOPS_WITHIN * lease.lease_s)
                 await self._store.halt(lease, None)
@@ -295,7 +296,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class _Beats:
-    """Heartbeats that say what the job is at. That this cannot be said ends no job."""
+    """Heartbeats that report what the job does. An error in that report ends no job."""
 
     store: Store
     run: Run
@@ -306,13 +307,13 @@ class _Beats:
     def _said(self, lease: Lease) -> tuple[str | None, str | None]:
         try:
             return self.run.doing(), self.run.waits()
-        except Exception:  # a fault of ours in a sentence must not cost the job its lease
+        except Exception:  # a bug in this text must not cost the job its lease
             get_logger().exception("what the job is at not known", job=lease.job_id)
             return None, None
 
 
 def _outcome(work: asyncio.Task[Outcome]) -> Outcome:
-    """Returns what became of the job, also of one whose work was cancelled by something within."""
+    """Returns the outcome of the job, also if something within its work cancelled it."""
     if work.cancelled():
         return Outcome("paused", "a bug in Hone: its work was cancelled, and not by its worker")
     return work.result()

@@ -1,8 +1,8 @@
-"""What workers do with jobs in Redis: take one, say that they live and what happened, give it back.
+"""The store's methods for workers: take a job, renew its lease, report events, give it back.
 
-A worker that takes a job gets a lease on one trainer, which expires unless `beat` renews it. With
-the lease comes an attempt, a number that grows with every lease given to anybody. A worker that
-shows an old one, or one that has expired, is refused.
+A worker that takes a job gets a lease on one trainer, which expires unless `beat` renews it. The
+lease has an attempt, a number that grows with every lease of any worker. A worker with an old
+attempt or an expired lease is refused.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from services.orchestrator.queue.known_slots import KNOWN_S
 from services.orchestrator.queue.leases import Asked, Lease, LeaseLost
 
 MAX_TRIES = 20
-"""Attempts in a row, without a step done that was not done before, after which a job pauses: it
-probably kills its workers itself."""
+"""Attempts in a row without a new step after which a job pauses: it probably kills its workers
+itself."""
 
 MAX_LEFT = 2
-"""Attempts in a row without a new step, after which a job that lost its trainer gets no other
+"""Attempts in a row without a new step after which a job that lost its trainer gets no other
 trainer and waits for its own: the job itself may crash its trainers."""
 
 PAUSED_ON_REQUEST = "paused on request"
 
 
 class WorkerSide:
-    """The worker's side of `Store`, which says what every method raises besides."""
+    """The worker's side of `Store`. `Store` documents the errors that every method may raise."""
 
     def __init__(self, connection: Connection) -> None:
         self._call = connection.call
@@ -46,10 +46,10 @@ class WorkerSide:
         samplers: Sequence[str] = (),
         skip: Sequence[str] = (),
     ) -> Lease | None:
-        """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits: one
-        that was cut off, if possible of this trainer, before others begin; else the first in the
-        queue, by priority and age. One whose own trainer is free is left to that, also where that
-        is not known yet (`KNOWN_S`). Jobs of `skip` are left where they are."""
+        """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits.
+        Interrupted jobs come first, this trainer's own before others'; then the first in the queue,
+        by priority and age. An interrupted job whose own trainer is free, or may be (`KNOWN_S`), is
+        left to that trainer. Jobs in `skip` are passed over."""
         answer = await self._next(
             trainer, samplers, skip, owner=owner, lease_ms=int(lease_s * 1000), max_tries=MAX_TRIES
         )
@@ -61,7 +61,7 @@ class WorkerSide:
     async def peek(
         self, trainer: str, samplers: Sequence[str] = (), skip: Sequence[str] = ()
     ) -> str | None:
-        """Returns the id of the job that `take` would give out, and changes nothing of it."""
+        """Returns the id of the job that `take` would return, and changes nothing."""
         answer = await self._next(trainer, samplers, skip, peek=True)
         return answer.split(" ")[-1] if answer else None
 
@@ -79,16 +79,15 @@ class WorkerSide:
         )
 
     async def hold(self, job_id: str, waits: str | None) -> bool:
-        """Notes what this queued job alone waits for, as a sentence; None: nothing. Returns
-        whether it still waits for a worker."""
+        """Notes what only this queued job waits for, as a sentence; None: nothing. Returns whether
+        it still waits for a worker."""
         return await self._call(self._hold, id=job_id, waits=waits) == "ok"
 
     async def beat(
         self, lease: Lease, doing: str | None = None, waits: str | None = None
     ) -> Asked | None:
-        """Renews the lease, and notes what the job is at, if it is said, and what it waits for, if
-        anything; returns what was asked for, if anything. Tries once, for as long as the caller
-        waits. Raises LeaseLost."""
+        """Renews the lease, and notes what the job does and waits for, if given. Returns the
+        pending request, if any. Tries once, as long as the caller waits. Raises LeaseLost."""
         answer = await self._call(
             self._beat,
             lease_ms=int(lease.lease_s * 1000),
@@ -103,15 +102,15 @@ class WorkerSide:
         return asked.get(answer)
 
     async def halt(self, lease: Lease, why: str | None) -> None:
-        """Gives the lease back. The job is paused for the reason `why`. Without one it is paused if
-        that was asked for, and else queued again where it was. If cancelling was asked for, it is
-        cancelled. Raises LeaseLost."""
+        """Gives the lease back. The job is cancelled if that was requested, else paused for the
+        reason `why`. Without a reason it is paused if that was requested, and else queued again at
+        its old place. Raises LeaseLost."""
         await self._by_worker(self._halt, lease, why=why, paused=PAUSED_ON_REQUEST)
 
     async def leave(self, lease: Lease, because: str, too_often: str) -> None:
-        """The same without a reason to pause, for another attempt to take the job up. It counts as
-        taken up in vain; after MAX_TRIES such attempts in a row the job pauses, because it was
-        left `too_often`. Raises LeaseLost."""
+        """As `halt` without a reason to pause, so that another attempt takes the job up. It counts
+        as a failed attempt; after MAX_TRIES in a row the job pauses, with the reason `too_often`.
+        Raises LeaseLost."""
         await self._by_worker(
             self._halt,
             lease,
@@ -132,7 +131,7 @@ class WorkerSide:
         missing_only: bool = False,
         **fields: Any,
     ) -> None:
-        """Adds an event and sets fields of the record (None is left alone), both or neither. With
+        """Adds an event and sets fields of the record (None: not set), both or neither. With
         `missing_only` does nothing if `data["step"]` has an event of the type already. Raises
         LeaseLost."""
         data = data or {}

@@ -1,5 +1,5 @@
-"""Accepting a job: it is in its run folder and in Redis before its submitter hears of it, so that
-`hone recover` finds it also where Redis lost it before it began."""
+"""Accepts a job: it is in its run folder and in Redis before its submitter gets the answer. So
+`hone recover` finds it even if Redis lost it before it began."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITTEN_WITHIN_S = 30.0
 """Seconds in which a run folder is made: some ten small files and names reach the disk."""
 
 DISCARDED_WITHIN_S = 3.0
-"""Longest wait of a refused submission for the removal of its folder, in seconds."""
+"""Longest wait, in seconds, of a refused submission for the removal of its folder."""
 
 UNSUBMITTED_S = 900.0
 """Age in seconds at which a folder whose job Redis lacks is removed: no submission takes as long.
@@ -32,8 +32,8 @@ Also the seconds between two searches for such folders."""
 
 
 async def accept(store: Store, submission: Submission) -> JobRecord:
-    """Returns the record, and raises, as `Store.submit`, and Unavailable where the run folder
-    cannot be written. Nothing is left of the folder unless Redis has the job, or may have it."""
+    """Returns the record and raises as `Store.submit`; raises Unavailable if the run folder cannot
+    be written. The folder is removed unless Redis has the job, or may have it."""
     folder, redis = RunFolder(submission.run_dir), store.identity
     prepare = functools.partial(
         folder.prepare, submission.job, submission.data, redis, submission.note
@@ -54,8 +54,8 @@ async def accept(store: Store, submission: Submission) -> JobRecord:
 
 
 async def accepted(store: Store, asked: Job, key: str | None) -> JobRecord | None:
-    """Returns and raises as `Store.submitted`. The submission may have been cut off
-    before all of the job was on disk."""
+    """Returns and raises as `Store.submitted`. Completes the run folder, because the submission may
+    have been interrupted."""
     record = await store.submitted(asked, key)
     if record:
         await _written(RunFolder(Path(record.run_dir)).submitted)
@@ -63,8 +63,8 @@ async def accepted(store: Store, asked: Job, key: str | None) -> JobRecord | Non
 
 
 async def keep_unsubmitted_removed(store: Store, runs_dir: Path) -> None:
-    """Removes the folders of submissions that were cut off before Redis had the job: nobody was
-    told that it was accepted."""
+    """Removes, again and again, the folders of submissions that were interrupted before Redis had
+    the job. Nobody was told that such a job was accepted."""
     while True:
         try:
             await remove_unsubmitted(store, runs_dir)
@@ -74,7 +74,7 @@ async def keep_unsubmitted_removed(store: Store, runs_dir: Path) -> None:
 
 
 async def remove_unsubmitted(store: Store, runs_dir: Path) -> None:
-    """Raises OSError, Failed, and what the store raises."""
+    """Removes such folders once. Raises OSError, Failed, and the store's errors."""
     latest = time.time() - UNSUBMITTED_S
     for folder in await in_own_thread(lambda: unsubmitted(runs_dir, latest)):
         is_own = await in_own_thread(folder.redis) == store.identity
@@ -97,7 +97,8 @@ async def _written(write: Callable[[], None], within_s: float = WRITTEN_WITHIN_S
 
 
 async def _discard(folder: RunFolder) -> None:
-    """What cannot be removed now counts as no job's folder, and is removed later."""
+    """Removes the folder. A folder that cannot be removed now counts as no job's, and is removed
+    later."""
     try:
         await _written(folder.discard, DISCARDED_WITHIN_S)
     except Unavailable as error:

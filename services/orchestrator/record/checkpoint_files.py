@@ -1,5 +1,5 @@
 """The files of a checkpoint in a run folder, by the manifest that the trainer wrote with them. Only
-what the manifest names is handed out."""
+files in the manifest are served."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILES = TypeAdapter(dict[str, StoredFile])
 
 def files_of(folder: Path) -> tuple[CheckpointFile, ...]:
     """Returns the files of the checkpoint at `folder`, its manifest included, by name. Raises
-    NotFound for one that was removed, and Failed for one whose manifest cannot be read."""
+    NotFound for a removed checkpoint, and Failed for an unreadable manifest."""
     try:
         text = (folder / MANIFEST).read_bytes()
         files = _FILES.validate_python(json.loads(text)["files"])
@@ -35,8 +35,8 @@ def files_of(folder: Path) -> tuple[CheckpointFile, ...]:
 
 
 def path_of(folder: Path, name: str) -> Path:
-    """Returns where the file of this name is. Raises NotFound for what the checkpoint has not, and
-    Failed for a file of another size than the manifest says."""
+    """Returns the path of the file `name`. Raises NotFound for a file that is not in the
+    checkpoint, and Failed if its size differs from the manifest."""
     sizes = {file.name: file.size_bytes for file in files_of(folder)}
     path = folder / name
     if name not in sizes or not path.resolve().is_relative_to(folder.resolve()):

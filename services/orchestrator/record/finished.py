@@ -1,11 +1,11 @@
-"""The finished groups of steps that are being sampled, on disk as they come: what a crash costs is
-what was under way.
+"""Stores the finished groups of steps that are being sampled, as they come. So a crash costs only
+the groups under way.
 
     rollouts/000012.groups/000003.v11.msgpack    the third file, newest version that sampled any
 
-Groups that come together are one file, for each file waits for the disk. A file is complete or
-absent, and begins with a checksum. The groups of a step go once its batch is stored, which is the
-truth from then on.
+Groups that come together are one file, because each file waits for the disk. A file is complete or
+absent, and begins with a checksum. A step's groups are removed once its batch is stored; the batch
+is the truth from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUPS_FILE = re.compile(r"(\d+)\.v(\d+)\.msgpack")
 CHECKSUM_BYTES = 8
 
 Place = tuple[int, int]
-"""A group's place in its step: the round of sampling, and the position in it."""
+"""A group's place in its step: the round of sampling, and the position in the round."""
 
 
 class FinishedGroup(Wire):
@@ -48,18 +48,18 @@ class FinishedGroup(Wire):
 
     @property
     def has_samples(self) -> bool:
-        """Whether there is a rollout that may be graded and trained on."""
+        """Whether any rollout may be graded and trained on."""
         return any(not rollout.went_wrong for rollout in self.group.rollouts)
 
     def is_of(self, learned: str, prompt: Prompt) -> bool:
-        """Whether a job that learns what has the digest `learned` would sample just this: the same
-        prompt, by the same settings. As bytes, for a row may hold NaN, which equals nothing."""
+        """Whether a job with the digest `learned` would sample the same: the same prompt, by the
+        same settings. Compares bytes, because a row may hold NaN, which equals nothing."""
         same_prompt = codec.pack(self.prompt) == codec.pack(prompt)
         return same_prompt and self.learned == learned
 
 
 class FinishedGroups(Wire):
-    """A file of them. `places` `[N]` are those of `groups` `[N]`."""
+    """A file of groups. `places` `[N]` are the places of `groups` `[N]`."""
 
     places: tuple[Place, ...]
     groups: tuple[FinishedGroup, ...]
@@ -72,8 +72,8 @@ def digest_of(job: Job) -> str:
 
 
 def write(rollouts: Path, step: int, groups: Mapping[Place, FinishedGroup]) -> None:
-    """Stores groups, each sampled by some weights, as one file: in place of others at their
-    places."""
+    """Stores groups as one file. They replace earlier groups at their places. Each must have been
+    sampled by some weights."""
     folder = _folder(rollouts, step)
     disk.make_folder(folder)
     number = 1 + max((int(found[1]) for found, _ in _files(folder)), default=0)
@@ -84,8 +84,8 @@ def write(rollouts: Path, step: int, groups: Mapping[Place, FinishedGroup]) -> N
 
 
 def read(rollouts: Path, step: int) -> tuple[dict[Place, FinishedGroup], list[str]]:
-    """Returns the step's groups by place, and a sentence for each file that is not as it was
-    written: it is removed."""
+    """Returns the step's groups by place, and a sentence for each damaged file. Damaged files are
+    removed."""
     groups: dict[Place, FinishedGroup] = {}
     damaged: list[str] = []
     for _, path in sorted(_files(_folder(rollouts, step)), key=lambda each: int(each[0][1])):
@@ -99,7 +99,7 @@ def read(rollouts: Path, step: int) -> tuple[dict[Place, FinishedGroup], list[st
 
 
 def _stored(path: Path) -> FinishedGroups | str:
-    """Returns what the file holds, or why it cannot be read, in a sentence."""
+    """Returns the file's groups, or a sentence saying why it cannot be read."""
     data = path.read_bytes()
     checksum, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
     if checksum != _checksum(data):
@@ -116,15 +116,15 @@ def forget(rollouts: Path, step: int) -> None:
 
 
 def forget_up_to(rollouts: Path, step: int) -> None:
-    """Removes the step's groups, and those of earlier steps."""
+    """Removes the groups of the step and of earlier steps."""
     for other, folder in _step_folders(rollouts):
         if other <= step:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def forget_newer(rollouts: Path, version: int) -> None:
-    """Removes the groups that weights newer than `version` had a part in, and those in one file
-    with them: the trainer went back, and will make others of the same number."""
+    """Removes every file with a group that weights newer than `version` helped to sample. The
+    trainer went back, and will make other weights with the same numbers."""
     for _, folder in _step_folders(rollouts):
         for found, path in _files(folder):
             if int(found[2]) > version:

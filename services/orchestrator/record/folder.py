@@ -19,9 +19,9 @@
                deleted            the job was deleted and its folder left: no record is made of it
     runs/<name>                   points at the newest job of that name
 
-The folder is made when the job is submitted, and by nothing that writes into it later: where it was
+The folder is made only when the job is submitted. Later writers never make it again: if it was
 removed, the job pauses. A file is complete or absent (shared/disk.py). A scored batch is written
-once: a worker that has another batch for the step was superseded, or soon will be.
+once: a worker with another batch for the step was superseded, or soon will be.
 """
 
 from __future__ import annotations
@@ -75,16 +75,16 @@ class RunFolder:
         self.path = path
 
     def prepare(self, job: Job, data: Mapping[str, str], redis: str | None, note: Note) -> None:
-        """Makes the folder of a job that is about to be submitted, with all that a record needs. It
-        counts as a job's from `submitted` on."""
+        """Makes the folder of a job that is about to be submitted, with everything that a record
+        needs. It counts as a job's folder after `submitted`."""
         with writing("run folder", self.path):
             self._make(data, redis)
             disk.write_file(self.path / NOTE, _json(note))
             disk.write_file(self.path / SUBMITTED, _json(job))
 
     def submitted(self) -> None:
-        """Notes that Redis has the job. Doing it again changes nothing, nor does it once a worker
-        has begun the job."""
+        """Notes that Redis has the job. Changes nothing if that is noted, or a worker has begun the
+        job."""
         with writing("run folder", self.path):
             if not (self.path / SUBMITTED).exists():
                 return
@@ -106,11 +106,11 @@ class RunFolder:
         *,
         has_run: bool = False,
     ) -> None:
-        """Makes the folder unless it is there, and the files that it has before the first step:
-        `data.json`, `job.json`, the identity of the Redis that has the job; and points
-        `runs/<name>` here. Doing it again changes nothing. Raises Failed, "run_folder_gone", if
-        there is none of a job that `has_run`; Conflict if the folder is of a job that learns
-        something else: its batches are no replay of this one; or if another Redis has the job."""
+        """Makes the folder unless it exists, with the files before the first step: `data.json`,
+        `job.json`, the identity of the job's Redis; and points `runs/<name>` here. Doing it again
+        changes nothing. Raises Failed, "run_folder_gone", if the folder of a job that `has_run` is
+        missing; Conflict if the folder's job learns something else, so its batches are no replay of
+        this job, or if another Redis has the job."""
         self._check_same(job)
         self._check_redis(redis)
         with writing("run folder", self.path):
@@ -137,7 +137,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def _writing(self) -> Generator[None]:
-        """For all that is written once there is a job. Raises as `check_there` and `writing`."""
+        """Wraps every write after the job was submitted. Raises as `check_there` and `writing`."""
         with writing("run folder", self.path):
             self._check_there()
             yield
@@ -174,18 +174,18 @@ class RunFolder:
             )
 
     def redis(self) -> str | None:
-        """Returns the identity of the Redis that has the job; None: not known."""
+        """Returns the identity of the job's Redis; None if it is not known."""
         file = self.path / REDIS
         return file.read_text().strip() if file.exists() else None
 
     def belong_to(self, redis: str) -> None:
-        """Notes the Redis that has the job from now on."""
+        """Notes the job's Redis from now on."""
         self._write(REDIS, redis.encode())
 
     def start_at(self, last_step: int) -> int | None:
-        """Returns the last recorded step up to `last_step`, or None if there is none. Drops what
-        was recorded of later ones, which will be done again, and the groups that weights of later
-        ones sampled."""
+        """Returns the last recorded step up to `last_step`, or None if there is none. Drops the
+        records of later steps, which will be done again, and the groups that later weights
+        sampled."""
         with self._writing():
             finished.forget_newer(self._rollouts, last_step)
         rows = [row for row in self.metrics() if row.step <= last_step]
@@ -199,23 +199,23 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def replace_metrics(self, row: MetricsRow) -> None:
-        """Writes the row in place of that of the same step, if there is one."""
+        """Writes the row. Replaces a row of the same step."""
         rows = {each.step: each for each in self.metrics()} | {row.step: row}
         self._write("metrics.jsonl", b"".join(_metrics_line(rows[step]) for step in sorted(rows)))
 
     def write_spent(self, hours: float, cost: float) -> None:
-        """Notes for how long the job has had the services, and what that has cost, each unless more
-        is noted, if the folder is there."""
+        """Notes the hours for which the job has had the services, and their cost, each unless more
+        is noted already. Does nothing without the folder."""
         for name, spent, noted in ((HOURS, hours, self.hours()), (COST, cost, self.cost())):
             if self._is_there and spent > noted:
                 self._write(name, f"{spent!r}\n".encode())
 
     def hours(self) -> float:
-        """Returns for how long the job has had the services; 0 where nothing says so."""
+        """Returns the hours for which the job has had the services; 0 if none are noted."""
         return self._number(HOURS)
 
     def cost(self) -> float:
-        """Returns what the job has cost; 0 where nothing says so."""
+        """Returns the job's cost so far; 0 if none is noted."""
         return self._number(COST)
 
     def _number(self, name: str) -> float:
@@ -223,16 +223,17 @@ class RunFolder:
         return float(path.read_text()) if path.exists() else 0.0
 
     def append_verdicts(self, step: int, verdicts: Mapping[int, str]) -> None:
-        """Notes in `difficulty.jsonl` what the step's groups came to, in place of an older line."""
+        """Adds the verdicts on the step's groups to `difficulty.jsonl`. They replace an older line
+        of the step."""
         row = {"step": step, "verdicts": {str(number): each for number, each in verdicts.items()}}
         with self._writing(), (self.path / DIFFICULTY).open("ab") as file:
-            file.write(b"\n" + json.dumps(row).encode())  # on a line of its own, whatever ends here
+            file.write(b"\n" + json.dumps(row).encode())  # begins a new line, after any cut one
             file.flush()
             os.fsync(file.fileno())
 
     def verdicts(self) -> dict[int, dict[int, Any]]:
-        """Returns what the groups of each step came to, by row number. A line that a crash cut
-        short is none."""
+        """Returns the verdicts on the groups of each step, by row number. Ignores a line that a
+        crash cut short."""
         path = self.path / DIFFICULTY
         lines = path.read_bytes().split(b"\n") if path.exists() else []
         found: dict[int, dict[int, Any]] = {}
@@ -243,14 +244,14 @@ class RunFolder:
         return found
 
     def append_sync(self, row: dict[str, Any]) -> None:
-        """Notes in `weights.jsonl` how a version reached the samplers. Nothing is read from it."""
+        """Notes in `weights.jsonl` how a version reached the samplers. Hone never reads this
+        file."""
         with self._writing(), (self.path / "weights.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def metrics(self, after_step: int = -1) -> list[MetricsRow]:
-        """Returns the rows after `after_step`, in order. A last line that a crash cut short is not
-        a row; of several of one step, which a worker leaves that was superseded as it wrote, the
-        first is."""
+        """Returns the rows after `after_step`, in order. Ignores a last line that a crash cut
+        short. If a superseded worker wrote a second row of a step, the first counts."""
         path = self.path / "metrics.jsonl"
         if not path.exists():
             return []
@@ -262,20 +263,20 @@ class RunFolder:
         return [rows[step] for step in sorted(rows) if step > after_step]
 
     def write_batch(self, batch: Batch) -> None:
-        """Stores the step's batch. One that is graded takes the place of an ungraded one. Raises
-        BatchExists if another graded one is there; the same one is stored already."""
+        """Stores the step's batch. A graded batch replaces an ungraded one. Raises BatchExists if
+        another graded batch is stored; storing the same batch again changes nothing."""
         data = codec.pack(batch)
         path, ungraded = self._batch_path(batch.step), self._ungraded_path(batch.step)
         with self._writing():
             if not batch.graded:
                 disk.write_file(ungraded, data)
-                finished.forget(self._rollouts, batch.step)  # earlier ones may still be sampled
+                finished.forget(self._rollouts, batch.step)  # earlier steps may still be sampled
                 return
             try:
                 disk.create_file(path, data)
             except FileExistsError as error:
-                # Bytes, for a row may hold NaN, which equals nothing; not those of the file, for
-                # another version of Hone may have written it.
+                # Compares bytes, because a row may hold NaN, which equals nothing. The batch is
+                # packed again, because another version of Hone may have written the file.
                 if codec.pack(self.batch(batch.step)) != data:
                     raise BatchExists(
                         f"another batch of step {batch.step} is stored in {str(path)!r}"
@@ -284,8 +285,8 @@ class RunFolder:
             finished.forget_up_to(self._rollouts, batch.step)
 
     def batch(self, step: int) -> Batch:
-        """Returns the scored batch of `step`, else the ungraded one; raises NotFound naming the
-        steps there are."""
+        """Returns the scored batch of `step`, else the ungraded one. Raises NotFound naming the
+        stored steps."""
         for path in (self._batch_path(step), self._ungraded_path(step)):
             if path.exists():
                 return codec.decode_stored(Batch, path.read_bytes(), codec.MSGPACK)
@@ -310,22 +311,22 @@ class RunFolder:
             finished.write(self._rollouts, step, groups)
 
     def groups(self, step: int) -> tuple[dict[Place, FinishedGroup], list[str]]:
-        """Returns the step's finished groups by place, and a sentence for each file of them that
-        was damaged and is removed."""
+        """Returns the step's finished groups by place, and a sentence for each damaged file.
+        Damaged files are removed."""
         with self._writing():
             return finished.read(self._rollouts, step)
 
     def write_note(self, note: Note) -> None:
-        """Writes `record.json`, if the folder is there."""
+        """Writes `record.json`, if the folder exists."""
         self._note(NOTE, _json(note))
 
     def note(self) -> Note | None:
-        """Returns what `record.json` says; None in the folder of an older version of Hone."""
+        """Returns `record.json`; None in the folder of an older version of Hone."""
         path = self.path / NOTE
         return codec.decode_stored(Note, path.read_bytes()) if path.exists() else None
 
     def mark_deleted(self) -> None:
-        """Notes that the job was deleted, if the folder is there."""
+        """Notes that the job was deleted, if the folder exists."""
         self._note(DELETED, b"")
 
     @property
@@ -334,7 +335,7 @@ class RunFolder:
         return (self.path / DELETED).exists()
 
     def remove(self) -> None:
-        """Removes the folder, and the name that points at it. Doing it again changes nothing."""
+        """Removes the folder, and the link `runs/<name>` to it. Doing it again changes nothing."""
         with writing("run folder", self.path):
             for link in self.path.parent.iterdir() if self.path.parent.is_dir() else ():
                 if link.is_symlink() and link.readlink() == Path(self.path.name):
@@ -346,12 +347,12 @@ class RunFolder:
         self._write("summary.json", json.dumps(summary, indent=2).encode())
 
     def summary(self) -> dict[str, Any] | None:
-        """Returns what `summary.json` says; None where there is none."""
+        """Returns `summary.json`; None if there is none."""
         path = self.path / "summary.json"
         return json.loads(path.read_bytes()) if path.exists() else None
 
     def _note(self, name: str, data: bytes) -> None:
-        """Writes it also into a folder that no job has any more, or yet."""
+        """Writes a file, also into a folder that belongs to no job yet or any more."""
         with writing("run folder", self.path):
             if self.path.is_dir():
                 disk.write_file(self.path / name, data)
@@ -394,8 +395,8 @@ def _metrics_line(row: MetricsRow) -> bytes:
 
 
 def _point(link: Path, target: str) -> None:
-    """Makes `link` a symbolic link to its sibling `target`, unless it is one to a newer sibling
-    (ids of one name sort by time) or something that is no link is in its place."""
+    """Makes `link` a symbolic link to its sibling `target`, unless it links to a newer sibling (ids
+    of one name sort by time) or is something else than a link."""
     if link.exists() and (not link.is_symlink() or link.readlink().name > target):
         return
     aside = link.with_name(f".{link.name}.{secrets.token_hex(4)}")

@@ -1,4 +1,4 @@
-"""What run folders say of their jobs: enough for a record, where the job's own was lost."""
+"""Reads jobs from their run folders, well enough to rebuild a lost record."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ WAS_DELETED = "was deleted; its run folder is left"
 
 @dataclass(frozen=True)
 class FoundRun:
-    """A job's run folder. `job` None: `problem` says why there is to be no record of it. `end` is
-    how the job ended, None if it has not as far as the folder says. `summary` is there only if it
-    ended well. Times are Unix seconds; `reward` is that of the last step. `redis` is the identity
-    of the Redis that has the job, if known. `key` and `fingerprint` are of its submission."""
+    """A job's run folder. `job` None: `problem` says why no record can be made. `end` is how the
+    job ended, None if the folder says no end. A succeeded job has a `summary`. Times are Unix
+    seconds; `reward` is the last step's. `redis` is the identity of the job's Redis, if known.
+    `key` and `fingerprint` are of its submission."""
 
     id: str
     path: Path
@@ -53,7 +53,7 @@ NO_JOB = (
 )
 
 RESULTS = ("checkpoints", "metrics.jsonl", "rollouts")
-"""What is in the folder of a job that has begun."""
+"""Files of a job that has begun."""
 
 
 def find_runs(runs_dir: Path) -> list[FoundRun]:
@@ -68,8 +68,8 @@ def find_runs(runs_dir: Path) -> list[FoundRun]:
 
 
 def unsubmitted(runs_dir: Path, latest: float) -> list[RunFolder]:
-    """Returns the folders of jobs that were being submitted up to `latest` (Unix time), and that
-    Redis may not have."""
+    """Returns the folders of submissions from before `latest` (Unix time) whose job Redis may
+    lack."""
     return [
         RunFolder(file.parent)
         for file in runs_dir.resolve().glob(f"*/{SUBMITTED}")
@@ -111,8 +111,8 @@ def _read(path: Path) -> FoundRun:
 
 
 def _of_note(note: Note | None, job: Path, ended: Path) -> dict[str, Any]:
-    """Returns what the note says. A job that wrote its summary has succeeded; the folder of an
-    older version of Hone has no note, and its files' times say when."""
+    """Returns the note's fields. A job with a summary has succeeded. An older version of Hone left
+    no note; then the files' times count."""
     known: dict[str, Any] = {}
     if note and note.has_ended:
         known = {"end": note.status, "error": note.error, "finished_at": note.finished_at}
@@ -124,7 +124,7 @@ def _of_note(note: Note | None, job: Path, ended: Path) -> dict[str, Any]:
 
 
 def _checkpoints(folder: Path) -> Iterator[Checkpoint]:
-    """Yields those that are complete: the trainer gives them their names last."""
+    """Yields the complete checkpoints: the trainer renames a checkpoint to its name last."""
     for path in sorted(folder.glob("step-*")):
         if (step := checkpoint_step(path, folder)) is not None:
             size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,4 +1,4 @@
-"""A stored batch as people look at it."""
+"""A stored batch in the form that people look at."""
 
 from __future__ import annotations
 

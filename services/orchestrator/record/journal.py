@@ -1,4 +1,4 @@
-"""What a run says of itself: its events, and the fields of its record that change with them."""
+"""Reports a run's events, and the record's fields that change with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?reward")
 
 
 class Journal:
-    """Every method raises LeaseLost once the job is another worker's, and then says nothing."""
+    """Every method raises LeaseLost, and reports nothing, once another worker has the job."""
 
     def __init__(self, store: Store, lease: Lease) -> None:
         self._store = store
@@ -32,15 +32,16 @@ class Journal:
         await self._store.report(self._lease, "log", message, level="error")
 
     async def aside(self, message: str, warning: bool) -> None:
-        """Says what nothing depends on, such as that a service is away, or back. That this cannot
-        be said is no fault of the caller: the heartbeat meets the same trouble, and decides."""
+        """Reports a message on which nothing depends, such as that a service is away or back. A
+        failed report is no error for the caller: the heartbeat meets the same fault, and
+        decides."""
         try:
             await (self.warn(message) if warning else self.log(message))
         except (LeaseLost, StoreUnavailable) as error:
             get_logger().warning("not said to the job's followers", reason=str(error))
 
     async def stalled(self, message: str, stalls: bool) -> None:
-        """Says that nothing moves, or that something does again."""
+        """Reports that the run stalls, or goes on again."""
         await (self.warn(message) if stalls else self.log(message))
 
     async def loaded(self, state: TrainerState) -> None:
@@ -56,7 +57,7 @@ class Journal:
         await self._store.report(self._lease, "log", message, step=state.step)
 
     async def recovering(self, message: str, recoveries: int) -> None:
-        """Warns; `recoveries` is their number in all."""
+        """Reports a recovery; `recoveries` is their total number."""
         await self._store.report(
             self._lease, "log", message, level="warning", recoveries=recoveries
         )
@@ -74,8 +75,8 @@ class Journal:
         currency: str | None = None,
         missing_only: bool = False,
     ) -> None:
-        """Adds the row's events; `currency` is that of its cost. With `missing_only`, those that a
-        crash after writing it left out."""
+        """Adds the row's events; its cost is in `currency`. With `missing_only` adds only events
+        that a crash after writing the row left out."""
         step, metrics = row.step, row.metrics
         if rewards := _held_out_rewards(metrics):
             message = f"step {step}: held-out reward {', '.join(rewards)}"
@@ -99,7 +100,7 @@ class Journal:
 
 
 def _held_out_rewards(metrics: Mapping[str, float]) -> list[str]:
-    """Returns what each held-out set got, as `0.512`, or `0.512 (hard)` of one with a name."""
+    """Returns the reward of each held-out set, as `0.512`, or `0.512 (hard)` for a named set."""
     found = [(HELD_OUT.fullmatch(name), value) for name, value in metrics.items()]
     return [
         f"{value:.3f} ({match[1]})" if match[1] else f"{value:.3f}"

@@ -1,5 +1,5 @@
-"""What the run folder keeps of the job's record (`record.json`), so that the record can be rebuilt
-where Redis lost it."""
+"""The part of a job's record in its run folder (`record.json`), so that the record can be rebuilt
+if Redis lost it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from shared.wire import TERMINAL, JobStatus, Wire
 
 
 class Note(Wire):
-    """As the record was when a worker took the job up, or when the job ended. Times are Unix
-    seconds. `key` is the idempotency key of its submission, which had the content `fingerprint`."""
+    """The record's state when a worker took the job up, or when the job ended. Times are Unix
+    seconds. `key` is the idempotency key of its submission, `fingerprint` the digest of the
+    submitted job."""
 
     created_at: float
     finished_at: float | None = None

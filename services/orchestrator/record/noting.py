@@ -1,4 +1,4 @@
-"""Noting in the run folder what Redis has of a job."""
+"""Writes a job's end into its run folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shared.wire import JobState
 
 
 async def note_end(store: Store, job_id: str) -> None:
-    """Notes in its run folder, if there is one, how the job has ended. What goes wrong is logged:
-    the job has ended, and a record rebuilt without the note would be paused. A disk that hangs
-    keeps nobody waiting: what is not noted is noted at the next start."""
+    """Notes in the run folder, if it exists, how the job has ended. Faults are only logged, because
+    the job has ended; a record rebuilt without the note would be paused. A hanging disk keeps
+    nobody waiting: the note is then made at the next start."""
     try:
         note = await store.note(job_id)
         if note.has_ended:
@@ -33,8 +33,8 @@ async def note_end(store: Store, job_id: str) -> None:
 
 
 async def note_ends(store: Store) -> None:
-    """Notes the ends that were not: the process died before it could, its disk was full, or the job
-    was cancelled as another one was taken."""
+    """Notes ends that were not noted: the process died before, its disk was full, or the job was
+    cancelled while a worker took another one."""
     try:
         for job_id in await store.ended_ids():
             await _note_missing_end(store, job_id)
@@ -43,7 +43,7 @@ async def note_ends(store: Store) -> None:
 
 
 async def _note_missing_end(store: Store, job_id: str) -> None:
-    """What is wrong with this job keeps no other one from being noted."""
+    """Notes one job's end. A fault of this job does not hold up the others."""
     try:
         folder = await store.ended_run_dir(job_id)
         if folder and not await asyncio.to_thread(_is_noted, RunFolder(folder)):
@@ -55,7 +55,7 @@ async def _note_missing_end(store: Store, job_id: str) -> None:
 
 
 def _is_noted(folder: RunFolder) -> bool:
-    """Returns whether there is nothing to note: the folder says how the job ended, or is gone."""
+    """Returns whether nothing needs to be noted: the folder has the job's end, or is gone."""
     try:
         note = folder.note()
     except (HoneError, OSError) as error:
@@ -65,7 +65,7 @@ def _is_noted(folder: RunFolder) -> bool:
 
 
 async def cancel(store: Store, job_id: str) -> JobState:
-    """As `Store.cancel`, and notes it where the job has ended by it."""
+    """As `Store.cancel`, and notes the end if the job has ended."""
     state = await store.cancel(job_id)
     if state.status == "cancelled":
         await note_end(store, job_id)
@@ -73,7 +73,7 @@ async def cancel(store: Store, job_id: str) -> JobState:
 
 
 async def stop(store: Store, job_id: str) -> JobState:
-    """As `cancel`, but a job that has ended otherwise is no error."""
+    """As `cancel`, but raises no error for a job that has ended otherwise."""
     try:
         return await cancel(store, job_id)
     except Conflict:

@@ -1,4 +1,4 @@
-"""How much longer a job takes."""
+"""Estimates how much longer a job takes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 class Progress:
-    """Measures the steps since the last one that was replayed from disk: a replay is no measure of
-    how long sampling takes."""
+    """Measures the steps since the last replayed step: a replay samples nothing, so its time says
+    little."""
 
     def __init__(
         self, last_step: int, num_steps: int, clock: Callable[[], float] = time.monotonic

@@ -11,28 +11,28 @@ from shared.job import CheckpointSpec, Job
 from shared.wire import MetricsRow
 
 WRITTEN = "time/checkpoint"
-"""The metric that a step has if its checkpoint was written."""
+"""The metric of a step whose checkpoint was written."""
 
 
 IGNORED = "ignored"
-"""The metric of a held-out set of which too many completions have no reward to act on what the
-others got: their share."""
+"""The metric that marks a held-out set as ignored, because too many of its completions have no
+reward. It is their share."""
 
 
 CHECKPOINT = re.compile(r"step-(\d+)")
 
 
 def checkpoint_step(path: Path, checkpoints: Path) -> int | None:
-    """Returns the step of the checkpoint that is at `path`, or has it within; None for a path that
-    is in no checkpoint of the folder `checkpoints`."""
+    """Returns the step of the checkpoint at or around `path`; None for a path in no checkpoint of
+    the folder `checkpoints`."""
     inside = path.resolve().relative_to(checkpoints.resolve()).parts
     found = CHECKPOINT.fullmatch(inside[0]) if inside else None
     return int(found[1]) if found else None
 
 
 def best_step(job: Job, rows: Iterable[MetricsRow]) -> int | None:
-    """Returns the step whose checkpoint did best in its evaluation: of those that have both, the
-    first of the best, rounding apart. None: there is none, or the job keeps none for that."""
+    """Returns the earliest checkpointed step with the best score, rounding apart. None: no step has
+    both checkpoint and evaluation, or the job keeps no best checkpoint."""
     metric = _best_metric(job)
     found = {
         row.step: value
@@ -44,8 +44,8 @@ def best_step(job: Job, rows: Iterable[MetricsRow]) -> int | None:
 
 
 def _best_metric(job: Job) -> str | None:
-    """Returns what `keep_best` names. "reward" of a job with nothing but sets with names is that of
-    the first."""
+    """Returns the metric of `keep_best`. If the job has only named held-out sets, "reward" is the
+    first set's."""
     metric, sets = job.checkpoints.keep_best, job.evaluation.sets
     if metric == CheckpointSpec().keep_best and job.data.eval is None and sets:
         return f"{next(iter(sets))}/{metric}"
@@ -53,8 +53,8 @@ def _best_metric(job: Job) -> str | None:
 
 
 def measured(metrics: Mapping[str, float], metric: str | None) -> float | None:
-    """Returns the metric ("reward", "<set>/reward") of a step's evaluation; None: it has none, or
-    one that is ignored."""
+    """Returns the metric ("reward", "<set>/reward") of a step's evaluation; None if there is none,
+    or its set is ignored."""
     name = (metric or "").partition("/")[0]
     of_set = f"eval/{name}/errored_rollouts" in metrics
     ignored = f"eval/{name}/{IGNORED}" if of_set else f"eval/{IGNORED}"
@@ -62,10 +62,10 @@ def measured(metrics: Mapping[str, float], metric: str | None) -> float | None:
 
 
 def first_needed(job: Job, checkpoint_step: int) -> int:
-    """Returns the oldest step whose batch is kept once there is a checkpoint of `checkpoint_step`.
+    """Returns the oldest step whose batch is kept once `checkpoint_step` has a checkpoint.
 
-    Kept are the newest `rollouts.keep_last`, and all that a trainer replays that goes on from the
-    oldest of the newest `checkpoints.keep_last` checkpoints, the others being damaged.
+    Batches kept: the newest `rollouts.keep_last`, and all that a trainer replays if it resumes from
+    the oldest of the newest `checkpoints.keep_last` checkpoints, the others being damaged.
     """
     if not job.rollouts.keep_last:
         return 1

@@ -1,4 +1,4 @@
-"""What a job that has trained its last step comes to: `summary.json`."""
+"""The summary of a job that has trained its last step: `summary.json`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def summarize(
     versions: dict[str, Any],
     stopped: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the summary of a job with `rows` of metrics, the first of which may be of step 0.
-    `train_s` are the seconds of the attempt that ended it, `versions` those of the services, and
-    `stopped` says why it ended before its last step, if it did."""
+    """Returns the summary of a job with `rows` of metrics; the first row may be of step 0.
+    `train_s` are the seconds of the last attempt, `versions` the services' versions. `stopped` says
+    why the job ended before its last step, if it did."""
     evals = [(row.step, row.metrics["eval/reward"]) for row in rows if "eval/reward" in row.metrics]
     return {
         "job": record.id,
@@ -46,7 +46,7 @@ def summarize(
 
 
 def _seconds_per_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean seconds of each stage; evaluations are no stage."""
+    """Returns the mean seconds of each stage. Evaluations do not count as a stage."""
     stages = sorted({name for metrics in steps for name in metrics if name.startswith("time/")})
     return {
         stage.removeprefix("time/"): statistics.fmean(metrics.get(stage, 0.0) for metrics in steps)

@@ -1,5 +1,5 @@
-"""What a step's metrics are called and how they are computed. Names are TRL's where TRL has the
-thing; docs/observability.md has those that are not.
+"""The names of a step's metrics, and how they are computed. Names are TRL's if TRL has the metric;
+docs/observability.md lists the other names.
 
 | metric                         | meaning                                                     |
 |--------------------------------|-------------------------------------------------------------|
@@ -35,11 +35,11 @@ thing; docs/observability.md has those that are not.
 | time/record                    | writing the row of the step before                          |
 | utilization/<service>          | share of time/step in which the job had asked it something  |
 
-Rewards are those of dropped groups too. Lengths are of the rollouts that did not end in an error.
-A step follows the one before without a gap, so their time/step add up to the whole: waiting for the
-batch, store, train, sync, checkpoint, eval and record. time/generate, time/reward and time/keep
-(until all groups were sampled, then graded, then on disk) are of this step's batch: without
-staleness all of the waiting for it, else in part under earlier steps.
+Rewards include dropped groups. Lengths are of the rollouts that did not end in an error. A step
+follows the one before without a gap, so their time/step add up to the whole: waiting for the batch,
+store, train, sync, checkpoint, eval and record. time/generate, time/reward and time/keep (until all
+groups were sampled, then graded, then on disk) are of this step's batch: without staleness all of
+the waiting for it, else in part under earlier steps.
 """
 
 from __future__ import annotations

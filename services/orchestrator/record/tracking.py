@@ -1,5 +1,5 @@
-"""Weights & Biases, for jobs that ask for it. It never keeps a job waiting and never stops one: its
-calls are a thread's, which tries again at the next step what did not succeed."""
+"""Weights & Biases, for jobs that ask for it. It never keeps a job waiting and never stops one: a
+thread makes its calls, and retries failed ones at the next step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.job import Job
 from shared.logs import get_logger
 
 FINISH_S = 60.0
-"""Seconds that W&B has at the end to take what it did not take yet."""
+"""Seconds that W&B has at the end to take the remaining rows."""
 
 INIT_S = 60.0
 """Seconds that W&B has to begin a run."""
@@ -27,7 +27,7 @@ NO_KEY = "no API key: set WANDB_API_KEY where the orchestrator runs"
 
 
 class WandbRun(Protocol):
-    """What is used of `wandb.Run`."""
+    """The part of `wandb.Run` that is used."""
 
     def log(self, data: dict[str, Any], *, step: int) -> None: ...
     def finish(self, exit_code: int) -> None: ...
@@ -39,7 +39,7 @@ class NoKey(Exception):
 
 @dataclass(frozen=True)
 class Tracked:
-    """A sentence saying what W&B has of a run; `complete`: it has all rows."""
+    """A sentence on which rows W&B has of a run; `complete`: it has all rows."""
 
     message: str
     complete: bool
@@ -47,7 +47,7 @@ class Tracked:
 
 class Tracker:
     """Gives W&B a job's metrics; does nothing for a job without a `[wandb]` section. `begin` starts
-    the W&B run. `trouble` says what W&B has not taken so far, and why; None: it has all."""
+    the W&B run. `trouble` says which rows W&B has not taken so far, and why; None: it has all."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class Tracker:
             self._rows.put((step, metrics))
 
     async def finish(self, succeeded: bool) -> Tracked | None:
-        """Waits until W&B has everything, for up to FINISH_S seconds, and returns what it has; None
-        if it was given nothing."""
+        """Waits up to FINISH_S seconds until W&B has everything, and returns what it has; None if
+        it was given no row."""
         if self._thread is None:
             return None
         self._exit_code = 0 if succeeded else 1
@@ -107,7 +107,7 @@ class Tracker:
         return f"W&B lacks {_named(missing) if missing else 'the end'} of this run"
 
     def _work(self) -> None:
-        """The thread: gives W&B each row, and before it those that it did not take."""
+        """The thread: gives W&B each row, after the rows that failed before."""
         run: WandbRun | None = None
         waiting: list[tuple[int, dict[str, float]]] = []
         ended = False
@@ -128,7 +128,7 @@ class Tracker:
                 self._reason = self.trouble = None
             except NoKey as error:
                 self._note(str(error))
-            except Exception as error:  # not ours: it raises what its HTTP and its disk raise
+            except Exception as error:  # W&B raises errors of its HTTP and its disk
                 self._note(f"{type(error).__name__}: {error}")
 
     def _note(self, reason: str) -> None:
@@ -141,7 +141,7 @@ class Tracker:
 
 
 def missing_key(job: Job) -> str | None:
-    """Returns that W&B will take nothing of the job for lack of a key, if so. It may take seconds:
+    """Returns a message if W&B will take nothing of the job for lack of a key. It may take seconds:
     call it off the event loop."""
     try:
         _check_key(job)
@@ -154,7 +154,7 @@ def missing_key(job: Job) -> str | None:
 
 
 def _check_key(job: Job) -> None:
-    """Raises NoKey where W&B finds none: in the environment, in netrc, in its settings."""
+    """Raises NoKey if W&B finds no key in the environment, in netrc or in its settings."""
     if job.wandb is None or job.wandb.mode == "offline":
         return
     import wandb
@@ -190,7 +190,7 @@ def _begin(job: Job, job_id: str, run_dir: Path) -> WandbRun:
         name=spec.name or job_id,
         id=job_id,
         resume="allow",
-        reinit="create_new",  # by default it returns the run that another job of the process has
+        reinit="create_new",  # the default would return another job's run
         dir=str(run_dir),
         config=job.model_dump(mode="json"),
         settings=wandb.Settings(console="off", silent=True, init_timeout=INIT_S),

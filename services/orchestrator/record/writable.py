@@ -1,4 +1,4 @@
-"""Whether the folder of runs can be written, found out by writing."""
+"""Checks by writing whether the folder of runs can be written."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from shared.errors import Failed, Unavailable
 from shared.threads import Look
 
 ANSWERS_WITHIN_S = 3.0
-"""Seconds in which a folder takes a small file. A network volume that is away keeps a write waiting
-for as long as it is away; a probe of /readyz waits for 5 s."""
+"""Seconds for writing a small file. A network volume that is away blocks a write as long as it is
+away; a probe of /readyz waits for 5 s."""
 
 MIN_FREE_BYTES = 16 << 20
 """A disk with less is full: a step's batch may need more."""
 
 
 def why_not_writable(runs_dir: Path) -> str | None:
-    """Returns a sentence saying why `runs_dir` cannot be written; None if it can: a small file was
-    written, flushed and removed, and there is some space left. Waits for as long as the disk does.
-    Does not make a missing folder: its volume may come back."""
+    """Returns why `runs_dir` cannot be written; None if a small file could be written, flushed and
+    removed, and some space is left. Waits without limit for the disk. Does not make a missing
+    folder: its volume may come back."""
     probe = runs_dir / f".probe.{secrets.token_hex(4)}"
     try:
         with writing("folder", runs_dir):
@@ -44,7 +44,7 @@ def why_not_writable(runs_dir: Path) -> str | None:
 
 
 def make_runs_dir(runs_dir: Path) -> None:
-    """Makes the folder, if it is missing and the one above it is there: else that may be a volume
+    """Makes the folder if it is missing and its parent exists. A missing parent may be a volume
     that is not mounted. Raises Failed if it cannot."""
     with writing("folder", runs_dir):
         if not runs_dir.exists():
@@ -53,7 +53,7 @@ def make_runs_dir(runs_dir: Path) -> None:
 
 
 class Writable:
-    """Whether `runs_dir` can be written. A disk that hangs keeps no caller waiting."""
+    """Whether `runs_dir` can be written. A hanging disk keeps no caller waiting."""
 
     def __init__(self, runs_dir: Path, answers_within_s: float = ANSWERS_WITHIN_S) -> None:
         self._runs_dir = runs_dir

@@ -1,4 +1,4 @@
-"""Writing to a disk that may be full, or refuse."""
+"""Errors of writing to a disk that is full or refuses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shared.errors import Failed
 
 @contextlib.contextmanager
 def writing(what: str, path: Path) -> Generator[None]:
-    """Raises Failed for what the disk refuses, with the remedy; `what` is how sentences call
-    `path`. A full disk has the code "disk_full"."""
+    """Raises Failed with the remedy if the disk refuses a write in the block; messages call `path`
+    `what`. A full disk has the code "disk_full"."""
     try:
         yield
     except OSError as error:
