@@ -1,6 +1,6 @@
-"""Which sampler a group goes to, and which groups wait until one has room: in the order of asking,
-so that a step's groups come before those of the next one. The next turn of a conversation is given
-ahead of them to the sampler that has its turns so far in its cache, if that has room soon."""
+"""Assigns groups to samplers. Groups wait for room in the order of asking, so that a step's groups
+come before the next step's. The next turn of a conversation goes first, to the sampler with its
+earlier turns in its cache, if that sampler has room soon."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from services.orchestrator.loop.replica import Replica
 
 SOON_S = 2.0
-"""Seconds that a turn waits for the sampler that has its conversation in its cache, before any
-other takes it: about what sampling a few dozen tokens takes, or a long prompt anew."""
+"""Seconds that a turn waits for the sampler with its conversation in the cache, before any other
+sampler takes it: about the time of sampling a few dozen tokens, or of computing a long prompt
+again."""
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A group that waits for room, for now at `near` if that is a sampler."""
+    """A group that waits for room; at first only at the sampler `near`, unless that is None."""
 
     num_completions: int
     given: asyncio.Future[Replica]
@@ -30,9 +31,9 @@ class _Waiting:
 
 
 class Admission:
-    """The groups that wait. `up` gives the samplers that serve; `nobody` the error where none does.
+    """The waiting groups. `up` returns the samplers that serve; `nobody` the error if none does.
 
-    Whoever changes what there is room for calls `admit`.
+    Call `admit` after freeing capacity.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Admission:
         self._turns: list[_Waiting] = []
 
     async def room_for(self, num_completions: int, near: Replica | None = None) -> Replica:
-        """Returns the sampler that the group goes to, once there is room, which is taken then:
-        `near`, if that has room within SOON_S seconds. Raises `nobody`'s error if none serves."""
+        """Waits for room, takes it, and returns the sampler: `near`, if it has room within SOON_S
+        seconds. Raises `nobody`'s error if no sampler serves."""
         given = asyncio.get_running_loop().create_future()
         waiting = _Waiting(num_completions, given, near)
         (self._turns if near else self._waiting).append(waiting)
@@ -67,7 +68,7 @@ class Admission:
                     queue.remove(waiting)
 
     def admit(self) -> None:
-        """Gives groups to samplers as long as one has room."""
+        """Gives waiting groups to samplers as long as one has room."""
         for turn in [*self._turns]:
             near = turn.near
             if near is None or not (near.up and near.listed):
@@ -92,7 +93,7 @@ class Admission:
                 waiting.given.set_exception(self._nobody())
 
     def _wait_anywhere(self, turn: _Waiting) -> None:
-        """Lets the turn wait for any sampler, as the first, if it waits for its own."""
+        """Lets a turn that waits for its own sampler wait for any sampler, as the first."""
         if turn in self._turns:
             self._turns.remove(turn)
             self._waiting.appendleft(turn)

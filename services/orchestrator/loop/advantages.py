@@ -1,7 +1,7 @@
-"""From scores `[P][G]` to advantages `[P][G]`. Pure; the formulas and their sources are those of
-`AdvantageSpec` in shared/job/learning.py.
+"""From scores `[P][G]` to advantages `[P][G]`. Pure; `AdvantageSpec` in shared/job/learning.py has
+the formulas and their sources.
 
-A reward that is missing is missing: baseline and deviation are over what is there, never over an
+A missing reward stays missing: baseline and deviation are over the other rewards, never over an
 invented 0.
 """
 
@@ -14,13 +14,13 @@ from shared.job import AdvantageSpec, Job, RewardSpec
 from shared.wire import Batch, Rollout, Score
 
 EPSILON = 1e-6
-"""Added to every standard deviation that something is divided by, as in verl. TRL's 1e-4 shrinks
-advantages of rewards that differ by about as little; here those below `TOLERANCE` are equal, and
-all others count in full. Of rewards of 0 and 1 in a group of 8 it makes 0.03 %."""
+"""Added to every standard deviation in a denominator, as in verl. TRL's 1e-4 shrinks advantages of
+rewards that differ about as little; here differences below `TOLERANCE` count as none, and all
+others in full. For rewards of 0 and 1 in a group of 8 it changes 0.03 %."""
 
 TOLERANCE = 1e-6
-"""Rewards that differ by less, relative to their size or to 1, are equal. The rounding of float32
-is an eighth of that."""
+"""Rewards that differ by less than this, relative to their size or to 1, are equal. Float32's
+rounding is an eighth of it."""
 
 Advantages = list[list[float | None]]
 """`[P][G]`; None: no gradient comes from this rollout, and it is not counted in the loss."""
@@ -33,9 +33,8 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
     """Returns each rollout's advantage by the job's `[advantages]`.
 
     None: its reward is missing, its group has no signal, or it was cut off and `mask_truncated` is
-    set. Whatever is None for the last two reasons counts in baselines and deviations all the same.
-    With a KL term (`training.beta`), which every token has, a group without signal has advantages
-    of 0.
+    set. In the last two cases its reward still counts in baselines and deviations. With a KL term
+    (`training.beta`), which every token has, a group without signal has advantages of 0.
     """
     combine = (
         _normalized_then_summed
@@ -57,7 +56,7 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
 
 
 def is_masked(rollout: Rollout, job: Job) -> bool:
-    """Returns whether a completion is left out of training because it was cut off."""
+    """Returns whether a cut-off completion is left out of training."""
     return job.advantages.mask_truncated and rollout.finish_reason == "length"
 
 
@@ -65,8 +64,8 @@ def has_signal(scores_G: Sequence[Score], job: Job) -> bool:
     """Returns whether a group teaches anything: two or more of its rollouts have rewards, and these
     differ.
 
-    Differences in `shaping` rewards alone do not count: which answers are shorter is no reason to
-    train on a problem that all got wrong. Where all rewards are shaping, all count.
+    Differences in `shaping` rewards alone do not count: that some wrong answers are shorter is no
+    reason to train on a problem that all got wrong. If all rewards are shaping, all count.
     """
     present = [score for score in scores_G if score.value is not None]
     if job.advantages.combine == "normalize_then_sum":
@@ -81,13 +80,13 @@ def has_signal(scores_G: Sequence[Score], job: Job) -> bool:
 
 
 def outcomes(job: Job) -> list[RewardSpec]:
-    """Returns the rewards that say how good an answer is: those that are not `shaping`, or all if
-    all are."""
+    """Returns the rewards for how good an answer is: rewards that are not `shaping`, or all if all
+    are."""
     return [reward for reward in job.rewards if not reward.shaping] or list(job.rewards)
 
 
 def outcome(score: Score, job: Job) -> float | None:
-    """Returns the score's value without what is no outcome; None where it has none, or no outcome
+    """Returns the score's value from outcome rewards only; None if it has no value, or no outcome
     applies."""
     if score.value is None or not _applicable(score, job):
         return None
@@ -117,8 +116,8 @@ def _summed_then_normalized(scores_PG: Sequence[Sequence[Score]], job: Job) -> A
 
 def _normalized_then_summed(scores_PG: Sequence[Sequence[Score]], job: Job) -> Advantages:
     """GDPO, arXiv 2601.05242: `S = sum_k w_k (r_k - baseline_k) / (std_k + eps)`, then `(S - mean
-    S) / (std S + eps)` over the batch, which `std` "none" leaves out. A reward that does not apply
-    to a rollout adds nothing to its sum."""
+    S) / (std S + eps)` over the batch, which `std` "none" leaves out. An inapplicable reward adds
+    nothing to a rollout's sum."""
     sums_PG: Advantages = [
         [None if score.value is None else 0.0 for score in scores_G] for scores_G in scores_PG
     ]
@@ -144,8 +143,8 @@ def normalize(rewards_PG: Rewards, spec: AdvantageSpec) -> Advantages:
     """Returns `(r - baseline) / (std + 1e-6)` over each group; standard deviations are unbiased
     ones.
 
-    A group of fewer than two rewards, or of equal ones, is all 0: there is nothing to compare with,
-    and rounding is no difference.
+    A group with fewer than two rewards, or with equal rewards, is all 0: it has no comparison, and
+    rounding is no difference.
     """
     batch_deviation = _deviation(_present(rewards_PG)) if spec.std == "batch" else 0.0
     return [_normalize_group(rewards_G, spec, batch_deviation) for rewards_G in rewards_PG]

@@ -1,4 +1,4 @@
-"""What happens once a step's weights serve: warnings, its checkpoint, its evaluation, its row."""
+"""The end of a step, once its weights serve: warnings, checkpoint, evaluation, row of metrics."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from shared.job import Job
 from shared.wire import Batch, Checkpoint, MetricsRow, Part
 
 LOGPROB_WARNING = 0.05
-"""Nats. Sampler and trainer that differ by more, on average over the tokens that the very weights
-sampled that are trained, are not the same policy."""
+"""In nats, mean over the tokens that were sampled by the trained weights themselves. If sampler and
+trainer differ by more, they are not the same policy."""
 
 
 MAX_DETAIL_CHARS = 200
@@ -41,9 +41,8 @@ UsedBelow = Callable[[Path], Awaitable[Sequence[Use]]]
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of a step: its checkpoint, if it has one, and `why` no step follows although the
-    job has more; None: one does, or it was the last. `too_dear` says that it has cost what it
-    may."""
+    """The end of a step: its checkpoint, if any, and `why` the job stops early after it; None: it
+    does not, or this was the last step. `too_dear` says that the job has reached its cost limit."""
 
     checkpoint: Checkpoint | None = None
     why: str | None = None
@@ -52,8 +51,8 @@ class Ended:
 
 @dataclass
 class AfterStep:
-    """One job's. It says only once what would come back at every step. `used_below` returns the
-    models below a folder of jobs that have not ended."""
+    """Ends the steps of one job. Recurring warnings are given only once. `used_below` returns the
+    models below a folder that jobs which have not ended begin with."""
 
     job: Job
     prompts: Prompts
@@ -62,7 +61,7 @@ class AfterStep:
     journal: Journal
     tracker: Tracker
     spent: Spent
-    max_missing: float  # share of completions without a reward, beyond which nothing is decided
+    max_missing: float  # beyond this share without a reward, nothing is decided
     used_below: UsedBelow
     _said: set[str] = field(default_factory=set[str], init=False)
     _clock: StepClock = field(init=False)
@@ -79,14 +78,14 @@ class AfterStep:
         trace.end()
 
     def begin(self) -> None:
-        """Begins the first step now; each other one begins when the one before has ended."""
+        """Begins the first step now. Each later step begins when the step before has ended."""
         self._clock.begin()
         self._record_s = 0.0
 
     async def __call__(self, step: Step, eta_s: float | None) -> Ended:
-        """Returns the step's checkpoint, if it has one, and why none follows, if so. The last step
-        has a checkpoint and an evaluation, whatever makes it the last. Raises TooDear, once all
-        of the step is on disk, for a job that has cost what it may and has more to do."""
+        """Returns the step's checkpoint, if any, and why the job stops after it, if it does. The
+        last step always has a checkpoint and an evaluation. Raises TooDear, once the step is on
+        disk, if the job has reached its cost limit and has more to do."""
         with step.trace.within():
             ended = await self._finish(step, eta_s)
         step.trace.end()
@@ -118,12 +117,12 @@ class AfterStep:
         return Ended(checkpoint, why, too_dear)
 
     def why_ended(self, row: MetricsRow) -> str | None:
-        """Returns why no step follows that of the row, other than that it is the job's last."""
+        """Returns why the job stops early after the row's step; None if it does not."""
         return reason_to_stop(row, self.job.stop) if row.step < self.job.steps else None
 
     async def end_at(self, number: int) -> Checkpoint:
-        """Returns the checkpoint of a step that an earlier attempt did, and which turns out to be
-        the last. It is evaluated too, if it was not."""
+        """Returns the checkpoint of a step of an earlier attempt that turns out to be the last.
+        Evaluates it too, unless that was done."""
         rows = {row.step: row for row in await asyncio.to_thread(self.folder.metrics)}
         before = rows[number].metrics if number in rows else {}
         found: dict[str, float] = {}
@@ -136,7 +135,7 @@ class AfterStep:
         return checkpoint
 
     async def say_again(self, row: MetricsRow) -> None:
-        """Says of a row on disk what a crash after writing it left out."""
+        """Reports events of a row on disk that a crash left out."""
         await self.journal.row(row, self.job.steps, currency=self._currency, missing_only=True)
 
     @property
@@ -144,9 +143,9 @@ class AfterStep:
         return self.spent.price.currency if self.spent.price else None
 
     async def _checkpoint(self, number: int, metrics: dict[str, float]) -> Checkpoint:
-        """Writes the step's checkpoint, and notes in its metrics how long that took."""
+        """Writes the step's checkpoint, and adds its seconds to the metrics."""
         start = time.monotonic()
-        await to_disk(self.folder.check_there)  # the trainer would make it
+        await to_disk(self.folder.check_there)  # else the trainer would make the folder
         best = best_step(self.job, await asyncio.to_thread(self.folder.metrics))
         kept = await self._used_by_others() | ({best} if best is not None else set())
         checkpoint = await self.peers.checkpoint(number, tuple(sorted(kept)))
@@ -156,8 +155,7 @@ class AfterStep:
         return checkpoint
 
     async def _used_by_others(self) -> set[int]:
-        """Returns the steps whose checkpoints other jobs begin with, and says whose model each
-        is."""
+        """Returns the steps whose checkpoints other jobs begin with, and logs which jobs."""
         steps: set[int] = set()
         for use in await self.used_below(self.folder.checkpoints):
             if (step := checkpoint_step(use.path, self.folder.checkpoints)) is not None:
@@ -192,7 +190,8 @@ class AfterStep:
         return metrics | too_many | {"time/eval": time.monotonic() - start}
 
     async def _record(self, number: int, metrics: dict[str, float], eta_s: float | None) -> None:
-        """Writes the step's row, then says so: the store knows of nothing that is not on disk."""
+        """Writes the step's row to disk, and then reports it: the store never knows of rows that
+        are not on disk."""
         start = time.monotonic()
         row = MetricsRow(step=number, metrics=metrics)
         await to_disk(self.folder.append_metrics, row)
@@ -239,8 +238,8 @@ class AfterStep:
 
 
 def failing_texts(batch: Batch) -> str | None:
-    """Returns which rewards failed on some completions and not on others of their rows; None if
-    none did."""
+    """Returns which rewards failed on some completions of a row but not on others; None if none
+    did."""
     scores = [score for scores_G in (*batch.scores, *batch.dropped) for score in scores_G]
     failed: dict[str, list[Part]] = defaultdict(list)
     for label, part in (one for score in scores for one in score.parts.items()):

@@ -1,4 +1,4 @@
-"""A step's scored batch: prompts, sampled and graded group by group, or what a crash left of it.
+"""A step's scored batch: sampled and graded group by group, or recovered after a crash.
 
 Each group is on disk as soon as it is finished, and is not sampled again.
 """
@@ -33,14 +33,14 @@ from shared.logs import get_logger
 from shared.wire import Batch, Prompt, RolloutGroup, Score
 
 MAX_RESAMPLED = 2
-"""How often a group is sampled again whose versions are out of bounds."""
+"""How often a group with versions out of bounds is sampled again."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A scored batch, and the seconds it took: none if it was stored. `num_resampled` groups were
-    sampled more than once, for the staleness bound. `span` is when this began and ended, and
-    `trace` the step's."""
+    """A scored batch, and its seconds by stage: none if it was stored. `num_resampled` groups were
+    sampled more than once, for the staleness bound. `span` is when sampling began and ended, and
+    `trace` is the step's."""
 
     batch: Batch
     seconds: dict[str, float]
@@ -51,7 +51,7 @@ class Sampled:
 
 @dataclass
 class _Count:
-    """What is counted while a step is sampled. `num_found` groups were on disk."""
+    """Counts while a step is sampled. `num_found` groups were on disk."""
 
     stages: Stages
     num_resampled: int = 0
@@ -60,7 +60,8 @@ class _Count:
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """A step's groups on disk: those `found` when its sampling began, and those that come."""
+    """A step's groups on disk: groups `found` when its sampling began, and a writer for new
+    ones."""
 
     found: dict[Place, FinishedGroup]
     writer: GroupWriter
@@ -77,17 +78,17 @@ class Batches:
     prompts: Prompts
     peers: Peers
     folder: RunFolder
-    max_missing: float  # share of rewards, beyond which a batch is not trained on
+    max_missing: float  # share of rewards beyond which a batch is not trained on
     warn: Callable[[str], Awaitable[None]] = warn_nobody
 
     @functools.cached_property
     def _learned(self) -> str:
-        """Computed once: the job may have its rows within it."""
+        """Computed once, because the job may contain its rows."""
         return digest_of(self.job)
 
     async def get(self, step: int) -> Sampled:
-        """Returns the stored batch of the step if there is one, else a new one. Raises MustPause if
-        too many rewards are missing; the rollouts are stored then, and graded again next time."""
+        """Returns the step's stored batch, or a new one. Raises MustPause if too many rewards are
+        missing; the rollouts are stored then, and graded again next time."""
         trace = tracing.begin("step", job=self.job_id, step=step)
         with trace.within(), tracing.span("sample"):
             return replace(await self._get(step), trace=trace)
@@ -109,7 +110,8 @@ class Batches:
         return Sampled(batch, count.stages.seconds, count.num_resampled, count.stages.span)
 
     async def note(self, batch: Batch) -> None:
-        """Remembers which problems of a stored batch taught nothing, if the job skips those."""
+        """Remembers which problems of a stored batch taught nothing, if the job skips such
+        problems."""
         if not self.job.difficulty.skips:
             return
         verdicts = verdicts_of(batch, self.job)
@@ -138,8 +140,8 @@ class Batches:
     async def _sample_round(
         self, step: int, count: _Count, on_disk: _OnDisk, round: int, num_prompts: int
     ) -> list[GradedGroup]:
-        """Returns graded groups of up to `num_prompts` prompts; each is graded as soon as it is
-        sampled, while others still are."""
+        """Returns graded groups of up to `num_prompts` prompts. Each is graded as soon as it is
+        sampled, while others are still being sampled."""
 
         async def sample_group(prompt: Prompt, position: int) -> GradedGroup:
             place = (round, position)
@@ -162,8 +164,9 @@ class Batches:
     async def _found(
         self, found: FinishedGroup | None, step: int, prompt: Prompt
     ) -> GradedGroup | None:
-        """Returns the group that was on disk, if it may be trained on: of this prompt, by this
-        job's settings, and within the staleness bound. One with missing rewards is graded again."""
+        """Returns the group on disk if it may be trained on: it has this prompt, this job's
+        settings, and is within the staleness bound. A group with missing rewards is graded
+        again."""
         if not found or not found.is_of(self._learned, prompt):
             return None
         oldest, newest = self._bounds(step)
@@ -174,7 +177,8 @@ class Batches:
         return GradedGroup(prompt, found.group, scores)
 
     async def _keep(self, writer: GroupWriter, place: Place, graded: GradedGroup) -> None:
-        """Stores the group, unless all of it went wrong: that is asked for again."""
+        """Stores the group, unless all of its rollouts went wrong: such a group is sampled
+        again."""
         group = FinishedGroup(
             learned=self._learned,
             prompt=graded.prompt,
@@ -191,10 +195,10 @@ class Batches:
     async def _in_bounds(
         self, prompt: Prompt, step: int, position: str, count: _Count
     ) -> RolloutGroup:
-        """Returns the prompt's group, sampled by weights at most `max_staleness` steps older than
-        those that the step is taken from, and by none that come after. Keys carry the epoch: what
-        was under way in an older one is never joined. Raises MustPause if the sampler answers with
-        other versions again and again."""
+        """Returns the prompt's group. The step updates some version of the weights; the group is
+        sampled by this version or by weights at most `max_staleness` steps older. Keys contain the
+        epoch, so requests of an older epoch are never joined. Raises MustPause if the sampler
+        repeatedly answers with other versions."""
         oldest, newest = self._bounds(step)
         versions: set[int] = set()
         seed = group_seed(self.job, step, position, prompt.index)

@@ -1,4 +1,4 @@
-"""Where a step's wall-clock seconds go."""
+"""Measures a step's wall-clock seconds."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Stopwatch:
 
 
 class Stages:
-    """Where the seconds of work go whose parts go through the same stages, beside each other. A
-    stage lasts until the last part is through it, from when the last part was through the stage
-    before."""
+    """Times concurrent work through shared stages. A stage lasts from when the last part left the
+    stage before until the last part leaves this one."""
 
     def __init__(self, *names: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -30,12 +29,12 @@ class Stages:
         self._last_at: dict[str, float | None] = dict.fromkeys(names)
 
     def through(self, name: str) -> None:
-        """A part is through the stage."""
+        """Notes that a part has left the stage."""
         self._last_at[name] = self._clock()
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By stage; 0 for one that no part went through."""
+        """Seconds by stage; 0 for a stage that no part went through."""
         since, found = self.began_at, dict[str, float]()
         for name, at in self._last_at.items():
             found[name] = max((at or since) - since, 0.0)
@@ -49,8 +48,8 @@ class Stages:
 
 
 class StepClock:
-    """Measures one step after another, without a gap between them. `busy_s` gives for how many
-    seconds each service had something of the job under way, so far."""
+    """Measures one step after another, without a gap between them. `busy_s` returns the seconds so
+    far in which each service had work of the job."""
 
     def __init__(
         self,

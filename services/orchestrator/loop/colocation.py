@@ -1,4 +1,4 @@
-"""What a job must be like where sampler and trainer take turns on one GPU (HONE_COLOCATE)."""
+"""Checks of jobs for a sampler and a trainer that take turns on one GPU (HONE_COLOCATE)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shared.job import Job
 
 def check_colocation(job: Job, settings: Settings) -> None:
     """Raises BadRequest for a job that would sample while the trainer has the GPU, frees the
-    sampler's memory by itself, or keeps what the trainer cannot move off the GPU."""
+    sampler's memory by itself, or keeps memory that the trainer cannot move off the GPU."""
     if not settings.colocate:
         return
     if job.max_staleness:

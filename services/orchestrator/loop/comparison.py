@@ -1,8 +1,8 @@
-"""Models compared on held-out problems, without a job: each is loaded into the samplers as it is,
-one after the other, and answers the same problems by the same seeds.
+"""Compares models on held-out problems, without a job. The samplers load one model after the other,
+unchanged; each answers the same problems with the same seeds.
 
-The samplers are lent (queue/loans.py): no job begins meanwhile, and while a job has them this is
-refused. What it asks of them is fenced as a job's calls are, each model with an epoch of its own.
+The samplers are lent (queue/loans.py): no job begins meanwhile, and the evaluation is refused while
+a job has them. Its calls are fenced like a job's, with an epoch for each model.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Comparison:
         )
 
     async def run(self) -> EvaluationReport:
-        """Returns what the models got. Raises BadRequest for what cannot be evaluated, and Conflict
-        while a job or another evaluation has the samplers."""
+        """Returns the models' scores. Raises BadRequest for models or problems that cannot be
+        evaluated, and Conflict while a job or another evaluation has the samplers."""
         job = self.request.job
         sets = await self._checked_sets()
         self._num_problems = sum(len(held_out.problems) for held_out in sets)
@@ -98,7 +98,7 @@ class Comparison:
         )
 
     async def _checked_sets(self) -> list[HeldOut]:
-        """Returns the held-out sets, once models, problems and rewards are found to fit."""
+        """Returns the held-out sets, after checking models, problems and rewards."""
         job = self.request.job
         if not job.evaluates:
             raise BadRequest(
@@ -121,8 +121,7 @@ class Comparison:
         return sets
 
     async def _borrow(self) -> tuple[Settings, Lease]:
-        """Returns a lease on the samplers of a trainer that no job has, and the settings that name
-        them."""
+        """Returns a lease on the samplers of a free trainer, and the settings that name them."""
         for settings in self.settings.slots:
             samplers = sorted({resource(url) for url in settings.rollout_urls})
             lease = await self.store.loans.lend(self.request.id, samplers, settings.lease_s)
@@ -141,13 +140,13 @@ class Comparison:
     async def _give_back(self, lease: Lease) -> None:
         try:
             await self.store.loans.end(lease)
-        except (StoreEmptied, Unavailable) as error:  # it is gone, or expires: the result is valid
+        except (StoreEmptied, Unavailable) as error:  # the lease ends anyway; the result is valid
             get_logger().warning("samplers not given back", reason=error.detail)
 
     async def _compare(
         self, settings: Settings, lease: Lease, sets: Sequence[HeldOut]
     ) -> list[list[_Scores]]:
-        """Returns what each model got on each set: `[M][S]`."""
+        """Returns each model's scores on each set: `[M][S]`."""
         prompts_S = [await asyncio.to_thread(held_out.prompts) for held_out in sets]
         names = [held_out.name for held_out in sets]
         return [
@@ -156,7 +155,7 @@ class Comparison:
         ]
 
     def _peers(self, number: int, settings: Settings, lease: Lease) -> Peers:
-        """Returns the services for the model of this number, from 1, as its own epoch."""
+        """Returns the services for model `number`, from 1, which is also its epoch."""
         return Peers(
             _with_model(self.request.job, self.request.models[number - 1]),
             settings,
@@ -170,7 +169,7 @@ class Comparison:
     async def _answers(
         self, number: int, peers: Peers, sets: Sequence[str], prompts_S: Sequence[Sequence[Prompt]]
     ) -> list[_Scores]:
-        """Returns what the model got on each set: `[S]`."""
+        """Returns the model's scores on each set: `[S]`."""
         self._number, self._num_done = number, 0
         job = _with_model(self.request.job, self.request.models[number - 1])
         try:
@@ -192,7 +191,7 @@ async def _close(peers: Peers) -> None:
 
 
 def _with_model(job: Job, model: EvaluatedModel) -> Job:
-    """Returns the job as the model is sampled: seeded, so that models differ in nothing else."""
+    """Returns the job for sampling the model: seeded, so that only the model differs."""
     sampling = job.sampling.model_copy(update={"repeatable": True})
     return job.model_copy(
         update={"model": model.model, "model_revision": model.revision, "sampling": sampling}
@@ -207,7 +206,7 @@ def _lost(beat: asyncio.Task[object]) -> Unavailable:
 
 @dataclass(frozen=True)
 class _Scores:
-    """What a model got on a held-out set: the metrics of each problem `[P]`, and the shares of the
+    """A model's scores on a held-out set: the metrics of each problem `[P]`, and the shares of
     completions that count nowhere."""
 
     problems_P: list[dict[str, float]]

@@ -1,4 +1,4 @@
-"""What an hour of a running job costs."""
+"""The price of an hour of a running job."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from shared.plan.prices import Price, price_of_jobs
 
 
 def price_for(job: Job, settings: Settings) -> Price | None:
-    """Returns the price of an hour; None where the settings do not say it. Raises BadRequest for a
-    job that is to pause at a cost then, or if its table of prices cannot be read; this stops no
-    other job."""
+    """Returns the price of an hour; None if the settings do not say it. A job with `stop.max_cost`
+    needs it: for such a job only, raises BadRequest if there is no price or the table of prices
+    cannot be read."""
     try:
         price = price_of_jobs(settings)
     except BadRequest as error:

@@ -1,9 +1,9 @@
-"""What becomes of a job when something goes wrong: one table, for every error that reaches its run.
+"""What happens to a job after an error: one table, for every error that reaches its run.
 
-One rollout's fault is no error, but data (groups.py). What is not the job's fault is waited for: a
-service, a volume, a proxy (needs.py). What may be its fault is tried again a few times; what that
-does not mend, or only a person can, pauses the job, and the sentence says what to do. Only a job
-that can never run fails, for a job that failed cannot be resumed.
+One rollout's fault is no error, but data (groups.py). Faults outside the job (a service, a volume,
+a proxy) are waited for (needs.py). Faults that may be the job's are tried again a few times. If
+that does not help, or only a person can mend the fault, the job pauses, and the sentence says what
+to do. Only a job that can never run fails, because a failed job cannot be resumed.
 """
 
 from __future__ import annotations
@@ -29,51 +29,50 @@ from shared.errors import (
 )
 
 MAX_RECOVERIES = 3
-"""In a row, without any further step done."""
+"""Recoveries in a row without a new step."""
 
 MAX_LOSSES = 20
-"""How often in a row, without a new step, the job may lose services that were all there when it
-was loaded. Beyond that it probably crashes them itself."""
+"""How often in a row, without a new step, the job may lose services after it was loaded. Beyond
+that the job itself probably crashes them."""
 
 PAUSES_S = (0.0, 5.0, 30.0, 60.0, 120.0, 300.0)
-"""Seconds before each of them in a row; the last before all further ones. What is away is waited
-for besides."""
+"""Seconds before each recovery in a row; the last value counts for all later ones. Services that
+are away are waited for in addition."""
 
 
 class MustPause(Failed):
-    """The job cannot go on until a person has mended what the sentence says. Nothing is lost: it
-    goes on where it was."""
+    """The job cannot go on until a person has done what the sentence says. Nothing is lost: it goes
+    on where it was."""
 
 
 class TooDear(MustPause):
-    """The job has cost what it may."""
+    """The job has reached its cost limit."""
 
 
 class SyncFailed(Failed):
-    """The sampler does not serve what the trainer published, though it was pushed twice."""
+    """The sampler does not serve the published weights, though they were pushed twice."""
 
 
 class Action(Enum):
     STOP = "stop"
-    """Without a word: another worker has the job, or the store is away or another one."""
+    """Stop without a report: another worker has the job, or the store is away or another one."""
     GIVE_BACK = "give back"
-    """Something newer than this attempt was met. If the lease is still this worker's, whoever takes
-    the job next need not wait until it expires."""
+    """A newer attempt was found. If this worker still has the lease, it gives it back, so that the
+    next worker need not wait until it expires."""
     WAIT = "wait"
-    """It is not the job's fault: load it again, as often as it takes, once what it needs is
-    there."""
+    """Not the job's fault: load it again, without limit, once everything that it needs is there."""
     RELOAD = "reload"
-    """A service lost the job, or went: the same, up to MAX_LOSSES times in a row."""
+    """A service lost the job, or went away: load it again, up to MAX_LOSSES times in a row."""
     RECOVER = "recover"
-    """Load the job into trainer and sampler again, and go on from what the trainer has."""
+    """Load the job into trainer and sampler again, and go on from the trainer's step."""
     PAUSE = "pause"
     FAIL = "fail"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Errors of `kind`, and of one of `codes` if there are any. `remedy` is what a person does
-    before the job is resumed."""
+    """A rule for errors of class `kind`, and with one of `codes` if given. `remedy` says what a
+    person does before resuming the job."""
 
     kind: type[Exception]
     action: Action
@@ -139,20 +138,20 @@ RULES = (
     Rule(OSError, Action.RECOVER, "check HONE_RUNS_DIR and its disk"),
     Rule(Exception, Action.PAUSE, "look at the trace in the orchestrator's log"),
 )
-"""The first that matches counts."""
+"""The first matching rule counts."""
 
 
 LIMITS = {Action.RECOVER: MAX_RECOVERIES, Action.RELOAD: MAX_LOSSES}
-"""How often in a row each may happen; beyond it the job pauses."""
+"""How often in a row each action may happen; beyond it the job pauses."""
 
 
 def decide(
     error: Exception, num_in_a_row: int = 0, *, has_run: bool = False, again: bool = False
 ) -> Decision:
-    """Returns what becomes of the job. `num_in_a_row` is how often loading it again did not get it
-    a step further. One that `has_run`, a step at least, does not fail: what is wrong now was right
-    before (a limit on bodies, a service of another version). Before the first step, a cause that
-    has come `again` would come each time."""
+    """Returns what happens to the job. `num_in_a_row` counts reloads without a new step. A job that
+    `has_run` at least one step does not fail, because it was right before: something else changed
+    (a limit on bodies, a service's version). Before the first step, a cause that comes `again`
+    would come each time."""
     rule = next(rule for rule in RULES if _matches(rule, error))
     action = rule.action
     is_sure = action is Action.RECOVER and again and not has_run
@@ -165,8 +164,8 @@ def decide(
 
 
 def cause_of(error: Exception) -> tuple[str, str]:
-    """Returns what is the same of two errors that have one cause: their class and sentence, whose
-    numbers may differ."""
+    """Returns a key that is equal for two errors with the same cause: class and sentence, without
+    numbers."""
     return type(error).__name__, re.sub(r"[0-9a-f]*[0-9][0-9a-f.]*", "#", _sentence(error))
 
 

@@ -1,5 +1,4 @@
-"""Where the samplers are: addresses as they are written, names that stand for several, and samplers
-that registered themselves."""
+"""Finds the samplers: by URL, by a DNS name with several addresses, or by registration."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ async def none_registered() -> Sequence[str]:
 
 
 def is_one(places: Sequence[str]) -> bool:
-    """Returns whether there can be no more than one sampler."""
+    """Returns whether there can be only one sampler."""
     return len(places) == 1 and places[0] != REGISTERED and not places[0].startswith(DNS_PREFIX)
 
 
 def is_one_host(places: Sequence[str]) -> bool:
-    """Returns whether all samplers that there can be are on one host: one sampler, or several on
-    this one."""
+    """Returns whether all possible samplers are on one host: there is one sampler, or all are on
+    this host."""
     return is_one(places) or all(
         place.startswith("http") and is_loopback(urlsplit(place).hostname or "") for place in places
     )
@@ -35,9 +34,9 @@ def is_one_host(places: Sequence[str]) -> bool:
 async def sampler_urls(
     places: Sequence[str], registered: Registered = none_registered
 ) -> tuple[str, ...]:
-    """Returns the URL of each sampler, in a fixed order. `dns+http://name:8001` stands for one at
-    each address of the name now, "registered" for each that registered itself; either may be
-    none."""
+    """Returns the URL of each sampler, in a fixed order. `dns+http://name:8001` stands for a
+    sampler at each present address of the name, "registered" for each registered sampler; both may
+    stand for none."""
     found: list[Sequence[str]] = []
     for place in places:
         if place == REGISTERED:

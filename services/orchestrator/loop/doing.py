@@ -1,5 +1,5 @@
-"""What a run is at, in one line for its followers: the stage, which services it waits for and for
-how long, which are away, and what comes next."""
+"""A run's state in one line for its followers: the stage, which services it waits for and how long,
+which are away, and the next stage."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shared.presence import since
 
 @dataclass
 class Doing:
-    """The `stage` now, and what is `next` ("" if that is plain). `details` are what services say of
-    themselves while they load. `missing` says, as a sentence, what the job needs and lacks."""
+    """The present `stage`, and the `next` one ("" if obvious). `details` are services' messages
+    while they load. `missing` says, as a sentence, what the job needs and lacks."""
 
     stage: str = "beginning"
     next: str = ""
@@ -24,8 +24,8 @@ class Doing:
         self.stage, self.next, self.details, self.missing = stage, next, {}, missing
 
     def line(self, waits: Waits, away: Mapping[str, float]) -> str:
-        """Returns the line. `away` says who is, as "the trainer service", and since when (Unix
-        time)."""
+        """Returns the line. `away` maps services that are away, as "the trainer service", to Unix
+        times since when."""
         parts = [
             *waits.told(),
             *(f"the {service} is {what}" for service, what in sorted(self.details.items())),
@@ -35,7 +35,7 @@ class Doing:
         return f"{self.stage}{told}{f'; then {self.next}' if self.next else ''}"
 
     def waits(self, away: Mapping[str, float]) -> str | None:
-        """Returns what the job needs and lacks; None: nothing."""
+        """Returns what the job needs and lacks; None if it lacks nothing."""
         return self.missing or "; ".join(_away(away)) or None
 
 

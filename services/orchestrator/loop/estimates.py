@@ -1,21 +1,21 @@
-"""What a number of completions says of a policy: pass@k, and means over problems with their 95 %
-confidence intervals. Pure.
+"""Estimates from completions: pass@k, and means over problems with 95 % confidence intervals. Pure.
 
-Problems are what is drawn at random from all there could be, and the completions of one problem
-are alike: so an interval is over the means of problems, not over completions (clustered standard
+Problems count as drawn at random from all possible ones, and the completions of one problem are
+correlated. So an interval is over the means of problems, not over completions (clustered standard
 errors, arXiv 2411.00640, sections 2.1 and 2.2):
 
     mean +- t s / sqrt(n),   s^2 = sum_i (x_i - mean)^2 / (n - 1)
 
 with x_i the mean of problem i and t the quantile of Student's distribution with n - 1 degrees of
-freedom. It was preferred to the bootstrap: it is exact for normal x_i, the same each time without
-a seed, and wide enough for few problems, where the bootstrap's percentiles are too narrow. Of two
-models on the same problems, x_i is the difference on problem i (section 4.2), which leaves out
-how hard each problem is for both.
+freedom. It was preferred to the bootstrap: it is exact for normal x_i, the same each time without a
+seed, and wide enough for few problems, where the bootstrap's percentiles are too narrow. For two
+models on the same problems, x_i is the difference on problem i (section 4.2), which removes the
+problem's difficulty for both.
 
-Where only few of these are not 0, they are far from normal: of 200 problems, 4 that one model alone
-got right make an interval above 0, and are as likely as 4 coins that fall alike, 1 in 8. There the
-paired permutation test says it exactly (Fisher, The Design of Experiments, 1935, section 21).
+If only few differences are not 0, they are far from normal. For example, if one model alone got 4
+of 200 problems right, the interval is above 0, though 4 coins fall alike as often as 1 time in 8.
+For these the paired permutation test is exact (Fisher, The Design of Experiments, 1935, section
+21).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Z_975 = 1.959964
 """The 97.5 % quantile of the normal distribution."""
 
 MAX_FLIPPED = 16
-"""Up to so many differing problems the permutation test goes through all signs, 65,536 at most.
-Where more differ, Student's t is close to it."""
+"""Most differing problems for the permutation test, which tries all signs, at most 65,536. With
+more, Student's t is close to it."""
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -54,13 +54,13 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 def ks(num_samples: int) -> list[int]:
-    """Returns the k of which pass@k is shown: the powers of 2, and the number of completions."""
+    """Returns the k for which pass@k is shown: the powers of 2, and the number of completions."""
     powers = [2**power for power in range(num_samples.bit_length())]
     return sorted({*powers, num_samples})
 
 
 def is_right(score: Score, job: Job) -> bool | None:
-    """Returns whether the completion counts as right; None where it has no outcome."""
+    """Returns whether the completion counts as right; None if it has no outcome."""
     found, chosen = outcome(score, job), job.evaluation.pass_reward
     if found is None:
         return None
@@ -68,8 +68,8 @@ def is_right(score: Score, job: Job) -> bool | None:
 
 
 def problem_metrics(graded: GradedGroup, job: Job) -> dict[str, float]:
-    """Returns what one problem's completions come to. What went wrong, and what has no reward,
-    counts neither as right nor as wrong; so there is no pass@k beyond those that have one."""
+    """Returns the metrics of one problem. Completions that went wrong or have no reward count
+    neither as right nor as wrong, so k of pass@k is at most the number of the others."""
     metrics: dict[str, float] = {}
     rewards = [score.value for score in graded.scores if score.value is not None]
     if rewards:
@@ -92,8 +92,8 @@ def problem_metrics(graded: GradedGroup, job: Job) -> dict[str, float]:
 
 
 def of_all(problems: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """Returns the metrics of the problems without each pass@k that one of those with a pass@1 does
-    not have: a mean over the others would be of other problems than pass@1."""
+    """Returns the problems' metrics without any pass@k that a problem with a pass@1 lacks: its mean
+    would be over other problems than pass@1's."""
     judged = [metrics for metrics in problems if "pass@1" in metrics]
     partial = {
         name
@@ -122,8 +122,8 @@ def estimates(problems: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
 def differences(
     of: Sequence[Mapping[str, float]], to: Sequence[Mapping[str, float]]
 ) -> dict[str, Estimate]:
-    """Returns by how much each metric of one model is above that of another on the same problems,
-    in order: over those problems where both have it."""
+    """Returns the difference of each metric between model `of` and model `to` on the same problems,
+    in the same order, over the problems where both have it."""
     pairs = [
         {name: one[name] - other[name] for name in one if name in other}
         for one, other in zip(of, to, strict=True)
@@ -132,14 +132,14 @@ def differences(
 
 
 def difference(values: Sequence[float]) -> Estimate:
-    """Returns the mean of at least one paired difference, with its p-value where few are not 0."""
+    """Returns the mean of at least one paired difference, with its p-value if few are not 0."""
     return estimate(values).model_copy(update={"p_value": permutation_p(values)})
 
 
 def permutation_p(differences: Sequence[float]) -> float | None:
     """Returns the probability of a sum at least as far from 0 if each paired difference had either
-    sign with probability 1/2; None where more than MAX_FLIPPED are not 0. Of differences that are
-    all -1, 0 or 1 it is the p-value of McNemar's exact test."""
+    sign with probability 1/2; None if more than MAX_FLIPPED are not 0. For differences of -1, 0 or
+    1 it is the p-value of McNemar's exact test."""
     sizes = [abs(value) for value in differences if not reaches(0.0, abs(value))]
     if len(sizes) > MAX_FLIPPED:
         return None
@@ -151,9 +151,9 @@ def permutation_p(differences: Sequence[float]) -> float | None:
 
 
 def share(values: Sequence[float]) -> Estimate:
-    """Returns the mean of at least one value from 0 to 1, with an interval within 0 and 1. Where
-    all are 0, or all 1, it is Wilson's, which is not of width 0: of n zeros `z^2 / (n + z^2)`
-    wide."""
+    """Returns the mean of at least one value from 0 to 1, with an interval within 0 and 1. If all
+    are 0, or all 1, it is Wilson's interval, whose width is not 0: for n zeros `z^2 / (n +
+    z^2)`."""
     found = estimate(values)
     if found.low is not None and found.high is not None:
         bounds = {"low": max(found.low, 0.0), "high": min(found.high, 1.0)}
@@ -170,8 +170,8 @@ def _is_share(name: str) -> bool:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Returns the mean of at least one value; of a single one, and of equal ones, which say nothing
-    of how much others would differ, there is no interval."""
+    """Returns the mean of at least one value with its interval. A single value, or equal values,
+    have no interval, because they do not show how much others would differ."""
     mean, count = statistics.fmean(values), len(values)
     if reaches(min(values), max(values)):
         return Estimate(mean=mean, num_problems=count)

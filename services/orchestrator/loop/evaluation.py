@@ -1,4 +1,4 @@
-"""Held-out accuracy: what the policy gets on problems that are never trained on, by the job's own
+"""Held-out accuracy: the policy's scores on problems that are never trained on, by the job's
 rewards."""
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from shared.job import Job
 from shared.wire import Prompt, Sampling, Score
 
 MAX_PROMPTS = 64
-"""Held-out prompts that are sampled or graded at a time. A GPU has enough to do with that many, and
-groups of the next step need not wait for all of them."""
+"""Held-out prompts that are sampled or graded at a time: enough to keep a GPU busy, and few enough
+that groups of the next step need not wait for all."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What is left of a problem's completions once they are graded: the tokens of all of a large
-    set would fill the memory."""
+    """What is kept of a problem's graded completions. The tokens of a large set would fill the
+    memory."""
 
     scores: tuple[Score, ...]
     metrics: dict[str, float]
@@ -34,8 +34,8 @@ class Answers:
 async def evaluate(
     job: Job, held_out: Mapping[str, Sequence[Prompt]], peers: Peers, version: int
 ) -> dict[str, float]:
-    """Returns `eval/reward`, `eval/pass@1` and so on of each held-out set, those of a set with a
-    name as `eval/<name>/reward`, sampled by weights of at least `version`; empty without sets."""
+    """Returns `eval/reward`, `eval/pass@1` and so on of each held-out set (`eval/<name>/reward` for
+    a named set), sampled by weights of at least `version`; empty without sets."""
     metrics: dict[str, float] = {}
     for name, prompts in held_out.items():
         answers_P = await sample_held_out(
@@ -48,8 +48,8 @@ async def evaluate(
 
 
 def set_metrics(answers_P: Sequence[Answers]) -> dict[str, float]:
-    """Returns the metrics of one held-out set: means over its problems, and which shares of its
-    completions were not sampled, or sampled and got no reward."""
+    """Returns the metrics of one held-out set: means over its problems, and the shares of
+    completions that went wrong or got no reward."""
     scores = [score for answers in answers_P for score in answers.scores]
     missing = [is_graded(score) and score.value is None for score in scores]
     return means(of_all([answers.metrics for answers in answers_P])) | {
@@ -59,8 +59,8 @@ def set_metrics(answers_P: Sequence[Answers]) -> dict[str, float]:
 
 
 def ignored(metrics: Mapping[str, float], names: Iterable[str], limit: float) -> dict[str, float]:
-    """Returns, for each of the held-out sets of which a share of more than `limit` of the
-    completions has no reward, that it is ignored, and that share."""
+    """Returns the metric "ignored" for each held-out set with more than a share of `limit` of its
+    completions without a reward. Its value is that share."""
     found: dict[str, float] = {}
     for name in names:
         prefix = f"eval/{name}/" if name else "eval/"
@@ -80,9 +80,9 @@ async def sample_held_out(
     cache_for: str | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> list[Answers]:
-    """Returns what each problem `[P]` of the held-out set `name` was answered, by weights of at
-    least `version`. Verdicts are cached in the run folder of `cache_for`, if given. `done` is
-    called after each problem."""
+    """Returns the answers to each problem `[P]` of the held-out set `name`, by weights of at least
+    `version`. Verdicts are cached in the run folder of `cache_for`, if given. `done` is called
+    after each problem."""
     spec = job.evaluation
     sampling = Sampling(
         n=spec.samples,

@@ -1,5 +1,4 @@
-"""From scored rollouts to what the trainer takes: examples, and the totals of the batch they are
-from."""
+"""From scored rollouts to the trainer's input: examples, and the totals of their batch."""
 
 from __future__ import annotations
 
@@ -31,12 +30,12 @@ def to_examples(groups_P: Sequence[RolloutGroup], advantages_PG: Advantages) -> 
 
 
 def step_totals(batch: Batch, job: Job) -> StepTotals:
-    """Returns what the losses of the batch are divided by: every rollout that was graded, with its
-    sampled tokens, whether its group has signal or not.
+    """Returns the losses' denominators: counts of every graded rollout and its sampled tokens,
+    whether its group has signal or not.
 
     With `advantages.mask_truncated` a completion that was cut off counts as a sequence of no
-    tokens, as in TRL. A rollout without a reward counts nowhere: to count it would be to take its
-    advantage as 0. Groups that were replaced are no part of the batch (arXiv 2503.14476).
+    tokens, as in TRL. A rollout without a reward is not counted: counting it would mean an
+    advantage of 0. Replaced groups are not part of the batch (arXiv 2503.14476).
     """
     graded = [
         rollout

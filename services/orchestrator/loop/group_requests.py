@@ -1,5 +1,5 @@
 """The requests for a job's groups at its samplers: one per group, after a while a second one at
-another sampler, and the end of those that are not needed any more."""
+another sampler. Requests that are not needed any more are ended."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from shared.logs import get_logger
 from shared.wire import Aborted, AbortRequest, GenerateRequest, RolloutGroup
 
 ABORT_S = 2.0
-"""Seconds that a sampler has to end a job's requests. A worker that is stopped does not wait
-longer."""
+"""Seconds for a sampler to end a job's requests. A stopped worker does not wait longer."""
 
 HUNG = 1.2
-"""A sampler that has not even ended a group this many deadlines after it was asked, hangs."""
+"""A sampler that has not ended a group after this many deadlines counts as hanging."""
 
 
 class GroupRequests:
-    """`patience_s` gives for how long a sampler may be away while it has a group."""
+    """`patience_s` returns how long a sampler with a group may be away, in seconds."""
 
     def __init__(
         self, settings: Settings, admission: Admission, patience_s: Callable[[Replica], float]
@@ -35,7 +34,7 @@ class GroupRequests:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Stops what nobody waits for."""
+        """Stops the background requests."""
         tasks = [*self._tasks]
         await stop(*tasks)
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -43,8 +42,8 @@ class GroupRequests:
     async def sample(
         self, replica: Replica, body: GenerateRequest, key: str
     ) -> tuple[Replica, RolloutGroup]:
-        """Asks the sampler, and after a while another one too, if one has room. Returns which one
-        sampled the group."""
+        """Asks the sampler, and after a while also another one with room. Returns the sampler that
+        answered first, and its group."""
         first = asyncio.create_task(self._ask(replica, body, key))
         asked = {first: replica}
         try:
@@ -61,7 +60,7 @@ class GroupRequests:
         finally:
             losers = [asked[task] for task in asked if not task.done()]
             await stop(*asked)
-            await asyncio.gather(*asked, return_exceptions=True)  # the loser's error is nobody's
+            await asyncio.gather(*asked, return_exceptions=True)  # the loser's error is ignored
             if len(asked) > 1:
                 for loser in losers:
                     self._end_there(loser, body, key)
@@ -88,7 +87,7 @@ class GroupRequests:
         )
 
     def _end_there(self, replica: Replica, body: GenerateRequest, key: str) -> None:
-        """Ends what the sampler still does for a group that another one has sampled."""
+        """Ends the sampler's request for a group that another sampler has finished."""
         assert body.job_id is not None
         request = AbortRequest(
             job_id=body.job_id, attempt=body.attempt, epoch=body.epoch, keys=(key,)

@@ -1,4 +1,4 @@
-"""A step's finished groups onto the disk as they come, those that come together at once."""
+"""Writes a step's finished groups to disk as they come; groups that come together are one write."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from services.orchestrator.record.finished import FinishedGroup, Place
 
 
 class GroupWriter:
-    """Writes the groups of one step. Groups that come during a write are gathered for the
-    next. `write` is called in a thread, and by one at a time."""
+    """Writes the groups of one step. Groups that come during a write are gathered for the next.
+    `write` runs in a thread, one call at a time."""
 
     def __init__(self, write: Callable[[Mapping[Place, FinishedGroup]], None]) -> None:
         self._write = write
@@ -19,18 +19,18 @@ class GroupWriter:
         self._waiting: dict[Place, FinishedGroup] = {}
 
     async def add(self, place: Place, group: FinishedGroup) -> None:
-        """Returns once the group is on disk, also if it is cancelled meanwhile: what was sampled is
-        not lost with a worker that is asked to end."""
+        """Returns once the group is on disk, also if it is cancelled meanwhile, so that a worker
+        that is asked to end loses no sampled group."""
         self._waiting[place] = group
         await to_the_end(self._written(place))
 
     async def _written(self, place: Place) -> None:
         async with self._writing:
-            if place not in self._waiting:  # it was written along with another one
+            if place not in self._waiting:  # it was written together with another group
                 return
             groups, self._waiting = self._waiting, {}
             try:
                 await asyncio.to_thread(self._write, groups)
-            except BaseException:  # those who wait have it written again
+            except BaseException:  # the waiting callers write them again
                 self._waiting = groups | self._waiting
                 raise

@@ -1,9 +1,9 @@
-"""A step's graded groups on their way to a batch: those without signal replaced, and refused if too
-many rewards are missing.
+"""Turns a step's graded groups into a batch. Groups without signal are replaced, and a batch with
+too many missing rewards is refused.
 
-A rollout that ended in an error (a prompt that is too long, a template that breaks on it, a
-log-prob that is not finite), or that was not done in time, is data: it is not graded, so it has no
-reward and no advantage, and it is counted. Only a batch of nothing else stops the job.
+A rollout that ended in an error (too long a prompt, a template that breaks, a log-prob that is not
+finite), or that was not done in time, is data: it is counted and not graded, so it has no reward
+and no advantage. The job stops only if a batch has no other rollouts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.wire import Batch, Prompt, RolloutGroup, Score
 NUM_REASONS = 3
 
 DROP_ROUNDS = 10
-"""Rounds in which overlong prompts are replaced, where the job drops them."""
+"""Most rounds in which overlong prompts are replaced, if the job drops them."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class GradedGroup:
 
 
 def teaches(graded: GradedGroup, job: Job) -> bool:
-    """Returns whether any completion of the group is trained on: it has signal, and not all of it
-    was cut off where `mask_truncated` is set."""
+    """Returns whether any completion of the group is trained on: the group has signal, and with
+    `mask_truncated` not all of its completions were cut off."""
     return has_signal(graded.scores, job) and not all(
         is_masked(rollout, job)
         for rollout, score in zip(graded.group.rollouts, graded.scores, strict=True)
@@ -48,14 +48,14 @@ async def refill(
     max_missing: float,
     sample_fresh: Callable[[int, int], Awaitable[list[GradedGroup]]],
 ) -> tuple[list[GradedGroup], list[GradedGroup]]:
-    """Returns the groups `[P]`, each that teaches nothing replaced by a fresh one, and those
-    replaced.
+    """Returns the groups `[P]`, with fresh groups in place of groups that teach nothing, and the
+    replaced groups.
 
-    `sample_fresh(round, count)` gives up to `count` groups of prompts that the step has not had, in
-    rounds 1 to `refills` at most (the dynamic sampling of DAPO, arXiv 2503.14476). What still
-    teaches nothing then stays: it is not trained on. Overlong prompts that the job drops are
-    replaced too, in DROP_ROUNDS at most. Nothing is replaced while more than `max_missing` of the
-    rewards are missing, for that says nothing about the prompts.
+    `sample_fresh(round, count)` returns up to `count` groups of prompts that are new in this step,
+    in at most `refills` rounds (the dynamic sampling of DAPO, arXiv 2503.14476). Groups that still
+    teach nothing stay, and are not trained on. Overlong prompts that the job drops are replaced
+    too, in at most DROP_ROUNDS. Nothing is replaced while more than `max_missing` of the rewards
+    are missing, because missing rewards say nothing about the prompts.
     """
     kept, dropped = list(groups_P), list[GradedGroup]()
     refills, drops = job.sampling.refills, job.sampling.overlong_prompts == "drop"
@@ -85,8 +85,8 @@ def num_rounds(job: Job) -> int:
 def to_batch(
     step: int, groups_P: Sequence[GradedGroup], dropped: Sequence[GradedGroup] = ()
 ) -> Batch:
-    """Returns the step's batch. Raises MustPause if every rollout ended in an error, with the first
-    few."""
+    """Returns the step's batch. Raises MustPause, with the first few errors, if every rollout ended
+    in an error."""
     rollouts = [rollout for graded in groups_P for rollout in graded.group.rollouts]
     versions = [version for rollout in rollouts for version in rollout.versions]
     if all(rollout.went_wrong for rollout in rollouts):
@@ -115,8 +115,7 @@ def num_sampled(group: RolloutGroup) -> int:
 
 
 def is_graded(score: Score) -> bool:
-    """Returns whether graders were asked. They are not asked about a rollout that ended in an
-    error."""
+    """Returns whether graders were asked. A rollout that ended in an error is not graded."""
     return bool(score.parts)
 
 
@@ -129,8 +128,8 @@ def missing_share(scores_PG: Sequence[Sequence[Score]]) -> float:
 
 
 def too_many_missing(batch: Batch, max_missing: float) -> str | None:
-    """Returns why the batch must not be trained on, with the first few reasons that graders gave;
-    None if it may be."""
+    """Returns why the batch must not be trained on, with graders' first few reasons; None if it may
+    be."""
     share = missing_share(batch.scores)
     if share <= max_missing:
         return None

@@ -1,4 +1,4 @@
-"""A job is loaded into trainer and sampler, and what takes long there is said."""
+"""Loads a job into trainer and sampler, and reports what takes long there."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from shared.errors import HoneError
 from shared.wire import JobRecord, TrainerState
 
 LOOK_AT_LOADING_S = 2.0
-"""Seconds between two looks at what a trainer that loads a job does."""
+"""Seconds between two questions to a trainer that loads a job what it does."""
 
 Ask = Callable[[], Coroutine[Any, Any, str | None]]
-"""Returns what a service does just now, if it says so."""
+"""Returns what a service does at present; None if it does not say."""
 
 
 @dataclass(frozen=True)
 class Loading:
-    """One attempt's. `colocate`: trainer and sampler take turns on one GPU."""
+    """The loading of one attempt. `colocate`: trainer and sampler take turns on one GPU."""
 
     record: JobRecord
     peers: Peers
@@ -37,8 +37,8 @@ class Loading:
     colocate: bool
 
     async def __call__(self) -> TrainerState:
-        """Loads the job into trainer and sampler, and makes both serve the trainer's last step,
-        whatever they did before."""
+        """Loads the job into trainer and sampler, and makes the sampler serve the trainer's last
+        step."""
         trace = tracing.begin("load job", job=self.record.id)
         with trace.within():
             state = await self._load()
@@ -57,9 +57,9 @@ class Loading:
         return state
 
     async def _load_both(self) -> TrainerState:
-        """Loads beside each other, or in turn where the trainer is on a GPU. The sampler may be on
-        the same one: while it starts it measures what is free, and what the trainer takes meanwhile
-        would count as its own."""
+        """Loads both at once, or one after the other if the trainer is on a GPU. The sampler may be
+        on the same GPU: while it starts it measures free memory, and would count memory that the
+        trainer takes meanwhile as its own."""
         in_turn = self.colocate or (await self.peers.trainer_state()).gpu is not None
         watching = asyncio.create_task(self._watch())
         try:
@@ -73,7 +73,7 @@ class Loading:
         return await self.peers.put_job()
 
     async def _load_at_once(self) -> TrainerState:
-        """If one fails, the other has ended when that is raised."""
+        """If one fails, raises its error after the other has ended."""
         loading = asyncio.create_task(self.peers.put_job())
         serving = asyncio.create_task(self.peers.put_model())
         try:
@@ -83,7 +83,7 @@ class Loading:
             await stop(loading, serving)
 
     async def _watch(self) -> None:
-        """Says in the job's events what takes trainer and sampler long."""
+        """Reports in the job's events what takes trainer and sampler long."""
         peers = self.peers
         asked: dict[str, Ask] = {"trainer": self._trainer_doing, "sampler": peers.sampler_doing}
         await asyncio.gather(*(self._watch_one(name, ask) for name, ask in asked.items()))
@@ -92,8 +92,7 @@ class Loading:
         return (await self.peers.trainer_state()).doing
 
     async def _watch_one(self, service: str, ask: Ask) -> None:
-        """What goes wrong here goes wrong for the call that is watched, too, and is decided
-        there."""
+        """Ignores errors: the watched call meets the same error, and decides about it."""
         while True:
             await asyncio.sleep(LOOK_AT_LOADING_S)
             with contextlib.suppress(HoneError):

@@ -1,6 +1,6 @@
-"""What a job needs beside itself: a trainer, a sampler, the reward service, a runs folder that can
-be written, and its data. No job is taken while one of them is away; a running job that lost one
-goes on once it is back."""
+"""The needs of a job: a trainer, a sampler, the reward service, a writable runs folder, and its
+data. No job is taken while one of them is away; a running job that lost one goes on once it is
+back."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ASKED: dict[str, tuple[str, type[TrainerState] | type[ServingWeights] | type[Ver
     "rollout": ("/weights", ServingWeights),
     "reward": ("/version", VersionInfo),
 }
-"""What a service is asked for, to see whether it is there; trainer and sampler also say whether
-another orchestrator has them."""
+"""The request that shows whether a service is there. Trainer and sampler also say whether another
+orchestrator has them."""
 
 
 class Needs:
-    """What all jobs of one trainer need. `settings` name the trainer and its samplers."""
+    """The needs of all jobs of one trainer. `settings` name the trainer and its samplers."""
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self._settings = settings
@@ -41,7 +41,7 @@ class Needs:
         self._mounted = Look[str | None](ANSWERS_WITHIN_S)
 
     async def missing(self) -> str | None:
-        """Returns what is away, as sentences; None: nothing is."""
+        """Returns what is away, as sentences; None if nothing is."""
         settings = self._settings
         urls = await sampler_urls(settings.rollout_urls, self._store.samplers.urls)
         trainer, reward, folder, *samplers = await asyncio.gather(
@@ -65,7 +65,8 @@ class Needs:
         return why or await self._mounted.at(lambda: self._store.unmounted(runs_dir), late)
 
     async def _away(self, name: str, url: str) -> str | None:
-        """Returns why the service is of no use to a job, if so: it does not answer, or is taken."""
+        """Returns why no job can use the service: it does not answer, or is taken. None if a job
+        can."""
         token = self._settings.bearer()
         headers = ownership.headers(self._store.identity, self._settings)
         path, kind = ASKED[name]
@@ -78,8 +79,8 @@ class Needs:
 
 
 class DataFiles:
-    """The files that a job needs: its data, and its model's configuration. A disk that hangs keeps
-    no caller waiting."""
+    """The files that a job needs: its data, and its model's configuration. A hanging disk keeps no
+    caller waiting."""
 
     def __init__(self, job: Job, settings: Settings) -> None:
         self.job = job
@@ -87,7 +88,7 @@ class DataFiles:
         self._look = Look[str | None](ANSWERS_WITHIN_S)
 
     async def missing(self) -> str | None:
-        """Returns which file cannot be read, as a sentence; None: all can."""
+        """Returns which file cannot be read, as a sentence; None if all can."""
         late = f"the job's data cannot be read: its disk gave no answer in {ANSWERS_WITHIN_S:g} s"
         return await self._look.at(self._first_unreadable, late)
 

@@ -1,4 +1,4 @@
-"""What becomes of a job: as an attempt ends, or as its run folder says."""
+"""A job's outcome: at the end of an attempt, or from its run folder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shared.logs import get_logger
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the job: `why` says why it paused, failed, or succeeded before its last step,
-    `summary` what it came to. It is cancelled only where its run folder says so, and queued again
-    where another attempt got in its way, or another trainer may do better."""
+    """The job's outcome: `why` says why it paused, failed, or succeeded before its last step;
+    `summary` is its result. "cancelled" comes only from the run folder. The job is queued again if
+    another attempt got in its way, or another trainer may do better."""
 
     status: Literal["succeeded", "paused", "failed", "cancelled", "queued"]
     why: str | None = None
@@ -23,9 +23,9 @@ class Outcome:
 
 
 def found_end(folder: RunFolder) -> Outcome | None:
-    """Returns how the job has ended, if its run folder says that it has: then Redis was brought
-    back from an older file, and what has ended does not begin again. A folder that cannot be read
-    says nothing here: the job meets it again at once."""
+    """Returns the outcome of a job that has ended according to its run folder. In that case Redis
+    was restored from an older file, and the job must not begin again. An unreadable folder is
+    ignored here: the job meets the same error at once."""
     try:
         note = folder.note()
         if note is None or not note.has_ended:

@@ -11,14 +11,14 @@
 | batch, loss  | tensors               | [B, T]       | services/trainer/learning            |
 | weights      | WeightsRef            | one version  | syncing.py; services/trainer/disk    |
 
-The synchronous loop and the overlapped one are the same code: while step k trains, the batches of
-steps k to k + max_staleness are being sampled, so a batch is trained on by weights at most
-max_staleness steps newer than those that sampled it. The next one starts only once weights new
-enough for it serve: nothing sampled is ever thrown away.
+The synchronous loop and the overlapped one are the same code. While step k trains, the batches of
+the next max_staleness steps are being sampled. So a batch trains weights that are at most
+max_staleness steps newer than the weights that sampled it. A batch's sampling starts only once
+weights new enough for it serve: nothing sampled is ever thrown away.
 
 Around this: run.py loads the job and goes on after failures (decisions.py), after_step.py records,
-evaluates and writes checkpoints. groups.py replaces groups without signal; members.py has who
-samples, and admission.py which sampler each group waits for.
+evaluates and writes checkpoints. groups.py replaces groups without signal; members.py has the
+samplers, and admission.py decides which sampler each group waits for.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ from shared.wire import Batch, StepResult
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step. `seconds` says where the time went; `staleness` is in steps; a `replayed`
+    """A finished step. `seconds` has the time of each stage; `staleness` is in steps; a `replayed`
     batch was stored and not sampled; `num_resampled` groups were sampled more than once; `serves`:
-    the weights that it made serve, as they do after every `sync_every` steps; `trace` has not
-    ended."""
+    its weights serve, as after every `sync_every` steps; `trace` has not ended."""
 
     batch: Batch
     advantages_PG: Advantages
@@ -69,8 +68,8 @@ class Pipeline:
     journal: Journal
 
     async def steps(self, last_step: int) -> AsyncGenerator[Step]:
-        """Yields each step after `last_step` once the weights it made serve, if they are to. The
-        next one waits until it is asked for."""
+        """Yields each step after `last_step` once its weights serve, if they are synced. The next
+        step begins when it is asked for."""
         sampling: deque[asyncio.Task[Sampled]] = deque()
         next_step, served = last_step + 1, last_step
         sampled_before: tuple[float, float] | None = None
@@ -122,6 +121,6 @@ class Pipeline:
 
 
 def syncs_after(job: Job, step: int) -> bool:
-    """Returns whether the weights of the step are made to serve."""
+    """Returns whether the step's weights are synced to the samplers."""
     evaluates = job.evaluates and step % job.evaluation.every == 0
     return evaluates or step % job.sync_every == 0 or step == job.steps

@@ -1,5 +1,5 @@
-"""The job's prompts, made of the rows of its data. Which ones a step takes is a pure function of
-(job seed, step, round): resuming needs no saved position."""
+"""The job's prompts, made of the rows of its data. A step's prompts are a pure function of (job
+seed, step, round), so resuming needs no saved position."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ MAX_STEPS = 10**9
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out set, called `name` in the job ("" for `data.eval`) and `where` in sentences.
-    `columns` are those that all of its problems have, and `version` says which content it is."""
+    """A held-out set, called `name` in the job ("" for `data.eval`) and `where` in messages. All of
+    its problems have the `columns`; `version` identifies its content."""
 
     name: str
     spec: DataSpec
@@ -48,11 +48,11 @@ class HeldOut:
     version: str | None = None
 
     def prompts(self) -> tuple[Prompt, ...]:
-        """Takes as long as templates do."""
+        """Returns the prompts. Takes as long as the templates."""
         return self.made_of(self.problems)
 
     def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:
-        """Returns the prompts of some of the problems. Raises BadRow for one that cannot be
+        """Returns the prompts of some of the problems. Raises BadRow for a prompt that cannot be
         made."""
         return make_prompts(problems, self.spec, self.where)
 
@@ -61,10 +61,10 @@ class Prompts:
     """Training prompts by step, and the held-out ones. Making them may wait for a disk, the Hub or
     a template: call the methods off the event loop.
 
-    `columns` are those that every problem has, held-out ones included; `versions` say which content
-    the sources have, by "train", "eval" and "eval.<set>", as far as that is known. `train` are all
-    problems to train on, None for a stream; `sets` are the held-out ones. `history` is what the
-    order learns of the groups so far, if it skips.
+    Every problem, also held-out ones, has the `columns`. `versions` identify the sources' content,
+    by "train", "eval" and "eval.<set>", if known. `train` are all training problems, None for a
+    stream; `sets` are the held-out sets. `history` has the verdicts on earlier groups, for an order
+    that skips problems.
     """
 
     def __init__(
@@ -100,24 +100,24 @@ class Prompts:
         """Returns the step's `[P]` prompts. Each pass over the data has another order; step 1 is
         the first.
 
-        In rounds from 1, those that may replace groups without signal: drawn from all rows that no
-        earlier round of the step could have taken, so fewer than `[P]` once a small data set has no
-        more.
+        Rounds from 1 return prompts that may replace groups without signal. They come from rows
+        that no earlier round of the step could have taken, so they are fewer than `[P]` once a
+        small data set has no more.
         """
         return self.made_of(self._order.take(step, round))
 
     def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:
-        """Returns the prompts of problems to train on. Raises BadRow for one that cannot be
+        """Returns the prompts of training problems. Raises BadRow for a prompt that cannot be
         made."""
         return make_prompts(problems, self._job.data, self._name)
 
     def num_skipped(self, step: int) -> int | None:
-        """Returns how many problems the step does not take, whatever their turn is; None: nothing
-        is skipped, or the step is no longer known."""
+        """Returns how many problems the step skips; None if the job skips none, or the step is no
+        longer known."""
         return self._order.num_skipped(step) if isinstance(self._order, Skipping) else None
 
     def held_out(self) -> dict[str, tuple[Prompt, ...]]:
-        """Returns the problems of each held-out set, the same ones each time, by its name: "" is
+        """Returns the prompts of each held-out set by name, the same each time; "" is
         `data.eval`."""
         return {held_out.name: held_out.prompts() for held_out in self.sets}
 
@@ -128,12 +128,12 @@ def load_prompts(
     versions: Mapping[str, str] | None = None,
     history: History | None = None,
 ) -> Prompts:
-    """Returns the job's prompts. With the `versions` that its data had when it was submitted, these
-    and no others. `history` is of the groups that it had so far.
+    """Returns the job's prompts. `versions` are its data's versions at submission: other content is
+    refused. `history` has the verdicts on its groups so far.
 
     Raises BadRequest for a source that is missing, not allowed, empty or unreadable, and for a
-    column that is not there; MustPause for a file that is not what it was; Unavailable while the
-    Hub cannot be reached. Takes as long as reading the files; call it off the event loop.
+    missing column; MustPause for a file that has changed; Unavailable while the Hub cannot be
+    reached. Takes as long as reading the files; call it off the event loop.
     """
     train = open_source(asks_of(job, settings, versions)["train"])
     found = {"train": train.version}
@@ -155,11 +155,11 @@ def load_prompts(
 
 
 def with_steps(job: Job, num_train: int | None) -> Job:
-    """Returns the job with the number of steps that `data.epochs` comes to, if it asks for that:
-    the last step of a pass takes some prompts of the next one."""
+    """Returns the job with the number of steps for `data.epochs`, if given. The last step of a pass
+    takes some prompts of the next pass."""
     if job.data.epochs is None or num_train is None:
         return job
-    epochs = Fraction(str(job.data.epochs))  # as it was written: 1.1 * 10 is more than 11 in floats
+    epochs = Fraction(str(job.data.epochs))  # as written: 1.1 * 10 is above 11 in floats
     steps = math.ceil(epochs * num_train / job.sampling.prompts_per_step)
     return job.model_copy(update={"steps": min(steps, job.steps or steps, MAX_STEPS)})
 
@@ -167,7 +167,7 @@ def with_steps(job: Job, num_train: int | None) -> Job:
 def load_held_out(
     job: Job, settings: Settings, versions: Mapping[str, str] | None = None
 ) -> list[HeldOut]:
-    """Returns the job's held-out sets, that of `data.eval` first. Raises as `load_prompts`."""
+    """Returns the job's held-out sets, `data.eval` first. Raises as `load_prompts`."""
     asks, limit = asks_of(job, settings, versions), job.evaluation.num_prompts
     found = [_held_out("", asks["eval"], limit)] if "eval" in asks else []
     for name, each in job.evaluation.sets.items():
@@ -204,8 +204,8 @@ def _held_out(name: str, ask: Ask, limit: int | None) -> HeldOut:
 
 
 def make_prompts(problems: Sequence[Problem], spec: DataSpec, where: str) -> tuple[Prompt, ...]:
-    """Returns the prompt of each problem. Raises BadRow for one that cannot be made, and BadRequest
-    for a template that works on none."""
+    """Returns the prompt of each problem. Raises BadRow for a prompt that cannot be made, and
+    BadRequest for a template that works on no row."""
     problems = list(problems)
     if spec.template is not None:
         texts = _rendered("data.template", spec.template, problems, where)
@@ -260,7 +260,7 @@ def _with_system(text: str, spec: DataSpec) -> Content:
 
 
 def _given(problem: Problem, spec: DataSpec, where: str) -> Content:
-    """Returns the prompt that a row has in its column."""
+    """Returns the prompt from a row's prompt column."""
     value = problem.row[PROMPT]
     if isinstance(value, str):
         return _with_system(value, spec)
@@ -274,7 +274,7 @@ def _given(problem: Problem, spec: DataSpec, where: str) -> Content:
 
 
 def _is_message(value: Any) -> bool:
-    """Whether it has a role and something beside it: what an assistant's tool calls stand in has no
+    """Whether the value has a role and another key. A message with an assistant's tool calls has no
     `content`. A key that only other rows have is None."""
     return (
         isinstance(value, dict)

@@ -1,12 +1,12 @@
-"""One attempt at one job: everything around the pipeline. Prepare, go on from where the trainer is,
-and after a failure decide what becomes of the job (decisions.py). A job waits for what it needs
-and lacks (needs.py).
+"""One attempt at one job: everything around the pipeline. It prepares, goes on from the trainer's
+step, and after a failure decides what happens to the job (decisions.py). A job waits for missing
+needs (needs.py).
 
-A job is resumed by what is there already: the trainer says which step it is at, the run folder has
-the scored batches and the rows of finished steps, and prompts are a function of the step. A step
-that was trained but not recorded is asked for again and answered from the trainer's memory. So an
-orchestrator that died costs nothing but time. A trainer that came back from a checkpoint is no
-other case: the steps since are replayed from the run folder.
+A job is resumed from existing state: the trainer has its step, the run folder has the scored
+batches and the rows of finished steps, and prompts are a function of the step. A step that was
+trained but not recorded is asked for again, and the trainer answers from memory. So the death of an
+orchestrator costs only time. A trainer that came back from a checkpoint needs no special case: the
+steps since are replayed from the run folder.
 """
 
 from __future__ import annotations
@@ -63,23 +63,23 @@ from shared.threads import Look
 from shared.wire import JobRecord, Prompt, TrainerState
 
 LOOK_AT_IDLE_S = 2.0
-"""Seconds between two times that services without work are asked whether they are there."""
+"""Seconds between two checks that idle services are there."""
 
 LOOK_AT_MISSING_S = 2.0
-"""Seconds between two looks at whether what was away is back."""
+"""Seconds between two checks whether missing needs are back."""
 
 NOTE_SPENT_S = 60.0
-"""Seconds between two notes in the run folder of what the job has taken."""
+"""Seconds between two notes of the job's hours and cost in the run folder."""
 
 FILTER_ROOM = 2.0
-"""How much longer than at its submission a job's filter may take: it was accepted, and the same
-work takes longer on a busy machine."""
+"""Factor on a job's filter time at its submission. The job was accepted, and the same work takes
+longer on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Places:
     """`missing` returns what every job of this trainer needs and lacks, and `may_leave` whether
-    another trainer is there for the job."""
+    another trainer can take the job."""
 
     missing: Callable[[], Awaitable[str | None]]
     may_leave: Callable[[], Awaitable[bool]]
@@ -124,7 +124,7 @@ class Run:
         )
 
     async def run(self) -> Outcome:
-        """Returns what became of the job. Raises LeaseLost if it is another worker's, and
+        """Returns the job's outcome. Raises LeaseLost if another worker has the job, and
         StoreUnavailable."""
         of_job(self._record.id)
         if ended := await asyncio.to_thread(found_end, self._folder):
@@ -145,26 +145,26 @@ class Run:
                 await self._journal.aside(tracked.message, warning=not tracked.complete)
 
     def doing(self) -> str:
-        """Returns what the job is at, for its followers."""
+        """Returns the job's state in a line, for its followers."""
         return self._doing.line(self._peers.waits, self._peers.away())
 
     def waits(self) -> str | None:
-        """Returns what the job needs and lacks; None: nothing."""
+        """Returns what the job needs and lacks; None if it lacks nothing."""
         return self._doing.waits(self._peers.away())
 
     async def close(self) -> None:
-        """Ends what the sampler still does for the job, and the connections."""
+        """Ends the sampler's work for the job, and closes the connections."""
         try:
             await self._peers.abort()
         finally:
             await to_the_end(self._peers.close())
 
     async def _try(self) -> Outcome | None:
-        """Returns what became of the job, or None if it is to be tried again."""
+        """Returns the job's outcome, or None if it must be tried again."""
         try:
             summary = await self._watched()
             return Outcome("succeeded", summary.get("stopped"), summary)
-        except Exception as error:  # the last resort: decided here, whatever it is
+        except Exception as error:  # the last resort: every error is decided here
             decision = await self._decide(error)
             if decision.action is Action.STOP:
                 raise _stopped(self._record.id, error) from None
@@ -184,7 +184,7 @@ class Run:
             return Outcome("queued", decision.why)
         if decision.action is Action.PAUSE:
             return Outcome("paused", decision.why)
-        # Without looks another orchestrator could soon take the trainer and the samplers.
+        # Without these checks another orchestrator could soon take the trainer and the samplers.
         looking = asyncio.create_task(self._look())
         try:
             return await self._recovering(decision)
@@ -201,7 +201,7 @@ class Run:
         )
 
     async def _watched(self) -> dict[str, Any]:
-        """Trains, while the services are watched, and whether anything moves."""
+        """Trains, and watches meanwhile whether the services are there and the job moves."""
         peers = self._peers
         stall_s, tell = self._settings.stall_s, self._journal.stalled
         peers.waits.progress_at = time.monotonic()
@@ -221,8 +221,8 @@ class Run:
             await self._peers.look()
 
     async def _recovering(self, decision: Decision) -> Outcome | None:
-        """Returns None once the job is to be loaded again: after a while, and when all that it
-        needs is there; else what becomes of it."""
+        """Returns None once the job can be loaded again: after a pause, and when everything that it
+        needs is there. Otherwise returns its outcome."""
         wait_s = PAUSES_S[min(self._in_a_row, len(PAUSES_S) - 1)]
         self._in_a_row += 1
         self._recoveries += 1
@@ -241,8 +241,7 @@ class Run:
         return None
 
     async def _until_there(self, why: str) -> Outcome | None:
-        """Returns None once the job lacks nothing that it needs; what becomes of the job if it
-        stops waiting."""
+        """Returns None once the job lacks nothing; its outcome if it stops waiting."""
         began, is_said = time.monotonic(), False
         while (missing := await self._missing()) or self._is_beyond_limit():
             if self._is_beyond_limit():
@@ -267,7 +266,8 @@ class Run:
         return limit_s is not None and since is not None and time.monotonic() - since >= limit_s
 
     def _waits_since(self) -> float:
-        """Grading has waited for the reward service before it was given up."""
+        """Returns since when the job waits (time.monotonic), grading's wait for the reward service
+        included."""
         now = time.time()
         return time.monotonic() - (now - (self._peers.reward_away_since or now))
 
@@ -277,7 +277,7 @@ class Run:
     async def _train(self) -> dict[str, Any]:
         after = self._after = self._after or await self._begin()
         state = await self._loading()
-        if state.step > self._job.steps:  # it was paused before that step was recorded
+        if state.step > self._job.steps:  # it was paused before this step was recorded
             raise MustPause(
                 f"the trainer has done step {state.step}, and steps is {self._job.steps}; expected "
                 f"{state.step} or more: `hone resume JOB --set steps={state.step}`"
@@ -294,7 +294,7 @@ class Run:
         rows = await asyncio.to_thread(self._folder.metrics)
         after.spent.go_on_from(rows)
         self._began = self._began or time.monotonic()
-        is_recorded = state.step <= last  # else there is no going back to the last row's weights
+        is_recorded = state.step <= last  # else the last row's weights are gone
         ended = Ended(why=after.why_ended(rows[-1]) if rows and is_recorded else None)
         if ended.why is None:
             ended = await self._steps(pipeline, last, after) or ended
@@ -313,8 +313,8 @@ class Run:
         return summary
 
     async def _steps(self, pipeline: Pipeline, last: int, after: AfterStep) -> Ended | None:
-        """Trains the steps after `last`. Returns what came of the one that was the last; None if
-        there was none left."""
+        """Trains the steps after `last`. Returns the end of the last step; None if no step was
+        left."""
         progress = Progress(last, self._job.steps)
         ended: Ended | None = None
         async with contextlib.aclosing(pipeline.steps(last)) as steps:
@@ -332,8 +332,9 @@ class Run:
         return ended
 
     async def _last_step(self, done: int | None, state: TrainerState) -> int:
-        """Returns the step to go on after: the last one recorded. The trainer remembers one step
-        after that; where it is further, rows were lost, and training goes on without them."""
+        """Returns the last recorded step, after which training goes on. The trainer remembers one
+        step after it. If the trainer is further, rows were lost, and training goes on without
+        them."""
         last, first_possible = done or 0, state.step - 1
         if last < first_possible:
             await self._journal.warn(
@@ -343,7 +344,7 @@ class Run:
         return max(last, first_possible)
 
     async def _begin(self) -> AfterStep:
-        """Makes the run folder, and checks what the job names: its data and its rewards."""
+        """Makes the run folder, and checks the job's data and rewards."""
         check_colocation(self._job, self._settings)
         await to_disk(
             self._folder.create,
@@ -382,8 +383,8 @@ class Run:
         )
 
     async def _begin_spending(self) -> Spent:
-        """From now on what the attempt takes counts. Raises TooDear for a job that has cost what it
-        may and has more to do."""
+        """Begins to count the attempt's hours and cost. Raises TooDear for a job that has reached
+        its cost limit and has more to do."""
         rows = await asyncio.to_thread(self._folder.metrics)
         if self._spent is None:
             hours = await asyncio.to_thread(self._folder.hours)
@@ -399,11 +400,11 @@ class Run:
     def _price(self) -> Price | None:
         try:
             return price_for(self._job, self._settings)
-        except BadRequest as error:  # it was known when the job was submitted
+        except BadRequest as error:  # the price was known at submission
             raise MustPause(error.detail) from error
 
     async def _try_rewards(self, prompts: tuple[Prompt, ...]) -> None:
-        """Says what the rewards give answers that are known, beside the loading of the model."""
+        """Reports the rewards' values for known answers, while the model is loaded."""
         found = await self._peers.try_rewards(prompts)
         if found is None:
             return
@@ -419,19 +420,19 @@ class Run:
         return Pipeline(self._job, batches, peers, folder, self._journal)
 
     async def _end_trying(self) -> None:
-        """What it came to matters to nothing: it may have lost the lease, or the store."""
+        """Ignores its result: it may have lost the lease, or the store."""
         if self._trying:
             await stop(self._trying)
             await asyncio.gather(self._trying, return_exceptions=True)
 
     async def _keep_spent_noted(self) -> None:
-        """So an attempt that is killed loses no more than NOTE_SPENT_S of what it has taken."""
+        """Notes hours and cost regularly, so that a killed attempt loses at most NOTE_SPENT_S."""
         while True:
             await asyncio.sleep(NOTE_SPENT_S)
             await self._note_spent()
 
     async def _note_spent(self) -> None:
-        """An attempt that recorded no row has taken its time, too."""
+        """Notes hours and cost, also of an attempt that recorded no row."""
         if (spent := self._spent) is None:
             return
 
@@ -446,7 +447,7 @@ class Run:
             get_logger().warning("hours not noted", job=self._record.id, reason=why)  # matters more
 
     def _note_progress(self, step: int) -> None:
-        """Counts recoveries from 0 again once the job has got further than before."""
+        """Resets the count of recoveries once the job has done a new step."""
         if step > self._furthest:
             self._furthest, self._in_a_row = step, 0
             self._cause = self._stuck_since = None
@@ -454,9 +455,9 @@ class Run:
 
 @contextlib.contextmanager
 def _accepted(what: str) -> Generator[None]:
-    """Raises Failed in place of BadRequest: what was found right when the job was submitted does
-    not fail it. A check that is slow is waited for: of what the job brings, its reward's code may
-    hang, and the reward service ends that itself, with an error."""
+    """Raises Failed instead of BadRequest, because the job passed these checks when it was
+    submitted. Slow checks are waited for: only the job's own reward code may hang, and the reward
+    service ends that by itself, with an error."""
     try:
         yield
     except (Unauthorized, Forbidden):
@@ -472,7 +473,7 @@ def _accepted(what: str) -> Generator[None]:
 
 
 def _stopped(job_id: str, error: Exception) -> Exception:
-    """Returns how the worker is told of an error that stops it."""
+    """Returns the exception that tells the worker of an error that stops the run."""
     if isinstance(error, LeaseLost | StoreUnavailable):
         return error
     return LeaseLost(f"{job_id}: {error}")

@@ -1,4 +1,4 @@
-"""The seeds of a job whose samples are to be the same each time (`sampling.repeatable`)."""
+"""The seeds of a job with repeatable samples (`sampling.repeatable`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from shared.job import Job
 
 
 def group_seed(job: Job, *place: object) -> int | None:
-    """Returns the seed of the first completion of the group at `place` in the job; that of the next
-    is one more, and so on. None: the job does not ask for seeds."""
+    """Returns the seed of the first completion of the group at `place` in the job; each next
+    completion has one more. None: the job does not ask for seeds."""
     if not job.sampling.repeatable:
         return None
     named = ":".join(map(str, (job.seed, *place)))

@@ -1,8 +1,8 @@
-"""Why a job ends before its last step: an evaluation reached the target, or a budget is used up. Or
-why it pauses: it has cost what it may.
+"""Decides whether a job ends before its last step, at its target or budget, or pauses at its cost
+limit.
 
-It is read off the rows of metrics, which are on disk before anything follows from them: whoever
-goes on with the job comes to the same end.
+The decision follows from the rows of metrics, which are on disk before. So every later attempt
+decides the same.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from shared.wire import Batch, MetricsRow
 TOKENS, HOURS, COST = "total/tokens", "total/hours", "total/cost"
 
 REPLAYED = "replayed"
-"""The metric, 1, of a step whose batch was on disk: the job had been there already."""
+"""The metric, 1, of a step whose batch was on disk, so an earlier attempt had sampled it."""
 
 
 class Spent:
-    """What the job has taken so far, over all attempts: metrics of each step. `rows`, `hours` and
-    `cost` are those that an attempt finds in the run folder when it begins; hours that a failure
-    made it do again count. `price` is that of an hour of this attempt, None where it is not
-    known."""
+    """The tokens, hours and cost of the job so far, over all attempts, as metrics of each step. An
+    attempt finds `rows`, `hours` and `cost` in the run folder when it begins; repeated hours after
+    a failure count. `price` is the price of an hour of this attempt, None if unknown."""
 
     def __init__(
         self,
@@ -43,13 +42,13 @@ class Spent:
         self._tokens = 0.0
 
     def go_on_from(self, rows: Sequence[MetricsRow]) -> None:
-        """Goes on after the last of `rows`: what was sampled for later steps is counted again."""
+        """Goes on after the last of `rows`. Tokens of later steps are counted again."""
         self._tokens = rows[-1].metrics.get(TOKENS, 0.0) if rows else 0.0
 
     def after(self, batch: Batch) -> dict[str, float]:
-        """Returns what was taken once the batch has been trained on."""
+        """Returns the totals after the batch has been trained on."""
         self._tokens += sum(map(num_sampled, batch.groups)) + batch.dropped_tokens
-        own_hours = self._own_hours  # both at the same moment
+        own_hours = self._own_hours  # for both, at the same moment
         taken = {TOKENS: self._tokens, HOURS: self._hours_before + own_hours}
         return taken | ({COST: self._cost_with(own_hours)} if self.price else {})
 
@@ -59,7 +58,7 @@ class Spent:
 
     @property
     def cost(self) -> float:
-        """What the attempts whose price was known have cost, each at the price of its time."""
+        """The cost of all attempts with a known price, each at its own price."""
         return self._cost_with(self._own_hours)
 
     def _cost_with(self, own_hours: float) -> float:
@@ -70,7 +69,7 @@ class Spent:
         return (time.monotonic() - self._began) / 3600
 
     def beyond(self, spec: StopSpec) -> str | None:
-        """Returns that the job has cost what it may, as a sentence; None: it has not."""
+        """Returns a sentence if the job has reached its cost limit, else None."""
         price, cost = self.price, self.cost
         if spec.max_cost is None or price is None or cost < spec.max_cost:
             return None
@@ -81,8 +80,8 @@ class Spent:
 
 
 def over_budget(metrics: Mapping[str, float], spec: StopSpec) -> str | None:
-    """Returns which budget a step's metrics have reached, as a sentence; None: none. Hours do not
-    end the job at a replayed step: it would end at an earlier one than it had reached."""
+    """Returns which budget a step's metrics have reached, as a sentence, else None. Hours do not
+    end the job at a replayed step, because it had already gone further."""
     tokens, hours = metrics.get(TOKENS, 0.0), metrics.get(HOURS, 0.0)
     if spec.max_tokens is not None and tokens >= spec.max_tokens:
         return f"{tokens:.0f} tokens were sampled, and stop.max_tokens is {spec.max_tokens}"
@@ -92,8 +91,7 @@ def over_budget(metrics: Mapping[str, float], spec: StopSpec) -> str | None:
 
 
 def at_target(metrics: Mapping[str, float], spec: StopSpec) -> str | None:
-    """Returns that an evaluation has reached the target, as a sentence; None: it has not, or this
-    step had none."""
+    """Returns a sentence if the step's evaluation has reached the target, else None."""
     found = measured(metrics, spec.metric)
     if spec.target is None or found is None or not reaches(found, spec.target):
         return None
@@ -101,6 +99,6 @@ def at_target(metrics: Mapping[str, float], spec: StopSpec) -> str | None:
 
 
 def reason_to_stop(row: MetricsRow, spec: StopSpec) -> str | None:
-    """Returns why no step follows this one, as a sentence; None: one may."""
+    """Returns why no step follows this one, as a sentence; None if one may."""
     why = over_budget(row.metrics, spec) or at_target(row.metrics, spec)
     return f"stopped after step {row.step}: {why}" if why else None

@@ -1,4 +1,4 @@
-"""Tasks that end for certain."""
+"""Waiting for tasks that must end, or must not be cut short."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 async def stop(*tasks: asyncio.Task[Any]) -> None:
-    """Returns once every task has ended, by being cancelled as often as it takes: a single
-    cancellation that arrives together with a library's own time-out can be swallowed by it. What
-    the tasks raise stays with them. A cancellation meanwhile is raised once they have ended."""
+    """Cancels the tasks repeatedly until every task has ended. A single cancellation can be lost if
+    it arrives together with a library's own time-out. The tasks' errors stay in them. If this call
+    is cancelled meanwhile, it raises that after they have ended."""
     waiting = {task for task in tasks if not task.done()}
     cancelled: asyncio.CancelledError | None = None
     while waiting:
@@ -31,8 +31,8 @@ async def stop(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of work that must not be left half done, such as closing connections. A
-    cancellation meanwhile is raised once the work has ended."""
+    """Returns the result of work that must not be left half done, such as closing connections. If
+    this call is cancelled meanwhile, it raises that after the work has ended."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -46,14 +46,14 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def to_disk(write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Returns what `write` returns, which has a thread. A cancellation meanwhile is raised once it
-    has ended: what nobody waits for would still write while another worker has the job."""
+    """Returns the result of `write`, run in a thread. If this call is cancelled meanwhile, it
+    raises that after `write` has ended: an abandoned write would go on while another worker has the
+    job."""
     return await to_the_end(asyncio.to_thread(write, *args, **kwargs))
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Returns all results, in order. If one fails, the others have ended when its error is
-    raised."""
+    """Returns all results, in order. If one fails, raises its error after the others have ended."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

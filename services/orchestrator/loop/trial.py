@@ -1,5 +1,5 @@
-"""What a job's rewards say of completions that are known beforehand, as sentences: a reward that is
-silently wrong is seen before it is trained on."""
+"""Tries a job's rewards on known completions, and reports the values as sentences. So a silently
+wrong reward is seen before training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.job import RewardSpec
 from shared.wire import TriedReward
 
 NEARLY = 0.995
-"""A mean of fewer than all references rounds to 1.00 from here on."""
+"""From here on a mean shows as 1.00, though not all references have the full mark."""
 
 LIKELY = {
     "math": "likely another column has the answer, or it is neither a number nor a formula",
@@ -23,14 +23,15 @@ LIKELY = {
 
 @dataclass(frozen=True)
 class Trial:
-    """`summary` says what was earned, and `warnings` what is probably wrong."""
+    """`summary` says which values were given, and `warnings` what is probably wrong."""
 
     summary: str
     warnings: tuple[str, ...]
 
 
 def trial(rewards: Sequence[RewardSpec], tried: Sequence[TriedReward], num_rows: int) -> Trial:
-    """Returns what the rewards give empty completions and reference answers of `num_rows` rows."""
+    """Returns the rewards' values for empty completions and reference answers of `num_rows`
+    rows."""
     told = "; ".join(map(_told, tried))
     pairs = zip(rewards, tried, strict=True)
     warnings = [_warning(spec, found) for spec, found in pairs if spec.weight > 0]

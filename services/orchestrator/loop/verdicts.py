@@ -1,4 +1,4 @@
-"""Whether a step's groups were all right, all wrong, or neither: what `[difficulty]` skips by."""
+"""Whether a step's groups were all right, all wrong, or neither, for `[difficulty]`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from shared.wire import Batch, Score
 
 
 def verdicts_of(batch: Batch, job: Job) -> dict[int, Verdict]:
-    """Returns the verdict on each problem of the batch, replaced ones included, by its row number:
-    on all of its completions together, where it has several groups. Of one with fewer than two
-    rewards there is none."""
+    """Returns the verdict on each problem of the batch, replaced groups included, by row number. If
+    a problem has several groups, their completions count together. A problem with fewer than two
+    rewards has no verdict."""
     numbers = [*batch.dropped_prompts, *(prompt.index for prompt in batch.prompts)]
     scores_of: dict[int, list[Score]] = {}
     for number, scores_G in zip(numbers, (*batch.dropped, *batch.scores), strict=True):

@@ -1,5 +1,5 @@
-"""Who waits for whom: what a job has asked its services for and has no answer to, and what each did
-last. Where nothing is answered for long, the job's events name it."""
+"""Tracks the unanswered calls of a job to its services, and each service's last answer. If no call
+is answered for long, the job's events name the services."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared import tracing
 from shared.errors import Failed
 
 LOOKS = 10
-"""How often within `HONE_STALL_S` the watch looks."""
+"""How often the watch checks within `HONE_STALL_S`."""
 
 MAX_LOOK_S = 5.0
 
@@ -26,7 +26,7 @@ P = ParamSpec("P")
 
 
 class Waits:
-    """What is under way, by service. `progress_at` is when something was answered last."""
+    """The unanswered calls, by service. `progress_at` is the time of the last answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,8 +39,8 @@ class Waits:
 
     @contextlib.contextmanager
     def on(self, service: str, what: str) -> Generator[None]:
-        """Notes that the job waits for the service, and that the service did it if nothing raises.
-        `what` is as in "sampling a group"."""
+        """Notes that the job waits for the service in this block, and that the service answered if
+        the block raises nothing. `what` is as in "sampling a group"."""
         call = object()
         self._under_way[call] = service, what, self._clock()
         self._count(service, 1)
@@ -62,7 +62,7 @@ class Waits:
             self._busy_s[service] = self._busy_s.get(service, 0.0) + self._clock() - since
 
     def busy_s(self) -> dict[str, float]:
-        """Returns for how many seconds each service had at least one call under way, so far."""
+        """Returns the seconds so far in which each service had at least one call."""
         now = self._clock()
         return {
             service: self._busy_s.get(service, 0.0) + now - self._busy_since.get(service, now)
@@ -71,7 +71,7 @@ class Waits:
 
     @property
     def services(self) -> set[str]:
-        """The services that are waited for."""
+        """The services that the job waits for."""
         return {service for service, _, _ in self._under_way.values()}
 
     @property
@@ -79,7 +79,7 @@ class Waits:
         return not self._under_way
 
     def told(self) -> list[str]:
-        """Returns what is under way, by service, as in "trainer: training a step, 3 s"."""
+        """Returns the unanswered calls by service, as in "trainer: training a step, 3 s"."""
         now = self._clock()
         found: dict[tuple[str, str], list[float]] = {}
         for service, what, since in self._under_way.values():
@@ -91,12 +91,12 @@ class Waits:
         ]
 
     def stalled_s(self) -> float:
-        """Returns the seconds since anything was answered."""
+        """Returns the seconds since the last answer."""
         return self._clock() - self.progress_at
 
     def sentence(self, at: Mapping[str, int]) -> str:
-        """Returns who is waited for, and what each did last. `at` are the completions under way by
-        sampler."""
+        """Returns which services are waited for, and each one's last answer, as a sentence. `at`
+        are the completions under way by sampler."""
         now = self._clock()
         waits = "; ".join(self._waiting(service, at, now) for service in sorted(self.services))
         last = ", ".join(
@@ -132,8 +132,8 @@ def waits_for(
     [Callable[Concatenate[S, P], Coroutine[Any, Any, T]]],
     Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
 ]:
-    """Notes each call of a method as a wait, and as a span of the trace under way, called `span`
-    or `what`."""
+    """Decorates a method: each call is noted as a wait, and as a span of the current trace, called
+    `span` or `what`."""
 
     def decorate(
         method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
@@ -154,9 +154,9 @@ async def watch(
     samplers: Callable[[], Mapping[str, int]],
     tell: Callable[[str, bool], Awaitable[None]],
 ) -> None:
-    """Tells, once for each time that nothing is answered for `stall_s` seconds, who is waited for,
-    and then that it goes on again. Raises Failed if nothing is under way: then nothing will ever be
-    answered."""
+    """Whenever nothing was answered for `stall_s` seconds, tells once which services are waited
+    for, and later that the job goes on. Raises Failed if no call is under way, because then no
+    answer can come."""
     told_at: float | None = None
     while True:
         await asyncio.sleep(min(stall_s / LOOKS, MAX_LOOK_S))

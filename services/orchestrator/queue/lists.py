@@ -40,7 +40,7 @@ end
 
 local function fits(id)
   if call.name and string.match(id, '^(.*)%-') ~= call.name then return false end
-  -- pcall: what is no hash has no status
+  -- pcall: a key that is no hash has no status
   if call.status and redis.pcall('HGET', job(id), 'status') ~= call.status then return false end
   if not (call.openai or wanted) then return redis.call('EXISTS', job(id)) == 1 end
   return is_job(id) and (not call.openai or field(id, 'openai'))
@@ -90,7 +90,7 @@ for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
   end
 end
 
--- Who has one of the samplers of a trainer that is free.
+-- The job or evaluation that has a sampler of a free trainer.
 local function holder(samplers)
   for name in string.gmatch(samplers, '%S+') do
     local attempt = redis.call('GET', LEASE .. name)

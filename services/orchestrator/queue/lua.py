@@ -33,7 +33,7 @@ SHARED = (
     + """
 local call = cjson.decode(ARGV[1])
 
--- Nothing is changed in a Redis that is not the one accepted.
+-- Changes nothing in a Redis that was not accepted.
 if call.store and redis.call('GET', STORE) ~= call.store then return 'emptied' end
 
 local function field(id, name) return redis.call('HGET', job(id), name) end
@@ -58,13 +58,13 @@ local function event(id, type, level, message, data)
     'level', level, 'message', message, 'data', data, 'time', call.now)
 end
 
--- Sets the status and says so.
+-- Sets the status, and adds an event.
 local function become(id, status, level, message)
   set(id, 'status', status)
   event(id, 'status', level, message, cjson.encode({status = status}))
 end
 
--- Whether anybody has a lease on one of these, with blanks between them.
+-- Whether one of these resources (with blanks between) is leased.
 local function are_taken(resources)
   for name in string.gmatch(resources, '%S+') do
     if redis.call('EXISTS', LEASE .. name) == 1 then return true end
@@ -72,7 +72,7 @@ local function are_taken(resources)
   return false
 end
 
--- Gives the caller a lease on all of these; returns its attempt.
+-- Gives the caller a lease on all of these resources; returns its attempt.
 local function lease(resources)
   local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
   local attempt = string.format('%d', math.max(last, now))
@@ -83,7 +83,7 @@ local function lease(resources)
   return attempt
 end
 
--- Whether the lease given last for the job is valid.
+-- Whether the job's latest lease is valid.
 local function is_leased(id)
   local attempt, trainer = field(id, 'attempt'), field(id, 'trainer')
   return attempt and trainer and redis.call('GET', LEASE .. trainer) == attempt
@@ -95,7 +95,7 @@ local function is_mine()
     and field(call.id, 'attempt') == call.attempt and is_leased(call.id)
 end
 
--- The leases on the job's samplers, as far as they are its own.
+-- The leases on the job's samplers that are still the job's.
 local function samplers(id)
   local own = {}
   for name in string.gmatch(field(id, 'samplers') or '', '%S+') do
@@ -119,13 +119,13 @@ local function free(id)
   redis.call('DEL', LEASE .. field(id, 'trainer'))
 end
 
--- Whether the job waits for a worker, as a queued one does and one whose worker is gone.
+-- Whether the job waits for a worker: it is queued, or its worker is gone.
 local function is_waiting(id)
   local status = is_job(id) and field(id, 'status')
   return status == 'queued' or status == 'running' and not is_leased(id)
 end
 
--- What the lists are sorted by: priority, then age. Whole numbers of less than 53 bits.
+-- The score in the lists: priority, then age. A whole number of less than 53 bits.
 local function place(id)
   local submitted_ms = field(id, 'submitted_ms') or (field(id, 'created_at') or 0) * 1000
   return math.floor(submitted_ms) - (field(id, 'priority') or 0) * 2^42
@@ -136,7 +136,7 @@ local function leave_queue(id)
   redis.call('ZREM', BEGUN, id)
 end
 
--- The jobs that go on before any other begins.
+-- The interrupted jobs, which go on before any other begins.
 local function begun_waiting()
   local found = {}
   for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
@@ -145,7 +145,7 @@ local function begun_waiting()
   return found
 end
 
--- What a note says; nil for one that cannot be read, which another version may have written.
+-- The content of a note; nil if it cannot be read: another version may have written it.
 local function read_slot(note)
   local is_read, slot = pcall(cjson.decode, note)
   if not is_read or type(slot) ~= 'table' then return end
@@ -154,7 +154,7 @@ local function read_slot(note)
   return {trainer = slot.trainer, samplers = slot.samplers, away = away}
 end
 
--- What workers noted of late of their trainers: name, trainer, samplers; perhaps away.
+-- Recent notes of workers on their trainers: name, trainer, samplers; perhaps away.
 local function known_slots()
   local found = {}
   for _, name in ipairs(redis.call('SMEMBERS', SLOTS)) do
@@ -199,7 +199,7 @@ local function forget(id)
   for _, list in ipairs({JOBS, QUEUE, BEGUN, ENDED}) do redis.call('ZREM', list, id) end
 end
 
--- What a job that has just ended leaves. Of the ended ones the newest are kept.
+-- Cleans up after a job that has just ended. The newest ended jobs are kept.
 local function close(id)
   set(id, 'finished_at', call.now)
   redis.call('HDEL', job(id), 'pause_requested')
@@ -217,7 +217,7 @@ local function cancel(id)
   close(id)
 end
 
--- Cancels or pauses a job that no worker has, if that was asked for; returns whether it was.
+-- Cancels or pauses a job without a worker if that was requested; returns whether it was.
 local function stopped(id, paused)
   if asked(id, 'cancel') then
     cancel(id)

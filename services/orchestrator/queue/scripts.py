@@ -22,7 +22,7 @@ from services.orchestrator.queue.lua import SHARED, once
 OPEN = (
     SHARED
     + """
--- Gives a record that an older version wrote the fields that lists need.
+-- Adds the fields that lists need to a record of an older version.
 local function complete(id)
   local is_read, spec = pcall(cjson.decode, field(id, 'job') or '')
   if not is_read or type(spec) ~= 'table' or type(spec.data) ~= 'table' then return end
@@ -96,7 +96,7 @@ TAKE = once("""
   local is_skipped = {}
   for id in string.gmatch(call.skip or '', '%S+') do is_skipped[id] = true end
 
-  -- Whether the job is now the caller's. One that was cut off too often pauses instead.
+  -- Gives the job to the caller; returns whether it did. Pauses a job interrupted too often.
   local function taken(id)
     if call.peek then return true end
     if redis.call('HINCRBY', job(id), 'tries', 1) > tonumber(call.max_tries) then
@@ -128,7 +128,7 @@ TAKE = once("""
     end
   end
 
-  -- Of each trainer that was noted, whether it is about to take a job itself.
+  -- For each trainer with a note, whether it is about to take a job itself.
   local function ready_trainers()
     local ready = {}
     for _, slot in ipairs(known_slots()) do
@@ -138,8 +138,8 @@ TAKE = once("""
     return ready
   end
 
-  -- Whether a trainer that was not noted is not there. After a time in which no worker noted
-  -- anything, its worker may just not have come to it.
+  -- Whether every trainer that exists has a note. After a time without any notes, a worker may
+  -- not have sent its note yet.
   local function are_all_known()
     local last, since = unpack(redis.call('HMGET', NOTING, 'last', 'since'))
     local now, known_ms = now_ms(), tonumber(call.known_ms)
