@@ -132,21 +132,16 @@ class SharedTensor(SentTensor):
 
 
 class SentWeights(Published):
-    """A version sent from device to device. Each side waits `deadline_s` seconds for the other.
-    `files` are the same version, for a sampler that did not receive it, or joins later."""
+    """A version sent from device to device, in no file. Each side waits `deadline_s` seconds for
+    the other. For a sampler that did not receive it, or joins later, the trainer publishes the same
+    version as files, for as long as it is at that step."""
 
     deadline_s: float = Field(gt=0)
-    files: tuple[WeightFile, ...]
 
     @property
     def bound_s(self) -> float:
         """Most seconds of the whole transfer."""
         return (MEETING_DEADLINES + LOADING_DEADLINES) * self.deadline_s
-
-    def as_files(self) -> HttpWeights:
-        """Returns the version as files to fetch."""
-        common = {name: getattr(self, name) for name in Published.model_fields}
-        return HttpWeights(**common, method="http", files=self.files)
 
 
 class BroadcastWeights(SentWeights):

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -72,7 +73,8 @@ class Joining:
     async def push(self, version: int) -> list[str]:
         """Returns which samplers serve the version now."""
         ref = WeightsRef(self.first.publish(version, "demo-1", (1, 1)))
-        return [serving.replica for serving in await self.samplers.push(Push(ref, ref, prove))]
+        push = Push(ref, AsyncMock(return_value=ref), prove)
+        return [serving.replica for serving in await self.samplers.push(push)]
 
     async def sample(self, count: int, version: int) -> list[RolloutGroup]:
         body = GenerateRequest(

@@ -13,10 +13,11 @@ import pytest
 from services.orchestrator.loop import canary, syncing
 from services.orchestrator.loop.decisions import SyncFailed
 from services.orchestrator.loop.gpus import Gpus
+from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.syncing import candidates
 from shared.client import Client
-from shared.errors import Conflict, Failed
-from shared.job import Job, LoraSpec
+from shared.errors import Conflict, Failed, Unavailable
+from shared.job import Job, LoraSpec, SyncMethod
 from shared.packed import Logprobs, TokenIds
 from shared.wire import (
     Canary,
@@ -293,6 +294,65 @@ async def test_gpus_that_do_not_reach_each_other_are_tried_once_in_a_job(
         *['weights go by "shm": every sampler sees the trainer\'s shared memory'] * 2,
     ]
     assert ways[1].data["weight_sync"] == "shm" and ways[1].data["seconds"] >= 0
+
+
+async def test_what_is_sent_is_written_only_for_a_sampler_that_failed_to_take_it(
+    stack: Stack, job: Job
+) -> None:
+    published: list[tuple[int, str]] = []
+
+    async def note(request: PublishRequest) -> None:
+        published.append((request.version, request.method))
+
+    stack.fakes.fault["publish"] = note
+    await finished(stack, job.model_copy(update={"weight_sync": "nccl"}))
+    assert published == [(version, "nccl") for version in range(9)]
+
+
+class Publishes:
+    """Stands for the services: publishes what is next in `answers`, and notes by which method."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = [*answers]
+        self.methods: list[str] = []
+
+    async def publish_weights(self, version: int, method: SyncMethod) -> WeightsRef:
+        await asyncio.sleep(0)
+        self.methods.append(method)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return WeightsRef.model_validate(
+            {"job_id": "j", "version": version, "method": method, "size_bytes": 1, "digest": answer}
+            | WHERE[method]
+        )
+
+
+async def fuller(*answers: Any) -> tuple[Publishes, syncing.Fuller]:
+    trainer = Publishes("sent", *answers)
+    sent = await trainer.publish_weights(3, "nccl")
+    return trainer, syncing.Fuller(cast(Peers, trainer), sent)
+
+
+async def test_the_files_of_what_was_sent_are_asked_for_once_by_all_who_need_them() -> None:
+    trainer, files = await fuller("sent")
+    found = await asyncio.gather(files(), files())
+    assert [(ref.root.version, ref.root.method, ref.root.again) for ref in found] == [
+        (3, "http", True)
+    ] * 2
+    assert trainer.methods == ["nccl", "http"]
+
+
+async def test_once_the_trainer_has_gone_on_a_sampler_waits_for_the_next_version() -> None:
+    _, files = await fuller(Conflict("got version 3, expected 4", code="out_of_order"), "sent")
+    with pytest.raises(Unavailable, match=r"the trainer has gone on: .* gets the next version"):
+        await files()
+
+
+async def test_files_of_another_digest_than_what_was_sent_are_not_loaded() -> None:
+    _, files = await fuller("other")
+    with pytest.raises(SyncFailed, match="have digest other, and what was sent sent"):
+        await files()
 
 
 async def test_a_transfer_that_may_take_longer_than_it_is_waited_for_goes_by_http(

@@ -216,6 +216,46 @@ async def test_a_sampler_that_what_was_sent_did_not_reach_gets_files_from_then_o
     assert (first.serving.version, record.recoveries) == (4, 0)
 
 
+async def sent_beside_one_away(pool: Pool, publish: Any) -> list[str]:
+    """Runs a job by nccl whose second sampler takes nothing from version 2 on; returns the events
+    of the record that succeeded."""
+    second = pool.samplers[1]
+
+    async def lost(ref: Any) -> None:
+        if ref.version >= 2:
+            raise Failed("the engine does not load", code="not_loaded")
+
+    second.fault["reload"] = lost
+    pool.stack.fakes.fault["publish"] = publish
+    job = pool.stack.job.model_copy(update={"weight_sync": "nccl"})
+    record = await finished(pool, job)
+    pool.check_groups(record)
+    assert (pool.samplers[0].serving.version, record.recoveries) == (4, 0)
+    return [event.message for event in await pool.stack.events(record.id)]
+
+
+async def test_what_is_sent_is_also_written_while_a_sampler_is_away(pool: Pool) -> None:
+    published: list[tuple[int, str]] = []
+
+    async def note(request: Any) -> None:
+        published.append((request.version, request.method))
+
+    await sent_beside_one_away(pool, note)
+    assert published[:3] == [(0, "nccl"), (1, "nccl"), (2, "nccl")]
+    assert {(3, "nccl"), (3, "http"), (4, "nccl"), (4, "http")} <= set(published)
+
+
+async def test_files_that_cannot_be_written_cost_the_samplers_that_need_none_nothing(
+    pool: Pool,
+) -> None:
+    async def full(request: Any) -> None:
+        if request.method == "http":
+            raise Failed("no space left for version 3", code="disk_full")
+
+    said = await sent_beside_one_away(pool, full)
+    assert "samplers that are away join later: no space left for version 3" in said
+
+
 async def blind(ref: Any) -> None:
     if ref.method in ("shm", "disk"):
         raise Failed("'path': got '/w', which is not a folder here", code="not_seen")

@@ -44,7 +44,6 @@ def sent(
         tensors=dict(bench.engine.loaded),
         size_bytes=24,
         deadline_s=1.0,
-        files=(),
         port=1,
         key="k",
         chunks=(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -37,7 +38,7 @@ class Conversing:
                 **WHO, version=self.version, digest="d", size_bytes=1, method="disk", path="/w"
             )
         )
-        await self.samplers.push(Push(ref, ref, _proven))
+        await self.samplers.push(Push(ref, AsyncMock(return_value=ref), _proven))
 
     async def turn(self, key: str, conversation: str | None = None) -> str:
         """Returns the name of the sampler that sampled it."""

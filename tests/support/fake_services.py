@@ -68,8 +68,8 @@ WHERE: dict[str, dict[str, Any]] = {
     "http": {"files": ()},
     "delta": {"files": ()},
     "lora": {"path": "/w", "adapter": "job/v1"},
-    "nccl": {"files": (), "deadline_s": 1.0, "port": 1, "key": "k", "chunks": ()},
-    "ipc": {"files": (), "deadline_s": 1.0, "gpu": "GPU-1", "shared": ()},
+    "nccl": {"deadline_s": 1.0, "port": 1, "key": "k", "chunks": ()},
+    "ipc": {"deadline_s": 1.0, "gpu": "GPU-1", "shared": ()},
 }
 """What a reference says of where the weights are, where that is no folder."""
 

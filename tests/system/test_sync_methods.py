@@ -150,6 +150,8 @@ async def a_pair(
     `model`, or a tiny one."""
     from transformers import AutoModelForCausalLM
 
+    from services.trainer.zero.models import as_kept
+
     # vLLM on a CPU needs heads of 32
     model = model or make_tiny_model(folder / "model", num_heads=2)
     more = {"transfer_deadline_s": 5.0} | more
@@ -163,7 +165,9 @@ async def a_pair(
             sampler.open(None)
             await sampler.put_model(ModelRequest(model=str(model), dtype=dtype))
             network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
-            publisher = Publisher(settings, "job", network.state_dict)
+            publisher = Publisher(
+                settings, "job", lambda: as_kept(network, dict(network.state_dict()))
+            )
             yield Pair(Trainer(network, settings, publisher, server), sampler)
         finally:
             await sampler.close()
@@ -353,7 +357,9 @@ async def test_a_trainer_that_dies_while_it_sends_is_healed_by_files(
     assert refused.value.code == "not_loaded"
     with pytest.raises(StateLost, match="are unknown"):
         await pair.sampler.ready_engine()
-    healed = await pair.sampler.reload_weights(WeightsRef(ref.as_files()))
+    files = pair.trainer.publish("http")
+    assert files.digest == ref.digest
+    healed = await pair.sampler.reload_weights(WeightsRef(files))
     assert ref.canary and canary.fault(ref.canary, healed) is None
     assert (await pair.sampler.check_weights()).differing == ()
     assert await pair.largest_gap() < 1e-3

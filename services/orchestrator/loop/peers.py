@@ -318,6 +318,11 @@ class Peers:
                 f"{deadline_s:g} s for it (HONE_SYNC_DEADLINE_S); lower the one, or raise the other"
             )
 
+    @property
+    def want_files(self) -> bool:
+        """Whether some sampler needs a version as files, however the others get it."""
+        return self._samplers.want_files
+
     @waits_for("rollout", "loading weights", "load")
     async def push_weights(self, push: Push) -> list[ServingWeights]:
         """Makes every sampler serve what is pushed; returns what each answered."""

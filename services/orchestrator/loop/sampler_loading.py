@@ -29,12 +29,13 @@ NUM_LIVES = 3
 
 @dataclass(frozen=True)
 class Push:
-    """A published version: as it goes to all samplers (`ref`), as it goes to one that failed to
-    load it (`again`), and what raises unless a sampler serves it (`prove`). `drain`: each sampler
-    finishes its groups before it loads. `is_trial`: whether all can take it so is to be seen."""
+    """A published version: as it goes to all samplers (`ref`), what returns it as it goes to one
+    that failed to load it (`again`), and what raises unless a sampler serves it (`prove`). `drain`:
+    each sampler finishes its groups before it loads. `is_trial`: whether all can take it so is to
+    be seen."""
 
     ref: WeightsRef
-    again: WeightsRef
+    again: Callable[[], Awaitable[WeightsRef]]
     prove: Callable[[Client, WeightsRef, ServingWeights], Awaitable[None]]
     drain: bool = False
     is_trial: bool = False
@@ -44,10 +45,10 @@ class Push:
         """Whether it goes from device to device, to the samplers that are there at the time."""
         return isinstance(self.ref.root, SentWeights)
 
-    def for_sampler(self, replica: Replica, *, late: bool = False) -> WeightsRef:
-        """Returns the version as this sampler is to load it."""
+    async def for_sampler(self, replica: Replica, *, late: bool = False) -> WeightsRef:
+        """Returns the version as this sampler is to load it. Raises what `again` does."""
         files = self.is_sent and (late or replica.by_files)
-        return self.again if replica.failed_sync or files else self.ref
+        return await self.again() if replica.failed_sync or files else self.ref
 
 
 async def give_model(
@@ -111,7 +112,7 @@ async def load(
     """Returns what the sampler answered once it serves the version, proven. `late`: it joins after
     the version was sent. Raises StateLost if another sampler or engine answers than the one that
     has the model."""
-    ref = push.for_sampler(replica, late=late)
+    ref = await push.for_sampler(replica, late=late)
     replica.num_loads += 1
     try:
         if push.drain and replica.up:

@@ -124,6 +124,12 @@ class Samplers:
         so."""
         return self._members.given_up
 
+    @property
+    def want_files(self) -> bool:
+        """Whether some sampler is away, or does not get what is sent to its GPU."""
+        every = self._members.replicas.values()
+        return any(replica.listed and (not replica.up or replica.by_files) for replica in every)
+
     async def push(self, push: Push) -> list[ServingWeights]:
         """Makes all samplers serve a version, and returns what each answered. One that fails is
         taken out of the pool and brought to the version before it comes back; if all fail, raises

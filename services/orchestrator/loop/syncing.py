@@ -3,6 +3,7 @@ engine computes with them (canary.py)."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.sampler_loading import NOT_HERE, Push
 from services.orchestrator.record.journal import Journal
 from shared.client import Client
-from shared.errors import Conflict, Failed, HoneError
+from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.job import Job, SyncMethod
 from shared.logs import get_logger
 from shared.wire import (
@@ -180,9 +181,11 @@ async def _push(
 ) -> Synced:
     start = time.monotonic()
     published = await _published(peers, version, method)
-    fuller = _fuller(published)
+    fuller = Fuller(peers, published)
     try:
-        ref = fuller if again else published
+        if isinstance(published.root, SentWeights) and peers.want_files:
+            await _write_files(fuller, journal)
+        ref = await fuller() if again else published
         push = Push(ref, fuller, prove, job.drain_before_sync, is_trial=_is_trial(peers, job))
         answers = await peers.push_weights(push)
     except SyncFailed:
@@ -218,14 +221,52 @@ async def _published(peers: Peers, version: int, method: SyncMethod) -> WeightsR
         raise SyncFailed(f"weight sync: {error.detail}", code="not_met") from error
 
 
-def _fuller(published: WeightsRef) -> WeightsRef:
-    """Returns the same version for a sampler that failed to load it: loaded in any case, and by
-    the fuller method, if it has one, which finds the same files."""
-    ref = published.root
-    if isinstance(ref, SentWeights):
-        ref = ref.as_files()
-    method = FULLER.get(ref.method, ref.method)
-    return WeightsRef(ref.model_copy(update={"again": True, "method": method}))
+async def _write_files(fuller: Fuller, journal: Journal) -> None:
+    """Has what is sent written as files too, for samplers that are away, while the trainer is at
+    it. They lose a step at most if that fails."""
+    try:
+        await fuller()
+    except (Failed, Unavailable) as error:
+        await journal.warn(f"samplers that are away join later: {error.detail}")
+
+
+class Fuller:
+    """The same version for a sampler that failed to load it, or joins after it was sent: loaded in
+    any case, and by the fuller method, if it has one."""
+
+    def __init__(self, peers: Peers, published: WeightsRef) -> None:
+        self._peers = peers
+        self._published = published
+        self._files: AnyWeights | None = None
+        self._asking = asyncio.Lock()
+
+    async def __call__(self) -> WeightsRef:
+        """Returns the reference. What was sent becomes files when they are first asked for: raises
+        Unavailable once the trainer has gone on."""
+        ref = self._published.root
+        if isinstance(ref, SentWeights):
+            async with self._asking:
+                self._files = self._files or await self._written(ref)
+            ref = self._files
+        method = FULLER.get(ref.method, ref.method)
+        return WeightsRef(ref.model_copy(update={"again": True, "method": method}))
+
+    async def _written(self, sent: SentWeights) -> AnyWeights:
+        try:
+            files = (await self._peers.publish_weights(sent.version, "http")).root
+        except Conflict as error:
+            if error.code != "out_of_order":
+                raise
+            raise Unavailable(
+                f"version {sent.version} went from GPU to GPU, and the trainer has gone on: a "
+                "sampler that joins gets the next version"
+            ) from error
+        if files.digest != sent.digest:
+            raise SyncFailed(
+                f"weight sync: the files of version {sent.version} have digest "
+                f"{files.digest[:12]}, and what was sent {sent.digest[:12]}"
+            )
+        return files
 
 
 async def prove(sampler: Client, published: WeightsRef, serving: ServingWeights) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -77,15 +77,30 @@ def _header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     return struct.pack("<Q", len(plain)) + plain, begins
 
 
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns the digest of each tensor, of any device, as `write` does, and writes nothing."""
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    return in_parallel(sizes, lambda name: _hashed(tensors[name], lambda _: None))
+
+
 def _write(tensor: Tensor, descriptor: int, offset: int) -> str:
+    def write_block(block: memoryview) -> None:
+        nonlocal offset
+        _write_all(descriptor, block, offset)
+        offset += len(block)
+
+    return _hashed(tensor, write_block)
+
+
+def _hashed(tensor: Tensor, take: Callable[[memoryview], None]) -> str:
+    """Returns the tensor's digest; `take` gets its bytes, block by block in order."""
     plain = tensor.detach().contiguous()
     digest = Digest(DTYPES[plain.dtype], tuple(plain.shape))
     for data in _in_host_memory(plain.view(-1).view(torch.uint8)):
         for begin in range(0, len(data), BLOCK_BYTES):
             block = data[begin : begin + BLOCK_BYTES]
             digest.add(block)
-            _write_all(descriptor, block, offset)
-            offset += len(block)
+            take(block)
     return digest.hex()
 
 

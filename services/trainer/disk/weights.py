@@ -9,8 +9,8 @@
                                                     newest folder
     reload   as disk, loaded after the engine's memory was freed
     restart  as disk, loaded by a new engine
-    nccl     as http, and sent from device to device (services/trainer/transfer)
-    ipc      as http, and read by the sampler where they are on the GPU (likewise)
+    nccl     sent from device to device, without files (services/trainer/transfer)
+    ipc      read by the sampler where they are on the GPU, without files (likewise)
 
 One entry per method in `METHODS`; a new method is one more entry and its function. With LoRA the
 weights are the merged ones, but for "lora".
@@ -32,7 +32,7 @@ from shared import digest, volume
 from shared.adapters import CONFIG, FILES
 from shared.config import Settings
 from shared.disk import write_file
-from shared.errors import Conflict, Failed, NotFound
+from shared.errors import Failed, NotFound
 from shared.job import JOB_ID, SyncMethod
 from shared.wire import (
     AdapterWeights,
@@ -58,16 +58,25 @@ Save = Callable[[Path], dict[str, str]]
 
 
 @dataclass(frozen=True)
-class Written:
-    """A version in `folder`, and what a sampler has to find there."""
+class Sealed:
+    """What a sampler has to find of a version: the digest of each tensor, and of all."""
 
-    folder: Path
-    digest: str
     tensors: dict[str, str]
     size_bytes: int
 
+    @property
+    def digest(self) -> str:
+        return digest.digest(self.tensors)
+
     def proof(self) -> dict[str, Any]:
         return {"digest": self.digest, "tensors": self.tensors, "size_bytes": self.size_bytes}
+
+
+@dataclass(frozen=True)
+class Written(Sealed):
+    """A version in `folder`."""
+
+    folder: Path
 
     def is_whole(self) -> bool:
         """Returns whether the files still are what was written."""
@@ -123,7 +132,7 @@ class Folders:
             size_bytes = sum(file.stat().st_size for file in aside.glob("*.safetensors"))
         if self._durable:
             write_file(self._folder / "latest", f"{folder.name}\n".encode())
-        return Written(folder, digest.digest(tensors), tensors, size_bytes)
+        return Written(tensors, size_bytes, folder)
 
     def _forget_old(self) -> None:
         self._written = dict(list(self._written.items())[-KEEP_VERSIONS:])
@@ -140,31 +149,36 @@ class Folders:
 
 
 class Device:
-    """The newest version where it is trained: `live` returns its tensors, which stay as they are
-    until the next update. `host` is the address to send from."""
+    """The newest version where it is trained: `live` returns its tensors, by a checkpoint's names,
+    which stay as they are until the next update. `host` is the address to send from."""
 
     def __init__(self, live: Callable[[], Mapping[str, Any]], host: str, deadline_s: float) -> None:
         self._live = live
         self._host = host
         self._sending: Any = None
+        self._sealed: dict[int, Sealed] = {}
         self.deadline_s = deadline_s
 
-    def tensors(self, written: Written) -> dict[str, Any]:
-        """Returns the tensors of a version. Raises Conflict where it has others in memory."""
+    def tensors(self) -> dict[str, Any]:
         live = self._live()
-        if missing := sorted(written.tensors.keys() - live.keys()):
-            raise Conflict(
-                f"{len(missing)} tensors of the version have another name while they are trained, "
-                f'the first is {missing[0]!r}: weight_sync "nccl" and "ipc" cannot send them'
-            )
-        return {name: live[name] for name in sorted(written.tensors)}
+        return {name: live[name] for name in sorted(live)}
 
-    def send(self, written: Written) -> Any:
+    def sealed(self, version: int) -> Sealed:
+        """Returns what the version is, hashed once."""
+        from services.trainer.disk import tensor_file
+
+        if version not in self._sealed:
+            live = self.tensors()
+            size_bytes = sum(tensor.nbytes for tensor in live.values())
+            self._sealed = {version: Sealed(tensor_file.digests(live), size_bytes)}
+        return self._sealed[version]
+
+    def send(self) -> Any:
         """Returns what sends the version to whoever asks, until it is to stop."""
         from services.trainer.transfer.broadcast import Broadcast
 
         self.stop()
-        self._sending = Broadcast(self.tensors(written), self._host, self.deadline_s)
+        self._sending = Broadcast(self.tensors(), self._host, self.deadline_s)
         self._sending.start()
         return self._sending
 
@@ -187,8 +201,8 @@ class Places:
 
 
 Method = Callable[[Places, PublishRequest, int, Save], AnyWeights]
-"""Returns the reference of the version, written by the `Save` unless it is there already; the
-number is its size in bytes, about."""
+"""Returns the reference of the version, written by the `Save`, if it goes as files, unless it is
+there already; the number is its size in bytes, about."""
 
 
 def shared_memory(
@@ -230,32 +244,27 @@ def changes(places: Places, request: PublishRequest, size_bytes: int, save: Save
     return DeltaWeights(**request.model_dump(), **whole.proof(), files=files, steps=steps)
 
 
-def broadcast(
-    places: Places, request: PublishRequest, size_bytes: int, save: Save
-) -> BroadcastWeights:
-    written = places.memory.write(request.version, size_bytes, save)
-    sending = places.device.send(written)
+def broadcast(places: Places, request: PublishRequest, _: int, __: Save) -> BroadcastWeights:
+    proof = places.device.sealed(request.version).proof()
+    sending = places.device.send()
     return BroadcastWeights(
         **request.model_dump(),
-        **written.proof(),
+        **proof,
         deadline_s=places.device.deadline_s,
-        files=files_to_fetch(request.job_id, written),
         port=sending.port,
         key=sending.key,
         chunks=sending.layout,
     )
 
 
-def shared(places: Places, request: PublishRequest, size_bytes: int, save: Save) -> SharedWeights:
+def shared(places: Places, request: PublishRequest, _: int, __: Save) -> SharedWeights:
     from services.trainer.transfer import sharing
 
-    written = places.memory.write(request.version, size_bytes, save)
-    gpu, tensors = sharing.shared(places.device.tensors(written))
+    gpu, tensors = sharing.shared(places.device.tensors())
     return SharedWeights(
         **request.model_dump(),
-        **written.proof(),
+        **places.device.sealed(request.version).proof(),
         deadline_s=places.device.deadline_s,
-        files=files_to_fetch(request.job_id, written),
         gpu=gpu,
         shared=tensors,
     )
@@ -307,8 +316,8 @@ class Publisher:
         )
 
     def publish(self, request: PublishRequest, size_bytes: int, save: Save) -> AnyWeights:
-        """Returns the reference of the version, written by `save(folder)` unless it is published
-        already."""
+        """Returns the reference of the version, written by `save(folder)` if it goes as files and
+        is not published already."""
         return METHODS[request.method](self._places, request, size_bytes, save)
 
     def stop_sending(self) -> None:

@@ -29,6 +29,7 @@ from services.trainer.zero import lora, state
 from services.trainer.zero import stages as zero
 from services.trainer.zero.internals import bring_back, offload, whole_weights
 from services.trainer.zero.models import (
+    as_kept,
     as_saved,
     choose_dtype,
     copy_tokenizer,
@@ -203,10 +204,12 @@ class DeepSpeedEngine:
             lora.save_adapter(self._parts.wrapped, weights, folder)
 
     def live_weights(self) -> dict[str, Tensor]:
-        """Returns the tensors of the model as they are. Raises BadRequest under LoRA and ZeRO-3."""
+        """Returns the tensors of the model as they are. Raises BadRequest under LoRA and ZeRO-3,
+        and Conflict for a model that has others than its checkpoint."""
         if not self._job.has_live_weights:
             raise BadRequest("under LoRA or ZeRO-3 no weights to serve are whole on a device")
-        return whole_weights(self._parts.model)
+        model = self._parts.model
+        return as_kept(model, whole_weights(model))
 
     def save_checkpoint(self, folder: Path) -> None:
         """Writes a whole Hugging Face model folder: weights, configurations, tokenizer; with LoRA,

@@ -22,7 +22,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.hub import cached_file, cached_files
 
 from shared import dtype as dtypes
-from shared.errors import BadRequest, HoneError, from_problem
+from shared.errors import BadRequest, Conflict, HoneError, from_problem
 from shared.job import Job
 from shared.model_check import check_rope, read_config
 from shared.models import EXPECTED, check_hub, model_folder
@@ -200,6 +200,22 @@ def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     unsaved = model._keys_to_ignore_on_save or ()
     kept = {name: weight for name, weight in weights.items() if name not in unsaved}
     return revert_weight_conversion(model, remove_tied_weights_from_state_dict(kept, model))
+
+
+def as_kept(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns what `as_saved` does, each tensor where the model has it. Raises Conflict if it has
+    others than its checkpoint, as a mixture of experts, whose experts are one tensor in each
+    layer."""
+    # Without memory of their own: `as_saved` copies what it changes, and what shares a buffer.
+    shapes = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
+    saved = as_saved(model, shapes)
+    others = sorted(name for name, shape in saved.items() if shapes.get(name) is not shape)
+    if others:
+        raise Conflict(
+            f"{len(others)} tensors of the version are others while they are trained, the first is "
+            f'{others[0]!r}: weight_sync "nccl" and "ipc" cannot send them'
+        )
+    return {name: weights[name] for name in saved}
 
 
 def choose_dtype(asked: str) -> torch.dtype:

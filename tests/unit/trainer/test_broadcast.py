@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +20,18 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from services.trainer.disk import tensor_file
 from services.trainer.disk.weights import Publisher
 from services.trainer.processes.launcher import rank_environment
 from services.trainer.transfer.broadcast import Broadcast, Member, chunks, joined
 from services.trainer.transfer.sharing import location, shared
+from services.trainer.zero.models import as_kept
 from shared.config import Settings
+from shared.digest import stored_tensors, tensor_digests
 from shared.errors import BadRequest, Conflict
 from shared.wire import BroadcastWeights, PublishRequest
-from tests.support.safetensors_files import hashing, safetensors
+from tests.support.tiny_experts import KINDS, make_tiny_experts
+from tests.support.tiny_models import make_tiny_model
 
 PATIENT = timedelta(seconds=30)
 TENSORS = {
@@ -168,36 +173,84 @@ def test_chunks_are_of_one_dtype_and_about_a_size() -> None:
 @pytest.fixture
 def publisher(tmp_path) -> Publisher:
     settings = Settings(shm_dir=tmp_path / "shm", runs_dir=tmp_path / "runs")
-    return Publisher(settings, "a", lambda: {"w": TENSORS["norm"], "unsaved": TENSORS["embed"]})
+    return Publisher(settings, "a", lambda: {"w": TENSORS["norm"]})
 
 
 def request(method: str, version: int = 1) -> PublishRequest:
     return PublishRequest(job_id="a", version=version, method=method)
 
 
-def saving(name: str):
-    data = safetensors(**{name: b"bytes"})
-    return hashing(lambda folder: (folder / "model.safetensors").write_bytes(data))
+def never(_: Path) -> dict[str, str]:
+    raise AssertionError("what is sent is not written")
 
 
-def test_a_version_is_sent_as_it_is_written_and_can_be_fetched_instead(publisher) -> None:
-    ref = publisher.publish(request("nccl"), 5, saving("w"))
+def test_a_version_is_sent_without_files_and_written_when_they_are_asked_for(publisher) -> None:
+    ref = publisher.publish(request("nccl"), 5, never)
     assert isinstance(ref, BroadcastWeights)
     assert [[tensor.name for tensor in chunk] for chunk in ref.chunks] == [["w"]]
-    files = ref.as_files()
+    assert ref.size_bytes == TENSORS["norm"].nbytes
+    saved: list[Path] = []
+
+    def save(folder: Path) -> dict[str, str]:
+        saved.append(folder)
+        return tensor_file.write({"w": TENSORS["norm"]}, folder / "model.safetensors")
+
+    files = publisher.publish(request("http"), 5, save)
     assert (files.method, files.digest, files.tensors) == ("http", ref.digest, ref.tensors)
     assert [file.path for file in files.files] == ["/weights/a/v1/model.safetensors"]
+    assert len(saved) == 1
     publisher.close()
 
 
-def test_a_tensor_with_another_name_in_memory_cannot_be_sent(publisher) -> None:
-    with pytest.raises(Conflict, match="another name while they are trained, the first is 'v'"):
-        publisher.publish(request("nccl"), 5, saving("v"))
+def test_a_later_version_is_hashed_anew_and_the_same_one_is_not(publisher, monkeypatch) -> None:
+    hashed: list[set[str]] = []
+    digests = tensor_file.digests
+
+    def counting(tensors):
+        hashed.append(set(tensors))
+        return digests(tensors)
+
+    monkeypatch.setattr(tensor_file, "digests", counting)
+    first, same = (publisher.publish(request("nccl"), 5, never) for _ in range(2))
+    assert first.digest == same.digest and first.key != same.key
+    TENSORS["norm"].add_(1)
+    try:
+        later = publisher.publish(request("nccl", 2), 5, never)
+    finally:
+        TENSORS["norm"].sub_(1)
+    publisher.close()
+    assert later.digest != first.digest
+    assert hashed == [{"w"}] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixture_whose_experts_are_one_tensor_cannot_be_sent(tmp_path, kind) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_experts(kind, tmp_path / "model"))
+    with pytest.raises(Conflict, match="tensors of the version are others while they are trained"):
+        as_kept(model, dict(model.state_dict()))
+
+
+def test_what_is_sent_of_a_model_is_what_its_checkpoint_has(tmp_path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(make_tiny_model(tmp_path / "model"))
+    # In one buffer, as DeepSpeed has them.
+    buffer, begin = torch.empty(sum(p.numel() for p in model.parameters())), 0
+    for parameter in model.parameters():
+        place = buffer[begin : begin + parameter.numel()].view(parameter.shape)
+        begin, parameter.data = begin + parameter.numel(), place.copy_(parameter.data)
+    weights = dict(model.state_dict())
+    kept = as_kept(model, weights)
+    assert all(kept[name] is weights[name] for name in kept), "none is copied"
+    assert kept.keys() == stored_tensors(tmp_path / "model").keys(), "the tied matrix once"
+    assert tensor_file.digests(kept) == tensor_digests(stored_tensors(tmp_path / "model"))
 
 
 def test_the_memory_of_a_cpu_cannot_be_shared_as_a_gpus(publisher) -> None:
     with pytest.raises(BadRequest, match="computes on 'cpu'"):
-        publisher.publish(request("ipc"), 5, saving("w"))
+        publisher.publish(request("ipc"), 5, never)
     with pytest.raises(BadRequest):
         shared(TENSORS)
 
