@@ -20,7 +20,7 @@ from shared.startup import run_main
 def main(settings: Settings) -> int:
     check_nodes(settings)
     nvidia.check()
-    with contextlib.suppress(OSError):  # who writes there says so: not all jobs do
+    with contextlib.suppress(OSError):  # a job that writes there reports the error
         disk.own_folder(settings.shm_dir)
     if settings.trainer_node_rank == 0:
         check_port(settings.host, settings.trainer_port, "trainer")

@@ -1,8 +1,8 @@
-"""The trainer's HTTP routes. Each hands its body to the ranks and answers what they answer.
+"""The trainer's HTTP routes. Each passes its body to the ranks and returns their answer.
 
-No natural keys are given to the table of operations: it would still answer for step 3 of a job that
-was replaced since. The ranks know what was applied to the weights they hold (`trainer.py`), take
-one command at a time, and answer a repeated one again.
+The table of operations gets no natural keys: it would still answer step 3 of a job that was
+replaced since. The ranks know which steps were applied to their weights (`trainer.py`), take one
+command at a time, and answer a repeated command again.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from shared.wire import (
 )
 
 Run = Callable[[str, Wire], Awaitable[BaseModel]]
-"""Runs the command of that name (a method of `Trainer`) on all ranks."""
+"""Runs a command (a method of `Trainer`) by name on all ranks."""
 
 Problem = Callable[[str | None], str | None]
-"""Given the job that is loaded, says why the trainer is not ready; None if it is."""
+"""Takes the loaded job, and returns why the trainer is not ready; None if it is."""
 
 GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
     ("step", "The last applied step of the loaded job", lambda state: state.step),
@@ -55,7 +55,7 @@ GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
 
 
 class TrainerView(Protocol):
-    """What can be read of the trainer while a command runs."""
+    """The part of the trainer that can be read while a command runs."""
 
     def state(self) -> TrainerState: ...
 
@@ -74,8 +74,8 @@ def create_service(
     problem: Problem = lambda _job: None,
     doing: Callable[[], str | None] = lambda: None,
 ) -> Service:
-    """Returns the service. `run` reaches the ranks; `trainer` is rank 0's. `doing` says what takes
-    long just now, where that is not what was asked for."""
+    """Returns the service. `run` reaches the ranks; `trainer` is rank 0's. `doing` returns what
+    takes long now, if it is not the requested work."""
 
     async def of_use() -> str | None:
         return problem(trainer.state().job_id)
@@ -110,7 +110,7 @@ def _add_job(
         return trainer.state().model_copy(update=told)
 
     async def release(request: ReleaseRequest) -> Released:
-        """Frees the trainer for other orchestrators: the job has left it."""
+        """Frees the trainer from the job, so that other orchestrators may take it."""
         ownership.leave(request)
         return Released(job_id=request.job_id)
 
@@ -142,8 +142,8 @@ def _add_training(service: Service, run: Run) -> None:
 
 def _add_checkpoints(service: Service, trainer: TrainerView, run: Run) -> None:
     async def write_checkpoint(request: CheckpointRequest) -> Checkpoint:
-        """Writes a Hugging Face checkpoint of the last applied step, from which training can go on;
-        old ones are removed."""
+        """Writes a Hugging Face checkpoint of the last applied step, from which training can
+        resume. Old checkpoints are removed."""
         service.ownership.check()
         return cast(Checkpoint, await run("write_checkpoint", request))
 

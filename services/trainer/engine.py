@@ -1,5 +1,4 @@
-"""What the trainer needs of a training engine. The one real engine is in
-`zero/deepspeed_engine.py`.
+"""The interface of a training engine. The only real engine is in `zero/deepspeed_engine.py`.
 
 This seam exists so that the trainer's own rules (order, repetition, faults) are tested without
 DeepSpeed.
@@ -17,8 +16,8 @@ from shared.wire import Canary, Example, StepTotals
 
 @dataclass(frozen=True)
 class Update:
-    """What the optimizer steps of one training step did. `grad_norm` is before clipping;
-    `num_updates` counts them.
+    """The result of one training step's optimizer steps. `grad_norm` is before clipping;
+    `num_updates` counts the optimizer steps.
 
     `skipped`: some loss or gradient was not finite, and no weight changed.
     """
@@ -31,9 +30,9 @@ class Update:
 
 
 class OutOfMemory(RuntimeError):
-    """This rank ran out of memory where it cannot go on by itself: the message says how to avoid
-    it. `micro_batch_tokens`: with so many tokens in a micro-batch it might fit; None if fewer would
-    not help."""
+    """This rank ran out of memory and cannot go on by itself; the message says how to avoid that.
+    `micro_batch_tokens`: a micro-batch of so many tokens might fit; None if fewer would not
+    help."""
 
     def __init__(self, message: str, micro_batch_tokens: int | None = None) -> None:
         super().__init__(message)
@@ -44,10 +43,10 @@ class Engine(Protocol):
     """The trained policy: `zero/deepspeed_engine.py`. Every method is called on all ranks, with the
     same arguments.
 
-    The `save_` methods get a folder that all ranks see and that is there. `save_weights`,
-    `save_adapter` (of a job with LoRA) and `save_checkpoint` gather what is spread over the ranks
-    and write from rank 0; `save_state` writes a share of each rank, and `load_state`, on an engine
-    that was just made, reads it (`zero/state.py`).
+    The `save_` methods get an existing folder that all ranks see. `save_weights`, `save_adapter`
+    (of a job with LoRA) and `save_checkpoint` gather tensors from the ranks and write on rank 0;
+    `save_state` writes each rank's share, and `load_state` reads it into a new engine
+    (`zero/state.py`).
     """
 
     dtype: str
@@ -88,11 +87,11 @@ class Engine(Protocol):
     def load_state(self, folder: Path) -> None: ...
 
     def rest(self) -> None:
-        """Moves what only an update needs off the device, if it can."""
+        """Offloads the states that only an update needs from the device, if possible."""
         ...
 
     def rise(self) -> None:
-        """Moves it back."""
+        """Moves the offloaded states back to the device."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The job that is loaded: its engine, and how far it is."""
+"""The loaded job: its engine, and its progress."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shared.wire import Canary, StepResult, TrainerJob
 
 @dataclass
 class Loaded:
-    """`model` is the fingerprint of the job's model, `last` the last step's body (its fingerprint)
-    and result, `canary` that of a step. Rank 0 has a publisher."""
+    """`model` is the fingerprint of the job's model, `last` the fingerprint of the last step's body
+    with its result, `canary` the canary of a step. Rank 0 has a publisher."""
 
     request: TrainerJob
     model: str
@@ -30,7 +30,7 @@ class Loaded:
     canary: tuple[int, Canary] | None = None
 
     def resume(self, found: Found) -> None:
-        """Goes on from the checkpoint that was found, if there is one."""
+        """Resumes from the found checkpoint, if there is one."""
         self.damaged = found.damaged
         if found.path is None or found.manifest is None:
             return
@@ -42,7 +42,7 @@ class Loaded:
             self.last = manifest.last_body, manifest.last_result
 
     def manifest(self, num_ranks: int, files: dict[str, StoredFile]) -> Manifest:
-        """Returns the manifest of a checkpoint of these files, written now."""
+        """Returns the manifest of a checkpoint written now, with these files."""
         last_body, last_result = self.last or (None, None)
         return Manifest(
             format=FORMAT,

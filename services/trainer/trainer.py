@@ -1,10 +1,10 @@
-"""What the trainer service remembers: which job, which step is next, what the last one answered.
-Every rank runs one of these. READ FIRST.
+"""The state of the trainer service: the job, the next step, the last step's answer. Every rank has
+one Trainer. READ FIRST.
 
-All ranks get the same commands in the same order and come to the same decisions; what one of them
-alone can know, they settle `together`. Idempotency lives here, beside the weights it protects, and
-not in a table of requests: when a job is replaced or its weights are lost, what was remembered
-about them goes too.
+All ranks get the same commands in the same order and make the same decisions. Facts that only one
+rank knows are settled `together`. Idempotency is here, beside the weights that it protects, and not
+in a table of requests: when a job is replaced or its weights are lost, its answers are forgotten
+too.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from shared.wire import (
 
 @dataclass(frozen=True)
 class Seams:
-    """What a trainer does through others. `start_engine` loads a model; `check_job` says first
-    whether it can, before memory is freed for it; `fingerprint` tells one model from another.
+    """Functions that a trainer gets from outside. `start_engine` loads a model; `check_job` says
+    first whether it can, before memory is freed for it; `fingerprint` tells one model from another.
 
     `writing` is entered while a checkpoint is written, and refuses to be if the trainer stops.
     `remember_job` keeps the loaded job for the ranks that come after these. `remember_budget` does
@@ -77,9 +77,9 @@ class Seams:
 class Trainer:
     """One rank's part of the service. `past`: what became of the ranks before these.
 
-    The newest PUT /job, by its attempt and epoch, is the one whose caller is obeyed, even if it
-    could not be loaded: what comes with an older fence is refused as stale. Fences of another
-    orchestrator's Redis say nothing of this one's (`shared/ownership.py`).
+    Only the caller of the newest PUT /job, by attempt and epoch, is obeyed, even if the job could
+    not be loaded. Requests with an older fence are refused as stale. Fences of different Redis
+    servers cannot be compared (`shared/ownership.py`).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Trainer:
         self._boot_id = secrets.token_hex(8)
 
     def load_job(self, request: TrainerJob) -> TrainerState:
-        """Loads the job in place of the one before: from its newest checkpoint, or at its start.
+        """Loads the job in place of the previous one: from its newest checkpoint, or at its start.
         The same job again changes nothing, unless another trainer has taken it further. Raises
         Conflict for checkpoints of another job or model."""
         loaded = self._loaded
@@ -137,22 +137,22 @@ class Trainer:
         return self.state()
 
     def _newest_step(self, folder: Path) -> int:
-        """Returns the step of the newest checkpoint, whoever wrote it; -1 without one."""
+        """Returns the step of the newest checkpoint, by any writer; -1 without one."""
         return self._ranks.from_rank_0(
             lambda: max((found.step for found in checkpoints.listed(folder)), default=-1)
         )
 
     def _continued(self, loaded: Loaded, request: TrainerJob) -> TrainerState:
-        """Goes on with the engine that is loaded, for a job that may differ in what an engine does
-        not know."""
+        """Goes on with the loaded engine. The job may differ in keys that an engine does not
+        use."""
         loaded.request = request
         if self._ranks.rank == 0:
             self._seams.remember_job(request)  # else the next life would let older ones in
         return self.state()
 
     def train_step(self, request: TrainStepRequest) -> StepResult:
-        """Applies the next step. The last one again, with the same body, gives its result again and
-        moves nothing."""
+        """Applies the next step. The last step again, with the same body, returns its result again
+        and changes no weight."""
         loaded = self._job(request)
         fingerprint = _fingerprint(request)
         if loaded.last and request.step == loaded.step:
@@ -212,8 +212,8 @@ class Trainer:
         return canary if all(map(math.isfinite, (*canary.logprobs, canary.noise))) else None
 
     def write_checkpoint(self, request: CheckpointRequest) -> Checkpoint | None:
-        """Returns the checkpoint on rank 0, None elsewhere. One that is there already is not
-        written again; old ones go."""
+        """Returns the checkpoint on rank 0, None elsewhere. An existing checkpoint is not written
+        again; old ones are removed."""
         loaded = self._job(request)
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
         path = checkpoints.path_of(folder, request.step)
@@ -233,7 +233,7 @@ class Trainer:
             return save_checkpoint(self._ranks, loaded, path, request, self._runs)
 
     def state(self) -> TrainerState:
-        """Returns where this trainer is. Safe to call from another thread."""
+        """Returns this trainer's state. Safe to call from another thread."""
         loaded = self._loaded
         past = {
             "num_ranks": self._ranks.num_ranks,
@@ -271,19 +271,19 @@ class Trainer:
         return CheckpointList(checkpoints=checkpoints.listed(folder))
 
     def unload(self) -> None:
-        """Forgets the job: the ranks' next life will not load it. Frees its memory, its shared
-        memory included."""
+        """Forgets the job: restarted ranks will not load it. Frees its memory, its shared memory
+        included."""
         if self._ranks.rank == 0:
             self._seams.remember_job(None)
         self._free()
 
     def device_fault(self) -> str | None:
-        """Returns why this rank's device is of no use any more; None if it works."""
+        """Returns why this rank's device cannot be used any more; None if it works."""
         return self._seams.device_fault()
 
     def free_shared_memory(self) -> None:
-        """Frees the job's shared memory, and only that. Safe to call from another thread, while the
-        process ends."""
+        """Frees only the job's shared memory. Safe to call from another thread, while the process
+        ends."""
         if self._loaded is not None and self._loaded.publisher is not None:
             self._loaded.publisher.close()
 
@@ -295,7 +295,7 @@ class Trainer:
 
     def _job(self, request: Fenced) -> Loaded:
         """Returns the loaded job. Raises StateLost without one, and Conflict unless it is the
-        request's, of the same fence."""
+        request's job with the same fence."""
         if self._newest is not None and request.fence < self._newest.fence:
             raise _stale(request, self._newest)
         if self._loaded is None:
@@ -314,13 +314,13 @@ class Trainer:
         return self._loaded
 
     def _fitting(self, request: TrainerJob) -> Job:
-        """Returns the job with micro-batches of the tokens that fit into memory on every rank."""
+        """Returns the job with a micro-batch size that fits into memory on every rank."""
         tokens = min(self._ranks.together(lambda: self._seams.budget(request)))
         memory = request.job.memory.model_copy(update={"micro_batch_tokens": tokens})
         return request.job.model_copy(update={"memory": memory})
 
     def _resumed(self, request: TrainerJob, model: str, engine: Engine, found: Found) -> Loaded:
-        """Returns the job as its checkpoint has it; at its start if there is none."""
+        """Returns the job at its checkpoint, or at its start if there is none."""
         publisher = None
         if self._ranks.rank == 0:
             publisher = Publisher(self._settings, request.job_id, engine.live_weights)
@@ -385,6 +385,6 @@ def _same_owner(request: TrainerJob, other: TrainerJob) -> bool:
 
 
 def _fingerprint(body: TrainStepRequest) -> str:
-    """Returns a digest of what the step trains on, whoever asks for it."""
+    """Returns a digest of the step's content, without its caller."""
     plain = body.model_copy(update={"attempt": 0, "epoch": 0})
     return hashlib.sha256(codec.encode(plain, codec.MSGPACK)).hexdigest()

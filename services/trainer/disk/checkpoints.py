@@ -6,9 +6,9 @@ which training also goes on.
                                                 other file
     trainer/...                                 the state of each rank (state.py)
 
-A folder of that name is whole and on disk: it is written aside and renamed. One that was damaged
-since is found out by its manifest and renamed to `damaged-step-000100`. `resume.py` chooses the one
-to go on from.
+A folder of that name is complete and on disk, because it is written aside and renamed. A checkpoint
+that was damaged later is detected by its manifest and renamed to `damaged-step-000100`. `resume.py`
+chooses the checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ PREFIX = "step-"
 DAMAGED = "damaged-"
 
 FORMAT = 1
-"""Version of the manifest and of the files in `trainer/`. It grows by 1 with each change that an
-older version of Hone would misread."""
+"""Version of the manifest and of the files in `trainer/`. It grows by 1 with each change that older
+versions of Hone would misread."""
 
 
 class Manifest(Wire):
     """`trainer/manifest.json`, of `FORMAT`. `model` is the fingerprint of the model that the job
-    began with; `last_body` that of the last step's body, with which its result is given again."""
+    began with; `last_body` is the fingerprint of the last step's body, for which `last_result` is
+    returned again."""
 
     format: int = 1
     job_id: JobId
@@ -53,7 +54,7 @@ class Manifest(Wire):
 
 
 class Damaged(Exception):
-    """What is wrong with a checkpoint, in a sentence."""
+    """A damaged checkpoint, with the fault as a sentence."""
 
 
 def checkpoints_dir(runs_dir: Path, job_id: str) -> Path:
@@ -61,7 +62,8 @@ def checkpoints_dir(runs_dir: Path, job_id: str) -> Path:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Returns where the checkpoint of `step` is, or would be, in a job's folder of checkpoints."""
+    """Returns the path of the checkpoint of `step` in a job's folder of checkpoints, whether it
+    exists or not."""
     return folder / f"{PREFIX}{step:06d}"
 
 
@@ -90,8 +92,8 @@ def described(path: Path) -> Checkpoint:
 
 
 def expendable(steps: list[int], spec: CheckpointSpec, keep: Collection[int] = ()) -> list[int]:
-    """Returns which of `steps` are neither among the last `keep_last` nor divisible by
-    `keep_every`, nor to be kept."""
+    """Returns the `steps` that may be removed: not among the last `keep_last`, not divisible by
+    `keep_every`, and not in `keep`."""
     older = [step for step in sorted(steps)[: -spec.keep_last] if step not in keep]
     return [step for step in older if not spec.keep_every or step % spec.keep_every]
 
@@ -106,8 +108,8 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of the checkpoint at `path`. Raises Damaged, and Conflict for one of
-    another version of Hone."""
+    """Returns the manifest of the checkpoint at `path`. Raises Damaged, and Conflict if another
+    version of Hone wrote it."""
     try:
         document: Any = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -138,8 +140,7 @@ def measured(path: Path, share: slice) -> dict[str, StoredFile]:
 
 
 def check_files(path: Path, manifest: Manifest, share: slice) -> None:
-    """Raises Damaged unless the share of the manifest's files at `path` are as they were
-    written."""
+    """Raises Damaged unless a share of the manifest's files at `path` are unchanged."""
     for name, expected in sorted(manifest.files.items())[share]:
         try:
             size_bytes = (path / name).stat().st_size

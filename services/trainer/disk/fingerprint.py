@@ -1,4 +1,4 @@
-"""Telling one model from another without reading all of it."""
+"""Tells models apart without reading whole files."""
 
 from __future__ import annotations
 

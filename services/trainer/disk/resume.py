@@ -1,9 +1,10 @@
-"""Which checkpoint a job goes on from: the newest whole one, if it is this job's and this model's.
+"""Chooses the checkpoint that a job resumes from: the newest complete one, if it is of this job and
+this model.
 
-One of another job or model is refused, with both values; what a job says of memory, length, logs
-and the like may have changed since (`MAY_CHANGE`), and so may the number of ranks. A damaged one is
-renamed, said loudly, and the next older one is taken. Every rank reads a share of the checksums,
-and all come to the same choice.
+A checkpoint of another job or model is refused, with both values. The job's keys in `MAY_CHANGE`
+(memory, length, logs and the like) and the number of ranks may have changed. A damaged checkpoint
+is renamed and reported, and the next older one is taken. Every rank checks a share of the files,
+and all make the same choice.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ SHOWN_DIFFERENCES = 3
 
 @dataclass(frozen=True)
 class Found:
-    """What was found: a checkpoint to go on from, or None, and sentences about those that were
-    damaged."""
+    """The checkpoint to resume from, or None, and sentences about damaged ones."""
 
     path: Path | None
     manifest: Manifest | None
@@ -33,8 +33,8 @@ class Found:
 
 
 def newest_whole(ranks: Ranks, folder: Path, request: TrainerJob, model: str) -> Found:
-    """Returns, on every rank, the checkpoint in `folder` to go on from. Raises Conflict if it is
-    another's.
+    """Returns, on every rank, the checkpoint in `folder` to resume from. Raises Conflict if it is
+    of another job or model.
 
     `model` is the fingerprint of the job's model.
     """
@@ -68,8 +68,8 @@ def newest_whole(ranks: Ranks, folder: Path, request: TrainerJob, model: str) ->
 def _examined(
     ranks: Ranks, path: Path, request: TrainerJob, model: str
 ) -> tuple[Manifest | None, str | None]:
-    """Returns the manifest of the checkpoint, or None and the first fault that any rank found.
-    Raises Conflict on all ranks."""
+    """Returns the checkpoint's manifest, or None and the first fault found by any rank. Raises
+    Conflict on all ranks."""
 
     def examine() -> tuple[Manifest | None, str | None]:
         checkpoints.check_seen(path, ranks.rank)

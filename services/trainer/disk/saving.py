@@ -1,7 +1,7 @@
-"""Writing a checkpoint, to which every rank writes its own part.
+"""Writes a checkpoint; every rank writes its own part.
 
-Where the nodes share a volume that has to be told what is new, each of them keeps what it wrote,
-and looks for what the others wrote, before the one goes on with what the other did.
+If the nodes share a volume that needs commands to show new files, each node commits its own files
+and refreshes the others' before it uses them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shared.wire import Checkpoint, CheckpointRequest
 
 @dataclass(frozen=True)
 class RunsVolume:
-    """What holds the run folders, as one rank sees it, and the commands by which it is told what is
-    new, if it needs any. Of several nodes one rank each tells it."""
+    """The volume of the run folders, as one rank sees it, and the commands that commit and refresh
+    it, if it needs any. One rank of each node runs them."""
 
     commit: str | None
     refresh: str | None
@@ -40,17 +40,17 @@ class RunsVolume:
         )
 
     def keep(self) -> None:
-        """Keeps what this node wrote. Raises Failed if that fails."""
+        """Commits this node's files. Raises Failed if that fails."""
         if self.speaks:
             volume.run(self.commit, "the checkpoint cannot be committed")
 
     def show(self) -> None:
-        """Shows the other nodes what this one wrote, once they look."""
+        """Commits this node's files, so that other nodes see them after `look`."""
         if self.is_shared:
             self.keep()
 
     def look(self) -> None:
-        """Shows this node what the others wrote."""
+        """Shows this node the files of the others."""
         if self.is_shared and self.speaks:
             volume.run(self.refresh, "the other nodes' part of a checkpoint cannot be seen")
 
@@ -58,8 +58,8 @@ class RunsVolume:
 def save_checkpoint(
     ranks: Ranks, loaded: Loaded, path: Path, request: CheckpointRequest, runs: RunsVolume
 ) -> Checkpoint | None:
-    """Returns the checkpoint of the loaded job, written to `path`, on rank 0, None elsewhere. Old
-    ones beside it go."""
+    """Writes a checkpoint of the loaded job to `path`, and removes old ones. Returns it on rank 0,
+    None elsewhere."""
     engine = loaded.engine
 
     def lead(save_all: SaveAll) -> Checkpoint:
@@ -89,6 +89,6 @@ def save_checkpoint(
 
 
 def checkpoint_bytes(engine: Engine) -> int:
-    """Returns about how much a checkpoint takes: the export, and for each trained parameter the
+    """Returns the approximate bytes of a checkpoint: the export, and for each trained parameter the
     float32 master and Adam's two moments."""
     return engine.weights_bytes + 12 * engine.num_trainable

@@ -1,11 +1,11 @@
-"""Examples to micro-batches: pure, and the same on every rank, so no rank needs to ask another what
-it got.
+"""From examples to micro-batches. Pure, and computed alike on every rank, so the ranks need no
+communication.
 
     [examples] --pack--> [rank][micro-batch][example] --collate--> MicroBatch (tensors)
 
-A micro-batch is bounded by its tokens, padding included, because that is what memory follows; a
-count of rows says nothing. Sequences are dealt to the ranks by cost, so that all finish together.
-Every rank gets the same number of micro-batches, because each backward pass is a collective.
+A micro-batch is bounded by its tokens, padding included, because memory depends on tokens and not
+on rows. Sequences are distributed to the ranks by cost, so that all finish together. Every rank
+gets the same number of micro-batches, because each backward pass is a collective.
 
 A micro-batch is either padded, a sequence a row, or packed: one row with all its sequences end to
 end, whose positions begin again with each, and no padding at all. Padding is on the right and known
@@ -37,16 +37,16 @@ Positions = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`[B, T]` tokens, and one entry for each of its `[N]` sampled tokens, row by row. What the
-    policy did not sample (prompts, and turns of tools and environments) is context only.
+    """`[B, T]` tokens, and one entry for each of its `[N]` sampled tokens, row by row. Tokens that
+    the policy did not sample (prompts, and turns of tools and environments) are context only.
 
     Token n is `targets_N[n]`; the hidden state that predicts it is at `[rows_N[n], columns_N[n]]`.
     It is in sequence `sequences_N[n]` of the micro-batch's `num_sequences` (never decreasing along
-    n), which has `lengths_N[n]` sampled tokens. `sampler_logprobs_N` means something only where
-    `measured_N`; weights of version `versions_N[n]` sampled the token, or `UNKNOWN` ones. `weight`
-    is 1, or 0 for the dummy that keeps ranks in step. `attention_mask_BT` is 1 at tokens and 0 at
-    padding; `position_ids_BT` is there if the micro-batch is packed, and `kept` if not every token
-    of the vocabulary could be sampled.
+    n), which has `lengths_N[n]` sampled tokens. `sampler_logprobs_N` is valid only where
+    `measured_N`. Weights of version `versions_N[n]`, or `UNKNOWN`, sampled the token. `weight` is
+    1, or 0 for the dummy that keeps ranks in step. `attention_mask_BT` is 1 at tokens and 0 at
+    padding. `position_ids_BT` is set if the micro-batch is packed, and `kept` if not every token of
+    the vocabulary could be sampled.
     """
 
     input_ids_BT: Tensor
@@ -78,13 +78,13 @@ DUMMY = Example(prompt_token_ids=TokenIds([0]), token_ids=TokenIds([0]), advanta
 """One token that reaches every parameter, with a gradient of exactly zero."""
 
 ATTENTION_TOKENS = 16384
-"""Length of a sequence whose attention costs as much as all the rest of the model: about 12 hidden
+"""Length of a sequence at which attention costs as much as the rest of the model: about 12 hidden
 sizes of a transformer."""
 
 
 def cost(length: int) -> float:
-    """Returns the work of a sequence, in tokens: attention compares each token with those before
-    it, all else is done once per token."""
+    """Returns the work of a sequence, in tokens: attention compares each token with all tokens
+    before it, everything else is done once per token."""
     return length * (1 + length / ATTENTION_TOKENS)
 
 
@@ -94,10 +94,10 @@ def pack(
     """Returns `[rank][micro-batch][index into lengths]`, longest first; the empty micro-batch is
     `[]`.
 
-    From the longest on, each sequence goes to the rank with the least work so far (no rank then has
-    more than 4/3 of the work of the best deal: Graham 1969). The ranks fill their micro-batches in
-    that order too, so they meet rows of about the same length at the same time. A micro-batch stays
-    within `budget_tokens`, except that a longer sequence gets one of its own.
+    From the longest on, each sequence goes to the rank with the least work so far. No rank then has
+    more than 4/3 of the work in the best distribution (Graham 1969). The ranks fill their
+    micro-batches in that order too, so they meet rows of about the same length at the same time. A
+    micro-batch stays within `budget_tokens`, except that a longer sequence gets one of its own.
     """
     by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     hands: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -154,7 +154,7 @@ def micro_batches_of_rank(
     *,
     packed: bool = False,
 ) -> list[MicroBatch]:
-    """Returns what `rank` runs through, in order; as many as every other rank."""
+    """Returns the micro-batches of `rank`, in order; every rank has as many."""
     lengths = [len(example.prompt_token_ids) + len(example.token_ids) for example in examples]
     hand = pack(lengths, num_ranks, budget_tokens, packed=packed)[rank]
     return [
@@ -179,7 +179,7 @@ def collate(
     positions = [sampled_positions(example) for example in examples]
     lengths_S = torch.tensor([len(positions_t) for positions_t in positions])
     sequences_N = torch.repeat_interleave(torch.arange(len(examples)), lengths_S)
-    # A token is predicted by the state of the one before it.
+    # A token is predicted by the hidden state of the token before it.
     columns = [
         positions_t + begin + len(example.prompt_token_ids) - 1
         for example, begin, positions_t in zip(examples, begins, positions, strict=True)
@@ -223,7 +223,7 @@ def _advantages(example: Example, positions: Positions) -> NDArray[np.float32]:
 
 
 def _kept(each: Sequence[tuple[Example, Positions]]) -> Kept | None:
-    """Returns the tokens that could be sampled, where any example says so."""
+    """Returns the tokens that could be sampled; None if no example lists them."""
     if not any(example.kept_counts for example, _ in each):
         return None
     ids: list[NDArray[Any]] = []

@@ -1,9 +1,9 @@
-"""What the importance ratio is taken to, and weights that correct the loss for the sampler not
-being the trainer: other kernels, other precision, or older weights.
+"""Weights that correct the loss for the difference between sampler and trainer: other kernels,
+other precision, or older weights.
 
-From w = exp(trainer's log-prob - sampler's), the trainer's being those before the first update of
-the batch, and for the two sequence methods W, the product of w over the sequence or its geometric
-mean (`sequence_ratio`):
+They are functions of w = exp(trainer's log-prob - sampler's), with the trainer's log-probs from
+before the first update of the batch. The two sequence methods use W, the product or the geometric
+mean of w over the sequence (`sequence_ratio`):
 
     token_tis        clamp(w, low, high)              truncated importance sampling:
                                                       fengyao.notion.site/off-policy-rl
@@ -16,9 +16,9 @@ logarithm grows with T: a completion of 10,000 tokens that differ by -0.001 each
 4.5e-5 and the geometric mean 0.999. The geometric mean is biased and does not depend on the length
 (the ratio of GSPO, arXiv 2507.18071).
 
-A token of weight 0 has no gradient and still counts in the loss's denominators: what is rejected
-must not make the rest weigh more. A token whose sampler's log-prob was not measured has the
-trainer's own, so w = 1.
+A token of weight 0 has no gradient, but still counts in the loss's denominators, so that rejected
+tokens do not make the others weigh more. A token without a measured sampler's log-prob takes the
+trainer's, so w = 1.
 """
 
 from __future__ import annotations
@@ -42,16 +42,15 @@ BOUNDS: dict[Method, tuple[float, float]] = {
     "sequence_mask": (0.0, 3.0),
     "icepop": (0.5, 5.0),
 }
-"""What `low` and `high` are where the job does not say. "none" weighs nothing: its bounds are only
-for the metrics."""
+"""Defaults of `low` and `high`. "none" applies no weights: its bounds are only for the metrics."""
 
 GEOMETRIC_MASK_BOUNDS = (0.99, 1.01)
-"""The same for "sequence_mask" of the geometric mean, which is near 1 for any sequence."""
+"""The defaults for "sequence_mask" of the geometric mean, which is near 1 for any sequence."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A correction with nothing left open. `method` "none": no weights."""
+    """A correction with all values set. `method` "none": no weights."""
 
     method: Method
     low: float
@@ -114,7 +113,7 @@ def log_ratios(
     num_sequences: int,
     resolved: Resolved,
 ) -> Tensor:
-    """Returns log w `[N]` in float64: of each token, or for the sequence methods log W of its
+    """Returns log w `[N]` of each token in float64; for the sequence methods log W of its
     sequence."""
     log_ratio_N = trainer_logprobs_N.double() - sampler_logprobs_N.double()
     if not resolved.of_sequences:

@@ -1,6 +1,6 @@
-"""An example's numbers as arrays, and whether the model can take it.
+"""An example's numbers as arrays, and checks that the model can take it.
 
-Token ids and log-probs stay the bytes they came as; nothing here makes a Python number of each.
+Token ids and log-probs stay bytes; they are never converted to Python numbers one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.packed import Logprobs, TokenIds
 from shared.wire import Example
 
 UNKNOWN = -1
-"""The version of weights of which nothing is known."""
+"""The version of unknown weights."""
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -30,8 +30,8 @@ def floats(packed: Logprobs) -> NDArray[np.float32]:
 
 
 def sampled_positions(example: Example) -> NDArray[np.intp]:
-    """Returns which of the completion's tokens the policy sampled, ascending; the others are
-    context."""
+    """Returns the positions of the completion's tokens that the policy sampled, ascending; the
+    others are context."""
     if not example.sampled:
         return np.arange(len(example.token_ids))
     return np.flatnonzero(np.frombuffer(example.sampled.data, np.uint8))
@@ -43,8 +43,8 @@ def num_sampled(example: Example) -> int:
 
 
 def versions(example: Example) -> NDArray[np.int64]:
-    """Returns which version of the weights sampled each of the completion's tokens `[T]`, or
-    `UNKNOWN`."""
+    """Returns for each of the completion's tokens `[T]` the version of the weights that sampled it,
+    or `UNKNOWN`."""
     if not example.spans:
         return np.full(len(example.token_ids), UNKNOWN)
     lengths = np.diff([*(span.start for span in example.spans), len(example.token_ids)])
@@ -52,8 +52,8 @@ def versions(example: Example) -> NDArray[np.int64]:
 
 
 def allowed_versions(version: int | None, max_staleness: int) -> range | None:
-    """Returns which versions may have sampled what the weights of `version` train on; None: any,
-    for it is not known."""
+    """Returns the versions that may have sampled the examples for the weights of `version`; None:
+    any, because `version` is not known."""
     if version is None:
         return None
     return range(max(version - max_staleness, 0), version + 1)
@@ -61,8 +61,8 @@ def allowed_versions(version: int | None, max_staleness: int) -> range | None:
 
 def check(examples: Sequence[Example], vocab_size: int, sampled_by: range | None = None) -> None:
     """Raises BadRequest, naming the example, if the trainer could not compute its log-probs, its
-    loss would not be finite, or other versions than those of `sampled_by` sampled it (None: any
-    may have)."""
+    loss would not be finite, or a version outside `sampled_by` sampled it (None: any version
+    may)."""
     for index, example in enumerate(examples):
         problem = _problem(example, vocab_size) or _wrong_versions(example, sampled_by)
         if problem:

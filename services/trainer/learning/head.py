@@ -13,18 +13,18 @@ it in place into the gradient of the logits,
 
     d logprob_n / d x_nv = 1[v = t_n] - p_nv,    d x_nv / d z_nv = (1 - (T x_nv / c)^2) / T
 
-of which the gradients of h, W and b are sums. So a pass needs a few tiles beyond its inputs and
-gradients, whatever the vocabulary, and each logit is computed twice and held in cache while it is
-used. The entropy has no gradient.
+and adds it up to the gradients of h, W and b. So beyond its inputs and gradients a pass needs only
+a few tiles, for any vocabulary. Each logit is computed twice and stays in cache while it is used.
+The entropy has no gradient.
 
 Logits are products of the weights as they are, summed and kept in float32 at least: a logit of 30
-rounded to bfloat16 is off by up to 0.06 nats. vLLM rounds its logits to the model's dtype before it
-takes their softmax, so a bfloat16 model's log-probs differ between the two by that rounding, which
-is the sampler's. Its `head_dtype = "float32"` ends that at the price of a slower head.
+rounded to bfloat16 is off by up to 0.06 nats. vLLM rounds its logits to the model's dtype before
+the softmax, so a bfloat16 model's log-probs differ by the sampler's rounding. vLLM's `head_dtype =
+"float32"` avoids that with a slower head.
 
-Where the sampler drew from a part of the vocabulary only (top-p, top-k), `kept` says from which
-tokens; the others' logits are then taken as below every other, so that log-probs, entropies and
-gradients are those of the distribution that was sampled from.
+If the sampler drew from a part of the vocabulary only (top-p, top-k), `kept` lists its tokens. The
+other tokens' logits are set below all others, so log-probs, entropies and gradients belong to the
+sampled distribution.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 TILE_LOGITS = {"cpu": 1 << 22, "gpu": 1 << 26}
-"""Logits of one tile: on a CPU what its caches hold (16 MiB in float32), on a GPU what keeps its
+"""Logits of one tile: on a CPU they fit its caches (16 MiB in float32), on a GPU they keep its
 matrix units busy (256 MiB)."""
 
 LOWEST = -1e30
@@ -46,8 +46,8 @@ LOWEST = -1e30
 
 @dataclass(frozen=True)
 class Kept:
-    """From which tokens each token could be sampled: `ids_K`, of token `tokens_K[k]` (ascending).
-    A token that is not in `tokens_K` could be any of the vocabulary."""
+    """The candidates of each token: `ids_K[k]` is a candidate of token `tokens_K[k]` (ascending). A
+    token that is not in `tokens_K` could be any of the vocabulary."""
 
     ids_K: Tensor
     tokens_K: Tensor
@@ -72,12 +72,11 @@ class Kept:
 
 
 class ScoringHead(nn.Linear):
-    """A linear output head that, given targets, answers with their log-probs and entropies in place
-    of logits.
+    """A linear output head. With targets it returns their log-probs and entropies instead of
+    logits.
 
     Scoring is the module's own forward, and not a function that reads its weight, because ZeRO-3
-    keeps a weight in pieces and gathers it around the forward and backward pass of the module that
-    owns it.
+    partitions the weight and gathers it only around the module's forward and backward pass.
     """
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (without targets it is nn.Linear's)
@@ -99,8 +98,8 @@ class ScoringHead(nn.Linear):
 
 
 def as_scoring_head(head: nn.Module) -> ScoringHead | None:
-    """Returns the head itself, made able to score; None if it is more than a plain linear layer
-    (one with an adapter, say)."""
+    """Returns the head itself, turned into a ScoringHead; None if it is not a plain linear layer
+    (for example with an adapter)."""
     if type(head) is nn.Linear:
         head.__class__ = ScoringHead
     return head if isinstance(head, ScoringHead) else None
@@ -108,7 +107,7 @@ def as_scoring_head(head: nn.Module) -> ScoringHead | None:
 
 @dataclass(frozen=True)
 class _Head:
-    """What makes logits of hidden states."""
+    """Computes logits from hidden states."""
 
     weight_VH: Tensor
     bias_V: Tensor | None
@@ -130,8 +129,8 @@ class _Chunk(_Head):
     hidden_CH: Tensor
 
     def parts_of_vocabulary(self) -> list[slice]:
-        """Returns the tiles' columns. A tile has at most `TILE_LOGITS` logits, and so many numbers
-        its copy of the weights, where they need one (`_product`)."""
+        """Returns the tiles' columns. A tile has at most `TILE_LOGITS` logits, and its copy of the
+        weights, if needed (`_product`), at most as many numbers."""
         device = "gpu" if self.weight_VH.is_cuda else "cpu"
         rows = len(self.hidden_CH)
         if not self.weight_VH.is_cuda and _wide(self.weight_VH.dtype) != self.weight_VH.dtype:
@@ -142,8 +141,8 @@ class _Chunk(_Head):
         ]
 
     def logits(self, part: slice) -> Tensor:
-        """Returns a tile of logits, scaled, in float32 (float64 for a float64 model); it is the
-        caller's to overwrite."""
+        """Returns a tile of scaled logits in float32 (float64 for a float64 model), which the
+        caller may overwrite."""
         logits_CV = _product(self.hidden_CH, self.weight_VH[part].t())
         if self.bias_V is not None:
             logits_CV.add_(self.bias_V[part])
@@ -156,8 +155,8 @@ class _Chunk(_Head):
         return logits_CV
 
     def slopes(self, logits_CV: Tensor) -> Tensor | None:
-        """Returns T d x / d z of a tile of logits x; None where it is 1. That of a token which
-        could not be sampled is 0."""
+        """Returns T d x / d z of a tile of logits x; None if it is 1. It is 0 for a token that
+        could not be sampled."""
         if self.cap is None:
             return None
         return (logits_CV * (self.temperature / self.cap)).square_().neg_().add_(1).clamp_(min=0)
@@ -266,7 +265,7 @@ def _score_chunk(chunk: _Chunk, targets_C: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _targets_in(part: slice, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns which targets are in this part of the vocabulary, and each one's column `[C, 1]`
+    """Returns which targets are in this part of the vocabulary, and each target's column `[C, 1]`
     there (any column if it is not)."""
     columns_C = targets_C - part.start
     here_C = (columns_C >= 0) & (columns_C < part.stop - part.start)
@@ -274,7 +273,7 @@ def _targets_in(part: slice, targets_C: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns what sums of such numbers are kept in: float32 at least."""
+    """Returns the dtype for sums of such numbers: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -289,8 +288,8 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds `left @ right` to a total that is wider. No tile's product is rounded to bfloat16 first:
-    hundreds of them are summed."""
+    """Adds `left @ right` to a total of a wider dtype. The product is not rounded to bfloat16
+    first, because hundreds of tiles are summed."""
     if left.dtype is total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

@@ -5,14 +5,14 @@ With d = logprob - reference_logprob:
 
     name       value           its gradient, in expectation over the policy's own samples
     k1         d               zero: a number to look at, and no pull to the reference
-    k2         d^2 / 2         that of KL(policy || reference)
-    k3         e^-d - 1 + d    that of KL(reference || policy); never negative, and grows with e^-d
+    k2         d^2 / 2         the gradient of KL(policy || reference)
+    k3         e^-d - 1 + d    the gradient of KL(reference || policy); grows with e^-d. The value
+                               is never negative
                                (GRPO: arXiv 2402.03300)
-    k3_true    e^-d - 1 + d    that of KL(policy || reference): k3's value, k2's gradient
+    k3_true    e^-d - 1 + d    the gradient of KL(policy || reference): k3's value, k2's gradient
 
-That a right value need not have the right gradient: arXiv 2506.09477. All estimates are for samples
-of the policy that is being trained: with several updates per batch they are slightly off, as in
-every peer.
+A right value need not have the right gradient: arXiv 2506.09477. All estimates assume samples of
+the present policy. With several updates per batch they are slightly off, as in every other trainer.
 
 Beyond +-max_log_ratio a token has the value and the gradient of the bound, so the pull back to the
 reference never ends, and e^-d stays finite.
@@ -45,8 +45,8 @@ def k3_true(logprobs_N: Tensor, reference_logprobs_N: Tensor, max_log_ratio: flo
 
 
 def _differences(logprobs_N: Tensor, reference_logprobs_N: Tensor, max_log_ratio: float) -> Tensor:
-    """Returns d `[N]`, clamped in value but not in gradient: that by the log-probs is 1 everywhere.
-    Only a log-prob of -inf has none."""
+    """Returns d `[N]`, clamped in value but not in gradient: its derivative by the log-probs is 1
+    everywhere, except at a log-prob of -inf."""
     values_N = (logprobs_N.detach() - reference_logprobs_N).clamp(-max_log_ratio, max_log_ratio)
     return values_N + (logprobs_N - logprobs_N.detach()).nan_to_num()
 

@@ -1,5 +1,5 @@
-"""What a model does to its output head's products z before their softmax: it scales them (Cohere,
-Granite), or caps them (Gemma 2, 3n and 4: arXiv 2408.00118, section 2),
+"""Rules by which a model changes its output head's products z before the softmax. It scales them
+(Cohere, Granite), or caps them (Gemma 2, 3n and 4: arXiv 2408.00118, section 2),
 
     logits = scale * z        logits = cap * tanh(z / cap)
 
@@ -17,16 +17,15 @@ CAP = "final_logit_softcapping"
 
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
-"""Keys of configurations that say by what logits, or the hidden states that the head is given, are
-multiplied or divided."""
+"""Configuration keys with the factor or divisor of logits, or of the head's hidden states."""
 
 MULTIPLIES = "hyperclovax"
-"""The `model_type` that multiplies by what others divide by."""
+"""The `model_type` that multiplies by this value where others divide."""
 
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What becomes of a head's output; at most one of the two is set."""
+    """How a head's output becomes logits; at most one of the two is set."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -43,8 +42,8 @@ AS_THEY_ARE = LogitRule()
 
 
 def rule_of(config: Any) -> LogitRule:
-    """Returns the rule that a model's configuration says. `check_head` compares it with what the
-    model does."""
+    """Returns the rule in a model's configuration. `check_head` compares it with the model
+    itself."""
     text = config.get_text_config()
     multiplies = getattr(text, "model_type", None) == MULTIPLIES
     scale = 1.0

@@ -7,10 +7,10 @@ The importance ratio of token t in sequence i is, by the job's `importance` or t
     sequence    r_t = exp(mean over i of (logprob - old_logprob)) GSPO, arXiv 2507.18071, equation 7
 
 with the exponent clamped to +-max_log_ratio. The old log-probs are the trainer's own before the
-first update of the batch, so the ratio of the first update is exactly 1; or the sampler's, where
-the job asks for that (`correction.ratio_base`). With A_t the advantage of token t, the token's loss
-l_t is one of three functions, times its correction weight (correction.py). The losses differ in
-that function and in the average, `LOSSES`:
+first update of the batch, so the ratio of the first update is exactly 1; or the sampler's, if the
+job asks for that (`correction.ratio_base`). With A_t the advantage of token t, the token's loss l_t
+is one of three functions, times its correction weight (correction.py). The losses differ in that
+function and in the average, `LOSSES`:
 
     loss        l_t        average                            source
     grpo        clipped    sum_i 1/|o_i| sum_t l_t / S        arXiv 2402.03300, equation 3
@@ -49,7 +49,7 @@ from shared.job import TrainingSpec
 
 @dataclass(frozen=True)
 class Denominators:
-    """What the sums over the tokens of one optimizer step are divided by.
+    """The denominators of the sums over one optimizer step's tokens.
 
     `num_sequences` (S) and `num_tokens` (T) are the whole batch's divided by its number of
     minibatches, `step_tokens` (T_m) is the minibatch's own count, `max_tokens` the job's
@@ -66,9 +66,9 @@ class Denominators:
 class LossInputs:
     """A micro-batch's `[N]` sampled tokens. Log-probs in nats.
 
-    `logprobs_N` are the trainer's, with gradient; `old_logprobs_N` is what the ratio is taken to.
-    `reference_logprobs_N` is needed only if `training.beta` > 0. `weights_N` are those of
-    correction.py, ones without a correction; they carry no gradient.
+    `logprobs_N` are the trainer's, with gradient; `old_logprobs_N` are the denominators of the
+    ratio. `reference_logprobs_N` is needed only if `training.beta` > 0. `weights_N` come from
+    correction.py, and are 1 without a correction; they carry no gradient.
 
     Token n is in sequence `sequences_N[n]` (int64, 0 to S-1, never decreasing), which has
     `lengths_N[n]` sampled tokens, all in this micro-batch.
@@ -86,15 +86,15 @@ class LossInputs:
 
 
 Held = Callable[[LossInputs, Tensor], Tensor]
-"""Returns which tokens a bound holds, bools `[N]`, from the inputs and the ratios `[N]`."""
+"""Returns as bools `[N]` which tokens a bound holds, from the inputs and the ratios `[N]`."""
 
 
 @dataclass(frozen=True)
 class Loss:
     """One loss. `terms` returns l `[N]` from the inputs and the ratios `[N]`, `average` a
     micro-batch's share of the step's mean of values `[N]`. `importance` is the level of the ratio
-    where it is the loss's own and not the job's. `fractions` returns, by the names of the metrics,
-    the bounds whose share of held tokens is reported."""
+    if the loss fixes it; else the job chooses. `fractions` returns by metric name the bounds whose
+    share of held tokens is reported."""
 
     terms: Callable[[LossInputs, Tensor], Tensor]
     average: Callable[[LossInputs, Tensor], Tensor]
@@ -104,7 +104,7 @@ class Loss:
 
 def total_loss(x: LossInputs) -> Tensor:
     """Returns the job's loss, plus `beta` times the KL divergence to the reference, averaged over
-    tokens as that loss is."""
+    tokens like the loss."""
     training, loss = x.training, LOSSES[x.training.loss]
     losses_N = weighted(x, loss.terms(x, importance_ratios(x)))
     if training.beta == 0:
@@ -130,16 +130,16 @@ def importance_ratios(x: LossInputs) -> Tensor:
 
 def sequence_sums(values_N: Tensor, sequences_N: Tensor, num_sequences: int) -> Tensor:
     """Returns, for each token, the sum of the values of its sequence `[N]`. `num_sequences` may be
-    any upper bound. Summed in float64, as is the gradient: in float32 one by one, a sequence of
-    10,000 tokens would lose two digits."""
+    any upper bound. Sums, also of the gradient, are in float64: in float32, one by one, a sequence
+    of 10,000 tokens would lose two digits."""
     zeros = values_N.new_zeros(num_sequences, dtype=torch.float64)
     sums_N = zeros.index_add(0, sequences_N, values_N.double())[sequences_N]
     return sums_N.to(values_N.dtype)
 
 
 def weighted(x: LossInputs, losses_N: Tensor) -> Tensor:
-    """Returns w l `[N]`, and 0 where w is 0, also if l is infinite there: a rejected token has no
-    say."""
+    """Returns w l `[N]`, and 0 where w is 0, even if l is infinite there: a rejected token must not
+    count."""
     return torch.where(x.weights_N == 0, 0.0, x.weights_N * losses_N)
 
 
@@ -176,7 +176,7 @@ def sapo(x: LossInputs, ratio_N: Tensor) -> Tensor:
     """Returns l = -(4 / tau) sigmoid(tau (r - 1)) A `[N]`, tau being tau_positive where A > 0, else
     tau_negative.
 
-    arXiv 2511.20347. At r = 1 its gradient is that of r A; away from it, it fades.
+    arXiv 2511.20347. At r = 1 its gradient equals the gradient of r A; away from 1 it fades.
     """
     tau_N = torch.where(x.advantages_N > 0, x.training.tau_positive, x.training.tau_negative)
     return -(4 / tau_N) * torch.sigmoid(tau_N * (ratio_N - 1)) * x.advantages_N

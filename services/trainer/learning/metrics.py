@@ -1,5 +1,5 @@
-"""What a step's update reports, over all its sampled tokens, all micro-batches and all ranks. The
-orchestrator adds what it measures itself (services/orchestrator/record/telemetry.py).
+"""The metrics of a step's update, over all its sampled tokens, micro-batches and ranks. The
+orchestrator adds its own metrics (services/orchestrator/record/telemetry.py).
 
 Of every pass of every update, by the ratio r that the loss uses (clamped; of the token or of the
 sequence). Names that TRL has mean what they mean there, but for ratios of sequences: here each of a
@@ -70,8 +70,8 @@ from services.trainer.learning.objective import known_sampler_logprobs
 from shared.job import TrainingSpec
 
 MAX_RAW_LOG_RATIO = 300.0
-"""Beyond this a raw ratio is not told apart; its square, summed over any batch, is still finite in
-float64."""
+"""Raw log ratios are clamped to this, so that the squared ratio, summed over any batch, is finite
+in float64."""
 
 UPDATE = ("ratio/mean", "kl/old_k3", "entropy")
 MEANS = {
@@ -86,14 +86,14 @@ MEANS = {
     "num_older_tokens": ("mismatch/older/logprob_diff_mean", "mismatch/older/k3_kl"),
     "num_dated_tokens": ("staleness/mean", "staleness/older_fraction"),
 }
-"""Metrics that are means over some of the tokens, by the count of these."""
+"""Metrics that are means over some of the tokens, by the name of the count of these tokens."""
 
 MAXIMA = {
     "mismatch/logprob_diff_max": "num_mismatch_tokens",
     "mismatch/ratio_max": "num_mismatch_tokens",
     "staleness/max": "num_dated_tokens",
 }
-"""Metrics that are maxima, with the count of the tokens that they are over."""
+"""Metrics that are maxima, with the name of the count of their tokens."""
 
 COUNTS = (
     "loss",
@@ -109,8 +109,8 @@ class StepMetrics:
     """Running sums and maxima of one step on one rank, in float64 on the device; nothing waits for
     the device until `reduce`.
 
-    A dummy micro-batch counts as a micro-batch and as nothing else. `version` is that of the
-    weights before the step; None: it is not known, nor is any token's staleness.
+    A dummy micro-batch counts only as a micro-batch. `version` is the version of the weights before
+    the step; None: it is unknown, and so is every token's staleness.
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class StepMetrics:
             self._add_over(dated_N & of_age_N & batch.measured_N, f"num_{age}_tokens", values)
 
     def _add_over(self, chosen_N: Tensor, count: str, values: dict[str, Tensor]) -> None:
-        """Adds values `[N]` of the chosen tokens to sums and maxima, and to `count` how many these
-        are."""
+        """Adds values `[N]` of the chosen tokens to sums and maxima, and the number of these tokens
+        to `count`."""
         self._sums[count] += chosen_N.sum()
         for name, value_N in values.items():
             chosen_value_N = torch.where(chosen_N, value_N.double(), 0.0)

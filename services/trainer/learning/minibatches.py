@@ -1,11 +1,11 @@
-"""A batch as the optimizer takes it: shares of its examples, one for each optimizer step of an
-epoch, and what each step's loss is divided by.
+"""Splits a batch for the optimizer: a share of the examples for each optimizer step of an epoch,
+with the denominators of each step's loss.
 
     [examples] --deal--> [minibatch][example] --micro_batches_of_rank--> [minibatch][micro-batch]
 
-Of the batch as sampled, S sequences and T tokens, only those with signal are examples, n tokens of
-them in all and n_m in minibatch m of M (`training.minibatches`). The denominators of optimizer step
-m are its share of the whole batch's:
+The batch as sampled has S sequences and T tokens. Only sequences with signal are examples, with n
+tokens in all and n_m in minibatch m of M (`training.minibatches`). The denominators of optimizer
+step m are its share of the whole batch's:
 
     sequences         S / M
     tokens            T / M
@@ -14,8 +14,8 @@ m are its share of the whole batch's:
 Each sums to the whole batch's over the M minibatches of an epoch. So the mean of the minibatches'
 losses is the loss of one big batch (for "bnpo" if they are equally long), a token's gradient does
 not depend on how many other rollouts have signal, and with M = 1 the denominators are S and T. TRL
-divides by the same, there counted for every rollout because it trains on all of them. Where there
-are fewer examples than M, the minibatches that stay empty have a loss of 0 and no optimizer step.
+has the same denominators, counted over every rollout because it trains on all of them. If there are
+fewer examples than M, empty minibatches have a loss of 0 and no optimizer step.
 
 Pure, and the same on every rank.
 """
@@ -36,8 +36,8 @@ from shared.wire import Example, StepTotals
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What this rank runs through in one optimizer step, and what that step's loss is divided by,
-    which is the same on all ranks."""
+    """This rank's micro-batches in one optimizer step, and the denominators of the step's loss,
+    which are the same on all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
     denominators: Denominators
@@ -52,8 +52,8 @@ def plan(
     num_ranks: int,
     packed: bool,
 ) -> list[Minibatch]:
-    """Returns the minibatches of an epoch as `rank` runs through them. `totals` None: the batch as
-    sampled is these examples."""
+    """Returns the minibatches of an epoch for `rank`. `totals` None: the examples are the whole
+    batch as sampled."""
     totals = check_totals(examples, totals)
     num_minibatches = job.training.minibatches
     num_without_signal = totals.num_tokens - sum(map(num_sampled, examples))
@@ -73,8 +73,8 @@ def plan(
 
 
 def check_totals(examples: Sequence[Example], totals: StepTotals | None) -> StepTotals:
-    """Returns the totals of the batch as sampled; None: of the examples. Raises BadRequest where
-    they count less than the examples."""
+    """Returns the totals of the batch as sampled; if None, the totals of the examples. Raises
+    BadRequest if they count less than the examples."""
     own = StepTotals(num_sequences=len(examples), num_tokens=sum(map(num_sampled, examples)))
     if totals is None:
         return own
@@ -89,8 +89,8 @@ def deal(examples: Sequence[Example], num_minibatches: int, seed: int) -> list[l
     """Returns the examples in `num_minibatches` shares whose sizes differ by at most one; fewer if
     there are fewer examples.
 
-    They are shuffled first, always alike for a seed: a group's examples arrive one after another,
-    and each share should be a sample of all.
+    They are shuffled first, alike for the same seed, because a group's examples arrive one after
+    another and each share should be a sample of all.
     """
     num_minibatches = min(num_minibatches, len(examples))
     if num_minibatches == 1:

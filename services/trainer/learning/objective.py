@@ -1,5 +1,5 @@
-"""A micro-batch's log-probs on their way to the loss: what the ratio is taken to, and the
-correction's weights."""
+"""Prepares a micro-batch's log-probs for the loss: the ratio's denominators, and the correction's
+weights."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ def loss_inputs(
     denominators: Denominators,
     training: TrainingSpec,
 ) -> LossInputs:
-    """Returns what the loss takes. `before_N` are the trainer's log-probs before the first update
-    of the batch; None: this is that update, and they are `logprobs_N`.
+    """Returns the loss's inputs. `before_N` are the trainer's log-probs before the first update of
+    the batch; None: this is the first update, and they are `logprobs_N`.
 
-    `first`: this is that update, so its ratio is taken to `logprobs_N` and is exactly 1. Where
-    dropout makes these others than `before_N`, its noise would be clipped as if training had
-    changed the policy.
+    `first`: this is the first update, so its ratio is taken to `logprobs_N` and is exactly 1. With
+    `before_N`, dropout's noise would be clipped as if training had changed the policy.
     """
     now_N = logprobs_N.detach()
     trainer_N = now_N if first or before_N is None else before_N

@@ -1,17 +1,17 @@
 """The model as the loss needs it: log-probs and entropies of sampled tokens, never the logits of
 everything.
 
-The base model runs once over `[B, T]` and gives hidden states; those that predict a completion
-token, `[N, H]`, are scored by the output head in tiles (`head.py`). A head that is more than a
-linear layer, one with an adapter say, is called chunk by chunk instead, each recomputed in the
-backward pass: as little memory, about twice the time.
+The base model runs once over `[B, T]` and gives hidden states; the output head scores the states
+that predict a completion token, `[N, H]`, in tiles (`head.py`). A head that is not a plain linear
+layer, for example with an adapter, is called chunk by chunk instead, and each chunk is recomputed
+in the backward pass: as little memory, about twice the time.
 
-The body is given no attention mask. Attention is causal and padding is to the right, so no real
-token could see any; and without a mask attention takes its fast path. Packed rows are told by
-`position_ids` that begin again.
+The body gets no attention mask. Attention is causal and padding is on the right, so no real token
+sees padding; and without a mask attention takes its fast path. In packed rows, `position_ids` that
+restart separate the sequences.
 
-What this takes for granted of a model is checked when a job starts, because silently wrong
-log-probs would train: that the head and the model's `LogitRule` give its logits, that neither
+Its assumptions about a model are checked when a job starts, because training would go on with
+silently wrong log-probs: that the head and the model's `LogitRule` give its logits, that neither
 padding nor packing changes a hidden state (`check_head`, `choose_packing`), that recomputing its
 layers does not either (`checkpoint_body`).
 """
@@ -37,22 +37,20 @@ from shared.packed import TokenIds
 from shared.wire import Example
 
 MAX_CHUNK_LOGITS = 1 << 26
-"""Logits of a chunk where the head is called as it is: 256 MiB in float32, whatever the
-vocabulary."""
+"""Logits of a chunk if the head is called as it is: 256 MiB in float32, for any vocabulary."""
 
 LOUD = 60.0
-"""Magnitude of the logits by which a model's rule is told: a cap of 30 hardly shows at 1."""
+"""Magnitude of the logits for checking a model's rule: a cap of 30 hardly shows at 1."""
 
 CANARY_LENGTHS = (5, 8)
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-"""How far two ways to the same hidden state may differ, relative to its norm: rounding, through all
-layers. A token that sees what it should not changes by more."""
+"""How much two computations of the same hidden state may differ, relative to its norm, by rounding
+through all layers. A token that attends to a wrong position changes by more."""
 
 
 class Policy(nn.Module):
-    """Wraps a Hugging Face causal LM, with or without PEFT. `temperature` divides the logits, as it
-    did when they were sampled from. `chunk_tokens` bounds the tokens whose logits exist at a
-    time."""
+    """Wraps a Hugging Face causal LM, with or without PEFT. `temperature` divides the logits, as at
+    sampling. `chunk_tokens` bounds the tokens whose logits exist at a time."""
 
     def __init__(self, model: Any, temperature: float, chunk_tokens: int = 1024) -> None:
         super().__init__()
@@ -63,7 +61,7 @@ class Policy(nn.Module):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns the log-probs `[N]` and, without gradient, the entropies `[N]` of the batch's
-        sampled tokens, in nats, by the distribution that they were sampled from."""
+        sampled tokens, in nats, under the distribution that they were sampled from."""
         model = causal_lm(self.model)
         hidden_NH = hidden_states(model, batch)[batch.rows_N, batch.columns_N]
         head = model.get_output_embeddings()
@@ -89,13 +87,13 @@ class Policy(nn.Module):
 
 
 def causal_lm(model: Any) -> Any:
-    """Returns the Hugging Face model itself; PEFT's wrapper has put its adapters into it, and calls
-    another thing `base_model`."""
+    """Returns the Hugging Face model itself, with PEFT's adapters in it. PEFT's wrapper means
+    something else by `base_model`."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def hidden_states(model: Any, batch: MicroBatch) -> Tensor:
-    """Returns the body's last hidden states `[B, T, H]`; those at padding mean nothing."""
+    """Returns the body's last hidden states `[B, T, H]`; states at padding are meaningless."""
     packed = {} if batch.position_ids_BT is None else {"position_ids": batch.position_ids_BT}
     return model.base_model(
         input_ids=batch.input_ids_BT, use_cache=False, **packed
@@ -111,8 +109,8 @@ def chunked_logprobs(
     kept: Kept | None = None,
     rule: LogitRule = AS_THEY_ARE,
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probs and entropies `[N]` by any head, called chunk by chunk and again for each
-    in the backward pass. Logits are as the head rounds them."""
+    """Returns log-probs and entropies `[N]` by any head, called chunk by chunk, and again for each
+    chunk in the backward pass. Logits have the head's rounding."""
     size = min(chunk_tokens, max(1, MAX_CHUNK_LOGITS // _vocab_size(head)))
     parts = [
         checkpoint(
@@ -198,9 +196,9 @@ def _multiplied_input(module: nn.Module, factor: float) -> Iterator[None]:
 
 @torch.no_grad()
 def choose_packing(model: Any, name: str, packing: Literal["auto", "on", "off"]) -> bool:
-    """Returns whether several sequences go into one row: "auto" where the attention is flash
-    attention, which takes them apart without cost (others compute and mask what is between them,
-    quadratically). Raises BadRequest if they must and cannot."""
+    """Returns whether several sequences go into one row. "auto": if the model runs flash attention,
+    which separates sequences at no cost; other kinds compute and mask all pairs, at quadratic cost.
+    Raises BadRequest for "on" if the model cannot."""
     model = causal_lm(model)
     flash = "flash" in (getattr(model.config, "_attn_implementation", None) or "")
     if packing == "off" or (packing == "auto" and not flash):
@@ -227,11 +225,11 @@ def choose_packing(model: Any, name: str, packing: Literal["auto", "on", "off"])
 @torch.no_grad()
 def checkpoint_body(model: Any, name: str) -> None:
     """Makes the body keep each layer's input only and compute the layer again in the backward pass.
-    To be called after the last `train()` or `eval()`.
+    Call it after the last `train()` or `eval()`.
 
     Hugging Face does so only for layers in training mode, where dropout is active, and this trainer
     has none but LoRA's. So the layers' own flag is set, and their parts stay as they are. A model
-    whose layers drop out by that flag is refused.
+    whose layers use dropout by that flag is refused.
     """
     model = causal_lm(model)
     if not model.supports_gradient_checkpointing:
@@ -272,8 +270,8 @@ def _canary(model: Any, *, packed: bool) -> MicroBatch:
 
 
 def _difference_from_alone(model: Any, batch: MicroBatch) -> float:
-    """Returns how much the hidden states of the batch's sequences differ from those of each
-    sequence in a batch of its own, at most, relative to their norm."""
+    """Returns the largest difference, relative to the norm, between hidden states of the batch's
+    sequences and of each sequence computed alone."""
     together_NH = hidden_states(model, batch)[batch.rows_N, batch.columns_N].float()
     differences = []
     for sequence, length in enumerate(CANARY_LENGTHS):

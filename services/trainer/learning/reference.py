@@ -1,8 +1,8 @@
-"""The reference model of the KL term: the model as the job began, asked for log-probs and never
-trained.
+"""The reference model of the KL term: the model that the job began with. It gives log-probs and is
+never trained.
 
-With LoRA it is the policy with its adapters off, which costs no memory. Without, it is a second
-copy, spread over the ranks if the policy is (ZeRO-3).
+With LoRA it is the policy with its adapters off, which costs no memory. Without LoRA it is a second
+copy, partitioned over the ranks if the policy is (ZeRO-3).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def adapters_off(wrapped: Any, policy: Policy) -> Reference:
 
 
 def frozen_copy(policy: Policy) -> Reference:
-    """Returns the reference that `policy` is, from now on frozen."""
+    """Freezes `policy`, and returns it as the reference."""
     policy.requires_grad_(False)
 
     @torch.no_grad()

@@ -1,5 +1,4 @@
-"""The learning rate of each step, from 1: a pure function, so nothing of it has to be saved or
-restored.
+"""The learning rate of each step, from 1: a pure function, so no state is saved or restored.
 
 With s the step, S the job's steps and w its `warmup_steps`,
 
@@ -10,8 +9,7 @@ With s the step, S the job's steps and w its `warmup_steps`,
     linear    f(p) = 1 - p
     cosine    f(p) = (1 + cos(pi p)) / 2      (arXiv 1608.03983)
 
-so the peak is that of step w (without warm-up, of the first), and `min_learning_rate` that of the
-last.
+so step w (without warm-up, the first step) has the peak, and the last step has `min_learning_rate`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""torchrun, with three differences: being asked to stop is not an error, the run folder learns
-which rank died and of what, and is removed if the launcher is gone.
+"""torchrun, with three differences: a request to stop is not an error; the run folder gets a note
+which rank died and of what; and the run folder is removed if the launcher is gone.
 
 `python -m services.trainer.processes.agent <torchrun's arguments> <this life's folder in the run
 folder>`.
@@ -22,14 +22,14 @@ from services.trainer.processes.rendezvous import Place
 from shared.environment import load_settings
 
 ON_SIGTERM = 128 + signal.SIGTERM
-"""The exit code of rank 0, which ends HTTP in order before it ends."""
+"""The exit code of rank 0 after SIGTERM: it first ends HTTP in order."""
 
 
 def describe(failures: dict[int, ProcessFailure], first_rank: int) -> str:
     """Returns which rank died first and of what. `first_rank` is the first of this node.
 
-    One that was killed comes before those that ended because it was gone, and last those that got
-    SIGTERM, as torchrun ends the others: of these the first that it found.
+    Killed by a signal first, then exits, which may follow from the kill, then SIGTERM, with which
+    torchrun ends the other ranks. Among equals the first in time.
     """
 
     def order(failure: ProcessFailure) -> tuple[bool, bool, int]:

@@ -1,5 +1,5 @@
-"""The ranks' connection: a gloo group for commands and outcomes, and a store for the errors of
-ranks that failed where others wait for them."""
+"""The ranks' connection: a gloo group for commands and outcomes, and a store for errors of ranks
+that failed while others wait for them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ READ_TIMEOUT = timedelta(seconds=10)
 
 
 class Notes:
-    """Why a rank will not take part in the collective that others wait in: at most one note per
-    rank, in a store that all of them reach.
+    """Why a rank will not join the collective in which others wait: at most one note per rank, in a
+    store that all ranks reach.
 
-    The store has a connection of its own, because notes are read while that of the process group
-    may be waiting.
+    The store has a connection of its own, because notes are read while the process group's
+    connection may be waiting.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
@@ -38,7 +38,7 @@ class Notes:
         self._store.delete_key(self._own)
 
     def standing(self) -> HoneError | None:
-        """Returns the note that the lowest rank has left and not cleared."""
+        """Returns the uncleared note of the lowest rank; None if there is none."""
         for key in self._all:
             if self._store.check([key]):
                 with contextlib.suppress(RuntimeError):  # cleared just now
@@ -48,8 +48,8 @@ class Notes:
 
 
 class Channel(Ranks):
-    """The ranks of torch.distributed, which is initialized. Commands go over a gloo `group`, so
-    over the CPU, whatever the engine's backend is."""
+    """The ranks of torch.distributed, which is initialized. Commands go over a gloo `group`, and so
+    over the CPU, with any backend of the engine."""
 
     def __init__(self, notes: Notes, group: Any) -> None:
         self.rank = dist.get_rank()

@@ -1,12 +1,13 @@
-"""Commands: each becomes the same method call on every rank, and the outcomes of all one answer.
+"""Commands. Each becomes the same method call on every rank, and the ranks' outcomes become one
+answer.
 
     HTTP thread of rank 0 --Inbox--> main thread of rank 0
                                          --Ranks.broadcast--> every rank: Trainer.<name>(body)
                                          <--Ranks.settle----- result or error
 
-Ranks of which some have applied a step and some have not no longer hold the same weights: they end,
-and those started after them go on from a checkpoint. So does a rank whose device has failed for
-good, as a GPU does after an illegal access: every later call on it fails too.
+If only some ranks have applied a step, the ranks no longer hold the same weights. Then all end, and
+new ranks go on from a checkpoint. A rank also ends if its device has failed for good, as a GPU does
+after an illegal access, because every later call on it fails too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from shared.logs import get_logger, of_request, request_id
 from shared.wire import CheckpointRequest, PublishRequest, TrainerJob, TrainStepRequest, Wire
 
 IDLE_S = 30.0
-"""How long rank 0 waits for a command before it sends an empty one: the others' wait is bounded."""
+"""Seconds without a command after which rank 0 sends an empty one, because the other ranks' wait is
+bounded."""
 
 NOTE_GRACE_S = 10.0
 NOTE_POLL_S = 0.5
@@ -41,11 +43,11 @@ BODIES: dict[str, type[Wire]] = {
     "publish_weights": PublishRequest,
     "write_checkpoint": CheckpointRequest,
 }
-"""Every command is a method of `Trainer`, and this is its body."""
+"""The body of every command. A command is a method of `Trainer`."""
 
 
 class RanksMustEnd(Exception):
-    """These ranks cannot go on, those started after them can; `error` says why."""
+    """These ranks cannot go on, but newly started ranks can; `error` says why."""
 
     def __init__(self, error: HoneError) -> None:
         super().__init__(error.detail)
@@ -53,14 +55,14 @@ class RanksMustEnd(Exception):
 
 
 class Board(Protocol):
-    """Where ranks that failed say so to others that wait for them: `Notes`."""
+    """Where failed ranks leave notes for ranks that wait for them: `Notes`."""
 
     def standing(self) -> HoneError | None: ...
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """A command under way, and where its answer goes."""
+    """A command under way, and the future for its answer."""
 
     name: str
     body: Wire
@@ -77,13 +79,13 @@ class Inbox:
         self._current: Ticket | None = None
 
     def put(self, name: str, body: Wire) -> Future[BaseModel]:
-        """Returns where the ranks' answer will be."""
+        """Returns the future of the ranks' answer."""
         ticket = Ticket(name, body, Future(), request_id())
         self._tickets.put(ticket)
         return ticket.answer
 
     async def run(self, name: str, body: Wire) -> BaseModel:
-        """Returns what the ranks answer. The command goes on even if its caller goes away."""
+        """Returns the ranks' answer. The command goes on even if its caller goes away."""
         return await asyncio.shield(asyncio.wrap_future(self.put(name, body)))
 
     def next(self, timeout_s: float) -> Ticket | None:
@@ -95,15 +97,15 @@ class Inbox:
         return self._current
 
     def fail(self, error: HoneError) -> None:
-        """Answers the command under way with `error`, from whatever thread knows that it will not
-        end by itself."""
+        """Answers the command under way with `error`. Any thread may call it that knows that the
+        command will not end by itself."""
         if self._current is not None and not self._current.answer.done():
             self._current.answer.set_exception(error)
 
 
 class Readiness:
-    """Whether the trainer is ready: once it has loaded again, ahead of all other commands, what
-    the ranks before had loaded (None: nothing), and until it `ends` for that reason."""
+    """Whether the trainer is ready. Its first command loads the previous ranks' job again (None: no
+    job); it is ready after that, until it `ends`."""
 
     def __init__(self, request: TrainerJob | None, answer: Future[BaseModel] | None) -> None:
         self.ends: str | None = None
@@ -112,11 +114,12 @@ class Readiness:
 
     @classmethod
     def after_loading(cls, inbox: Inbox, request: TrainerJob | None) -> Readiness:
-        """Returns the readiness of a trainer whose first command is to load `request`."""
+        """Returns the readiness of a trainer, and puts the loading of `request` as its first
+        command."""
         return cls(request, inbox.put("load_job", request) if request else None)
 
     def problem(self, loaded_job: str | None) -> str | None:
-        """Returns why the trainer is not ready, given the job that is loaded; None if it is."""
+        """Returns why the trainer is not ready with this loaded job; None if it is."""
         if self.ends is not None:
             return self.ends
         if self._request is None or self._answer is None or loaded_job is not None:
@@ -165,10 +168,10 @@ def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel 
 
 
 def watch(notes: Board, end: Callable[[HoneError], None]) -> None:
-    """Calls `end` with the error of a rank that failed while another is still inside the command.
+    """Calls `end` with the error of a failed rank while another rank is still inside the command.
     Runs in a thread of rank 0.
 
-    A note that stands for less than `NOTE_GRACE_S` seconds is of ranks that are about to meet.
+    A note younger than `NOTE_GRACE_S` seconds does not count: its ranks may be about to meet.
     """
     note, since = None, 0.0
     while note is None or time.monotonic() - since < NOTE_GRACE_S:

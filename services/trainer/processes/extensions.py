@@ -1,8 +1,8 @@
-"""The extensions that DeepSpeed has torch compile when they are first needed: where they are kept,
-whether one is being compiled, and the locks that killed processes leave behind.
+"""DeepSpeed's extensions, which torch compiles when they are first needed: their folder, whether
+one is being compiled, and stale locks of killed processes.
 
-torch keeps a lock file open while it compiles, and whoever finds one waits until it is gone: after
-a kill, for ever.
+torch keeps a lock file open while it compiles. Other processes wait until the file is gone: after a
+kill, for ever.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ FOLDER = "TORCH_EXTENSIONS_DIR"
 """torch's variable for the folder that extensions are compiled in."""
 
 SECOND_LOOK_S = 0.2
-"""After which a lock that nobody held is not one that is being released."""
+"""Seconds after which an unheld lock is stale, and not just being released."""
 
 LOADING_S = 2.0
-"""A lock is held for less than this where an extension is compiled already."""
+"""A lock is held for less than this, in seconds, if the extension is compiled already."""
 
 
 def own_folder(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variable that has this Python environment's extensions in a folder of its own.
+    """Returns the variable that sets a folder of extensions for this Python environment.
 
-    In one that several share, each would compile again what another has: their paths differ.
+    In a shared folder each environment would compile again what another has compiled, because their
+    paths differ.
     """
     if environment.get(FOLDER):
         return {}
@@ -49,8 +50,8 @@ def compiling(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def remove_stale_locks(environment: Mapping[str, str] = os.environ) -> None:
-    """Removes the lock files that no process holds open."""
-    # The file's identity is taken first: one that was made since is another's, and held.
+    """Removes lock files that no process holds open."""
+    # The file's identity is read first: a file made later is another process's, and held.
     locks = [(lock, _identity(lock)) for lock in _locks(environment)]
     locks = [(lock, identity) for lock, identity in locks if not _is_open(lock)]
     if locks:
@@ -72,7 +73,7 @@ def _cache(environment: Mapping[str, str]) -> Path:
 
 
 def _identity(file: Path) -> tuple[int, int] | None:
-    """Returns what tells the file from another of its name; None if it is not there."""
+    """Returns a key that differs for another file of the same name; None without a file."""
     try:
         stat = file.stat()
     except FileNotFoundError:

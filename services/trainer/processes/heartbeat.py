@@ -1,5 +1,5 @@
-"""Heartbeats between nodes, so that the loss of one by power or network is noticed: its sockets
-would stay open for a long time.
+"""Heartbeats between nodes. They detect a node lost by power or network, whose sockets would stay
+open for a long time.
 
 Within a node torchrun sees every death; a process that dies on another node closes its sockets,
 which ends the others' collectives.
@@ -23,7 +23,7 @@ def send(store: Store, place: Place, end: Callable[[str], None]) -> None:
     while True:
         try:
             store.add(_key(place.node_rank), 1)
-        except RuntimeError as error:  # what a store raises when its server goes away
+        except RuntimeError as error:  # raised by a store when its server goes away
             end(f"node 0 is gone: {str(error).splitlines()[0]}")
             return
         time.sleep(INTERVAL_S)

@@ -1,5 +1,5 @@
-"""The launcher's folder: what outlives the ranks, so that those who come after them go on. Gone
-with the launcher.
+"""The launcher's folder: state that outlives the ranks, so that new ranks go on. It is removed with
+the launcher.
 
 job              the loaded job's body, which new ranks load again by themselves
 budget.json      how many tokens of a micro-batch fit into memory, after more did not
@@ -29,12 +29,12 @@ from shared.wire import TrainerJob
 POLL_S = 0.05
 
 AGENT_PID = "TRAINER_AGENT_PID"
-"""The variable that tells the ranks which process they must not outlive: see `agent.py`."""
+"""The variable with the process that the ranks must not outlive: see `agent.py`."""
 
 
 @dataclass(frozen=True)
 class Past:
-    """How often the ranks were started again, and why the last time."""
+    """How often the ranks were restarted, and the latest reason."""
 
     restarts: int = 0
     last_failure: str | None = None
@@ -45,7 +45,7 @@ class LaunchFolder:
         self.path = path
 
     def new_life(self, past: Past) -> Path:
-        """Returns an empty folder in which ranks can meet, those before them having ended."""
+        """Returns an empty folder in which new ranks meet, after the previous ranks have ended."""
         _replace(self.path / "past.json", json.dumps(asdict(past)).encode())
         (self.path / "failure").unlink(missing_ok=True)
         life = self.path / f"life-{past.restarts}"
@@ -56,7 +56,7 @@ class LaunchFolder:
         return Past(**json.loads((self.path / "past.json").read_bytes()))
 
     def remember_job(self, request: TrainerJob | None) -> None:
-        """Keeps the loaded job's body, or forgets the one that was kept."""
+        """Keeps the loaded job's body; None: forgets it."""
         if request is None:
             (self.path / "job").unlink(missing_ok=True)
         else:
@@ -69,11 +69,12 @@ class LaunchFolder:
             return None
 
     def remember_budget(self, request: TrainerJob, tokens: int) -> None:
-        """Keeps that micro-batches of `tokens` tokens may fit where the job's own do not."""
+        """Keeps `tokens` as the size of micro-batches that may fit, because the job's own did
+        not."""
         _replace(self.path / "budget.json", json.dumps([*_budget_key(request), tokens]).encode())
 
     def budget(self, request: TrainerJob) -> int:
-        """Returns what was kept for this job as it is, or what the job asks for."""
+        """Returns the kept size for exactly this job, or the job's own."""
         asked = request.job.memory.micro_batch_tokens
         try:
             *key, tokens = json.loads((self.path / "budget.json").read_bytes())
@@ -82,7 +83,7 @@ class LaunchFolder:
         return min(asked, int(tokens)) if key == _budget_key(request) else asked
 
     def note_failure(self, sentence: str) -> None:
-        """Keeps why the ranks end, unless a reason is there: the first one knows best."""
+        """Keeps why the ranks end, unless a reason is kept already: the first one knows best."""
         if self.failure() is None:
             _replace(self.path / "failure", sentence.encode())
 
@@ -94,8 +95,8 @@ class LaunchFolder:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Is entered by each rank while it writes a checkpoint. Raises Unavailable once the
-        launcher was asked to stop."""
+        """Each rank writes a checkpoint in this block. Raises Unavailable once the launcher was
+        asked to stop."""
         with (self.path / "writing").open("ab") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -104,8 +105,8 @@ class LaunchFolder:
             yield
 
     def end_writing(self, within_s: float) -> bool:
-        """Returns whether no rank writes a checkpoint any more, once that is so or `within_s`
-        seconds later. None is begun then as long as this process lives: the lock is its own."""
+        """Waits at most `within_s` seconds until no rank writes a checkpoint, and returns whether
+        none does. Then no rank begins one while this process lives, because it holds the lock."""
         lock = os.open(self.path / "writing", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + within_s
         while True:

@@ -1,8 +1,8 @@
 """The launcher: keeps this node's ranks running under torchrun. It imports no torch.
 
-When a rank dies, torchrun ends those of this node; the launcher says which died and of what, and
-starts them again: at most `HONE_TRAINER_RESTARTS` times in ten minutes. The new ranks load the job
-that was loaded by themselves, from its newest checkpoint.
+When a rank dies, torchrun ends all ranks of this node. The launcher reports which rank died and
+why, and starts them again: at most `HONE_TRAINER_RESTARTS` times in ten minutes. The new ranks load
+the previous job by themselves, from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ STOP_S = 10
 """Seconds that torchrun gives the ranks to end."""
 
 SAVE_S = 240.0
-"""Seconds for which ranks that are to end may go on with the checkpoint that they write: enough for
-200 GB at 1 GB/s."""
+"""Seconds for ranks that must end to finish a checkpoint: enough for 200 GB at 1 GB/s."""
 
 RESTART_WINDOW_S = 600.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
@@ -91,7 +90,7 @@ class Launcher:
         return self._torchrun.wait()
 
     def _stop(self, _signal: int, _frame: FrameType | None) -> None:
-        """Has the ranks end, once they do not write a checkpoint."""
+        """Ends the ranks, once they have finished a checkpoint."""
         if self._asked.is_set():
             return
         self._asked.set()
@@ -125,8 +124,8 @@ def torchrun_command(num_ranks: int, life: Path) -> list[str]:
 
 
 def rank_environment(settings: Settings) -> dict[str, str]:
-    """Returns the environment of the ranks: threads shared out, sockets on the interfaces that they
-    need, DeepSpeed's extensions in a folder of this Python environment."""
+    """Returns the ranks' environment: their share of threads, the interfaces for their sockets, and
+    the folder of DeepSpeed's extensions."""
     cores = len(os.sched_getaffinity(0))
     threads = settings.trainer_threads or max(1, cores // settings.trainer_ranks)
     no_store_server = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

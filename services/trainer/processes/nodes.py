@@ -53,11 +53,11 @@ def check_nodes(settings: Settings) -> None:
 
 
 def socket_interfaces(settings: Settings) -> dict[str, str]:
-    """Returns the variables that say on which interfaces ranks listen: gloo, for each other, and
-    NCCL. NCCL reads its variable once, for all groups of a process: for the ranks' own, and for
-    those in which weights go to samplers (`weight_sync = "nccl"`). So it has the loopback where
-    HONE_HOST says that nobody is elsewhere, and none where samplers may be in other containers or
-    on other hosts: NCCL then finds an interface itself."""
+    """Returns the variables with the interfaces on which ranks listen, for gloo between ranks and
+    for NCCL. NCCL reads its variable once for all groups of a process: the ranks' own groups, and
+    the groups with samplers (`weight_sync = "nccl"`). So NCCL gets the loopback if HONE_HOST is
+    local. It gets no interface, and finds one itself, if samplers may be in other containers or on
+    other hosts."""
     if settings.trainer_nodes > 1 and settings.trainer_interface:
         interface = settings.trainer_interface
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

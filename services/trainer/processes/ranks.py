@@ -7,8 +7,8 @@ life's folder in the run folder>`.
     watch thread    rank 0: a rank that failed where others wait for it ends the service
     heartbeats      a thread each, with several nodes: whether the others live (heartbeat.py)
 
-Any rank that dies ends all of its node (torchrun) and so those of the other nodes; the launchers
-start them again, and rank 0 loads the job that was loaded from its newest checkpoint.
+Any rank that dies ends all ranks of its node (torchrun), and so the ranks of the other nodes. The
+launchers start them again, and rank 0 loads the previous job from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     if place.rank == 0:
         signal.pthread_sigmask(
             signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT}
-        )  # before any thread: all inherit it
+        )  # before any thread, so that all inherit it
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     logs.configure("trainer", settings if place.local_rank == 0 else quieter(settings))
@@ -84,11 +84,11 @@ def main() -> None:
             follow(trainer_of(channel), channel, None)
         except RanksMustEnd as end:
             folder.note_failure(end.error.detail)
-            abandon(end.error.detail)  # an ordinary exit would wait for the device that failed
+            abandon(end.error.detail)  # a normal exit would wait for the failed device
 
 
 def quieter(settings: Settings) -> Settings:
-    """Returns settings under which a rank does not repeat what the first of its node logs."""
+    """Returns settings for logs in which a rank does not repeat the first rank of its node."""
     return settings.model_copy(
         update={"log_level": "error" if settings.log_level == "error" else "warning"}
     )
@@ -136,8 +136,8 @@ def device_of(place: Place) -> torch.device:
 
 
 def fault_of(device: torch.device) -> str | None:
-    """Returns why a device is of no use any more to this process: None if it works. An error that a
-    GPU's context does not survive comes back from every later call."""
+    """Returns why this process cannot use a device any more; None if it works. After an error that
+    destroys a GPU's context, every later call fails with it."""
     if device.type != "cuda":
         return None
     try:
@@ -154,7 +154,7 @@ def shares_gpu(settings: Settings) -> bool:
 def trainer_maker(
     settings: Settings, place: Place, folder: LaunchFolder
 ) -> Callable[[Ranks], Trainer]:
-    """Imports what is heavy, and returns what makes this rank's trainer."""
+    """Imports the heavy libraries, and returns the function that makes this rank's trainer."""
     # These import deepspeed, which reads DS_ACCELERATOR.
     from services.trainer.zero.deepspeed_engine import quiet_libraries, start_engine
     from services.trainer.zero.models import check_model, choose_dtype, model_files
@@ -201,8 +201,8 @@ def lead(
     folder: LaunchFolder,
     meeting: Meeting,
 ) -> None:
-    """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone. The
-    job that the ranks before had loaded comes first."""
+    """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone. It
+    first loads the previous ranks' job."""
     tracing.configure("trainer", settings)
     inbox = Inbox()
     loaded_before = folder.job()
@@ -239,7 +239,7 @@ def lead(
         follow(trainer, channel, inbox)
     except RanksMustEnd as must_end:
         end_because(must_end.error)
-    except RuntimeError as error:  # what a torch collective raises when its peer is gone
+    except RuntimeError as error:  # raised by a torch collective when its peer is gone
         if stopping.is_set():
             stopper.join()
         reason = f"another rank is gone: {error}"
@@ -247,7 +247,7 @@ def lead(
 
 
 def start_thread(act: Callable[..., None], *arguments: object) -> threading.Thread:
-    """Returns the running thread; its log lines carry what this thread's do."""
+    """Returns the running thread; its log lines have the same fields as this thread's."""
     thread = threading.Thread(
         target=contextvars.copy_context().run, args=(act, *arguments), daemon=True
     )
@@ -277,7 +277,7 @@ def stop_on_signal(
     server: uvicorn.Server, http: threading.Thread, stopping: threading.Event, trainer: Trainer
 ) -> None:
     """Waits for SIGTERM or SIGINT, then ends HTTP in order and the process at once. Its exit code
-    is no success: torchrun then ends the other ranks too, which may wait for this one inside a
+    is not 0, so that torchrun ends the other ranks too: they may wait for this one inside a
     collective."""
     number = signal.sigwait({signal.SIGTERM, signal.SIGINT})
     stopping.set()

@@ -2,8 +2,8 @@
 (`HONE_TRAINER_RENDEZVOUS`) if there are several.
 
 The store listens on that address only; torchrun's own would listen on every interface. A rank that
-is started again while the others still hold to the life before finds its name taken there: it tells
-them so, and waits for the store of the next life.
+restarts while the others are still in their previous life finds its name taken there. It tells them
+so, and waits for the store of the next life.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The stores that all ranks reach, each a connection of its own: a read that waits holds up the
-    others on its connection."""
+    """The stores that all ranks reach. Each has a connection of its own, because a waiting read
+    blocks others on its connection."""
 
     group: Store
     notes: Store
@@ -70,9 +70,9 @@ class Meeting:
 
 
 def meet(settings: Settings, place: Place, life: Path, last_failure: str | None) -> Meeting:
-    """Returns once every rank is there. `life` is this node's folder for this life of its ranks,
-    `last_failure` how the one before ended here. Raises Failed if nodes disagree, and if some do
-    not come."""
+    """Returns once every rank is there. `life` is this node's folder for this life of its ranks;
+    `last_failure` says how the previous life ended here. Raises Failed if nodes disagree, or some
+    do not come."""
     if place.num_nodes == 1:
         return Meeting(
             *(
@@ -122,8 +122,8 @@ def _open(host: str, port: int) -> TCPStore:
 
 
 def _join(host: str, port: int, place: Place, last_failure: str | None) -> Store:
-    """Returns node 0's store once this rank is the first of its name there. Raises Failed if nodes
-    are set up differently."""
+    """Returns node 0's store, once no other rank has this rank's name there. Raises Failed if nodes
+    have different settings."""
     deadline = time.monotonic() + MEET_S
     while True:
         _wait_for_port(host, port, deadline)
@@ -140,7 +140,7 @@ def _join(host: str, port: int, place: Place, last_failure: str | None) -> Store
                 return store
             why = f"rank {place.rank} was started again: {last_failure or 'its node was'}"
             Notes(store, place.rank, place.num_ranks).leave(Unavailable(why))
-        except RuntimeError as error:  # what a store raises when its server goes away
+        except RuntimeError as error:  # raised by a store when its server goes away
             get_logger().warning("node 0 went away", reason=str(error).splitlines()[0])
         time.sleep(POLL_S)
 
@@ -191,6 +191,6 @@ def _key(rank: int) -> str:
 
 
 def tell_libraries(place: Place) -> None:
-    """Sets the variables by which DeepSpeed knows this rank: torchrun has counted this node's
-    only."""
+    """Sets the variables from which DeepSpeed reads this rank, because torchrun has counted this
+    node's ranks only."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place.rank), str(place.num_ranks)

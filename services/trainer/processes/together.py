@@ -1,8 +1,8 @@
-"""How ranks act together and come to one outcome: `Ranks` is the interface, and one rank alone;
-`Channel` is several, over torch.distributed.
+"""How ranks act together and agree on one outcome. `Ranks` is the interface, and the case of a
+single rank; `Channel` is several ranks, over torch.distributed.
 
-An error on one rank is the error of all. A rank that fails while the others wait for it inside one
-of the engine's collectives cannot tell them by another collective. So it leaves a note first, in a
+An error on one rank is an error of all. A rank that fails while others wait for it inside one of
+the engine's collectives cannot tell them by another collective. So it first leaves a note in a
 store that rank 0 watches (`commands.watch`).
 """
 
@@ -36,7 +36,7 @@ class Ranks:
         return [value]
 
     def leave_note(self, error: HoneError) -> None:
-        """Says why this rank will not take part in the collective that others may wait in."""
+        """Leaves a note why this rank will not join the collective in which others may wait."""
 
     def clear_note(self) -> None:
         """Removes the note: the ranks are in step again."""
@@ -44,8 +44,8 @@ class Ranks:
     def together(self, act: Callable[[], T]) -> list[T]:
         """Runs `act` on every rank and returns all results, by rank, once it is done everywhere.
 
-        Raises on every rank if it failed on any: its own error where it failed, Failed or the like
-        with the first one's sentence elsewhere.
+        If it failed on any rank, raises on every rank: its own error where it failed, elsewhere an
+        error with the first failed rank's sentence.
         """
         result, error = None, None
         try:
@@ -90,7 +90,7 @@ class Ranks:
         try:
             return lead(save_all)
         finally:
-            self.broadcast(None)  # there is no folder, or it is done
+            self.broadcast(None)  # no folder, or all phases are done
 
     def _run_phases(self, folder: Path, phases: tuple[Callable[[Path], Any], ...]) -> list[Any]:
         results: list[Any] = []
@@ -111,9 +111,9 @@ class Ranks:
 
 
 def as_hone_error(error: BaseException, what: str, rank: int) -> HoneError:
-    """Returns `error` itself, or Failed with what failed on which rank, and of what. A rank that
-    ran out of memory is Unavailable if fewer tokens in a micro-batch, with which the ranks will be
-    started again, might fit."""
+    """Returns `error` itself, or Failed naming the operation, the rank and the reason. A rank that
+    ran out of memory is Unavailable if fewer tokens in a micro-batch might fit: the ranks are then
+    restarted with fewer."""
     if isinstance(error, HoneError):
         return error
     if isinstance(error, OutOfMemory):

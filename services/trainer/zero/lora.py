@@ -1,10 +1,10 @@
-"""Low-rank adapters (arXiv 2106.09685), by PEFT: W x becomes W x + (alpha / rank) B A x, of which A
+"""Low-rank adapters (arXiv 2106.09685), by PEFT: W x becomes W x + (alpha / rank) B A x, where A
 and B are trained.
 
 The adapters are put into the model's own layers, so the rest of the trainer runs the same model as
-without them. What is published and exported is merged, W + (alpha / rank) B A, worked out in
-float32 and only then rounded to the model's dtype. W itself is never touched: adding B A and taking
-it away again would leave W changed by rounding, a little more every time.
+without them. Published and exported weights are merged, W + (alpha / rank) B A, computed in float32
+and then rounded to the model's dtype. W itself is never changed: adding and subtracting B A would
+round W a little more each time.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def attach(model: Any, spec: LoraSpec) -> Any:
 
 
 def _targets(model: Any, spec: LoraSpec) -> str | list[str]:
-    """Returns the layers that are to have adapters, as PEFT is told: of a mixture of experts "all"
-    are attention's, for samplers do not take others."""
+    """Returns the layers for adapters, in PEFT's format. In a mixture of experts "all-linear" means
+    attention's layers, because samplers take no others."""
     if not isinstance(spec.target_modules, str):
         return list(spec.target_modules)
     if not has_experts(model.config.get_text_config().to_dict()):
@@ -81,8 +81,8 @@ def _targets(model: Any, spec: LoraSpec) -> str | list[str]:
 
 
 def _beside_text(model: Any) -> list[str]:
-    """Returns the linear layers that no text goes through: those of other models in this one, as a
-    vision tower, and what connects them."""
+    """Returns the linear layers that no text goes through: layers of inner models such as a vision
+    tower, and of the parts that connect them."""
     decoder = model.get_decoder()
     for_text = [model.get_output_embeddings(), *decoder.modules()]
     others = [each for each in for_text[2:] if isinstance(each, PreTrainedModel)]
@@ -112,8 +112,8 @@ def set_dropout(model: nn.Module, on: bool) -> None:
 
 
 def merged(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the weights of a plain model from those of one with adapters. What is merged is in
-    CPU memory."""
+    """Returns a plain model's weights from a model with adapters. Merged tensors are in CPU
+    memory."""
     result = {
         name.replace(BASE, "."): value for name, value in weights.items() if not is_adapters(name)
     }

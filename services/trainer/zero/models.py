@@ -1,8 +1,8 @@
-"""Finding and loading a job's model: a folder, or a Hugging Face id. Says quickly and in words when
+"""Finds and loads a job's model: a folder, or a Hugging Face id. Fails fast with a clear message if
 it is neither.
 
-Rank 0 alone reads the weights; the other ranks make the model's shape and get the values from it,
-so that a host with several ranks holds one copy in its memory, and not one per rank.
+Only rank 0 reads the weights. The other ranks make the model's shape and get the values from rank
+0, so that a host with several ranks holds one copy in memory, and not one per rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SAVED_AS = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-"""What a model's weights are saved as, in the order in which transformers looks for it. An index
+"""File names of a model's weights, in the order in which transformers looks for them. An index
 names files that hold a part each."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -77,8 +77,8 @@ def _cached_configuration(job: Job, **options: bool) -> Path:
 
 
 def model_files(job: Job) -> list[Path]:
-    """Returns the model's configuration and weights, in the order of their names, after fetching
-    from the hub those that are not in its cache. Raises BadRequest if there are no weights."""
+    """Returns the files of the model's configuration and weights, sorted by name. Fetches files
+    from the hub that are not in its cache. Raises BadRequest if there are no weights."""
     for saved_as in SAVED_AS:
         files = _cached(job, ["config.json", saved_as])
         if len(files) < 2:
@@ -91,7 +91,7 @@ def model_files(job: Job) -> list[Path]:
 
 
 def _cached(job: Job, names: list[str]) -> list[Path]:
-    """Returns the files of those names that the model has: in its folder, or in the cache."""
+    """Returns the model's existing files with these names: in its folder, or in the cache."""
     files = cached_files(
         job.model, names, revision=job.model_revision, _raise_exceptions_for_missing_entries=False
     )
@@ -103,7 +103,7 @@ def load_on_all_ranks(
 ) -> Any:
     """Returns the model with the same weights on every rank, read by rank 0 alone: a collective.
 
-    `spread`: parameters stay in host memory, with values on rank 0 only, for DeepSpeed to hand out
+    `spread`: parameters stay in host memory, with values on rank 0 only, for DeepSpeed to partition
     (ZeRO-3). Buffers are on the device either way. Raises rank 0's error on every rank.
     """
     place = torch.device("cpu") if spread else device
@@ -125,7 +125,7 @@ def _read_by_rank_0(job: Job, dtype: torch.dtype, place: torch.device) -> Any:
             model = load_model(job, dtype, place)
         else:
             model = load_model(job, dtype, torch.device("meta")).to_empty(device=place)
-            model.tie_weights()  # on the meta device they were, and lost it on the way
+            model.tie_weights()  # their tie was lost on the meta device
     except HoneError as error:
         problem = error.problem()
     problems: list[Any] = [problem] * dist.get_world_size()
@@ -142,8 +142,8 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:
-    """Returns the causal LM, its dropout off: the policy that is trained has to be the one that was
-    sampled. On the meta device it has its shape only, and no values."""
+    """Returns the causal LM with dropout off, because the trained policy must be the sampled one.
+    On the meta device it has shapes only, and no values."""
     options: dict[str, Any] = {}
     if job.memory.attention != "auto":
         options["attn_implementation"] = job.memory.attention
@@ -167,9 +167,9 @@ def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:
 
 
 def _cap_attention(model: Any, job: Job) -> None:
-    """Has a model that caps its attention's logits (Gemma 2) do so, as samplers do: torch's own
-    attention, which transformers prefers, leaves the cap out. Raises BadRequest where the job asks
-    for that one."""
+    """Makes a model that caps its attention's logits (Gemma 2) apply the cap, as samplers do.
+    torch's own attention, which transformers prefers, ignores the cap. Raises BadRequest if the job
+    asks for that attention."""
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
     if not cap or config._attn_implementation != "sdpa":

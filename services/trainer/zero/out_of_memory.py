@@ -1,5 +1,5 @@
-"""Running out of memory, in words: what was tried, what there is, and which setting to turn, from
-what to what."""
+"""Messages for running out of memory: what was tried, how much memory there is, and which setting
+to change to which value."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MESSAGE = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory for a tensor. A collective that failed for memory is another
-    matter: peers wait in it."""
+    """Whether memory for a tensor was missing. A collective that failed for lack of memory does not
+    count, because peers wait in it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return (
@@ -53,8 +53,8 @@ def usage(device: torch.device) -> str:
 
 
 def half_budget(shape: tuple[int, int] | None) -> int | None:
-    """Returns half the tokens of a micro-batch that did not fit, as the most for those to come;
-    None for a single sequence, which cannot be divided. `shape`: its sequences and its tokens."""
+    """Returns half the tokens of a micro-batch that did not fit, as the limit for later ones; None
+    for a single sequence, which cannot be divided. `shape`: its sequences and tokens."""
     if shape is None or shape[0] == 1:
         return None
     return max(1, shape[1] // 2)
@@ -62,7 +62,7 @@ def half_budget(shape: tuple[int, int] | None) -> int | None:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan says of this trainer, with the numbers of `hone plan`."""
+    """The plan of this trainer, with the numbers of `hone plan`."""
 
     model: Model
     ranks: Ranks
@@ -71,25 +71,24 @@ class Planned:
         return trainer_memory(self.model, job, self.ranks)
 
     def pass_bytes(self, job: Job, tokens: int) -> int:
-        """Returns what a micro-batch of so many tokens takes while it is trained on."""
+        """Returns the memory for training on a micro-batch of so many tokens."""
         return pass_bytes(self.model, job, self.ranks, tokens)
 
     def peak_bytes(self, job: Job, tokens: int) -> int:
-        """Returns what a rank takes whose largest micro-batch has so many tokens, which may be far
+        """Returns a rank's memory if its largest micro-batch has so many tokens, which may be far
         fewer than the job allows."""
         memory = job.memory.model_copy(update={"micro_batch_tokens": tokens})
         return round(self.memory(job.model_copy(update={"memory": memory})).peak_gib * GIB)
 
     def sentence(self, job: Job) -> str:
-        """Returns what was planned for a rank, part by part."""
+        """Returns a rank's planned memory, part by part."""
         memory = self.memory(job)
         parts = {name: float(getattr(memory, f"{name}_gib")) for name in PARTS}
         shown = ", ".join(f"{name} {size:.2f}" for name, size in parts.items() if size >= 0.005)
         return f"planned are {memory.peak_gib:.2f} GiB for each rank ({shown})"
 
     def saving(self, before: Job, after: Job) -> str:
-        """Returns how much less would be planned, in words; "" for what does not lower the
-        peak."""
+        """Returns how much less `after` needs, in words; "" if it does not lower the peak."""
         saved = self.memory(before).peak_gib - self.memory(after).peak_gib
         return f" ({saved:.2f} GiB less)" if saved >= 0.005 else ""
 
@@ -102,10 +101,10 @@ def knobs(
     *,
     device: str = "cuda",
 ) -> str:
-    """Returns the settings that would save memory, those that cost least first, with how much less
-    is `planned` then. Those that would save nothing are left out, unless that is so of all, as with
-    a model of a few megabytes. `shape`: sequences and tokens, padding included, of the micro-batch
-    that did not fit, if it was one. On the `device` "cpu" the host's memory is no way out."""
+    """Returns the settings that would save memory, the cheapest first, with the `planned` saving.
+    Settings that save nothing are left out, unless none saves anything, as with a model of a few
+    megabytes. `shape`: sequences and tokens, padding included, of the micro-batch that did not fit,
+    if one did not. On the `device` "cpu" offloading to the host does not help."""
     memory, turns = job.memory, list[tuple[str, str]]()
 
     def turn(text: str, after: Job) -> None:
@@ -151,7 +150,7 @@ def gib(num_bytes: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns what the allocator said, without its advice."""
+    """Returns the allocator's message, without its advice."""
     lines = str(error).splitlines()
     return (
         f"{type(error).__name__}: {lines[0].split('. See documentation')[0]}"
@@ -161,7 +160,6 @@ def first_line(error: BaseException) -> str:
 
 
 def _kib_of(file: Path, *names: str) -> dict[str, int]:
-    """Returns the named values of a file of "Name:  123 kB" lines, in bytes; 0 for those that it
-    lacks."""
+    """Returns the named values of a file of "Name: 123 kB" lines, in bytes; 0 for missing ones."""
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE))
     return {name: int(found.get(name, 0)) * 1024 for name in names}

@@ -1,6 +1,5 @@
-"""Whether sampler and trainer fit onto a GPU that they share, from sizes alone, before anything is
-loaded. Activations and what CUDA takes for itself are not counted: what is refused here could not
-have worked."""
+"""Checks from sizes alone, before anything is loaded, whether sampler and trainer fit onto a shared
+GPU. Activations and CUDA's own memory are not counted, so a refused job could not have worked."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from shared.plan.model import Model
 
 @dataclass(frozen=True)
 class Gpu:
-    """Its memory in GiB, the share of it that is the sampler's, and whether the two take turns on
+    """A GPU: its memory in GiB, the sampler's share, and whether sampler and trainer take turns on
     it."""
 
     total_gib: float
@@ -24,8 +23,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Needs:
-    """GiB on each GPU: of the trainer's weights, of what it trains with, and of the sampler's
-    weights with the cache of one sequence. Of what it trains with, `resting` stays while the
+    """GiB on each GPU: the trainer's weights, its training states, and the sampler's weights with
+    the cache of one sequence. `resting` is the part of the training states that stays while the
     sampler has its turn."""
 
     weights: float
@@ -35,7 +34,7 @@ class Needs:
 
 
 def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> Needs:
-    """Returns what the job needs, by the numbers of `hone plan`."""
+    """Returns the job's needs, by the numbers of `hone plan`."""
     trainer = trainer_memory(model, job, ranks)
     one = Serving(
         tensor_parallel=tensor_parallel,

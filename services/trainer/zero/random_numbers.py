@@ -10,7 +10,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Returns this rank's random number generators, in plain numbers and tensors."""
+    """Returns the state of this rank's random number generators, as plain numbers and tensors."""
     numpy_name, numpy_keys, *numpy_rest = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -25,8 +25,8 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Sets this rank's random number generators to what `random_state` returned. CUDA's stay if
-    either side has none."""
+    """Sets this rank's random number generators to a result of `random_state`. CUDA's generators
+    stay if either side has none."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = state["numpy"]

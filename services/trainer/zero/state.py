@@ -1,16 +1,16 @@
-"""What an engine needs to go on: the float32 master weights and Adam's moments of what is trained,
-and each rank's random numbers.
+"""The state from which an engine resumes: float32 master weights and Adam's moments of trained
+parameters, and each rank's random number generators.
 
     <folder>/rank-<r>-<i>.safetensors   the fragments that rank r holds, about a GiB a file
     <folder>/random-rank-<r>.pt         torch, CUDA, numpy and Python generators of rank r
 
-A fragment is a run of one parameter's elements, named `<what>/<parameter>`; the file's metadata
-has the index of its first element. So the files say what is where without DeepSpeed's layout, and
-any number of ranks at any ZeRO stage reads what any other wrote. With the same number and stage
-training goes on to the bit; with others it goes on from the same weights and moments, rounds
-differently from there, and draws other random numbers.
+A fragment is a run of one parameter's elements, named `<what>/<parameter>`; the file's metadata has
+the index of its first element. So the files do not depend on DeepSpeed's layout, and any number of
+ranks at any ZeRO stage can read them. With the same number and stage training continues bit for
+bit. Otherwise it continues from the same weights and moments, but rounds differently and draws
+other random numbers.
 
-Saving is no collective: a rank that cannot write keeps no other waiting.
+Saving is not a collective, so a rank that cannot write keeps no other rank waiting.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ FILE_BYTES = 1 << 30
 
 
 def save(zero: Any, folder: Path) -> None:
-    """Writes this rank's share of the state of DeepSpeed's engine `zero`, and its random numbers,
-    into `folder`, which is there."""
+    """Writes this rank's share of the state of DeepSpeed's engine `zero`, and its random number
+    generators, into the existing `folder`."""
     rank = dist.get_rank()
     if rank == 0 or not every_rank_has_all(zero):
         for index, (tensors, starts) in enumerate(_files(zero)):
@@ -53,8 +53,9 @@ def save(zero: Any, folder: Path) -> None:
 
 
 def load(zero: Any, folder: Path) -> None:
-    """Makes `zero`, just made, what `save` wrote, and this rank's random numbers if this rank's are
-    there: a collective. Raises Conflict if a part of what is trained was not saved."""
+    """Restores a new `zero` from the files of `save`, and this rank's random number generators if
+    its file exists: a collective. Raises Conflict if a part of the trained parameters was not
+    saved."""
     with torch.no_grad():
         saved = Saved.of(folder)
         for fragment in fragments(zero):
@@ -65,8 +66,8 @@ def load(zero: Any, folder: Path) -> None:
 
 
 def _files(zero: Any) -> Iterator[tuple[dict[str, Tensor], dict[str, str]]]:
-    """Yields tensors and first indices, a file's worth at a time: copies in host memory, of which
-    there is never more than that."""
+    """Yields tensors and first indices, one file's worth at a time. Only these copies are in host
+    memory."""
     tensors: dict[str, Tensor] = {}
     starts: dict[str, str] = {}
     size_bytes = 0
@@ -95,7 +96,7 @@ def _values(zero: Any, fragment: Fragment) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Piece:
-    """A saved fragment: which file has it, and its elements `[start, end)` of the parameter."""
+    """A saved fragment: its file, and its elements `[start, end)` of the parameter."""
 
     file: Path
     start: int
@@ -104,13 +105,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Saved:
-    """What the files in a folder hold, by `<what>/<parameter>`."""
+    """The saved fragments in a folder's files, by `<what>/<parameter>`."""
 
     pieces: dict[str, list[Piece]]
 
     @staticmethod
     def of(folder: Path) -> Saved:
-        """Raises Conflict if there is nothing: another version of Hone wrote something else."""
+        """Reads the folder's headers. Raises Conflict if it has no fragments: another version of
+        Hone wrote another format."""
         pieces: dict[str, list[Piece]] = defaultdict(list)
         for file in sorted(folder.glob("rank-*.safetensors")):
             with safe_open(file, "pt") as tensors:
@@ -144,7 +146,7 @@ class Saved:
             )
 
     def steps(self, parameter: str) -> int | None:
-        """Returns how many steps the optimizer had made; None before its first."""
+        """Returns how many steps the optimizer had made; None before its first step."""
         for piece in self.pieces.get(f"{STEPS}/{parameter}", ()):
             with safe_open(piece.file, "pt") as tensors:
                 return int(tensors.get_tensor(f"{STEPS}/{parameter}").item())
@@ -166,7 +168,7 @@ def _restore(zero: Any, fragment: Fragment, saved: Saved) -> None:
 
 
 def _new_state(zero: Any, flat: Tensor) -> dict[str, Any]:
-    """Returns the optimizer's state of `flat` as it makes it at its first step."""
+    """Returns a new optimizer state for `flat`, as the optimizer makes it at its first step."""
     in_torch = isinstance(zero.basic_optimizer, torch.optim.AdamW)
     count = torch.zeros((), dtype=torch.float32, device=flat.device) if in_torch else 0
     return {STEPS: count} | {what: torch.zeros_like(flat.detach()) for what in MOMENTS}
