@@ -196,9 +196,11 @@ def copy_tokenizer(job: Job, folder: Path) -> None:
 
 def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the model's weights as `save_pretrained` would write them: under the checkpoint's
-    names and in its shapes, tied ones once."""
-    unsaved = model._keys_to_ignore_on_save or ()
-    kept = {name: weight for name, weight in weights.items() if name not in unsaved}
+    names and in its shapes, tied ones once. Copies those only that a checkpoint has otherwise."""
+    kept = _without_unsaved(model, weights)
+    names, changed = _in_checkpoint(model, kept)
+    if not changed:
+        return {name: kept[name] for name in names}
     return revert_weight_conversion(model, remove_tied_weights_from_state_dict(kept, model))
 
 
@@ -206,16 +208,34 @@ def as_kept(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns what `as_saved` does, each tensor where the model has it. Raises Conflict if it has
     others than its checkpoint, as a mixture of experts, whose experts are one tensor in each
     layer."""
-    # Without memory of their own: `as_saved` copies what it changes, and what shares a buffer.
-    shapes = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
-    saved = as_saved(model, shapes)
-    others = sorted(name for name, shape in saved.items() if shapes.get(name) is not shape)
-    if others:
+    names, changed = _in_checkpoint(model, _without_unsaved(model, weights))
+    if changed:
         raise Conflict(
-            f"{len(others)} tensors of the version are others while they are trained, the first is "
-            f'{others[0]!r}: weight_sync "nccl" and "ipc" cannot send them'
+            f"{len(changed)} tensors of the version are others while they are trained, the first "
+            f'is {changed[0]!r}: weight_sync "nccl" and "ipc" cannot send them'
         )
-    return {name: weights[name] for name in saved}
+    return {name: weights[name] for name in names}
+
+
+def _without_unsaved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    unsaved = model._keys_to_ignore_on_save or ()
+    return {name: weight for name, weight in weights.items() if name not in unsaved}
+
+
+def _in_checkpoint(model: Any, weights: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Returns the names of the checkpoint's tensors, and of those that are others than `weights`:
+    merged from adapters, or cut or turned. Asked of tensors without memory: transformers copies
+    each that shares a buffer with others, as DeepSpeed has them."""
+    own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
+    if others := sorted(weights.keys() - own.keys()):
+        return [], others
+    shapes = {name: torch.empty_like(weight, device="meta") for name, weight in weights.items()}
+    saved = revert_weight_conversion(
+        model, remove_tied_weights_from_state_dict(dict(shapes), model)
+    )
+    return [*saved], sorted(
+        name for name, tensor in saved.items() if shapes.get(name) is not tensor
+    )
 
 
 def choose_dtype(asked: str) -> torch.dtype:

@@ -25,7 +25,7 @@ from services.trainer.disk.weights import Publisher
 from services.trainer.processes.launcher import rank_environment
 from services.trainer.transfer.broadcast import Broadcast, Member, chunks, joined
 from services.trainer.transfer.sharing import location, shared
-from services.trainer.zero.models import as_kept
+from services.trainer.zero.models import as_kept, as_saved
 from shared.config import Settings
 from shared.digest import stored_tensors, tensor_digests
 from shared.errors import BadRequest, Conflict
@@ -244,6 +244,7 @@ def test_what_is_sent_of_a_model_is_what_its_checkpoint_has(tmp_path) -> None:
     weights = dict(model.state_dict())
     kept = as_kept(model, weights)
     assert all(kept[name] is weights[name] for name in kept), "none is copied"
+    assert as_saved(model, weights) == kept
     assert kept.keys() == stored_tensors(tmp_path / "model").keys(), "the tied matrix once"
     assert tensor_file.digests(kept) == tensor_digests(stored_tensors(tmp_path / "model"))
 
