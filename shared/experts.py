@@ -25,7 +25,7 @@ Config = Mapping[str, Any]
 @dataclass(frozen=True)
 class Experts:
     """A layer has `num` experts of size `intermediate`; a token goes to `per_token` of them.
-    `shared` is the size of the expert that all tokens go to."""
+    `shared` is the size of the shared part, to which all tokens go."""
 
     num: int
     per_token: int

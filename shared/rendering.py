@@ -35,7 +35,7 @@ GZIP_LEVEL = 1
 
 class Made(BaseModel, Generic[M]):
     """Something that an operation created: `body` is the answer, `location` the new thing's path.
-    If the same request created it before (not `new`), the answer has status 200."""
+    If the same request created it before (not `is_new`), the answer has status 200."""
 
     body: M
     location: str

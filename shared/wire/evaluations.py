@@ -81,7 +81,7 @@ class EvaluationReport(Wire):
 
 class EvaluationState(Wire):
     """`GET /v1/evaluations/{id}`: how far it is. `model` is being evaluated, `number` from 1 on of
-    `num_models`; `done` of its `num_problems` problems are done."""
+    `num_models`; `num_done` of its `num_problems` problems are done."""
 
     id: JobId
     model: str

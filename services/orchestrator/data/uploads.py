@@ -191,7 +191,7 @@ class Uploads:
         way."""
         if self._quota is None:
             return
-        under_way = [*self._root.glob(f"{UNFINISHED}*")]  # first: else one that ends is missed
+        under_way = [*self._root.glob(f"{UNFINISHED}*")]  # first, else an ending one is missed
         sizes = [_content_size(folder) for folder in (*under_way, *self._root.glob("file-*"))]
         self._quota.check(len(sizes), sum(sizes), made.bytes)
 

@@ -6,7 +6,7 @@ import secrets
 import time
 
 ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-"""Crockford's base 32: no i, l, o or u. Its order is that of the characters."""
+"""Crockford's base 32: no i, l, o or u. Digits sort like their characters."""
 
 TIME_DIGITS = 7
 """35 bits of Unix seconds, enough until the year 3058."""

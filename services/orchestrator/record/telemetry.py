@@ -15,7 +15,7 @@ docs/observability.md lists the other names.
 | overlong_prompts               | share of groups whose prompt was cut, or refused, as long   |
 | mixed_rollouts                 | share sampled by weights of more than one version           |
 | completions/mean_length        | tokens that were sampled; also min_length, max_length       |
-| completions/                   | the same of those that ended by themselves; also            |
+| completions/                   | the same for completions that ended by themselves; also     |
 |   mean_terminated_length       | min_terminated_length, max_terminated_length                |
 | completions/clipped_ratio      | share cut off by max_tokens                                 |
 | staleness                      | steps between the oldest weights that sampled and those     |
