@@ -1,5 +1,5 @@
-"""The float32 master weights, where DeepSpeed keeps them: which tensors this rank's optimizer steps
-on, which run of which parameter each holds, and how they become the model's weights again.
+"""DeepSpeed's float32 master weights: the tensors that this rank's optimizer updates, the part of a
+parameter that each holds, and how they become the model's weights again.
 
 All of this knows DeepSpeed's insides, at the pinned version; the tests run it at every stage.
 """
@@ -20,9 +20,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Fragment:
-    """The elements `[start, start + numel)` of the parameter `name`, flattened, that this rank's
-    optimizer steps on. They are `[offset, offset + numel)` of the master `flat`, and of each tensor
-    that the optimizer keeps for it."""
+    """The elements `[start, start + numel)` of the flattened parameter `name` that this rank's
+    optimizer updates. They are `[offset, offset + numel)` of the master `flat`, and of each of its
+    tensors of optimizer state."""
 
     name: str
     start: int
@@ -36,8 +36,8 @@ class Fragment:
 
 
 def masters(zero: Any) -> list[Tensor]:
-    """Returns the tensors that this rank's optimizer steps on: float32, flat where ZeRO cuts them
-    up."""
+    """Returns the tensors that this rank's optimizer updates: float32, flat if ZeRO partitions
+    them."""
     optimizer = zero.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return list(optimizer.fp32_partitioned_groups_flat)
@@ -49,14 +49,14 @@ def masters(zero: Any) -> list[Tensor]:
 
 
 def every_rank_has_all(zero: Any) -> bool:
-    """Whether the masters are the same on every rank (ZeRO stage 0), and not shared out."""
+    """Whether every rank has all masters (ZeRO stage 0), and they are not partitioned."""
     return not isinstance(
         zero.optimizer, DeepSpeedZeroOptimizer_Stage3 | DeepSpeedZeroOptimizer | BF16_Optimizer
     )
 
 
 def fragments(zero: Any) -> Iterator[Fragment]:
-    """Yields what this rank's masters hold, parameter by parameter."""
+    """Yields the fragments in this rank's masters, parameter by parameter."""
     optimizer = zero.optimizer
     trained = [(name, p) for name, p in zero.module.named_parameters() if p.requires_grad]
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
@@ -92,7 +92,7 @@ def _of_flat_groups(flats: list[Tensor], trained: list[tuple[str, Any]]) -> Iter
 
 
 def _own_masters(optimizer: Any) -> dict[int, Tensor]:
-    """Returns the masters of parameters that have one of their own, by the parameter's id."""
+    """Returns the masters of parameters with a master of their own, by the parameter's id."""
     if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return {}
     return {
@@ -103,7 +103,7 @@ def _own_masters(optimizer: Any) -> dict[int, Tensor]:
 
 
 def masters_to_weights(zero: Any) -> None:
-    """Makes the model's weights what the masters are: a collective."""
+    """Copies the masters to the model's weights: a collective."""
     optimizer = zero.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer._partition_all_parameters()
@@ -119,6 +119,6 @@ def masters_to_weights(zero: Any) -> None:
 
 
 def gather_persistent(optimizer: Any) -> None:
-    """What every rank holds of small parameters, in spite of ZeRO-3, is gathered again."""
+    """Gathers again the small parameters that every rank holds in spite of ZeRO-3."""
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)

@@ -5,9 +5,9 @@
     stage 2    and of the gradients, which are averaged micro-batch by micro-batch
     stage 3    and of the weights, which are gathered layer by layer while they are used
 
-Whatever the stage, gradients are added up and averaged in float32, weights have a float32 master,
-and a step whose gradient is not finite changes nothing, on all ranks alike. DeepSpeed has neither
-of the last two at stage 0: see `start` and `step`.
+At every stage, gradients are added up and averaged in float32, weights have a float32 master, and a
+step with a gradient that is not finite changes nothing on any rank. DeepSpeed lacks the last two at
+stage 0: see `start` and `step`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NORM_PIECE = 1 << 22
 """Elements of a gradient whose norm is taken at a time."""
 
 LINEAR = torch.nn.functional.linear
-"""torch's own. ZeRO-3 puts another in its place, for good, whose results differ in the last bit."""
+"""torch's own. ZeRO-3 replaces it permanently by another, whose results differ in the last bit."""
 
-# An all-reduce that only its tensor-parallel inference uses; it would be compiled for a minute.
+# An all-reduce for DeepSpeed's tensor-parallel inference only. Compiling it would take a minute.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 ALLOWED = frozenset(
@@ -75,8 +75,8 @@ ALLOWED = frozenset(
         "zero_optimization.use_multi_rank_bucket_allreduce",
     }
 )
-"""The keys that `memory.deepspeed` may set: they change where things lie, when they are sent and
-what is logged, and not what is computed. A key stands for all below it."""
+"""The keys that `memory.deepspeed` may set: they change placement, communication and logging, and
+not results. A key allows all keys below it."""
 
 INSTEAD = {
     "flops_profiler.output_file": "a job names no file that is written; the log has it",
@@ -105,12 +105,12 @@ INSTEAD = {
     "zero_optimization.offload_optimizer.device": "use memory.offload_optimizer",
     "zero_optimization.cpu_offload": "use memory.offload_optimizer",
 }
-"""What to use in place of keys that `memory.deepspeed` may not set."""
+"""Why `memory.deepspeed` may not set these keys, or what to use instead."""
 
 
 def start(policy: nn.Module, job: Job, dtype: torch.dtype) -> Any:
     """Returns DeepSpeed's engine around `policy`. Raises BadRequest for settings that DeepSpeed
-    does not take."""
+    refuses."""
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     settings = config(job, dtype, sum(parameter.numel() for parameter in trainable))
     optimizer = make_optimizer(policy, job.training, offload=job.memory.offload_optimizer)
@@ -137,8 +137,8 @@ def start(policy: nn.Module, job: Job, dtype: torch.dtype) -> Any:
 
 
 def stop(zero: Any) -> None:
-    """Frees what DeepSpeed holds, and gives torch back what ZeRO-3 took: the next job is to compute
-    as in a new process. `zero` None: whatever a start that failed has left."""
+    """Frees DeepSpeed's memory, and restores torch's functions that ZeRO-3 replaced, so that the
+    next job computes as in a new process. `zero` None: cleans up after a failed start."""
     if zero is not None:
         zero.destroy()
     # ZeRO-3 keeps each policy in these two, and frees none.
@@ -156,8 +156,7 @@ def _clear_cache_in(decorated: Any) -> None:
 
 
 def start_frozen(policy: nn.Module, job: Job, dtype: torch.dtype) -> None:
-    """Spreads a policy that is only asked, never trained, over the ranks as ZeRO-3 does; in
-    place."""
+    """Partitions a policy that is never trained over the ranks, in place, as ZeRO-3 does."""
     settings = config(job, dtype, sum(parameter.numel() for parameter in policy.parameters()))
     settings["zero_optimization"].pop("offload_optimizer", None)
     spread(policy, settings, dtype)
@@ -165,8 +164,8 @@ def start_frozen(policy: nn.Module, job: Job, dtype: torch.dtype) -> None:
 
 
 def spread(policy: nn.Module, settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """Hands out the parameters of the policy, which rank 0 has in host memory, one by one: each
-    rank keeps its share on its device."""
+    """Partitions the policy's parameters, which rank 0 has in host memory, one by one. Each rank
+    keeps its share on its device."""
     deepspeed.zero.Init(module=policy, config_dict_or_path=settings, dtype=dtype)
 
 
@@ -187,9 +186,9 @@ def step(zero: Any, max_grad_norm: float) -> float | None:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Returns the L2 norm of all of them, summed in float64 as DeepSpeed does at the other stages:
-    in float32, that of 50 million normal numbers comes out 0.4 % too small on a CPU."""
-    # In pieces, for each is copied to float64 on the way.
+    """Returns the L2 norm over all gradients, summed in float64 as DeepSpeed does at the other
+    stages: in float32, the norm of 50 million normal numbers is 0.4 % too small on a CPU."""
+    # In pieces, because each is copied to float64.
     pieces = [piece for gradient in gradients for piece in gradient.flatten().split(NORM_PIECE)]
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
     return torch.linalg.vector_norm(torch.stack(norms)).float()
@@ -226,7 +225,7 @@ def config(job: Job, dtype: torch.dtype, num_trainable: int) -> dict[str, Any]:
 
 
 def checked(memory: MemorySpec) -> dict[str, Any]:
-    """Returns `memory.deepspeed`. Raises BadRequest if it sets what is not `ALLOWED`."""
+    """Returns `memory.deepspeed`. Raises BadRequest if it sets a key that is not `ALLOWED`."""
     _check_allowed(memory.deepspeed, "")
     return memory.deepspeed
 
@@ -258,7 +257,7 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def make_optimizer(
     policy: nn.Module, training: TrainingSpec, *, offload: bool
 ) -> torch.optim.Optimizer:
-    """Returns AdamW over what is trained; DeepSpeed's for the CPU if its state is offloaded there.
+    """Returns AdamW over the trained parameters; DeepSpeed's CPU Adam if its state is offloaded.
 
     Weight decay is on matrices only, as is usual, and not on norms and biases. The learning rate is
     set at each update.
