@@ -14,7 +14,14 @@ from typing import Any
 from pydantic import Field
 
 from services.reward.grading.answers.comparing import Formulas, NeedsFormulas, same
-from services.reward.grading.answers.forms import Amount, Form, Named, Relation, Text, read
+from services.reward.grading.answers.forms import read
+from services.reward.grading.answers.kinds import (
+    Amount,
+    Form,
+    Named,
+    Relation,
+    Text,
+)
 from services.reward.grading.answers.latex import clean
 from services.reward.grading.answers.numbers import Number, equal, final_answer, number
 from services.reward.grading.limited.pool import Call, NoValue

@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from services.reward.grading.answers.forms import (
+from services.reward.grading.answers.forms import read
+from services.reward.grading.answers.kinds import (
     Amount,
     Choice,
     Form,
@@ -20,7 +21,6 @@ from services.reward.grading.answers.forms import (
     Relation,
     Several,
     Text,
-    read,
 )
 from services.reward.grading.answers.latex import without_marks
 from services.reward.grading.answers.numbers import equal
@@ -103,6 +103,11 @@ def _names(several: Several) -> bool:
     """Returns whether each part has a name of its own."""
     names = {part.name for part in several.parts if isinstance(part, Named)}
     return len(names) == len(several.parts)
+
+
+def _has_bounds_of_several(several: Several) -> bool:
+    named = [part for part in several.parts if isinstance(part, Named)]
+    return len({part.name for part in named if "=" not in part.relation.signs}) > 1
 
 
 def _same_in_order(given: Sequence[Form], wanted: Sequence[Form], formulas: Formulas) -> bool:
@@ -189,6 +194,8 @@ def _same_in_any_order(given: Several, wanted: Several, formulas: Formulas) -> b
     those of the names in their order: x = 1, y = 2 is 1, 2."""
     if _names(wanted) and not any(isinstance(part, Named) for part in given.parts):
         return _same_in_order(given.parts, wanted.parts, formulas)
+    if _has_bounds_of_several(given) and not any(isinstance(one, Named) for one in wanted.parts):
+        return False  # x < 1 or y > 2 is no union
     left = list(given.parts)
     if len(left) != len(wanted.parts):
         return False

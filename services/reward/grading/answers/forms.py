@@ -1,27 +1,27 @@
-"""What an answer is, as far as its text says. Pure.
-
-"DBCA", "(C)", "Tuesday"       Text        letters alone
-"(C) Paris"                    Choice      a letter, and what it stands for
-"3/4", "18 eggs", "10\\sqrt{2} cm"  Amount   a number or a formula, and what it counts
-"1, 2", "\\pm 1", "\\{1, 2\\}"  Several     in any order
-"(1, 2]", "[1, 2[", a matrix, "[[1, 2], [3, 4]]", "x > 3"
-                               Ordered     in this order, between these brackets
-"x = 3", "f(x) = 2x"           Named       a value under a name
-"2x + 3y = 5", "3 = 3"         Relation
-"11:30", "101_2", "H_2O"       Literal     the same text, or not
-"""
+"""Reads an answer: text -> the kind of `kinds.py` that it is. Pure."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TypeGuard
 
+from services.reward.grading.answers.kinds import (
+    Amount,
+    Choice,
+    Form,
+    Literal,
+    Named,
+    Ordered,
+    Relation,
+    Several,
+    Text,
+    variables,
+)
 from services.reward.grading.answers.latex import clean, depth, is_one_bracket, split, without_marks
 from services.reward.grading.answers.literals import literal
-from services.reward.grading.answers.numbers import Number, number
-from services.reward.grading.answers.units import NOTHING, Counted, after_number
+from services.reward.grading.answers.numbers import number
+from services.reward.grading.answers.units import NOTHING, after_number
 
 MAX_PARTS = 64
 MAX_DEPTH = 24
@@ -74,74 +74,8 @@ _NAME = re.compile(
 )
 _NAMES = re.compile(r"\( ?[A-Za-z](?: ?, ?[A-Za-z])+ ?\)")
 _COMMA = re.compile(",|;")
-_CONSTANTS = {"e", "i", "\\pi", "\\infty", "\\cdot", "\\times", "\\frac", "\\sqrt", "\\text"}
-_ATOM = re.compile(r"[A-Za-z]|\\[A-Za-z]+")
 _TAIL = re.compile(r"(?P<formula>.*[\d)}!°A-Za-z]) ?\\text ?\{(?P<words>[^{}]*)\}(?P<power>\^\S+)?")
 _BARE_TAIL = re.compile(r"(?P<formula>.*[)}]) (?P<words>[A-Za-z°][A-Za-z°/^{}\d ]*)")
-
-
-@dataclass(frozen=True)
-class Text:
-    letters: str
-
-
-@dataclass(frozen=True)
-class Literal:
-    text: str
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A letter and what it stands for; `is_marked` unless that is only a dot: E. coli."""
-
-    letter: str
-    text: Form
-    is_marked: bool
-
-
-@dataclass(frozen=True)
-class Amount:
-    """A formula, what it counts, and the number that it is if it is a plain one."""
-
-    formula: str
-    counted: Counted = NOTHING
-    number: Number | None = None
-
-    @property
-    def has_variables(self) -> bool:
-        return self.number is None and bool(_variables(self.formula))
-
-
-@dataclass(frozen=True)
-class Several:
-    parts: tuple[Form, ...]
-
-
-@dataclass(frozen=True)
-class Ordered:
-    opening: str
-    closing: str
-    parts: tuple[Form, ...]
-
-
-@dataclass(frozen=True)
-class Relation:
-    """`signs` stand between the `sides`, which are formulas."""
-
-    signs: tuple[str, ...]
-    sides: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Named:
-    """`values`: one, or several that are said to be equal."""
-
-    name: str
-    values: tuple[Form, ...]
-    relation: Relation = field(compare=False)
-
-
-Form = Text | Literal | Choice | Amount | Several | Ordered | Relation | Named
 
 
 def read(text: str) -> Form:
@@ -207,6 +141,9 @@ def _unwrapped(text: str) -> str:
 
 
 def _several(items: list[str]) -> Form:
+    subjects = [_subject(item) for item in items]
+    if len({*subjects} - {None}) > 1:
+        return Several(tuple(_of_subject(item) for item in items))
     forms = _parts(items)
     names = {form.name if isinstance(form, Named) else None for form in forms}
     first = forms[0]
@@ -219,10 +156,28 @@ def _several(items: list[str]) -> Form:
     return Several(tuple(forms)) if len(forms) > 1 else forms[0]
 
 
+def _subject(text: str) -> str | None:
+    """Returns the name that an inequality is about; None for what is none."""
+    sides = split(text, _RELATION)
+    if not isinstance(_related(text), Ordered):
+        return None
+    return "".join(sides[1 if len(sides) == 3 or _is_name(sides[1]) else 0].split())
+
+
+def _of_subject(text: str) -> Form:
+    """Returns an inequality with its name, which counts beside one of another name."""
+    name, sides = _subject(text), split(text, _RELATION)
+    form = _read(_unwrapped(text))
+    relation = Relation(tuple(_signs(text, sides)), tuple(sides))
+    return Named(name, (form,), relation) if name else form
+
+
 def _both(text: str) -> Form | None:
     """Returns the interval that `x > 1 and x < 3` is; None for what is no two inequalities."""
     sides = split(text, _BOTH)
     if len(sides) != 2 or not all(_RELATION.search(side) for side in sides):
+        return None
+    if len({_subject(side) for side in sides}) > 1:
         return None
     bounds = [_related(side) for side in sides]
     above = next((one for one in bounds if _is_open_to(one, 1, "\\infty")), None)
@@ -307,20 +262,31 @@ def _related(text: str) -> Form | None:
     relation = Relation(tuple(signs), tuple(sides))
     if signs == ["="] and _NAMES.fullmatch(sides[0]):
         point = _read(sides[1])
-        is_point = isinstance(point, Ordered) and len(point.parts) == len(sides[0].split(","))
-        return Named("".join(sides[0].split()), (point,), relation) if is_point else relation
+        if isinstance(point, Ordered) and len(point.parts) == len(sides[0].split(",")):
+            return _point("".join(sides[0].split()), point, relation)
+        return relation
     if set(signs) == {"="} or signs == ["\\in"]:
         if len(sides) == 2 and _is_name(sides[1]) and not _is_name(sides[0]):
             sides = sides[::-1]
-        head = re.sub(r"[_(].*", "", sides[0])
-        is_own = _variables(head) & _variables(" ".join(sides[1:]))
+        is_own = _head(sides[0]) & variables(" ".join(sides[1:]))
         if _is_name(sides[0]) and not is_own:
             name = "".join(without_marks(sides[0]).split())
-            values = [side for side in sides[1:-1] if not _is_name(side)]  # x = y = 5 is 5
+            own = variables(sides[-1])
+            values = [one for one in sides[1:-1] if not _is_name(one) or _head(one) & own]
             read = (_read(_unwrapped(side)) for side in (*values, sides[-1]))
             return Named(name, tuple(read), relation)
         return relation
     return _but_one(signs, sides) or _interval(signs, sides) or relation
+
+
+def _point(name: str, point: Ordered, relation: Relation) -> Named:
+    """Returns `(x, y) = (1, 2)`, and `(y, x) = (2, 1)` as the same."""
+    names, parts = name.strip("()").split(","), point.parts
+    if {*names} <= {*"xyz"}:
+        order = sorted(range(len(names)), key=names.__getitem__)
+        names, parts = [names[at] for at in order], tuple(parts[at] for at in order)
+    named = Ordered(point.opening, point.closing, parts)
+    return Named(f"({','.join(names)})", (named,), relation)
 
 
 def _signs(text: str, sides: list[str]) -> list[str]:
@@ -337,7 +303,7 @@ def _signs(text: str, sides: list[str]) -> list[str]:
 
 def _but_one(signs: list[str], sides: list[str]) -> Form | None:
     """Returns the two intervals that `x \\ne 2` is."""
-    if signs != ["\\ne"] or not _is_name(sides[0]) or _variables(sides[1]):
+    if signs != ["\\ne"] or not _is_name(sides[0]) or variables(sides[1]):
         return None
     value = _read(sides[1])
     before, after = (Amount("-\\infty"), value), (value, Amount("\\infty"))
@@ -365,9 +331,9 @@ def _interval(signs: list[str], sides: list[str]) -> Form | None:
     return None
 
 
-def _variables(formula: str) -> set[str]:
-    """Returns the letters and commands in `formula` that may stand for anything."""
-    return set(_ATOM.findall(re.sub(r"\(.*\)$", "", formula) or formula)) - _CONSTANTS
+def _head(side: str) -> set[str]:
+    """Returns the letter of a name: f of f(x)."""
+    return variables(re.sub(r"[_(].*", "", side))
 
 
 def _is_name(side: str) -> bool:

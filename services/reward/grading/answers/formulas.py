@@ -13,7 +13,10 @@ from fractions import Fraction
 from typing import Any
 
 from services.reward.grading.answers.comparing import Formulas
-from services.reward.grading.answers.forms import Amount, Relation
+from services.reward.grading.answers.kinds import (
+    Amount,
+    Relation,
+)
 from services.reward.grading.answers.numbers import Number, factors, is_rounding
 from services.reward.grading.answers.reading import Unreadable, latex_of
 

@@ -6,8 +6,11 @@ import logging
 import re
 
 from services.reward.grading.answers.comparing import same
-from services.reward.grading.answers.forms import Text, read
+from services.reward.grading.answers.forms import read
 from services.reward.grading.answers.formulas import SympyFormulas, Unreadable
+from services.reward.grading.answers.kinds import (
+    Text,
+)
 from services.reward.grading.answers.latex import clean
 from services.reward.grading.answers.numbers import number
 
