@@ -22,7 +22,7 @@ from tests.support.two_nodes import ADDRESSES, INTERFACES, Forbidden, Nodes, two
 pytestmark = [pytest.mark.engine, pytest.mark.system]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Cluster(Service):
     """Two launchers; `process` is node 0's. HTTP goes through a Unix socket into node 0's
     loopback."""
