@@ -111,15 +111,19 @@ class LocalSandbox(Sandbox):
     async def execute(self, request: ExecuteRequest) -> Execution:
         if self._problem:
             raise Failed(self._problem)
-        short, only_idled = _short(request), False
+        short = _short(request)
         if short == request or not is_long.get():
             execution = await self._in_turn(short)
             if short == request or execution.verdict != "time_limit":
                 return execution
             is_long.set(True)
-            only_idled = execution.cpu_s < short.cpu_s and execution.wall_s < short.timeout_s
-        if only_idled:  # it holds its slot for `idle_s` at most, whatever else runs
-            return await self._in_turn(request)
+            if execution.cpu_s < short.cpu_s and execution.wall_s < short.timeout_s:
+                # It only idled: it may do so for its own `idle_s`, but not be busy for longer.
+                idling = request.model_copy(update={"cpu_s": short.cpu_s})
+                execution = await self._in_turn(idling)
+                is_busy = execution.verdict == "time_limit" and execution.cpu_s >= short.cpu_s
+                if idling == request or not is_busy:
+                    return execution
         with waiting.get()():
             long_turn = await self._long_turns.take(asking.get())
         try:
