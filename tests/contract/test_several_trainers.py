@@ -206,8 +206,8 @@ async def test_after_redis_was_away_a_job_goes_on_with_the_trainer_that_has_it(
     settings: Settings, redis_url: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the other orchestrator is the first to be back, and has nothing to do."""
-    for module in (known_slots, worker_side):
-        monkeypatch.setattr(module, "KNOWN_S", 10.0)
+    monkeypatch.setattr(known_slots, "KNOWN_S", 5.0)  # after which Redis has forgotten the slots
+    monkeypatch.setattr(worker_side, "KNOWN_S", 60.0)  # so long the job is left to its trainer
     monkeypatch.setattr(worker, "NOTE_S", 0.2)
     monkeypatch.setattr(worker, "PAUSE_S", 0.1)
     settings = settings.model_copy(update={"lease_s": 4.0})
