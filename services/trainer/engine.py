@@ -65,8 +65,9 @@ class Engine(Protocol):
         """Trains the weights of `version` on `examples` of a batch of `totals`."""
         ...
 
-    def canary(self) -> Canary:
-        """Returns what the weights give a fixed sequence, for samplers to compare with."""
+    def canary(self) -> Canary | None:
+        """Returns what the weights give a fixed sequence, for samplers to compare with; None if
+        that is not finite."""
         ...
 
     def save_weights(self, folder: Path) -> dict[str, str]:

@@ -27,7 +27,7 @@ class Loaded:
     step: int = 0
     skipped_steps: int = 0
     last: tuple[str, StepResult] | None = None
-    canary: tuple[int, Canary] | None = None
+    canary: tuple[int, Canary | None] | None = None
 
     def resume(self, found: Found) -> None:
         """Resumes from the found checkpoint, if there is one."""

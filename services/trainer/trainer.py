@@ -10,7 +10,6 @@ too.
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 import time
 from collections.abc import Callable
@@ -204,12 +203,10 @@ class Trainer:
         return published and published.model_copy(update={"canary": canary})
 
     def _canary(self, loaded: Loaded) -> Canary | None:
-        """Returns the canary of the last applied step: a collective, once per step. None if its
-        log-probs are not finite: they would be like no sampler's."""
+        """Returns the canary of the last applied step: a collective, once per step."""
         if loaded.canary is None or loaded.canary[0] != loaded.step:
             loaded.canary = loaded.step, self._ranks.together(loaded.engine.canary)[0]
-        canary = loaded.canary[1]
-        return canary if all(map(math.isfinite, (*canary.logprobs, canary.noise))) else None
+        return loaded.canary[1]
 
     def write_checkpoint(self, request: CheckpointRequest) -> Checkpoint | None:
         """Returns the checkpoint on rank 0, None elsewhere. An existing checkpoint is not written

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import random
 import warnings
 from dataclasses import dataclass
@@ -166,9 +167,9 @@ class DeepSpeedEngine:
         return self._parts.updater.update(examples, learning_rate, totals, version)
 
     @torch.no_grad()
-    def canary(self) -> Canary:
+    def canary(self) -> Canary | None:
         """Returns a fixed sequence and what the weights, adapters included, give it, in two
-        passes."""
+        passes. None if that is not finite: it would be like no sampler's."""
         model = self._parts.model
         ids = canary_ids(model.config.get_text_config(), self._job.max_model_len)
         whole = Example(
@@ -177,12 +178,11 @@ class DeepSpeedEngine:
         chunk_tokens = self._job.memory.chunk_tokens
         batch = collate([whole]).to(self._device)
         logprobs_N, _ = Policy(model, temperature=1.0, chunk_tokens=chunk_tokens)(batch)
-        return Canary(
-            token_ids=ids,
-            logprobs=Logprobs(logprobs_N.float().tolist()),
-            dtype=self.dtype,
-            noise=rounding_noise(model, batch, logprobs_N, chunk_tokens),
-        )
+        noise = rounding_noise(model, batch, logprobs_N, chunk_tokens)
+        if not (logprobs_N.isfinite().all() and math.isfinite(noise)):
+            return None
+        logprobs = Logprobs(logprobs_N.float().tolist())
+        return Canary(token_ids=ids, logprobs=logprobs, dtype=self.dtype, noise=noise)
 
     def save_weights(self, folder: Path) -> dict[str, str]:
         """Writes `model.safetensors` and `config.json` into `folder`; returns the tensors' digests

@@ -607,6 +607,7 @@ def canary_around_an_update(job: Job, examples, folder: Path) -> tuple[Canary, C
     engine.update(examples, 1e-2)
     engine.save_weights(folder / "more")
     engine.close()
+    assert before is not None and after is not None
     return before, after, digest_of(folder / "more")
 
 
