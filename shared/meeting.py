@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Generator
 from pathlib import Path
 
@@ -27,6 +28,10 @@ of whom one may hang, and then to receive and to load."""
 ASKED, TURN = "asked", "turn"
 
 ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
+
+_changing = threading.Lock()
+_before: list[str | None] = []
+"""The variable's value before each block under way: a thread that hangs may be in one."""
 
 
 def memory_space() -> str | None:
@@ -50,11 +55,15 @@ def nth_asked(number: int) -> str:
 def surviving_peers() -> Generator[None]:
     """An NCCL group made in this block leaves the process alive when a peer times out. By default
     torch then ends the process, so a peer that dies would end this one too."""
-    before = os.environ.get(ERROR_HANDLING)
-    os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY  # a group reads it when it is made
+    with _changing:
+        _before.append(os.environ.get(ERROR_HANDLING))
+        os.environ[ERROR_HANDLING] = CLEAN_UP_ONLY  # a group reads it when it is made
     try:
         yield
     finally:
-        os.environ.pop(ERROR_HANDLING)
-        if before is not None:
-            os.environ[ERROR_HANDLING] = before
+        with _changing:
+            before = _before.pop()
+            if not _before and before is None:
+                del os.environ[ERROR_HANDLING]
+            elif not _before and before is not None:
+                os.environ[ERROR_HANDLING] = before

@@ -197,9 +197,11 @@ class Trainer:
 
         canary = self._canary(loaded)
         save = engine.save_adapter if is_adapter else engine.save_weights
-        published = self._ranks.write(lead, save)
-        if self._settings.colocate:
-            self._ranks.together(engine.rest)  # the sampler takes its turn
+        try:
+            published = self._ranks.write(lead, save)
+        finally:  # on every rank, also where rank 0 alone failed: the sampler takes its turn
+            if self._settings.colocate:
+                self._ranks.together(engine.rest)
         return published and published.model_copy(update={"canary": canary})
 
     def _canary(self, loaded: Loaded) -> Canary | None:

@@ -112,9 +112,9 @@ async def load(
     """Returns what the sampler answered once it serves the version, proven. `late`: it joins after
     the version was sent. Raises StateLost if another sampler or engine answers than the one that
     has the model."""
-    ref = await push.for_sampler(replica, late=late)
     replica.num_loads += 1
     try:
+        ref = await push.for_sampler(replica, late=late)
         if push.drain and replica.up:
             replica.held = True
             await replica.idle.wait()

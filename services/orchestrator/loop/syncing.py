@@ -223,9 +223,12 @@ async def _published(peers: Peers, version: int, method: SyncMethod) -> WeightsR
 
 async def _write_files(fuller: Fuller, journal: Journal) -> None:
     """Has what is sent written as files too, for samplers that are away, while the trainer is at
-    it. They lose a step at most if that fails."""
+    it. They lose a step at most if that fails. Raises SyncFailed if the files are of other weights
+    than what was sent."""
     try:
         await fuller()
+    except SyncFailed:
+        raise
     except (Failed, Unavailable) as error:
         await journal.warn(f"samplers that are away join later: {error.detail}")
 

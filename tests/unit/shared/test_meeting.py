@@ -1,14 +1,16 @@
-"""What has to be in common for one process to read another's memory of a GPU."""
+"""What has to be in common for one process to read another's memory of a GPU, and how groups are
+made."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from shared.meeting import memory_space
+from shared.meeting import ERROR_HANDLING, memory_space, surviving_peers
 
 OWN = "from shared.meeting import memory_space; print(memory_space())"
 
@@ -37,3 +39,19 @@ def test_processes_of_one_host_have_one_memory_space() -> None:
 )
 def test_containers_have_memory_spaces_of_their_own(apart: list[str]) -> None:
     assert space_of(*apart) != memory_space()
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_groups_made_beside_each_other_leave_the_setting_as_it_was(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ERROR_HANDLING, raising=False)
+    if before:
+        monkeypatch.setenv(ERROR_HANDLING, before)
+    first, second = surviving_peers(), surviving_peers()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert os.environ[ERROR_HANDLING] == "2", "the second one's is being made"
+    second.__exit__(None, None, None)
+    assert os.environ.get(ERROR_HANDLING) == before

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.trainer.disk.weights import Publisher
 from services.trainer.processes.launch_folder import Past
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.job import LoraSpec
@@ -221,6 +222,20 @@ def test_a_trainer_that_takes_turns_rests_from_publishing_to_the_next_step(
         trainer.publish_weights(PublishRequest(job_id="a", version=step - 1, method="shm"))
         trainer.train_step(step_request(step))
     assert engines[0].turns == turns
+
+
+def test_a_trainer_that_takes_turns_rests_on_every_rank_though_rank_0_cannot_publish(
+    tmp_path, monkeypatch
+):
+    def full(*_):
+        raise Failed("no space left", code="disk_full")
+
+    trainer, engines = make_trainer(tmp_path, colocate=True)
+    trainer.load_job(job_request())
+    monkeypatch.setattr(Publisher, "publish", full)
+    with pytest.raises(Failed, match="no space left"):
+        trainer.publish_weights(PublishRequest(job_id="a", version=0, method="shm"))
+    assert engines[0].turns == ["rest"]
 
 
 def test_shared_memory_is_freed_when_a_job_is_replaced(tmp_path):
