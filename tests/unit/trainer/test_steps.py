@@ -224,9 +224,7 @@ def test_a_trainer_that_takes_turns_rests_from_publishing_to_the_next_step(
     assert engines[0].turns == turns
 
 
-def test_a_trainer_that_takes_turns_rests_on_every_rank_though_rank_0_cannot_publish(
-    tmp_path, monkeypatch
-):
+def test_all_ranks_rest_though_rank_0_could_not_publish(tmp_path, monkeypatch):
     def full(*_):
         raise Failed("no space left", code="disk_full")
 
