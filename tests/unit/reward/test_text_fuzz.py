@@ -84,7 +84,7 @@ async def quoting(name: str, question: Question, nonce: str) -> tuple[str, int]:
 
 
 async def parts_of(name: str, count: int) -> tuple[list[Part], float]:
-    """Returns the verdicts on the texts, and the most CPU time that this process took for one."""
+    """Returns the verdicts on the texts, and the most CPU time that the event loop took for one."""
     grader, params = GRADERS[name]
     tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
     bound = registry.bind(RewardSpec(grader=grader, params=params), tools)
@@ -93,11 +93,13 @@ async def parts_of(name: str, count: int) -> tuple[list[Part], float]:
     caller = Caller(bound, VerdictCache(0))
     found: list[Part] = []
     longest_s = 0.0
+    first = ScoreItem(prompt="", completion="", row={**ROW, "answer_number": 8675309})
+    await caller.grade([first], lambda *_: None)  # imports what it needs
     for text in hostile_texts(count):
         item = ScoreItem(prompt="", completion=text, row={**ROW, "answer_number": 8675309})
-        start = time.process_time()
+        start = time.thread_time()
         await caller.grade([item], lambda _, part: found.append(part))
-        longest_s = max(longest_s, time.process_time() - start)
+        longest_s = max(longest_s, time.thread_time() - start)
     await bound.close()
     await tools.limited.close()
     return found, longest_s
