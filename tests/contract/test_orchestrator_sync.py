@@ -64,6 +64,9 @@ def test_the_difference_is_the_mean_over_the_canary_or_infinite() -> None:
         ("bfloat16", 0.07, "float32", 0.139, True),
         ("float32", 1e-6, "bfloat16", 0.130, True),  # 2 * 1e-6 * 2**16 = 0.131
         ("float32", 1e-6, "bfloat16", 0.132, False),
+        ("bfloat16", 2.0, "bfloat16", 0.249, True),  # half of the log-probs' deviation of 0.5
+        ("bfloat16", 2.0, "bfloat16", 0.251, False),
+        ("float32", 1e-4, "bfloat16", 0.251, False),  # 2 * 1e-4 * 2**16 = 13
     ],
 )
 def test_the_tolerance_is_twice_the_noise_in_the_looser_dtype(

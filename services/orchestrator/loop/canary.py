@@ -23,6 +23,10 @@ NOISES = 2.0
 """How many times the trainer's own noise the difference may be. vLLM's was 0.5 to 1.0 times that in
 models of 2 to 48 layers (`services/trainer/learning/noise.py`)."""
 
+MOST = 0.5
+"""Share of the log-probs' standard deviation that a difference may be in any case, whatever the
+noise: an unrelated model's differs by 0.96 to 1.1 times that."""
+
 ROUNDING = 0.1
 """Share of the log-probs' standard deviation that rounding to 16 bits may make them differ by."""
 
@@ -40,11 +44,14 @@ def difference(canary: Canary, serving: ServingWeights) -> float:
 
 def tolerance(canary: Canary, serving: ServingWeights) -> float:
     """Returns the nats that rounding may come to: `NOISES` times the trainer's own noise, in the
-    looser dtype of the two. A load that did nothing shows where the weights moved the log-probs by
-    more; one that gives the same bits as before shows already in the sampler."""
+    looser dtype of the two, but at most `MOST` of the spread: where rounding grows without bound,
+    as through sharp attention, the noise says nothing any more. A load that did nothing shows where
+    the weights moved the log-probs by more; one that gives the same bits as before shows already in
+    the sampler."""
     dtype = max(canary.dtype, serving.dtype, key=_epsilon)
     coarser = _epsilon(dtype) / _epsilon(canary.dtype)
-    return max(LEAST.get(dtype, max(LEAST.values())), NOISES * canary.noise * coarser)
+    expected = min(NOISES * canary.noise * coarser, MOST * pstdev(canary.logprobs))
+    return max(LEAST.get(dtype, max(LEAST.values())), expected)
 
 
 def _epsilon(dtype: str) -> float:
