@@ -498,13 +498,12 @@ async def test_a_reload_under_way_splits_a_rollout_between_versions(
     service: Running, client: Client
 ) -> None:
     ref = service.publish(4, service.models / "tied2")
-    is_reloaded = asyncio.Event()
+    has_sampled, is_reloaded = asyncio.Event(), asyncio.Event()
     sampling = [
-        asyncio.create_task(rollouts_until(is_reloaded, client, max_tokens))
+        asyncio.create_task(rollouts_until(is_reloaded, client, max_tokens, has_sampled))
         for max_tokens in (100, 250)
     ]
-    while not await under_way(service):
-        await asyncio.sleep(0.01)
+    await has_sampled.wait()  # the other group is in the middle
     await reload(client, ref)
     is_reloaded.set()
     rollouts = [rollout for task in sampling for rollout in await task]
@@ -520,13 +519,16 @@ async def test_a_reload_under_way_splits_a_rollout_between_versions(
     )
 
 
-async def rollouts_until(is_over: asyncio.Event, client: Client, max_tokens: int) -> list[Rollout]:
+async def rollouts_until(
+    is_over: asyncio.Event, client: Client, max_tokens: int, has_sampled: asyncio.Event
+) -> list[Rollout]:
     """Samples groups one after another: half of a group's rollouts end within 45 tokens, and on a
-    busy machine all may before the reload comes."""
+    busy machine all may before the reload comes. Sets `has_sampled` after the first group."""
     rollouts: list[Rollout] = []
     while not is_over.is_set():
         group = await generate(client, sampling=Sampling(n=64, max_tokens=max_tokens))
         rollouts += group.rollouts
+        has_sampled.set()
     return rollouts
 
 
