@@ -28,7 +28,7 @@ from shared.wire import (
     WeightsRef,
 )
 
-NOT_OF_THE_SYNC = frozenset({"stale", "tensors_differ", "disk_full", "out_of_memory"})
+NOT_OF_THE_SYNC = frozenset({"stale", "taken", "tensors_differ", "disk_full", "out_of_memory"})
 """Codes of errors that another push does not mend."""
 
 EXPERTS = ".experts."

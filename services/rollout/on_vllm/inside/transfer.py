@@ -196,22 +196,29 @@ class Incoming:
         )
         self._meeting = meeting
         self._problem: str | None = None
+        self._deciding = threading.Lock()
         threading.Thread(target=self._meet, daemon=True).start()
 
     def _meet(self) -> None:
         engine = self._engine
         try:
             engine.init_transfer_engine(engine.parse_init_info(self._meeting))
-            self._problem = ""
+            found = ""
         except Exception as error:  # of torch or CUDA: the service decides what becomes of it
-            self._problem = said(error)
+            found = said(error)
+        with self._deciding:
+            is_late = self._problem is not None
+            self._problem = self._problem if is_late else found
+        if is_late and not found:  # the trainer and its memory wait for nobody
+            engine.shutdown()
 
     def problem(self) -> str | None:
         """Returns "" once they have met, why they do not, or None while that is to be seen."""
         meet_s = self._engine.meet_s
-        if self._problem is None and time.monotonic() > self._engine.began_at + meet_s:
-            return f"trainer and sampler did not meet within {meet_s:g} s"
-        return self._problem
+        with self._deciding:
+            if self._problem is None and time.monotonic() > self._engine.began_at + meet_s:
+                self._problem = f"trainer and sampler did not meet within {meet_s:g} s"
+            return self._problem
 
     def load(self, updates: list[dict[str, Any]]) -> str | None:
         """Loads what is sent into the worker's model, and returns what went wrong. The model can be
