@@ -62,8 +62,9 @@ format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.ready ## write docs/graders.md anew, from the graders' docstrings
+docs: $(VENV)/.ready ## write docs/graders.md and the picture of the rooms anew, from the code
 	$(BIN)/python -m deploy.grader_page
+	$(BIN)/python -m deploy.rooms
 
 lock: $(VENV)/.ready ## pin requirements/ again from pyproject.toml
 	sh requirements/lock.sh

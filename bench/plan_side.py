@@ -18,11 +18,11 @@ from typing import Any
 
 from bench.trainer_side import resident_bytes, settle
 from shared.job import Job
-from shared.job_file import parse_job
-from shared.packed import Logprobs, TokenIds
+from shared.job.file import parse_job
 from shared.plan.memory import Ranks, trainer_memory
 from shared.plan.model import find_model
 from shared.wire import Example
+from shared.wire.packed import Logprobs, TokenIds
 
 MIB = 1 << 20
 TOKENS, ROWS, PROMPT = 2048, 4, 64

@@ -52,9 +52,9 @@ from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox import visible
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.slots import Slot
-from shared.client import Client
-from shared.config import Settings
+from shared.http.client import Client
 from shared.job import RewardSpec
+from shared.settings import Settings
 from shared.wire import ExecuteRequest, ScoreItem, ScoreRequest, ScoreResult
 
 AT_ONCE = (1, 2, 8)

@@ -17,9 +17,9 @@ from collections.abc import AsyncGenerator
 import httpx2 as httpx
 
 from bench.report import Figure
-from shared.client import Client
+from shared.host.ports import free_port
+from shared.http.client import Client
 from shared.job import RewardSpec
-from shared.ports import free_port
 from shared.wire import ScoreItem, ScoreRequest, ScoreResult
 
 STALL_GOAL_S = 0.5

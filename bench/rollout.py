@@ -39,10 +39,10 @@ from bench.report import Figure, finish, ratios, repeated
 from bench.rollout_side import PROMPT, write_model
 from bench.serving import quiet
 from bench.side import start, told
-from shared import codec, rendering
-from shared.client import Client
-from shared.packed import Logprobs, TokenIds
+from shared.http import codec, rendering
+from shared.http.client import Client
 from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, Span
+from shared.wire.packed import Logprobs, TokenIds
 
 LOADS = {64: (1, 8, 64), 256: (1, 8)}
 """Numbers of groups, by the tokens of each completion."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.serving import quiet, serving
-from shared.config import Settings
+from shared.settings import Settings
 from shared.wire import EngineSpec, ModelRequest, Sampling
 
 PROMPT = [4, 5, 6, 7, 8, 9, 10, 11]

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from bench.serving import quiet, serving
-from shared.config import Settings
-from shared.packed import Logprobs, TokenIds
-from shared.service import Service
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import (
     FolderWeights,
     GenerateRequest,
@@ -40,6 +39,7 @@ from shared.wire import (
     TrainStepRequest,
     WeightsRef,
 )
+from shared.wire.packed import Logprobs, TokenIds
 
 CHARACTERS_PER_TOKEN = 4
 MEDIAN_TOKENS, SPREAD = 900, 1.0
@@ -223,12 +223,12 @@ class Silent:
 async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Path) -> None:
     """Runs the real pipeline over the simulated services; prints what it took."""
     from services.orchestrator.loop.batches import Batches
-    from services.orchestrator.loop.peers import Peers
     from services.orchestrator.loop.pipeline import Pipeline
     from services.orchestrator.loop.prompts import load_prompts
-    from services.orchestrator.loop.syncing import sync_weights
-    from services.orchestrator.record.folder import RunFolder
-    from services.orchestrator.record.journal import Journal
+    from services.orchestrator.pool.peers import Peers
+    from services.orchestrator.pool.syncing import sync_weights
+    from services.orchestrator.runs.folder import RunFolder
+    from services.orchestrator.store.journal import Journal
 
     job = _job(load, folder)
     run = RunFolder(folder / "run")

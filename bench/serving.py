@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 import structlog
 import uvicorn
 
-from shared.service import Service
+from shared.http.service import Service
 
 
 @contextlib.asynccontextmanager

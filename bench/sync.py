@@ -51,8 +51,8 @@ from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
 from services.trainer.app import create_service
 from services.trainer.disk.weights import KEEP_VERSIONS, Publisher
-from shared.config import Settings
 from shared.job import SyncMethod
+from shared.settings import Settings
 from shared.wire import DeltaWeights, FolderWeights, ModelRequest, PublishRequest, WeightsRef
 
 METHODS: tuple[SyncMethod, ...] = ("shm", "disk", "http", "delta", "reload")

@@ -23,9 +23,9 @@ from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
 from services.trainer.disk.weights import Publisher, Save
-from shared.adapters import CONFIG, PREFIX, WEIGHTS
-from shared.config import Settings
-from shared.digest import stored_tensors, tensor_digests
+from shared.settings import Settings
+from shared.weights.adapters import CONFIG, PREFIX, WEIGHTS
+from shared.weights.digest import stored_tensors, tensor_digests
 from shared.wire import ModelRequest, PublishRequest, WeightsRef
 
 RANK = 16

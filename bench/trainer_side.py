@@ -27,8 +27,8 @@ import transformers
 from torch import Tensor
 
 from shared.job import Job
-from shared.packed import Logprobs, TokenIds
 from shared.wire import Example
+from shared.wire.packed import Logprobs, TokenIds
 
 PAD, EOS = 0, 1
 MAX_TOKENS = 256

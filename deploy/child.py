@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.processes import ending_with_parent
+from shared.host.processes import ending_with_parent
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
 """Seconds between its end and its next start: doubled each time, until it is steady."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from deploy import devices
 from deploy.probe import URL
 from deploy.slots import SERVICES
-from shared.config import Settings
-from shared.environment import load_settings
 from shared.errors import BadRequest, HoneError, Unavailable
-from shared.urls import url_at
+from shared.http.urls import url_at
+from shared.settings import Settings
+from shared.settings.environment import load_settings
 
 PLACES = Path("/run/hone/places")
 """A folder that all samplers of a machine see. Each locks a file in it; the kernel releases the

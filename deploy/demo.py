@@ -25,8 +25,8 @@ from deploy.plot import plot_learning_curve
 from hone import Client, Job, load_job
 from hone.rollout_view import rollout_table
 from hone.view import Follower, duration
-from shared import nvidia
 from shared.errors import BadRequest, Failed, HoneError
+from shared.host import nvidia
 from shared.wire import TERMINAL, JobRecord
 
 FOLDER = Path(".hone/demo")

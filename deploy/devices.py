@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from shared import nvidia
-from shared.config import Settings
 from shared.errors import BadRequest
+from shared.host import nvidia
 from shared.plan.placement import SHARED_UTILIZATION, TURNS_UTILIZATION
+from shared.settings import Settings
 
 
 @dataclass(frozen=True)

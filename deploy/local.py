@@ -22,8 +22,8 @@ from typing import Any
 
 from deploy.slots import SERVICES
 from deploy.supervisor import STOP_DEADLINE_S, TRAINER_STOP_DEADLINE_S, running
-from shared import disk
 from shared.errors import BadRequest, Failed, HoneError
+from shared.host import disk
 
 DOWN_DEADLINE_S = TRAINER_STOP_DEADLINE_S + 2 * STOP_DEADLINE_S
 """Seconds to stop the services and then Redis, with as much again to spare."""

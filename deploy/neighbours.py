@@ -9,10 +9,10 @@ from typing import Any
 import httpx2 as httpx
 
 from deploy.slots import SERVICES
-from shared.config import PREFIX, Settings
-from shared.disk import user_name
 from shared.errors import BadRequest
-from shared.urls import url_at
+from shared.host.disk import user_name
+from shared.http.urls import url_at
+from shared.settings import PREFIX, Settings
 
 ANSWER_S = 2.0
 """Seconds for the program at the port to answer what it is."""

@@ -10,8 +10,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from shared import disk
 from shared.errors import BadRequest
+from shared.host import disk
 
 MAX_SOCKET_PATH = 100
 """Longest path of a unix socket in bytes, less a few."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shared.config import PREFIX, Settings
 from shared.errors import BadRequest
-from shared.ports import free_port
+from shared.host.ports import free_port
+from shared.settings import PREFIX, Settings
 
 SERVICES = ("reward", "trainer", "rollout", "orchestrator")
 """In the order of starting; they stop in reverse order."""

@@ -29,12 +29,12 @@ from deploy import devices, neighbours, redis_server, slots
 from deploy.child import Child
 from deploy.neighbours import STACK_LINK
 from deploy.slots import SERVICES, Slot
-from shared import disk
-from shared.config import PREFIX, Settings
-from shared.environment import load_settings
 from shared.errors import BadRequest, Failed, HoneError
-from shared.ports import check_port
-from shared.urls import url_at
+from shared.host import disk
+from shared.host.ports import check_port
+from shared.http.urls import url_at
+from shared.settings import PREFIX, Settings
+from shared.settings.environment import load_settings
 
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         Unavailable,
     )
     from shared.job import Job
-    from shared.job_file import load_job
+    from shared.job.file import load_job
     from shared.rewards import Outcome, Reward
     from shared.wire import Event, JobRecord, JobSummary
 else:

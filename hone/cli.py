@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from hone import commands
 from hone.shell import app as registered
-from shared import logs
+from shared.host import logs
 
 
 @functools.cache

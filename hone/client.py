@@ -1,5 +1,5 @@
 """The orchestrator as a Python object: `AsyncClient`, and for synchronous code `Client`, which has
-the same methods. `shared/client.py` makes the calls, with its deadlines and retries."""
+the same methods. `shared/http/client.py` makes the calls, with its deadlines and retries."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pydantic import BaseModel, ValidationError
 
 from hone import following
 from hone.background import Background
-from shared import client as shared_client
 from shared import wire
 from shared.errors import BadRequest, Failed, HoneError, NotFound, Unavailable
 from shared.explain import sentences, shown
+from shared.http import client as shared_client
+from shared.http.urls import check_url
 from shared.job import JOB_ID
-from shared.urls import check_url
 
 if TYPE_CHECKING:  # imported where they are used, because most calls do not need them
     from hone.downloading import Downloaded, Progress
@@ -176,7 +176,7 @@ class AsyncClient:
         """Queues a paused job again; it goes on where it was, with `changes` such as
         "memory.micro_batch_tokens=4096". Raises BadRequest for a key that changes what is
         learned."""
-        from shared.job_file import check_overrides
+        from shared.job.file import check_overrides
 
         check_overrides(changes)
         return await self._post(job, "resume", wire.ResumeRequest(set=tuple(changes)))
@@ -295,6 +295,7 @@ class AsyncClient:
         state. After an interruption another call resumes. `progress` is called with each file's
         bytes so far."""
         from hone.downloading import download
+        from shared.weights.checkpoints import folder_name
 
         job_id = (await self.get(job)).id
         if step is None:
@@ -303,7 +304,7 @@ class AsyncClient:
                 raise NotFound(f"job {job_id!r} has no checkpoint")
             step = kept[-1].step
         found = await self.checkpoint_files(job_id, step)
-        folder = Path(to or f"{job_id}-step-{step:06d}")
+        folder = Path(to or f"{job_id}-{folder_name(step)}")
         return await download(self._client, job_id, found, folder, progress, state=state)
 
     async def events(
@@ -441,7 +442,7 @@ def _job(given: Job | Mapping[str, Any]) -> Job:
     from copy import deepcopy
 
     from shared.job import Job
-    from shared.job_file import make_job
+    from shared.job.file import make_job
 
     if isinstance(given, Job):
         return given

@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 from pydantic import BaseModel
 
-from shared.checkpoints import STATE, StoredFile
-from shared.client import Client
 from shared.errors import BadRequest, Failed, Unavailable
+from shared.http.client import Client
+from shared.weights.checkpoints import STATE, StoredFile
 from shared.wire import CheckpointFile, CheckpointFiles
 
 Progress = Callable[[str, int, int], None]

@@ -7,8 +7,8 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from shared.client import Client
 from shared.errors import NotFound, Unavailable
+from shared.http.client import Client
 from shared.wire import EvaluationEnded, EvaluationReport, EvaluationRequest, EvaluationState
 
 DEADLINE_S = 24 * 3600.0

@@ -9,9 +9,10 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import TypeAlias
 
-from shared import codec, wire
-from shared.client import Client
+from shared import wire
 from shared.errors import Unavailable
+from shared.http import codec
+from shared.http.client import Client
 
 RECONNECT_S = 60.0
 """Most seconds without any answer."""

@@ -14,12 +14,12 @@ from collections.abc import Generator
 from typing import IO
 
 from hone import stack
-from shared.client import Client
-from shared.config import PREFIX
-from shared.environment import load_settings
 from shared.errors import Failed, Unavailable
-from shared.ports import free_port
-from shared.processes import ending_with_parent
+from shared.host.ports import free_port
+from shared.host.processes import ending_with_parent
+from shared.http.client import Client
+from shared.settings import PREFIX
+from shared.settings.environment import load_settings
 
 PING_DEADLINE_S = 1.0
 START_DEADLINE_S = 60.0

@@ -85,7 +85,7 @@ def _register(group: typer.Typer, function: Callable[..., Any]) -> Callable[...,
 def job_in(file: Path, overrides: Sequence[str] | None) -> Job:
     """Returns the job in a file. Warns if its model counts as a Hub id but is probably a misspelt
     folder."""
-    from shared.job_file import load_job
+    from shared.job.file import load_job
 
     job = load_job(file, overrides or [])
     if said := _misspelt_folder(job.model):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from shared.config import CallerSettings
+    from shared.settings import CallerSettings
 
 FOLDER = Path(".hone")
 
@@ -17,7 +17,7 @@ S = TypeVar("S", bound="CallerSettings")
 
 def orchestrator(folder: Path = FOLDER) -> tuple[str, str | None]:
     """Returns the orchestrator's URL and the token to send, or None."""
-    from shared.environment import caller_settings  # `hone --help` reads no settings
+    from shared.settings.environment import caller_settings  # `hone --help` reads no settings
 
     settings = located(caller_settings(), folder)
     return settings.orchestrator_url, settings.bearer()

@@ -15,8 +15,8 @@
 
 Programs tell errors apart by class, and where that is not enough by `code` (`CODES` lists them).
 The detail is for people: one sentence with the value, what was expected, and where.
-`shared/client.py` turns a problem document back into the same class and code, so an error crosses
-any number of services unchanged.
+`shared/http/client.py` turns a problem document back into the same class and code, so an error
+crosses any number of services unchanged.
 """
 
 from __future__ import annotations

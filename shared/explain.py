@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, RootModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from shared.urls import without_password
+from shared.http.urls import without_password
 
 MAX_FAULTS = 20
 """Most faults listed for one body."""

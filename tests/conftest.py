@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from shared import nvidia
-from shared.config import Settings
+from shared.host import nvidia
+from shared.settings import Settings
 from tests.support.running import running_redis
 
 # Threads that spin while they wait take the cores of every other process of a test, and torch reads

@@ -13,14 +13,14 @@ from typing import Any
 from deploy.modal import inside
 from deploy.modal.common import RETRIES, SETTINGS
 from services.orchestrator.app import create_service
-from services.orchestrator.queue.known_slots import KNOWN_S
-from services.orchestrator.queue.lists import Wanted
-from services.orchestrator.queue.store import Store
-from shared import logs
-from shared.config import Settings
-from shared.environment import load_settings
+from services.orchestrator.store.known_slots import KNOWN_S
+from services.orchestrator.store.lists import Wanted
+from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
-from shared.logs import get_logger
+from shared.host import logs
+from shared.host.logs import get_logger
+from shared.settings import Settings
+from shared.settings.environment import load_settings
 from shared.wire import JobSummary
 
 REFRESH_S = 5.0

@@ -14,9 +14,9 @@ from typing import Any
 import modal
 
 from deploy.modal.inside import START_S
-from shared.config import PORTS, PREFIX, Settings
-from shared.environment import load_settings
 from shared.errors import BadRequest
+from shared.settings import PORTS, PREFIX, Settings
+from shared.settings.environment import load_settings
 
 SETTINGS = load_settings()
 PYTHON = "3.11"

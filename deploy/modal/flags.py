@@ -9,7 +9,7 @@ from pathlib import Path
 from deploy.slots import SERVICES
 from shared.errors import BadRequest
 from shared.job import Job, Source
-from shared.job_file import load_job
+from shared.job.file import load_job
 
 MAX_SAMPLERS = 8
 VOLUMES = "/volumes"

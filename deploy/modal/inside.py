@@ -13,11 +13,11 @@ from typing import Any
 
 from deploy import local
 from hone.client import Client
-from shared import client as shared_client
-from shared.environment import load_settings
 from shared.errors import Unavailable
+from shared.host.logs import get_logger
+from shared.http import client as shared_client
 from shared.job import Job
-from shared.logs import get_logger
+from shared.settings.environment import load_settings
 from shared.wire import TERMINAL, VersionInfo
 
 FOLDER = Path("/tmp/hone-stack")

@@ -20,14 +20,14 @@ from rich.text import Text
 
 from hone import host, stack
 from hone.shell import Output, OutputOption, command, show
-from shared import nvidia
-from shared.client import Client
-from shared.config import Settings
-from shared.environment import load_settings
 from shared.errors import BadRequest, HoneError
-from shared.extras import how_to_install
-from shared.front_door import proxy_headers
-from shared.urls import DNS_PREFIX, REGISTERED
+from shared.host import nvidia
+from shared.host.extras import how_to_install
+from shared.http.client import Client
+from shared.http.front_door import proxy_headers
+from shared.http.urls import DNS_PREFIX, REGISTERED
+from shared.settings import Settings
+from shared.settings.environment import load_settings
 from shared.wire import CheckedWeights, NoBody, RegisteredSampler, SamplerList
 
 ENGINES = {

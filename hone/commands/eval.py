@@ -14,7 +14,7 @@ from hone.client import Client
 from hone.shell import Output, OutputOption, command, connect, err, job_in, show
 from shared.errors import BadRequest, NotFound
 from shared.job import JOB_ID, Job
-from shared.job_file import make_job
+from shared.job.file import make_job
 from shared.wire import EvaluatedModel, EvaluationState
 
 ANY = {"name": "eval", "model": "any/model", "steps": 1}

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from hone import graders_here
 from hone.shell import Output, OutputOption, command, show
-from shared.config import PREFIX, Settings
 from shared.errors import NotFound
 from shared.explain import called_here, closest
 from shared.job import Job
+from shared.settings import PREFIX, Settings
 from shared.wire import GraderInfo
 
 JOB, SETTINGS, GRADERS = "job", "settings", "graders"

@@ -17,10 +17,10 @@ from rich.table import Table
 
 from hone.reward_service import PING_DEADLINE_S, reward_service
 from hone.shell import REWARDS_ONLY, Output, OutputOption, command, show
-from shared.client import Client
 from shared.errors import BadRequest, Unavailable
+from shared.http.client import Client
 from shared.job import RewardSpec
-from shared.job_file import load_job, read_source
+from shared.job.file import load_job, read_source
 from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult, VersionInfo
 
 SCORE_DEADLINE_S = 900.0

@@ -18,7 +18,7 @@ from hone.first_job.looking import READERS, Reward, Row, Source, look
 from hone.first_job.writing import Draft, content, job_text, own_text
 from hone.shell import Output, OutputOption, command, err, show
 from shared.errors import BadRequest
-from shared.job_file import load_job
+from shared.job.file import load_job
 
 if TYPE_CHECKING:
     from shared.prompts.reading import PromptReader
@@ -140,8 +140,8 @@ def _check_reward(draft: Draft) -> None:
 
 def _measured(draft: Draft) -> tuple[Draft, list[str]]:
     """Returns the draft with bounds that fit the model, and the findings as sentences."""
-    from shared.model_check import check_model_folder, read_config, window_of
-    from shared.models import model_folder  # which load libraries that `hone --help` needs not
+    from shared.model.check import check_model_folder, read_config, window_of
+    from shared.model.names import model_folder  # which load libraries that `hone --help` needs not
     from shared.prompts.reading import CannotCount, prompt_reader
 
     source, layout = draft.source, draft.source.layout

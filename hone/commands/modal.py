@@ -12,7 +12,7 @@ import typer
 
 from hone.shell import Output, OutputOption, app, command_of
 from shared.errors import BadRequest
-from shared.extras import how_to_install
+from shared.host.extras import how_to_install
 
 group = typer.Typer(no_args_is_help=True)
 app.add_typer(

@@ -10,7 +10,7 @@ import typer
 from hone import rollout_view
 from hone.shell import REWARDS_ONLY, JobArgument, Output, OutputOption, command, connect, show
 from shared.errors import BadRequest
-from shared.job_file import load_job
+from shared.job.file import load_job
 
 
 @command

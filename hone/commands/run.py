@@ -17,8 +17,8 @@ from hone.shell import (
     err,
     job_in,
 )
-from shared.environment import load_settings
 from shared.errors import Unavailable
+from shared.settings.environment import load_settings
 
 STDERR = 2
 

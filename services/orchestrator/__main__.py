@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.config import Settings
 from shared.errors import BadRequest
-from shared.startup import run_main
+from shared.host.startup import run_main
+from shared.settings import Settings
 
 
 def main(settings: Settings) -> None:
     from services.orchestrator.app import create_service
-    from services.orchestrator.queue import watchdog
-    from services.orchestrator.queue.store import Store
-    from services.orchestrator.record.writable import Writable
+    from services.orchestrator.runs.writable import Writable
+    from services.orchestrator.store import watchdog
+    from services.orchestrator.store.store import Store
 
     if settings.redis_url is None:
         raise BadRequest(

@@ -19,17 +19,17 @@ from services.orchestrator.api import (
 )
 from services.orchestrator.api.access import Keys
 from services.orchestrator.api.checking import Checks
-from services.orchestrator.loop.tasks import stop
 from services.orchestrator.openai import calling, fine_tuning, graders
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.worker import Worker
-from services.orchestrator.record.accepting import keep_unsubmitted_removed
-from services.orchestrator.record.noting import note_ends
-from services.orchestrator.record.writable import Writable
-from shared.config import Settings
-from shared.draining import Draining
+from services.orchestrator.run.worker import Worker
+from services.orchestrator.runs.writable import Writable
+from services.orchestrator.store.accepting import keep_unsubmitted_removed
+from services.orchestrator.store.noting import note_ends
+from services.orchestrator.store.store import Store
+from services.orchestrator.tasks import stop
 from shared.errors import HoneError
-from shared.service import Service
+from shared.http.draining import Draining
+from shared.http.service import Service
+from shared.settings import Settings
 
 
 def create_service(settings: Settings, store: Store, *, works: bool = True) -> Service:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shared.config import Settings
-from shared.startup import run_main
+from shared.host.startup import run_main
+from shared.settings import Settings
 
 
 def main(settings: Settings) -> None:

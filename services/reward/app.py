@@ -29,8 +29,8 @@ from services.reward.grading.scoring import Scorer
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox import backends
 from services.reward.sandbox.base import Sandbox
-from shared.config import Settings
-from shared.service import Service
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import (
     ExecuteRequest,
     Execution,

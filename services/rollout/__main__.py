@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from shared import disk, nvidia, volume
-from shared.config import Settings
 from shared.errors import BadRequest
-from shared.models import model_folder
-from shared.startup import run_main
+from shared.host import disk, nvidia, volume
+from shared.host.startup import run_main
+from shared.model.names import model_folder
+from shared.settings import Settings
 
 
 def main(settings: Settings) -> None:

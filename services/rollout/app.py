@@ -19,8 +19,8 @@ from services.rollout.conversations.sessions import Sessions
 from services.rollout.registration import registered
 from services.rollout.sampler import Sampler
 from services.rollout.weights.adapters import one_call
-from shared.config import Settings
-from shared.service import Service
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import (
     Aborted,
     AbortRequest,

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp
 
 from shared.errors import BadRequest
-from shared.packed import TokenIds
 from shared.wire import (
     BroadcastWeights,
     ChatRequest,
@@ -25,6 +24,7 @@ from shared.wire import (
     Sampling,
     SharedWeights,
 )
+from shared.wire.packed import TokenIds
 
 
 class BadPrompt(BadRequest):

@@ -1,9 +1,9 @@
 """Who may ask of the sampler, and what they have under way.
 
-A job's worker is superseded by a newer attempt, and the weights it loaded by a newer epoch.
-Whoever is superseded is refused (Conflict, code "stale"), and what it has under way ends with the
-same error: so no group mixes weights of two epochs. A job of another orchestrator than the one that
-owns the sampler is refused, too (`shared/ownership.py`). Requests by hand belong to no job and are
+A job's worker is superseded by a newer attempt, and the weights it loaded by a newer epoch. Whoever
+is superseded is refused (Conflict, code "stale"), and what it has under way ends with the same
+error: so no group mixes weights of two epochs. A job of another orchestrator than the one that owns
+the sampler is refused, too (`shared/http/ownership.py`). Requests by hand belong to no job and are
 never stale.
 """
 
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shared.errors import Conflict, HoneError, StateLost
-from shared.ownership import Ownership
-from shared.service import request_key
+from shared.http.ownership import Ownership
+from shared.http.service import request_key
 from shared.wire import (
     AbortRequest,
     Fence,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from services.rollout.engine import BadPrompt, Engine, Overlong, failed_rollout
 from shared.errors import BadRequest
-from shared.packed import TokenIds
 from shared.wire import GenerateRequest, RolloutGroup
+from shared.wire.packed import TokenIds
 
 
 def prompt_ids(request: GenerateRequest, engine: Engine) -> tuple[list[int], bool]:

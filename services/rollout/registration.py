@@ -8,11 +8,11 @@ import secrets
 from collections.abc import AsyncGenerator, Callable
 from urllib.parse import quote
 
-from shared.client import Client
-from shared.config import Settings
-from shared.draining import Draining
 from shared.errors import HoneError
-from shared.logs import get_logger
+from shared.host.logs import get_logger
+from shared.http.client import Client
+from shared.http.draining import Draining
+from shared.settings import Settings
 from shared.wire import RegisteredSampler, Registration, ServingWeights, Unregistered
 
 RETRY_S = 1.0

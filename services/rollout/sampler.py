@@ -38,12 +38,11 @@ from services.rollout.weights.copies import Copies
 from services.rollout.weights.loading import Load
 from services.rollout.weights.proofs import Expected, expected_of
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
-from shared.health import Starting
-from shared.logs import get_logger
-from shared.meeting import memory_space
-from shared.ownership import Ownership
-from shared.packed import TokenIds
-from shared.presence import since
+from shared.host.logs import get_logger
+from shared.http.health import Starting
+from shared.http.ownership import Ownership
+from shared.http.presence import since
+from shared.weights.meeting import memory_space
 from shared.wire import (
     Aborted,
     AbortRequest,
@@ -59,6 +58,7 @@ from shared.wire import (
     SleepRequest,
     WeightsRef,
 )
+from shared.wire.packed import TokenIds
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 from services.trainer.processes.launch_folder import LaunchFolder
 from services.trainer.processes.launcher import Launcher
 from services.trainer.processes.nodes import check_nodes
-from shared import disk, nvidia
-from shared.config import Settings
-from shared.ports import check_port
-from shared.startup import run_main
+from shared.host import disk, nvidia
+from shared.host.ports import check_port
+from shared.host.startup import run_main
+from shared.settings import Settings
 
 
 def main(settings: Settings) -> int:

@@ -13,10 +13,10 @@ from typing import Any, Protocol, cast
 from pydantic import BaseModel
 
 from services.trainer.disk.weights import published_file
-from shared.config import Settings
-from shared.downloads import DOWNLOADED, DownloadedFile
-from shared.ownership import asking
-from shared.service import Check, Service
+from shared.http.downloads import DOWNLOADED, DownloadedFile
+from shared.http.ownership import asking
+from shared.http.service import Check, Service
+from shared.settings import Settings
 from shared.wire import (
     AnyWeights,
     Checkpoint,

@@ -9,7 +9,7 @@ from services.trainer.disk.checkpoints import FORMAT, Manifest
 from services.trainer.disk.resume import Found
 from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine
-from shared.checkpoints import STATE, StoredFile
+from shared.weights.checkpoints import STATE, StoredFile
 from shared.wire import Canary, StepResult, TrainerJob
 
 

@@ -28,13 +28,13 @@ from services.trainer.learning.schedule import learning_rate
 from services.trainer.loaded import Loaded
 from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks, SaveAll
-from shared import codec
-from shared.config import Settings
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
+from shared.host.logs import get_logger
+from shared.http import codec
 from shared.job import Job
 from shared.job.learned import same_learning
-from shared.logs import get_logger
-from shared.meeting import memory_space
+from shared.settings import Settings
+from shared.weights.meeting import memory_space
 from shared.wire import (
     AnyWeights,
     Canary,
@@ -78,7 +78,7 @@ class Trainer:
 
     Only the caller of the newest PUT /job, by attempt and epoch, is obeyed, even if the job could
     not be loaded. Requests with an older fence are refused as stale. Fences of different Redis
-    servers cannot be compared (`shared/ownership.py`).
+    servers cannot be compared (`shared/http/ownership.py`).
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Trainer:
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
         path = checkpoints.path_of(folder, request.step)
         known = self._ranks.from_rank_0(
-            lambda: checkpoints.described(path) if path.is_dir() else None
+            lambda: checkpoints.described(path, request.step) if path.is_dir() else None
         )
         if known is None and request.step != loaded.step:
             raise Conflict(

@@ -1,5 +1,5 @@
-"""The job: what to train, as one TOML file. `job_file.py` reads the file; where the job runs is in
-`shared/config/`, and the two never mix.
+"""The job: what to train, as one TOML file. `file.py` reads the file; where the job runs is in
+`shared/settings/`, and the two never mix.
 
 | file | sections |
 |---|---|

@@ -27,11 +27,11 @@ from typing import Any, cast
 
 import httpx2
 
-from shared.digest import stored_tensors
 from shared.errors import HoneError
-from shared.experts import Experts, experts_of
 from shared.job import LoraSpec
-from shared.models import hub_is_offline, model_folder
+from shared.model.experts import Experts, experts_of
+from shared.model.names import hub_is_offline, model_folder
+from shared.weights.digest import stored_tensors
 
 HUB = "https://huggingface.co"
 HUB_TIMEOUT_S = 10.0

@@ -20,13 +20,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shared.config import Settings
-from shared.dtype import choose_dtype
 from shared.job import Job
+from shared.model.dtype import choose_dtype
 from shared.plan import rates
 from shared.plan.gpus import Gpu, Pool
 from shared.plan.memory import GIB, Ranks, Serving, sampler_memory, state_bytes, trainer_memory
 from shared.plan.model import Model
+from shared.settings import Settings
 from shared.wire.planning import Placement, SamplerMemory, StepTime, TrainerMemory
 from shared.wire.planning import PlacementKind as Kind
 

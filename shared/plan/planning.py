@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.checks import check_groups
@@ -14,6 +13,7 @@ from shared.plan.model import Model
 from shared.plan.placement import Needs, placements
 from shared.plan.prices import Price, price_per_hour
 from shared.plan.remedies import enough_gpus, remedies
+from shared.settings import Settings
 from shared.wire.planning import Cost, Placement, Plan
 
 PROMPT_TOKENS = 512

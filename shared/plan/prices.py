@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from shared.config import Settings
 from shared.errors import BadRequest
 from shared.explain import nearest
 from shared.plan.gpus import TABLE, Pool, parse_gpus
+from shared.settings import Settings
 
 OWN = Path(__file__).with_name("prices.toml")
 HEADS = ("currency", "date", "source")

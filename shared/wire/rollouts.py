@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.packed import Logprobs, Mask, TokenIds
 from shared.plain import Plain
 from shared.wire.base import Fenced, Fencing, JobId, Message, Wire
+from shared.wire.packed import Logprobs, Mask, TokenIds
 
 
 class Prompt(Wire):

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from shared.http.urls import check_service_url
 from shared.job import MAX_SERVED_RANK
-from shared.packed import Logprobs
-from shared.urls import check_service_url
 from shared.wire.base import Fenced, Fencing, JobId, Wire
+from shared.wire.packed import Logprobs
 
 
 class EngineSpec(Wire):

@@ -6,9 +6,9 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from shared.packed import TokenIds
 from shared.plain import Plain
 from shared.wire.base import Fencing, JobId, Message, Wire
+from shared.wire.packed import TokenIds
 from shared.wire.rollouts import FinishReason, Rollout, Sampling
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pydantic import Field
 
 from shared.job import Job
-from shared.packed import Logprobs, Mask, TokenIds
 from shared.wire.base import Fenced, Fencing, JobId, Listing, Orchestrator, Wire
+from shared.wire.packed import Logprobs, Mask, TokenIds
 from shared.wire.rewards import Score
 from shared.wire.rollouts import Prompt, RolloutGroup, Span
 
@@ -84,8 +84,8 @@ class TrainerState(Fencing):
     `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest
     failure. `boot_id` identifies this start of the ranks. `doing` says what takes long now, if it
     is not the requested work. `gpu` is the UUID of rank 0's GPU; a sampler on the same GPU can read
-    its memory if both have the same `memory_space` (shared/meeting.py). `taken` says why the caller
-    is refused: the trainer has another orchestrator's job.
+    its memory if both have the same `memory_space` (shared/weights/meeting.py). `taken` says why
+    the caller is refused: the trainer has another orchestrator's job.
     """
 
     job_id: JobId | None

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, RootModel
 
 from shared.job import SyncMethod
-from shared.meeting import LOADING_DEADLINES, MEETING_DEADLINES
-from shared.packed import Logprobs, TokenIds
+from shared.weights.meeting import LOADING_DEADLINES, MEETING_DEADLINES
 from shared.wire.base import Fenced, Wire
+from shared.wire.packed import Logprobs, TokenIds
 
 
 class PublishRequest(Fenced):
@@ -36,9 +36,9 @@ class Published(Fenced):
     """The fields of every published version, with any sync method.
 
     `digest` is of all tensors and `tensors` of each, by name: names, dtypes, shapes and bytes,
-    however they are spread over files (`shared/digest.py`). The sampler computes the digest again
-    when it loads the version. `again`: the sampler's weights were found wrong, so it must load this
-    version even if it serves it already.
+    however they are spread over files (`shared/weights/digest.py`). The sampler computes the digest
+    again when it loads the version. `again`: the sampler's weights were found wrong, so it must
+    load this version even if it serves it already.
     """
 
     version: int = Field(ge=0)
@@ -79,7 +79,7 @@ class HttpWeights(Published):
 
 class DeltaStep(Wire):
     """From the version with `base_digest` to the version with `digest`: a file with the elements
-    whose bits differ (`shared/delta.py`), `num_changed` of `num_elements`."""
+    whose bits differ (`shared/weights/delta.py`), `num_changed` of `num_elements`."""
 
     base_digest: str
     digest: str
@@ -100,7 +100,7 @@ class DeltaWeights(Published):
 class AdapterWeights(Published):
     """A LoRA adapter as PEFT writes it, in the folder `path` or, for a sampler that does not see
     the folder, as `files` to fetch. `adapter` is its name, never used again. `tensors` and `digest`
-    cover its configuration too (`shared/adapters.py`)."""
+    cover its configuration too (`shared/weights/adapters.py`)."""
 
     method: Literal["lora"]
     path: str

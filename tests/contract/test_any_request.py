@@ -19,13 +19,13 @@ from fastapi.responses import JSONResponse
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from services.orchestrator.app import create_service as create_orchestrator
-from services.orchestrator.queue.store import Store
+from services.orchestrator.store.store import Store
 from services.reward.app import create_service as create_reward
 from services.rollout.weights.fetching import Fetcher
 from services.trainer.app import create_service as create_trainer
-from shared.client import Client
-from shared.config import Settings
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import JobRecord, ModelRequest, ServingWeights, SubmitRequest
 from tests.contract.test_trainer_contract import OneRank
 from tests.support import orchestrator_stack, rollout_bench

@@ -12,9 +12,9 @@ import pytest_asyncio
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from shared import connections
-from shared.config import Settings
-from shared.service import Service
+from shared.http import connections
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import Checkpoint, CheckpointRequest
 
 pytestmark = pytest.mark.slow

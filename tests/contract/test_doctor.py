@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from hone.commands.doctor import Check, examine_stack
-from shared.config import Settings
+from shared.settings import Settings
 from tests.support.rollout_bench import RolloutBench
 from tests.support.running import serve
 

@@ -18,10 +18,10 @@ import httpx2 as httpx
 import pytest
 from fastapi.responses import StreamingResponse
 
-from shared.client import Client
-from shared.config import Settings
-from shared.ports import free_port
-from shared.service import Service
+from shared.host.ports import free_port
+from shared.http.client import Client
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import Checkpoint, CheckpointRequest
 
 pytestmark = pytest.mark.slow
@@ -173,7 +173,7 @@ async def test_a_poll_at_the_end_of_a_service_is_told_so(settings: Settings) -> 
 async def test_a_request_that_outlives_the_grace_is_told_so(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.service.GRACE_S", 0.3)
+    monkeypatch.setattr("shared.http.service.GRACE_S", 0.3)
     served = Served(settings)
     async with served.running(), served.http() as http:
         call = asyncio.create_task(http.get("/slow"))

@@ -13,12 +13,12 @@ import pytest
 
 from services.orchestrator.app import create_service
 from services.orchestrator.data.uploads import Uploads, new_id
-from services.orchestrator.queue.removals import Removals
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from shared.config import Settings
+from services.orchestrator.store.removals import Removals
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from shared.errors import BadRequest, Failed
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import UploadedFile
 from tests.support import orchestrator_stack
 from tests.support.uploading import ROWS, upload

@@ -26,7 +26,7 @@ from hone import Client, load_job, view
 from hone.cli import app
 from hone.commands import run as run_command
 from services.orchestrator.api import history
-from services.orchestrator.loop import job_loading
+from services.orchestrator.run import job_loading
 from shared.errors import Unavailable
 from shared.wire import Checkpoint, JobProgress, MetricsRow
 from tests.support.model_folders import make_model_folder

@@ -10,11 +10,11 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from shared.client import Client
-from shared.config import Settings
 from shared.errors import Unavailable
-from shared.front_door import proxy_headers
-from shared.service import Service, request_key
+from shared.http.client import Client
+from shared.http.front_door import proxy_headers
+from shared.http.service import Service, request_key
+from shared.settings import Settings
 from shared.wire import Aborted, NoBody
 from tests.support.front_door import BadGateway, ModalFrontDoor
 

@@ -12,10 +12,10 @@ import pytest
 
 from services.orchestrator.api import checking
 from services.orchestrator.api.checking import Checks
-from shared.config import Settings
 from shared.errors import BadRequest, Failed
+from shared.host.ports import free_port
 from shared.job import Job
-from shared.ports import free_port
+from shared.settings import Settings
 from tests.support.fake_hub import NOT_FOUND, FakeHub
 from tests.support.model_folders import make_model_folder
 

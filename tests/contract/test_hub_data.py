@@ -17,9 +17,9 @@ from services.orchestrator.data.apart import apart
 from services.orchestrator.data.fetching import asks_hub, fetch
 from services.orchestrator.data.sources import asks_of
 from services.orchestrator.loop.prompts import load_prompts
-from shared.config import Settings
 from shared.errors import Unavailable
 from shared.job import Job
+from shared.settings import Settings
 from tests.support import orchestrator_stack
 from tests.support.data_hub import COMMIT, DataHub
 from tests.support.model_folders import make_model_folder

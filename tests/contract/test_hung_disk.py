@@ -11,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import needs
-from services.orchestrator.loop.needs import Needs
-from services.orchestrator.queue import identity
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from services.orchestrator.record import accepting
-from services.orchestrator.record.accepting import accept
-from services.orchestrator.record.folder import RunFolder
-from shared.config import Settings
+from services.orchestrator.run import needs
+from services.orchestrator.run.needs import Needs
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store import accepting, identity
+from services.orchestrator.store.accepting import accept
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from shared.errors import Conflict
 from shared.job import Job
+from shared.settings import Settings
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack

@@ -12,11 +12,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from services.orchestrator.loop import members
-from services.orchestrator.loop.sampler_loading import Push
-from services.orchestrator.loop.samplers import Samplers
-from services.orchestrator.loop.syncing import prove
-from shared.config import Settings
+from services.orchestrator.pool import members
+from services.orchestrator.pool.sampler_loading import Push
+from services.orchestrator.pool.samplers import Samplers
+from services.orchestrator.pool.syncing import prove
+from shared.settings import Settings
 from shared.wire import (
     EngineSpec,
     GenerateRequest,

@@ -21,10 +21,10 @@ from hone.cli import app
 from hone.commands import keys as commands
 from services.orchestrator.api.access import Keys
 from services.orchestrator.app import create_service
-from services.orchestrator.queue.store import Store
-from shared import client as shared_client
-from shared import logs
-from shared.config import Settings
+from services.orchestrator.store.store import Store
+from shared.host import logs
+from shared.http import client as shared_client
+from shared.settings import Settings
 
 ROOT = "root-token-of-the-stack"
 SECRET = re.compile(r"hone_[a-z0-9-]+_[A-Za-z0-9_-]{43}")

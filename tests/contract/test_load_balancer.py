@@ -9,9 +9,9 @@ from collections import Counter
 
 import pytest
 
-from shared.client import Client
-from shared.config import Settings
-from shared.service import Service, request_key
+from shared.http.client import Client
+from shared.http.service import Service, request_key
+from shared.settings import Settings
 from shared.wire import Aborted, NoBody
 from tests.support.proxy import round_robin
 

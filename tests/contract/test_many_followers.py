@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from shared.errors import Unavailable
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import (
     EventList,
     JobList,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.queue.submissions import Submission
-from shared.config import Settings
+from services.orchestrator.store.submissions import Submission
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import TERMINAL, JobList, JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
@@ -36,7 +36,13 @@ def tiny(job: Job) -> Job:
     )
 
 
-OURS = ("services.orchestrator.", "shared.client", "shared.polling", "shared.presence", "httpx")
+OURS = (
+    "services.orchestrator.",
+    "shared.http.client",
+    "shared.http.polling",
+    "shared.http.presence",
+    "httpx",
+)
 """Modules of what only the orchestrator makes, and not the fake services beside it."""
 
 

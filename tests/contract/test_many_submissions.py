@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import hone
-from shared.config import Settings
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import JobList
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_process import orchestrator_process

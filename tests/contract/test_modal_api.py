@@ -17,13 +17,13 @@ import pytest
 from deploy.modal import api, orchestrator
 from deploy.modal.api import JobsApi
 from deploy.modal.calls import Call
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from shared.errors import Unavailable
+from shared.host.ports import free_port
+from shared.http.client import Client
 from shared.job import Job
-from shared.ports import free_port
+from shared.settings import Settings
 from shared.wire import JobList, JobRecord, SubmitRequest, VersionInfo
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices

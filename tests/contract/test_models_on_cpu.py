@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from services.orchestrator.api.on_cpu import on_cpu
-from shared.config import Settings
 from shared.errors import BadRequest
-from shared.model_check import CPU_HEAD_SIZES, cpu_limit
-from shared.ports import free_port
-from shared.service import Service
+from shared.host.ports import free_port
+from shared.http.service import Service
+from shared.model.check import CPU_HEAD_SIZES, cpu_limit
+from shared.settings import Settings
 from tests.support.running import serve
 from tests.support.scored_batches import make_job
 

@@ -16,11 +16,11 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from services.orchestrator.openai import graders
 from services.orchestrator.openai.calling import Calls
-from services.orchestrator.queue import keys
-from shared.config import Settings
+from services.orchestrator.store import keys
 from shared.errors import BadRequest, Failed, Unavailable
-from shared.service import Service
-from shared.streams import client_gone
+from shared.http.service import Service
+from shared.http.streams import client_gone
+from shared.settings import Settings
 from shared.wire import Checkpoint
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack

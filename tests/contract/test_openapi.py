@@ -8,16 +8,16 @@ from typing import Any, cast
 import pytest
 
 from services.orchestrator.app import create_service as create_orchestrator
-from services.orchestrator.queue.store import Store
+from services.orchestrator.store.store import Store
 from services.reward.app import create_service as create_reward
 from services.rollout.app import create_service as create_rollout
 from services.rollout.sampler import Sampler
 from services.trainer.app import create_service as create_trainer
 from shared import wire
-from shared.config import Settings
 from shared.errors import KINDS, HoneError
-from shared.openapi import BINARY, Accepted, Problem
-from shared.service import Service
+from shared.http.openapi import BINARY, Accepted, Problem
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire.examples import EXAMPLES
 
 pytestmark = pytest.mark.slow

@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from services.orchestrator.loop.colocation import check_colocation
-from shared.config import Settings
+from services.orchestrator.run.colocation import check_colocation
 from shared.errors import BadRequest
 from shared.job import Job, MemorySpec
+from shared.settings import Settings
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 

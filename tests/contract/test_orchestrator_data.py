@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 from hone import view
 from services.orchestrator.app import create_service
 from services.orchestrator.data.uploads import Uploads
-from services.orchestrator.queue.store import Store
-from shared.config import Settings
+from services.orchestrator.store.store import Store
 from shared.errors import MEDIA_TYPE, BadRequest
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import DryRun, SubmitRequest
 from tests.support.model_folders import make_model_folder
 from tests.support.orchestrator_stack import Stack, job, stack  # noqa: F401

@@ -11,19 +11,19 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.loop.run import Places, Run
-from services.orchestrator.queue import keys, worker_side
-from services.orchestrator.queue.leases import Lease
-from services.orchestrator.queue.records import Unreadable
-from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.note import Note
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.run.run import Places, Run
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.note import Note
+from services.orchestrator.store import keys, worker_side
+from services.orchestrator.store.leases import Lease
+from services.orchestrator.store.records import Unreadable
+from services.orchestrator.store.resources import resource
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from shared.errors import Conflict
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import (
     JobRecord,
     SubmitRequest,

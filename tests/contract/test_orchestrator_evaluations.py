@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hone import evaluating
-from services.orchestrator.loop.comparison import Comparison
-from services.orchestrator.queue import keys
-from services.orchestrator.queue.leases import Lease, LeaseLost
+from services.orchestrator.evals.comparison import Comparison
+from services.orchestrator.store import keys
+from services.orchestrator.store.leases import Lease, LeaseLost
 from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
 from shared.job import Job
-from shared.job_file import parse_job
+from shared.job.file import parse_job
 from shared.wire import (
     EvaluatedModel,
     EvaluationEnded,

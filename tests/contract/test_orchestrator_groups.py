@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.queue.store import Store
-from services.orchestrator.record.folder import RunFolder
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.store import Store
 from shared.errors import Failed
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import (
     Batch,
     GenerateRequest,

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.found import WAS_DELETED, find_runs
-from shared.config import Settings
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.found import WAS_DELETED, find_runs
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import (
     JobList,
     JobRecord,

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.queue.leases import Lease
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from services.orchestrator.record.folder import RunFolder
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.leases import Lease
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from shared.errors import BadRequest, Conflict
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import JobRecord, Part, ResumeRequest, ScoreItem, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import Store
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.store.resources import resource
+from services.orchestrator.store.store import Store
 from shared.errors import Unavailable
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices

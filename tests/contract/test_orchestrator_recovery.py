@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import job_loading, peers, run
-from shared import presence
+from services.orchestrator.pool import peers
+from services.orchestrator.run import job_loading, run
 from shared.errors import BadRequest, Conflict, Failed, Unavailable
+from shared.http import presence
 from shared.job import CheckpointSpec, Job
 from shared.wire import Event, ServingWeights
 from tests.support import orchestrator_stack

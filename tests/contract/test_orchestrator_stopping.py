@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from hone import view
-from services.orchestrator.loop import run as loop_run
-from services.orchestrator.record.folder import RunFolder
-from shared.config import Settings
+from services.orchestrator.run import run as loop_run
+from services.orchestrator.runs.folder import RunFolder
 from shared.errors import BadRequest
 from shared.job import Job
-from shared.job_file import parse_job
+from shared.job.file import parse_job
+from shared.settings import Settings
 from shared.wire import (
     TERMINAL,
     CheckpointList,

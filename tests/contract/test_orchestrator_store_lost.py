@@ -12,15 +12,16 @@ from unittest.mock import Mock
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.queue import connection, worker
-from services.orchestrator.queue.store import Store
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.found import find_runs
-from services.orchestrator.record.note import Note
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.run import worker
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.found import find_runs
+from services.orchestrator.runs.note import Note
+from services.orchestrator.store import connection
+from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict, Failed
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import (
     CheckpointList,
     JobList,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from services.orchestrator.loop.prompts import load_prompts
-from shared.client import Client
-from shared.config import Settings
 from shared.errors import BadRequest, Conflict
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import (
     DryRun,
     JobList,

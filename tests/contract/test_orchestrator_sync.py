@@ -10,15 +10,14 @@ from typing import Any, cast
 import pydantic
 import pytest
 
-from services.orchestrator.loop import canary, syncing
-from services.orchestrator.loop.decisions import SyncFailed
-from services.orchestrator.loop.gpus import Gpus
-from services.orchestrator.loop.peers import Peers
-from services.orchestrator.loop.syncing import candidates
-from shared.client import Client
+from services.orchestrator.errors import SyncFailed
+from services.orchestrator.pool import canary, syncing
+from services.orchestrator.pool.gpus import Gpus
+from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.syncing import candidates
 from shared.errors import Conflict, Failed, Unavailable
+from shared.http.client import Client
 from shared.job import Job, LoraSpec, SyncMethod
-from shared.packed import Logprobs, TokenIds
 from shared.wire import (
     Canary,
     CheckedWeights,
@@ -28,6 +27,7 @@ from shared.wire import (
     ServingWeights,
     WeightsRef,
 )
+from shared.wire.packed import Logprobs, TokenIds
 from tests.contract.test_orchestrator_faults import warnings
 from tests.support import orchestrator_stack
 from tests.support.fake_services import WHERE, logprobs_of

@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import needs, run
-from services.orchestrator.queue import slots, worker
-from services.orchestrator.queue.store import Store
-from shared import ownership
-from shared.config import Settings
+from services.orchestrator.run import needs, run, slots, worker
+from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Failed, NotFound, StateLost
+from shared.host.ports import free_port
+from shared.http import ownership
 from shared.job import Job
-from shared.ports import free_port
+from shared.settings import Settings
 from shared.wire import JobRecord
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 from deploy import redis_server
-from services.orchestrator.loop import peers as peers_module
-from services.orchestrator.loop import run
-from services.orchestrator.loop.peers import Peers
-from services.orchestrator.queue import worker
-from shared import presence
-from shared.config import Settings
+from services.orchestrator.pool import peers as peers_module
+from services.orchestrator.pool.peers import Peers
+from services.orchestrator.run import run, worker
 from shared.errors import HoneError
+from shared.host.ports import free_port
+from shared.http import presence
 from shared.job import Job
-from shared.ports import free_port
+from shared.settings import Settings
 from shared.wire import TERMINAL, EventList, JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices

@@ -6,8 +6,8 @@ import httpx2 as httpx
 import pytest
 
 from services.orchestrator.app import create_service
-from services.orchestrator.queue.store import Store
-from shared.config import Settings
+from services.orchestrator.store.store import Store
+from shared.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop.outcome import Outcome
-from services.orchestrator.loop.run import Run
-from services.orchestrator.queue import worker
-from services.orchestrator.record.folder import RunFolder
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.run import worker
+from services.orchestrator.run.outcome import Outcome
+from services.orchestrator.run.run import Run
+from services.orchestrator.runs.folder import RunFolder
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import JobRecord, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import members
-from services.orchestrator.loop.replica import FIRST_RETRY_S, Replica
-from shared.config import Settings
+from services.orchestrator.pool import members
+from services.orchestrator.pool.replica import FIRST_RETRY_S, Replica
 from shared.errors import BadRequest, Failed, StateLost
+from shared.http.service import request_key
 from shared.job import Job
-from shared.service import request_key
+from shared.settings import Settings
 from tests.support import orchestrator_stack
 from tests.support.fake_samplers import FakeSampler, pool_of
 from tests.support.pool_stack import Pool, finished, pool_stack
@@ -561,7 +561,7 @@ async def test_another_sampler_at_the_same_url_is_out_until_it_has_the_model(poo
 async def test_a_name_stands_for_a_sampler_at_each_of_its_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from services.orchestrator.loop.discovery import sampler_urls
+    from services.orchestrator.pool.discovery import sampler_urls
 
     async def lookup(_loop: Any, host: str, port: int, **_: Any) -> list[Any]:
         if host == "nobody":

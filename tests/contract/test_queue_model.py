@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.queue import keys
-from services.orchestrator.queue.leases import Lease, LeaseLost
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from services.orchestrator.queue.worker_side import MAX_TRIES
+from services.orchestrator.store import keys
+from services.orchestrator.store.leases import Lease, LeaseLost
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
+from services.orchestrator.store.worker_side import MAX_TRIES
 from shared.wire import Obstacle
 from tests.support.job_records import JOB
 

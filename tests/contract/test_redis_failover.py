@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
+from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from tests.support.job_records import JOB
 from tests.support.link import Link
 from tests.support.running import running_redis

@@ -13,22 +13,22 @@ import pytest
 
 from hone.commands.doctor import examine_stack
 from services.orchestrator.app import create_service
-from services.orchestrator.loop import members
-from services.orchestrator.loop.discovery import is_one, is_one_host, sampler_urls
-from services.orchestrator.loop.samplers import Samplers
-from services.orchestrator.queue import registrations
-from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import Store
+from services.orchestrator.pool import members
+from services.orchestrator.pool.discovery import is_one, is_one_host, sampler_urls
+from services.orchestrator.pool.samplers import Samplers
+from services.orchestrator.store import registrations
+from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.resources import resource
+from services.orchestrator.store.store import Store
 from services.rollout import registration
 from services.rollout.registration import registered
-from shared.client import Client
-from shared.config import Settings
-from shared.draining import Draining
 from shared.errors import BadRequest, Conflict, HoneError
+from shared.host.ports import free_port
+from shared.http.client import Client
+from shared.http.draining import Draining
+from shared.http.presence import tell_nobody
 from shared.job import Job
-from shared.ports import free_port
-from shared.presence import tell_nobody
+from shared.settings import Settings
 from shared.wire import (
     ModelRequest,
     RegisteredSampler,

@@ -12,10 +12,10 @@ import pytest
 import pytest_asyncio
 
 from services.reward.app import create_service
-from shared.client import Client
-from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, Unauthorized
+from shared.http.client import Client
 from shared.job import RewardSpec
+from shared.settings import Settings
 from shared.wire import (
     ExecuteRequest,
     Execution,

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from services.rollout.weights.adapters import one_call
-from shared.adapters import CONFIG, WEIGHTS
 from shared.errors import Conflict, Failed, HoneError, StateLost
+from shared.weights.adapters import CONFIG, WEIGHTS
 from shared.wire import (
     AdapterWeights,
     Canary,

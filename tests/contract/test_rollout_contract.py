@@ -15,9 +15,9 @@ import pytest
 
 from services.rollout.app import create_service
 from services.rollout.engine import failed_rollout
-from shared.config import Settings
-from shared.digest import stored_tensors, tensor_digests
 from shared.errors import BadRequest, Conflict, Failed, StateLost
+from shared.settings import Settings
+from shared.weights.digest import stored_tensors, tensor_digests
 from shared.wire import (
     Canary,
     CheckedWeights,

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.digest import digest, stored_tensors, tensor_digests
 from shared.errors import Failed, StateLost
+from shared.weights.digest import digest, stored_tensors, tensor_digests
 from shared.wire import BroadcastWeights, SentTensor
 from tests.support.rollout_bench import RolloutBench
 

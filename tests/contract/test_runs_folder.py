@@ -16,17 +16,17 @@ import redis.asyncio as redis
 
 from hone.commands.doctor import examine_stack
 from services.orchestrator.app import create_service
-from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.found import find_runs
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.found import find_runs
+from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from shared.errors import Conflict, Failed
+from shared.host.ports import free_port
+from shared.http.client import Client
+from shared.http.service import Service
 from shared.job import CheckpointSpec, Job
-from shared.ports import free_port
-from shared.service import Service
+from shared.settings import Settings
 from shared.wire import (
     CheckpointList,
     JobDeleted,

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.loop import run
-from services.orchestrator.queue import slots, worker
-from shared.config import Settings
+from services.orchestrator.run import run, slots, worker
 from shared.job import Job
+from shared.settings import Settings
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import full_stack

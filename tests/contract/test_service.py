@@ -10,9 +10,6 @@ import pytest
 import structlog
 from pydantic import SecretStr
 
-from shared import codec, ownership
-from shared.client import Client
-from shared.config import Settings
 from shared.errors import (
     BadRequest,
     Conflict,
@@ -23,9 +20,11 @@ from shared.errors import (
     Unauthorized,
     Unavailable,
 )
-from shared.operations import BUSY_CHECK_S, Operations
-from shared.packed import Logprobs, TokenIds
-from shared.service import Service
+from shared.http import codec, ownership
+from shared.http.client import Client
+from shared.http.operations import BUSY_CHECK_S, Operations
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import (
     Checkpoint,
     CheckpointRequest,
@@ -35,6 +34,7 @@ from shared.wire import (
     Sampling,
     VersionInfo,
 )
+from shared.wire.packed import Logprobs, TokenIds
 
 
 class Counter:
@@ -111,7 +111,7 @@ async def test_the_same_key_with_another_body_is_a_conflict(settings: Settings) 
 async def test_work_longer_than_the_wait_is_polled_for(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.client.WAIT_S", 0)
+    monkeypatch.setattr("shared.http.client.WAIT_S", 0)
     counter = Counter(settings)
     counter.seconds = 0.3
     assert (await call(counter.client(), 2)).step == 2
@@ -144,7 +144,7 @@ async def test_a_large_body_arrives_whole_again_when_it_is_retried(
 async def test_a_single_operation_is_asked_for_without_waiting_for_others(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.polling.GATHER_S", 60.0)
+    monkeypatch.setattr("shared.http.polling.GATHER_S", 60.0)
     counter = Counter(settings)
     counter.seconds = 0.05
     answer = await counter.client().call(
@@ -301,7 +301,7 @@ async def test_an_error_crosses_the_wire_as_itself_and_is_not_retried(
 async def test_only_an_unknown_operation_is_asked_for_again(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.client.WAIT_S", 0)
+    monkeypatch.setattr("shared.http.client.WAIT_S", 0)
     counter = Counter(settings)
     counter.seconds = 0.3
     task = asyncio.create_task(call(counter.client()))
@@ -317,7 +317,7 @@ async def test_only_an_unknown_operation_is_asked_for_again(
 async def test_work_that_took_longer_than_the_patience_is_asked_for_again_after_a_restart(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.client.WAIT_S", 0)
+    monkeypatch.setattr("shared.http.client.WAIT_S", 0)
     counter = Counter(settings)
     counter.seconds = 1.0
     task = asyncio.create_task(call(counter.client(patience_s=0.4)))
@@ -365,8 +365,8 @@ async def test_a_service_that_stays_away_is_given_up_long_before_the_deadline(
 async def test_a_service_that_takes_connections_and_never_answers_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("shared.client.WAIT_S", 0.1)
-    monkeypatch.setattr("shared.client.MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr("shared.http.client.WAIT_S", 0.1)
+    monkeypatch.setattr("shared.http.client.MAX_PAUSE_S", 0.1)
     asked = 0
 
     async def silent(_: httpx.Request) -> httpx.Response:
@@ -386,8 +386,8 @@ async def test_a_service_that_takes_connections_and_never_answers_is_given_up(
 async def test_a_long_wait_names_who_is_waited_for_and_for_what(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.client.WAIT_S", 0)
-    monkeypatch.setattr("shared.client.FIRST_REPORT_S", 0.1)
+    monkeypatch.setattr("shared.http.client.WAIT_S", 0)
+    monkeypatch.setattr("shared.http.client.FIRST_REPORT_S", 0.1)
     counter = Counter(settings)
     counter.seconds = 0.3
     pair = {"waits_for": "trainer", "to": "POST /checkpoints", "seconds": 0}

@@ -16,9 +16,9 @@ import pytest
 
 from services.orchestrator.loop.examples import to_examples
 from services.trainer.learning.examples import check, versions
-from shared import ownership
-from shared.client import Client
-from shared.config import Settings
+from shared.http import ownership
+from shared.http.client import Client
+from shared.settings import Settings
 from shared.wire import Conversation, Example, ModelRequest, RolloutGroup, SessionRecord, Span
 from tests.support.fake_chat import PAIR, FakeChat, sampled_tokens, text_of, tokens
 from tests.support.rollout_bench import SPEC, RolloutBench

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.loop import run
-from services.orchestrator.queue import known_slots, slots, worker, worker_side
-from services.orchestrator.queue.resources import resource
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.run import run, slots, worker
+from services.orchestrator.store import known_slots, worker_side
+from services.orchestrator.store.resources import resource
 from shared.errors import Unavailable
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import EventList, JobRecord, JobState, Obstacle, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices

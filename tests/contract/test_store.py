@@ -17,20 +17,20 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.queue import connection, heartbeat, identity, keys, lua
-from services.orchestrator.queue.connection import StoreEmptied, StoreUnavailable
-from services.orchestrator.queue.ids import new_job_id
-from services.orchestrator.queue.known_slots import KnownSlot
-from services.orchestrator.queue.leases import Lease, LeaseLost
-from services.orchestrator.queue.lists import Wanted
-from services.orchestrator.queue.records import Unreadable
-from services.orchestrator.queue.resources import resource
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from services.orchestrator.queue.worker_side import MAX_TRIES
+from services.orchestrator.store import connection, heartbeat, identity, keys, lua
+from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
+from services.orchestrator.store.ids import new_job_id
+from services.orchestrator.store.known_slots import KnownSlot
+from services.orchestrator.store.leases import Lease, LeaseLost
+from services.orchestrator.store.lists import Wanted
+from services.orchestrator.store.records import Unreadable
+from services.orchestrator.store.resources import resource
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
+from services.orchestrator.store.worker_side import MAX_TRIES
 from shared.errors import BadRequest, Conflict, NotFound
+from shared.http.presence import Presence, tell_nobody
 from shared.job import DataSpec, EvaluationSpec, HeldOutSpec
-from shared.presence import Presence, tell_nobody
 from shared.wire import JobSummary, Obstacle, UploadedFile
 from tests.support import orchestrator_stack
 from tests.support.job_records import JOB

@@ -11,11 +11,11 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from shared import logs, tracing
-from shared.config import Settings
 from shared.errors import BadRequest, Failed
-from shared.logs import get_logger
-from shared.service import Service
+from shared.host import logs, tracing
+from shared.host.logs import get_logger
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import NoBody, Validated
 from tests.support import orchestrator_stack
 from tests.support.collector import Collector, Received, collecting

@@ -11,10 +11,10 @@ import pytest
 
 from services.trainer.app import create_service
 from services.trainer.trainer import Trainer
-from shared.client import Client
-from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, StateLost
+from shared.http.client import Client
 from shared.job import LoraSpec
+from shared.settings import Settings
 from shared.wire import (
     Checkpoint,
     CheckpointList,

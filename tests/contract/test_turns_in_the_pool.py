@@ -9,12 +9,12 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from services.orchestrator.loop import admission
-from services.orchestrator.loop.sampler_loading import Push
-from services.orchestrator.loop.samplers import Samplers
-from shared.config import Settings
-from shared.presence import tell_nobody
-from shared.service import request_key
+from services.orchestrator.pool import admission
+from services.orchestrator.pool.sampler_loading import Push
+from services.orchestrator.pool.samplers import Samplers
+from shared.http.presence import tell_nobody
+from shared.http.service import request_key
+from shared.settings import Settings
 from shared.wire import FolderWeights, GenerateRequest, ModelRequest, Sampling, WeightsRef
 from tests.support.fake_samplers import FakeSampler, pool_of
 

@@ -11,10 +11,10 @@ import httpx2
 import pytest
 
 from services.trainer.app import create_service
-from shared import ownership
-from shared.client import Client
-from shared.config import Settings
 from shared.errors import Conflict
+from shared.http import ownership
+from shared.http.client import Client
+from shared.settings import Settings
 from shared.wire import (
     Aborted,
     AbortRequest,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from services.orchestrator.record.accepting import UNSUBMITTED_S, accept, remove_unsubmitted
-from services.orchestrator.record.folder import SUBMITTED, RunFolder
-from services.orchestrator.record.found import find_runs
+from services.orchestrator.runs.folder import SUBMITTED, RunFolder
+from services.orchestrator.runs.found import find_runs
+from services.orchestrator.store.accepting import UNSUBMITTED_S, accept, remove_unsubmitted
+from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from shared.job import Job
 from tests.support import orchestrator_stack
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from bench.report import finish
 from shared.errors import HoneError
 from shared.job import Job
-from shared.job_file import load_job
+from shared.job.file import load_job
 from tests.faults.moments import Moments
 from tests.faults.plan import Fault, draw
 from tests.faults.results import (

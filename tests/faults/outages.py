@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.report import Figure, finish, table
-from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.runs.folder import RunFolder
 from shared.job import Job
 from shared.wire import TERMINAL, EventList, JobRecord
 from tests.faults.__main__ import FOLDER, made_job

@@ -21,8 +21,8 @@ import psutil
 from deploy import redis_server
 from deploy.child import Child
 from deploy.supervisor import SERVICES
-from shared.client import Client
-from shared.ports import free_port
+from shared.host.ports import free_port
+from shared.http.client import Client
 from tests.support.link import Link, Seen
 
 ROOT = Path(__file__).parents[2]

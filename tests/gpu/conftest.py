@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared import nvidia
+from shared.host import nvidia
 
 HERE = Path(__file__).parent
 FIRST = "test_torch_computes_on_every_gpu_with_this_driver"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared import nvidia
+from shared.host import nvidia
 
 ROOT = Path(__file__).parents[2]
 

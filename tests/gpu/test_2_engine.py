@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from services.rollout.on_vllm.starter import VllmStarter
-from shared.config import Settings
+from shared.settings import Settings
 from shared.wire import EngineSpec, Sampling
 from tests.support.sampler_on_device import (
     an_engine,

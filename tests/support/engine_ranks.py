@@ -11,7 +11,7 @@ from typing import Any
 
 from services.trainer.processes.extensions import compiling, own_folder, remove_stale_locks
 from shared.job import Job
-from shared.job_file import parse_job
+from shared.job.file import parse_job
 from tests.support.trainer_reference import TEMPERATURE
 
 DEADLINE_S = 240

@@ -11,10 +11,9 @@ from typing import Any
 
 import uvicorn
 
-from shared.config import Settings
 from shared.errors import Conflict, StateLost
-from shared.packed import Logprobs, TokenIds
-from shared.service import Service, request_key
+from shared.http.service import Service, request_key
+from shared.settings import Settings
 from shared.wire import (
     Aborted,
     AbortRequest,
@@ -28,6 +27,7 @@ from shared.wire import (
     Span,
     WeightsRef,
 )
+from shared.wire.packed import Logprobs, TokenIds
 from tests.support.running import serve
 
 

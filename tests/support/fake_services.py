@@ -16,10 +16,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from services.trainer.disk.checkpoints import checkpoints_dir, path_of, remove_old
-from shared.config import Settings
 from shared.errors import BadRequest, Conflict, StateLost
-from shared.packed import Logprobs, TokenIds
-from shared.service import Service
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import (
     Aborted,
     AbortRequest,
@@ -57,6 +56,7 @@ from shared.wire import (
     ValidateRequest,
     WeightsRef,
 )
+from shared.wire.packed import Logprobs, TokenIds
 from tests.support.running import serve
 
 TAKES_OVER = frozenset({"job", "model", "reload"})

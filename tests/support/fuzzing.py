@@ -20,7 +20,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.failures import Failure, FailureGroup
 from schemathesis.specs.openapi import checks
 
-from shared.service import Service
+from shared.http.service import Service
 from tests.support.running import serve
 
 CHECKS: Any = [

@@ -10,9 +10,9 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from shared.client import Client
-from shared.config import Settings
-from shared.ports import free_port
+from shared.host.ports import free_port
+from shared.http.client import Client
+from shared.settings import Settings
 from shared.wire import VersionInfo
 
 EXIT_S = 30.0

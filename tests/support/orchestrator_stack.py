@@ -19,13 +19,13 @@ import pytest
 from pydantic import BaseModel
 
 from services.orchestrator.app import create_service
-from services.orchestrator.loop import run
-from services.orchestrator.queue.store import Store
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.note import Note
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.run import run
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.note import Note
+from services.orchestrator.store.store import Store
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import TERMINAL, Event, EventList, JobRecord, JobState, SubmitRequest
 from tests.support.fake_services import FakeServices
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared.job import Job
-from shared.job_file import parse_job
+from shared.job.file import parse_job
 from shared.plan.model import Model, of_config
 
 QWEN_05B = {

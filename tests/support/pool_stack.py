@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import members, run
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.pool import members
+from services.orchestrator.run import run
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import Batch, JobRecord
 from tests.support.fake_samplers import FakeSampler
 from tests.support.fake_services import FakeServices

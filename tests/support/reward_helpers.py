@@ -14,8 +14,8 @@ from services.reward.grading.registry import GraderTools
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox, Worker
 from services.reward.sandbox.local import LocalSandbox
-from shared.config import Settings
 from shared.errors import Failed
+from shared.settings import Settings
 from shared.wire import ExecuteRequest, Execution
 
 graders.load()

@@ -23,11 +23,11 @@ from services.rollout.on_vllm.versions import label, spans
 from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
-from shared.adapters import CONFIG, WEIGHTS, adapter_digests
-from shared.client import Client
-from shared.config import Settings
-from shared.digest import digest, digest_of, stored_tensors, tensor_digests
 from shared.errors import BadRequest, StateLost
+from shared.http.client import Client
+from shared.settings import Settings
+from shared.weights.adapters import CONFIG, WEIGHTS, adapter_digests
+from shared.weights.digest import digest, digest_of, stored_tensors, tensor_digests
 from shared.wire import (
     Aborted,
     AbortRequest,

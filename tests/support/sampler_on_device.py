@@ -16,8 +16,8 @@ import torch
 
 from services.rollout.engine import Engine
 from services.rollout.on_vllm.starter import VllmStarter
-from shared.config import Settings
 from shared.job import SyncMethod
+from shared.settings import Settings
 from shared.wire import EngineSpec, Example, Rollout, Sampling
 from tests.support.tiny_models import save_tokenizer
 from tests.support.trainer_on_device import Shape, random_examples, random_model

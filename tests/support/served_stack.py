@@ -16,8 +16,8 @@ from typing import Any
 import structlog
 
 from services.orchestrator.app import create_service
-from services.orchestrator.queue.store import Store
-from shared.config import Settings
+from services.orchestrator.store.store import Store
+from shared.settings import Settings
 from tests.support.fake_services import FakeServices
 from tests.support.running import running_redis
 

@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from shared.config import Settings
-from shared.service import Service
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import Checkpoint, CheckpointRequest
 
 LONG_S = 20.0

@@ -13,14 +13,14 @@ from services.trainer.engine import Update
 from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
-from shared.adapters import CONFIG, WEIGHTS
-from shared.config import Settings
-from shared.digest import stored_tensors, tensor_digests
 from shared.errors import BadRequest, Unavailable
 from shared.job import Job
-from shared.job_file import parse_job
-from shared.packed import Logprobs
+from shared.job.file import parse_job
+from shared.settings import Settings
+from shared.weights.adapters import CONFIG, WEIGHTS
+from shared.weights.digest import stored_tensors, tensor_digests
 from shared.wire import Canary, Example, StepTotals, TrainerJob, TrainStepRequest
+from shared.wire.packed import Logprobs
 from tests.support.safetensors_files import safetensors
 
 EXAMPLE = Example(

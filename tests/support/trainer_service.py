@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
-from shared.client import Client
+from shared.host.ports import free_port
+from shared.http.client import Client
 from shared.job import Job
-from shared.job_file import parse_job
-from shared.ports import free_port
+from shared.job.file import parse_job
 from shared.wire import (
     Checkpoint,
     CheckpointRequest,

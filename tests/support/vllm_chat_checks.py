@@ -17,8 +17,8 @@ import pytest
 from services.rollout.conversations.continuing import prompt_tokens, tokens_after
 from services.rollout.engine import Answer
 from services.rollout.on_vllm.masks import Masking
-from shared.config import Settings
 from shared.errors import BadRequest, Failed, NotFound
+from shared.settings import Settings
 from shared.wire import ChatRequest, EngineSpec
 
 if TYPE_CHECKING:

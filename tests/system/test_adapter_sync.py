@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.orchestrator.loop import canary
+from services.orchestrator.pool import canary
 from services.rollout.engine import Adapter
 from services.rollout.on_vllm.starter import VllmStarter
 from services.rollout.sampler import Sampler
@@ -27,12 +27,11 @@ from services.rollout.weights.adapters import one_call
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
 from services.trainer.disk.weights import Publisher
-from shared.adapters import WEIGHTS
-from shared.config import Settings
-from shared.digest import stored_tensors, tensor_digests
 from shared.errors import Failed
 from shared.job import LoraSpec, SyncMethod
-from shared.packed import Logprobs, TokenIds
+from shared.settings import Settings
+from shared.weights.adapters import WEIGHTS
+from shared.weights.digest import stored_tensors, tensor_digests
 from shared.wire import (
     Canary,
     GenerateRequest,
@@ -42,6 +41,7 @@ from shared.wire import (
     ServingWeights,
     WeightsRef,
 )
+from shared.wire.packed import Logprobs, TokenIds
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
 pytestmark = [

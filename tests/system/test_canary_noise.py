@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import canary
+from services.orchestrator.pool import canary
 from services.rollout.on_vllm.starter import VllmStarter
 from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
-from shared.config import Settings
-from shared.packed import Logprobs, TokenIds
+from shared.settings import Settings
 from shared.wire import Canary, Example, ModelRequest, WeightsRef
+from shared.wire.packed import Logprobs, TokenIds
 from tests.support.deep_models import save_deep_model
 from tests.support.rollout_bench import folder_weights
 

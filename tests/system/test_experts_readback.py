@@ -15,7 +15,7 @@ from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
 from services.rollout.weights.proofs import differing, given_tensors
-from shared.config import Settings
+from shared.settings import Settings
 from shared.wire import ModelRequest, WeightsRef
 from tests.support.rollout_bench import folder_weights
 from tests.support.tiny_experts import KINDS, make_tiny_experts

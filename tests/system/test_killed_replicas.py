@@ -23,12 +23,12 @@ import pytest
 
 from deploy.slots import on_free_ports
 from services.orchestrator.loop.prompts import load_prompts
-from services.orchestrator.record.folder import RunFolder
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.runs.folder import RunFolder
 from shared.errors import HoneError
+from shared.http.client import Client
 from shared.job import Job
-from shared.job_file import load_job
+from shared.job.file import load_job
+from shared.settings import Settings
 from shared.wire import TERMINAL, Event, EventList, JobRecord, ServingWeights, SubmitRequest
 
 pytestmark = [pytest.mark.soak, pytest.mark.system, pytest.mark.timeout(3600)]

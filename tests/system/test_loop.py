@@ -28,11 +28,11 @@ import pytest
 
 from deploy.slots import on_free_ports
 from services.orchestrator.app import create_service
-from services.orchestrator.queue.store import Store
-from shared import codec
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.store.store import Store
+from shared.http import codec
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import (
     TERMINAL,
     EvaluationReport,
@@ -84,7 +84,7 @@ class Stack:
         return done
 
     def job(self, **changes: Any) -> Job:
-        from shared.job_file import load_job
+        from shared.job.file import load_job
 
         here = Path.cwd()
         os.chdir(self.folder)

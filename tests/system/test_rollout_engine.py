@@ -30,10 +30,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.client import Client
 from shared.errors import BadRequest, Conflict, Failed, StateLost
-from shared.packed import Logprobs, TokenIds
-from shared.ports import free_port
+from shared.host.ports import free_port
+from shared.http.client import Client
 from shared.wire import (
     Aborted,
     AbortRequest,
@@ -52,6 +51,7 @@ from shared.wire import (
     SessionRecord,
     Span,
 )
+from shared.wire.packed import Logprobs, TokenIds
 from tests.support.rollout_bench import folder_weights
 from tests.support.running import lives
 from tests.support.tiny_models import save_tiny_qwen2

@@ -17,9 +17,9 @@ import pytest
 
 from deploy import redis_server
 from deploy.slots import on_free_ports
-from services.orchestrator.queue.store import Store
+from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Unavailable
-from shared.ports import free_port
+from shared.host.ports import free_port
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

@@ -21,16 +21,15 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.orchestrator.loop import canary
+from services.orchestrator.pool import canary
 from services.rollout.on_vllm.starter import VllmStarter
 from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
 from services.trainer.disk.weights import Publisher, published_file
-from shared.config import Settings
 from shared.errors import Failed, StateLost, Unavailable
 from shared.job import SyncMethod
-from shared.packed import Logprobs, TokenIds
+from shared.settings import Settings
 from shared.wire import (
     AnyWeights,
     Canary,
@@ -44,6 +43,7 @@ from shared.wire import (
     SleepRequest,
     WeightsRef,
 )
+from shared.wire.packed import Logprobs, TokenIds
 from tests.support.cut_server import CutServer
 from tests.support.safetensors_files import hashing
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model

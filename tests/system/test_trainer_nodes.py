@@ -14,7 +14,7 @@ import httpx2
 import psutil
 import pytest
 
-from shared.client import Client
+from shared.http.client import Client
 from tests.support.trainer_reference import some_examples
 from tests.support.trainer_service import DEADLINE_S, ROOT, Service, a_job, gone, running
 from tests.support.two_nodes import ADDRESSES, INTERFACES, Forbidden, Nodes, two_nodes

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from deploy.slots import on_free_ports
-from shared.client import Client
-from shared.job_file import load_job
+from shared.http.client import Client
+from shared.job.file import load_job
 from shared.wire import TERMINAL, JobRecord, SubmitRequest
 
 pytestmark = [pytest.mark.soak, pytest.mark.system, pytest.mark.timeout(1200)]

@@ -12,9 +12,9 @@ import pytest
 from deploy import grader_page
 from hone import cli
 from hone.commands.explain import find
-from shared.config import PREFIX, Settings
-from shared.environment import FILE, secret_variables
-from shared.job_file import parse_job
+from shared.job.file import parse_job
+from shared.settings import PREFIX, Settings
+from shared.settings.environment import FILE, secret_variables
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from deploy import rooms
+
 ROOT = Path(__file__).parents[2]
 OURS = {"hone", "shared", "services", "deploy"}
 WIRE = {"pydantic", "pydantic_core", "fastapi", "starlette", "httpx2"}
@@ -69,6 +71,17 @@ def test_a_part_imports_only_what_it_may(part: str) -> None:
                 assert top in ALLOWED[part], f"{file.relative_to(ROOT)} imports {module}"
 
 
+def test_rooms_of_the_orchestrator_import_only_rooms_below() -> None:
+    for file, room in rooms.imports():
+        own = file.relative_to(rooms.ORCHESTRATOR).parts[0]
+        assert rooms.ROOMS.index(own) < rooms.ROOMS.index(room), f"{file} imports {room}"
+
+
+def test_the_picture_of_the_rooms_is_as_the_code_is() -> None:
+    page = rooms.PAGE.read_text()
+    assert rooms.drawn(page) == page, "run `make docs`"
+
+
 def test_no_relative_imports() -> None:
     for part in OURS:
         for file in (ROOT / part).rglob("*.py"):
@@ -82,7 +95,7 @@ def test_no_relative_imports() -> None:
 
 def test_shared_imports_without_the_engines() -> None:
     code = (
-        "import sys, shared.service, shared.client, shared.wire; "
+        "import sys, shared.http.service, shared.http.client, shared.wire; "
         "print([m for m in ('torch', 'vllm', 'numpy', 'opentelemetry') if m in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -102,7 +115,12 @@ def test_a_command_that_only_asks_imports_no_more_than_it_needs() -> None:
     """Else each one takes seconds of processor time. The time itself is a busy machine's as well.
     What fails to connect has imported all but what shows an answer."""
     unused = {"structlog", "pygments", "rich.progress", "certifi", "fastapi", "uvicorn"}
-    unused |= {"shared.config.settings", "shared.operations", "shared.service", "shared.plan"}
+    unused |= {
+        "shared.settings.settings",
+        "shared.http.operations",
+        "shared.http.service",
+        "shared.plan",
+    }
     unused |= {"shared.wire.training", "shared.wire.weights", "shared.wire.fine_tuning"}
     unused |= {"shared.job.job", "pydantic_settings"}
     unused |= {"hone.commands.doctor", "hone.commands.init", "hone.evaluating", "hone.downloading"}

@@ -84,7 +84,7 @@ def test_every_path_in_a_docstring_or_comment_exists() -> None:
     ("text", "wrong"),
     [
         ("see services/trainer/trainer.py, and `hone/cli.py`.", set()),
-        ("in `services/rollout/` and shared/client.py's order", set()),
+        ("in `services/rollout/` and shared/http/client.py's order", set()),
         ("`beats.py` or services/rollout/reward.py", {"beats.py", "services/rollout/reward.py"}),
         ("deploy/jobs/*.toml and /dev/shm/hone-1, runs/demo", set()),
     ],

@@ -21,11 +21,12 @@ from pathlib import Path
 
 from fastapi import Depends, Request
 
-from services.orchestrator.record.writing import writing
-from shared import codec, disk
+from services.orchestrator.runs.writing import writing
 from shared.errors import BadRequest, Conflict, Forbidden, NotFound, Unauthorized, Unavailable
-from shared.gate import caller
-from shared.logs import API_KEY, get_logger
+from shared.host import disk
+from shared.host.logs import API_KEY, get_logger
+from shared.http import codec
+from shared.http.gate import caller
 from shared.wire import Access, ApiKey, CreatedKey
 
 READING = ("GET", "HEAD")

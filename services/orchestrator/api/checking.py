@@ -18,12 +18,12 @@ from services.orchestrator.data.apart import NotInTime, apart
 from services.orchestrator.data.fetching import FETCH_S, asks_hub
 from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
 from services.orchestrator.data.tables import ended
-from shared.config import Settings
 from shared.errors import Failed
-from shared.gate import caller
+from shared.host.threads import in_own_thread
+from shared.http.gate import caller
 from shared.job import Job
-from shared.models import hub_is_offline
-from shared.threads import in_own_thread
+from shared.model.names import hub_is_offline
+from shared.settings import Settings
 
 NUM_THREADS = 4
 """Checks at a time: more than the two or three processors that they use, so that a quick check is

@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from services.orchestrator.loop.comparison import Comparison
-from services.orchestrator.queue.store import Store
-from shared.config import Settings
+from services.orchestrator.evals.comparison import Comparison
+from services.orchestrator.store.store import Store
 from shared.errors import NotFound
-from shared.service import Service
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import EvaluationEnded, EvaluationReport, EvaluationRequest, EvaluationState
 
 

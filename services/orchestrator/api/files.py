@@ -15,16 +15,16 @@ from starlette.datastructures import FormData, UploadFile
 
 from services.orchestrator.api.pages import page_of
 from services.orchestrator.data.uploads import Quota, Uploads, new_id
-from services.orchestrator.loop.tasks import to_the_end
-from services.orchestrator.queue.store import Store
-from shared.config import Settings
-from shared.downloads import DOWNLOADED, DownloadedFile
+from services.orchestrator.store.store import Store
+from services.orchestrator.tasks import to_the_end
 from shared.errors import BadRequest, HoneError, NotFound, TooLarge, Unauthorized
 from shared.explain import nearest
+from shared.host.logs import get_logger
+from shared.host.threads import in_own_thread
+from shared.http.downloads import DOWNLOADED, DownloadedFile
+from shared.http.service import Service
 from shared.job import UPLOADED
-from shared.logs import get_logger
-from shared.service import Service
-from shared.threads import in_own_thread
+from shared.settings import Settings
 from shared.wire import FileDeleted, FileList, Purpose, UploadedFile
 
 FORM = "multipart/form-data"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.orchestrator.record.tracking import missing_key
+from services.orchestrator.runs.tracking import missing_key
 from shared.job import Job
 
 

@@ -13,16 +13,16 @@ from fastapi import Path as Path_
 from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.orchestrator.queue.connection import MAX_FOLLOWERS
-from services.orchestrator.queue.records import check_event_id
-from services.orchestrator.queue.store import Store
-from services.orchestrator.record.checkpoint_files import files_of, path_of
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.graded import graded
-from shared import openapi
-from shared.downloads import DOWNLOADED, DownloadedFile
+from services.orchestrator.api.graded import graded
+from services.orchestrator.runs.checkpoint_files import files_of, path_of
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.connection import MAX_FOLLOWERS
+from services.orchestrator.store.records import check_event_id
+from services.orchestrator.store.store import Store
 from shared.errors import Busy, NotFound
-from shared.service import Service
+from shared.http import openapi
+from shared.http.downloads import DOWNLOADED, DownloadedFile
+from shared.http.service import Service
 from shared.wire import (
     TERMINAL,
     Checkpoint,

@@ -11,24 +11,24 @@ from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.looking import Looked
 from services.orchestrator.api.on_cpu import on_cpu
 from services.orchestrator.data.allowed import named_model_folder
-from services.orchestrator.loop.colocation import check_colocation
-from services.orchestrator.loop.costs import price_for
-from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import with_steps
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from services.orchestrator.record.accepting import accept, accepted
-from services.orchestrator.record.noting import stop
-from services.orchestrator.record.writable import Writable
-from shared.config import Settings
+from services.orchestrator.pool.peers import Peers
+from services.orchestrator.run.colocation import check_colocation
+from services.orchestrator.run.costs import price_for
+from services.orchestrator.runs.writable import Writable
+from services.orchestrator.store.accepting import accept, accepted
+from services.orchestrator.store.noting import stop
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import sentences
+from shared.http.rendering import Made
+from shared.http.service import Service, request_key
 from shared.job import Job
 from shared.job.checks import check_groups
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan, planned_gpus
-from shared.rendering import Made
-from shared.service import Service, request_key
+from shared.settings import Settings
 from shared.wire import (
     CreateFineTuningJob,
     DryRun,

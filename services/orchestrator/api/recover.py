@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from services.orchestrator.api.access import TOKEN_ONLY
-from services.orchestrator.queue.store import Store
-from services.orchestrator.record.found import find_runs
-from shared.config import Settings
-from shared.service import Service
+from services.orchestrator.runs.found import find_runs
+from services.orchestrator.store.store import Store
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import NoBody, Recovered
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.orchestrator.loop.peers import Peers
-from services.orchestrator.loop.tasks import all_of
-from services.orchestrator.queue.store import Store
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.graded import graded
-from shared import openapi
-from shared.config import Settings
+from services.orchestrator.api.graded import graded
+from services.orchestrator.pool.peers import Peers
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.store import Store
+from services.orchestrator.tasks import all_of
 from shared.errors import BadRequest
+from shared.http import openapi
+from shared.http.service import Service
 from shared.job import Job
-from shared.service import Service
+from shared.settings import Settings
 from shared.wire import (
     Batch,
     GradedRollout,

@@ -15,8 +15,8 @@ from services.orchestrator.data.fitting import Fit, fit_of, held_out_fit
 from services.orchestrator.data.preview import tokenizer_stamp
 from services.orchestrator.data.tables import go_on
 from services.orchestrator.loop.prompts import Prompts
-from shared import codec
 from shared.errors import BadRequest
+from shared.http import codec
 from shared.job import Job
 from shared.prompts.templates import ROWS_PER_REQUEST
 from shared.wire import Prompt

@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from fastapi import Path
 
 from services.orchestrator.api.access import TOKEN_ONLY
-from services.orchestrator.queue.store import Store
-from shared.config import Settings
+from services.orchestrator.store.store import Store
 from shared.errors import BadRequest
-from shared.service import Service
-from shared.urls import REGISTERED, is_loopback
+from shared.http.service import Service
+from shared.http.urls import REGISTERED, is_loopback
+from shared.settings import Settings
 from shared.wire import RegisteredSampler, Registration, SamplerList, Unregistered
 
 Name = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,99}$")]

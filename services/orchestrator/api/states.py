@@ -10,15 +10,15 @@ from fastapi import Query, Request
 
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.pages import METADATA, metadata_of
-from services.orchestrator.loop.costs import price_for
-from services.orchestrator.queue.lists import Wanted
-from services.orchestrator.queue.store import Store
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.noting import cancel
-from shared.config import Settings
+from services.orchestrator.run.costs import price_for
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.lists import Wanted
+from services.orchestrator.store.noting import cancel
+from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict
-from shared.job_file import changed
-from shared.service import Service
+from shared.http.service import Service
+from shared.job.file import changed
+from shared.settings import Settings
 from shared.wire import JobDeleted, JobList, JobRecord, JobState, JobStatus, ResumeRequest
 
 

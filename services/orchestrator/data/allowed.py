@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.config import Settings
 from shared.errors import BadRequest
-from shared.gate import caller
-from shared.models import EXPECTED, HUB_ID, may_be_on_hub, model_folder
-from shared.urls import is_loopback
+from shared.http.gate import caller
+from shared.http.urls import is_loopback
+from shared.model.names import EXPECTED, HUB_ID, may_be_on_hub, model_folder
+from shared.settings import Settings
 
 
 def may_name(path: Path, folders: Sequence[Path] | None, settings: Settings) -> bool:

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from services.orchestrator.data.apart import NotInTime, apart
 from services.orchestrator.data.hub_tables import Pinned
 from services.orchestrator.data.sources import COMMIT, Ask, asks_of, is_on_hub, open_source
-from shared.config import Settings
 from shared.errors import Unavailable
 from shared.job import Job
-from shared.models import hub_is_offline
+from shared.model.names import hub_is_offline
+from shared.settings import Settings
 
 FETCH_S = 1200.0
 """Seconds that reading a data set from the Hub may take."""

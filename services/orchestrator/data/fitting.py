@@ -9,7 +9,7 @@ from services.orchestrator.data.choosing import BadRow
 from services.orchestrator.data.preview import tokenizer_folder
 from shared.errors import BadRequest
 from shared.job import Job
-from shared.model_check import read_config, window_of
+from shared.model.check import read_config, window_of
 from shared.prompts.reading import CannotCount, PromptReader, prompt_reader
 from shared.wire import Prompt
 

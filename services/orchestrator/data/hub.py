@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from shared.errors import BadRequest
-from shared.model_check import TOKENIZERS
-from shared.models import may_be_on_hub
+from shared.model.check import TOKENIZERS
+from shared.model.names import may_be_on_hub
 
 FETCHED = ("config.json", *TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
 

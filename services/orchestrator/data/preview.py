@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.orchestrator.data.hub import cached_model
 from shared.job import Job
-from shared.models import model_folder
+from shared.model.names import model_folder
 from shared.prompts.reading import CannotCount, PromptReader, prompt_reader
 from shared.wire import PreviewedPrompt, Prompt
 

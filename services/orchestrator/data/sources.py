@@ -22,12 +22,12 @@ from services.orchestrator.data.tables import (
     unreadable,
 )
 from services.orchestrator.data.uploads import Uploads
-from shared import volume
-from shared.config import Settings
-from shared.digest import digest_of_file
 from shared.errors import BadRequest, NotFound, Unavailable
+from shared.host import volume
 from shared.job import UPLOADED, DataSpec, Job, Source
-from shared.models import HUB_ID
+from shared.model.names import HUB_ID
+from shared.settings import Settings
+from shared.weights.digest import digest_of_file
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -17,9 +17,9 @@ from typing import Any, Protocol, cast
 
 import httpx2 as httpx
 
-from services.orchestrator.loop.decisions import MustPause
-from shared.digest import digest_of_file
+from services.orchestrator.errors import MustPause
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
+from shared.weights.digest import digest_of_file
 
 Row = dict[str, Any]
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from services.orchestrator.record.writing import writing
-from shared import codec, disk
+from services.orchestrator.runs.writing import writing
 from shared.errors import BadRequest, Busy, Conflict, NotFound, TooLarge
+from shared.host import disk
+from shared.host.logs import get_logger
+from shared.http import codec
 from shared.job import UPLOADED
-from shared.logs import get_logger
 from shared.wire import Purpose, UploadedFile
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from services.orchestrator.errors import MustPause
 from services.orchestrator.loop.clock import Stages
-from services.orchestrator.loop.decisions import MustPause
 from services.orchestrator.loop.group_writer import GroupWriter
 from services.orchestrator.loop.groups import (
     GradedGroup,
@@ -20,16 +20,16 @@ from services.orchestrator.loop.groups import (
     to_batch,
     too_many_missing,
 )
-from services.orchestrator.loop.peers import Peers
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.loop.seeds import group_seed
-from services.orchestrator.loop.tasks import all_of, to_disk
 from services.orchestrator.loop.verdicts import verdicts_of
-from services.orchestrator.record.finished import FinishedGroup, Place, digest_of
-from services.orchestrator.record.folder import RunFolder
-from shared import tracing
+from services.orchestrator.pool.peers import Peers
+from services.orchestrator.runs.finished import FinishedGroup, Place, digest_of
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.tasks import all_of, to_disk
+from shared.host import tracing
+from shared.host.logs import get_logger
 from shared.job import Job
-from shared.logs import get_logger
 from shared.wire import Batch, Prompt, RolloutGroup, Score
 
 MAX_RESAMPLED = 2

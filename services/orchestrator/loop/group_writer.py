@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from services.orchestrator.loop.tasks import to_the_end
-from services.orchestrator.record.finished import FinishedGroup, Place
+from services.orchestrator.runs.finished import FinishedGroup, Place
+from services.orchestrator.tasks import to_the_end
 
 
 class GroupWriter:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from services.orchestrator.errors import MustPause
 from services.orchestrator.loop.advantages import has_signal, is_masked
-from services.orchestrator.loop.decisions import MustPause
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Batch, Prompt, RolloutGroup, Score

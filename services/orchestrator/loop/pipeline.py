@@ -9,16 +9,16 @@
 | advantages   | float or None         | [P][G]       | advantages.py                        |
 | examples     | Example, StepTotals   | <= P*G       | examples.py                          |
 | batch, loss  | tensors               | [B, T]       | services/trainer/learning            |
-| weights      | WeightsRef            | one version  | syncing.py; services/trainer/disk    |
+| weights      | WeightsRef            | one version  | pool/syncing.py; trainer/disk        |
 
 The synchronous loop and the overlapped one are the same code. While step k trains, the batches of
 the next max_staleness steps are being sampled. So a batch trains weights that are at most
 max_staleness steps newer than the weights that sampled it. A batch's sampling starts only once
 weights new enough for it serve: nothing sampled is ever thrown away.
 
-Around this: run.py loads the job and goes on after failures (decisions.py), after_step.py records,
-evaluates and writes checkpoints. groups.py replaces groups without signal; members.py has the
-samplers, and admission.py decides which sampler each group waits for.
+Around this: run/run.py loads the job and goes on after failures (run/decisions.py), and
+run/after_step.py records, evaluates and writes checkpoints. groups.py replaces groups without
+signal. pool/ has the samplers, and decides which of them each group waits for.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from services.orchestrator.loop.advantages import Advantages, batch_advantages
 from services.orchestrator.loop.batches import Batches, Sampled
 from services.orchestrator.loop.clock import Stopwatch, gap_s
 from services.orchestrator.loop.examples import step_totals, to_examples
-from services.orchestrator.loop.peers import Peers
-from services.orchestrator.loop.syncing import sync_weights
-from services.orchestrator.loop.tasks import stop, to_disk
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.journal import Journal
-from shared import tracing
+from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.syncing import sync_weights
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.journal import Journal
+from services.orchestrator.tasks import stop, to_disk
+from shared.host import tracing
 from shared.job import Job
 from shared.wire import Batch, StepResult
 

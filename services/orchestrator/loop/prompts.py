@@ -25,9 +25,9 @@ from services.orchestrator.data.order import InStream, InTable, Order
 from services.orchestrator.data.sources import Ask, asks_of, open_source
 from services.orchestrator.data.tables import Table
 from services.orchestrator.loop.groups import num_rounds
-from shared.config import Settings
 from shared.job import DataSpec, Job, TemplateMessage
 from shared.prompts.templates import RENDERER, CannotRender
+from shared.settings import Settings
 from shared.wire import Prompt
 
 Content = str | tuple[dict[str, Any], ...]

@@ -15,19 +15,19 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
-from services.orchestrator.loop.discovery import sampler_urls
-from services.orchestrator.loop.tasks import stop
-from services.orchestrator.queue.store import Store
-from shared import codec, openapi
-from shared.config import Settings
+from services.orchestrator.pool.discovery import sampler_urls
+from services.orchestrator.store.store import Store
+from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable, from_problem
-from shared.front_door import proxy_headers
-from shared.logs import get_logger, request_id
-from shared.operations import client_went_away, done_or
-from shared.service import Service
-from shared.streams import client_gone
-from shared.tls import trusted
-from shared.urls import is_direct
+from shared.host.logs import get_logger, request_id
+from shared.http import codec, openapi
+from shared.http.front_door import proxy_headers
+from shared.http.operations import client_went_away, done_or
+from shared.http.service import Service
+from shared.http.streams import client_gone
+from shared.http.tls import trusted
+from shared.http.urls import is_direct
+from shared.settings import Settings
 from shared.wire import CallAnswer, CallRequest, ServedModel, ServedModelList
 
 CONNECT_S = 5.0

@@ -17,18 +17,18 @@ from services.orchestrator.api.history import still_there
 from services.orchestrator.api.jobs import check_job
 from services.orchestrator.api.pages import METADATA, metadata_of
 from services.orchestrator.openai import mapping
-from services.orchestrator.queue.lists import Wanted
-from services.orchestrator.queue.records import Unreadable, check_event_id
-from services.orchestrator.queue.store import Store
-from services.orchestrator.queue.submissions import Submission
-from services.orchestrator.record.accepting import accept, accepted
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.noting import cancel
-from services.orchestrator.record.writable import Writable
-from shared.config import Settings
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.writable import Writable
+from services.orchestrator.store.accepting import accept, accepted
+from services.orchestrator.store.lists import Wanted
+from services.orchestrator.store.noting import cancel
+from services.orchestrator.store.records import Unreadable, check_event_id
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
 from shared.errors import BadRequest, NotFound
-from shared.job_file import parse_job
-from shared.service import Service, request_key
+from shared.http.service import Service, request_key
+from shared.job.file import parse_job
+from shared.settings import Settings
 from shared.wire import (
     Checkpoint,
     CreateFineTuningJob,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shared.client import Client
-from shared.config import Settings
 from shared.graders import reward_of
-from shared.service import Service
+from shared.http.client import Client
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import (
     GraderRun,
     GraderRunRequest,

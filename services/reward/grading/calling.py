@@ -23,8 +23,8 @@ from services.reward.grading.registry import Grader, GraderTools, GradingFailed
 from services.reward.sandbox.base import waiting
 from services.reward.sandbox.turns import Turns, asking
 from shared.errors import BadRequest, HoneError
+from shared.host.logs import get_logger
 from shared.job import RewardSpec
-from shared.logs import get_logger
 from shared.wire import Part, ScoreItem
 
 MAX_KEPT = 64

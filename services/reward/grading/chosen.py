@@ -13,7 +13,7 @@ from typing import Any
 
 from services.reward.grading.failures import ErrorName
 from services.reward.grading.registry import Grader
-from shared.logs import get_logger
+from shared.host.logs import get_logger
 from shared.wire import Part, ScoreItem
 
 BY_TEXT: frozenset[ErrorName] = frozenset(

@@ -33,11 +33,11 @@ from services.reward.grading.failures import ErrorName, GradingFailed
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
-from shared.config import Settings
 from shared.documented import Documented
 from shared.errors import BadRequest
 from shared.explain import closest, nearest, sentences
 from shared.job import RewardSpec
+from shared.settings import Settings
 from shared.wire import GraderInfo, Part, ScoreItem
 
 __all__ = [

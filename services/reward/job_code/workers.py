@@ -25,8 +25,8 @@ from services.reward.sandbox import visible
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
 from services.reward.sandbox.slots import CannotIsolate
 from shared.errors import BadRequest, Failed
+from shared.host.logs import get_logger
 from shared.job import RewardSpec
-from shared.logs import get_logger
 from shared.wire import ExecuteRequest, Part
 
 SERVE = "services.reward.job_code.inside.serve"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.reward.sandbox import packages
 from services.reward.sandbox.base import Sandbox
 from services.reward.sandbox.local import LocalSandbox
-from shared.config import Settings
+from shared.settings import Settings
 
 
 def build(settings: Settings) -> Sandbox:

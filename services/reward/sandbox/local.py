@@ -24,7 +24,7 @@ from services.reward.sandbox.packages import NO_PACKAGES, Packages
 from services.reward.sandbox.slots import CannotImport, CannotIsolate, Slot
 from services.reward.sandbox.turns import Turns, asking
 from shared.errors import Failed
-from shared.logs import get_logger
+from shared.host.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
 
 GRACE_S = 10.0

@@ -24,8 +24,8 @@ from services.reward.sandbox.decoding import NotPlain, decode
 from services.reward.sandbox.probes import Probe, failures
 from services.reward.sandbox.verdicts import Facts
 from shared.errors import Failed
-from shared.extras import how_to_install
-from shared.logs import get_logger
+from shared.host.extras import how_to_install
+from shared.host.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
 
 APP = "hone-sandbox"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.rollout.engine import Answer
-from shared.packed import Logprobs, Mask, TokenIds
 from shared.wire import ChatRequest, Conversation, Message, Rollout, Sampling, Span, Turn
+from shared.wire.packed import Logprobs, Mask, TokenIds
 
 COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id")
 """What two messages are the same by. Clients add and drop other fields."""

@@ -13,9 +13,9 @@ from fastapi.responses import Response
 from pydantic import RootModel
 
 from services.rollout.conversations.sessions import Sessions
-from shared import codec, rendering, streams
 from shared.errors import BadRequest
-from shared.service import Service
+from shared.http import codec, rendering, streams
+from shared.http.service import Service
 from shared.wire import ChatRequest, SessionDeleted, SessionRecord
 
 HEADER = "x-hone-session"

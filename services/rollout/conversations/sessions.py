@@ -16,9 +16,9 @@ from services.rollout.conversations.continuing import CannotContinue, prompt_tok
 from services.rollout.conversations.recording import Recorded, json_bytes
 from services.rollout.engine import Chat, Overlong
 from services.rollout.sampler import Sampler
-from shared.config import Settings
 from shared.errors import BadRequest, Busy, Conflict, NotFound
-from shared.logs import get_logger
+from shared.host.logs import get_logger
+from shared.settings import Settings
 from shared.wire import ChatRequest, Fencing, Sampling, ServingWeights, SessionRecord
 
 MAX_FORGOTTEN = 65_536

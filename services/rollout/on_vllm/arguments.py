@@ -20,9 +20,9 @@ from services.rollout.on_vllm.inside.executors import (
     MaskingScheduler,
     ProcessPerDeviceExecutor,
 )
-from shared import dtype as dtypes
-from shared.config import Settings
 from shared.errors import BadRequest
+from shared.model import dtype as dtypes
+from shared.settings import Settings
 from shared.wire import (
     EngineSpec,
 )
@@ -148,7 +148,7 @@ def ask_for_masks(args: AsyncEngineArgs) -> None:
 
 
 def choose_dtype(asked: Dtype) -> Dtype:
-    """Returns the dtype to serve in on this hardware: `shared/dtype.py`, as in the trainer."""
+    """Returns the dtype to serve in on this hardware: as the trainer (`shared/model/dtype.py`)."""
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
     chosen = dtypes.choose_dtype(
         asked,

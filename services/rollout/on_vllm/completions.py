@@ -17,12 +17,12 @@ from services.rollout.engine import (
 from services.rollout.on_vllm.masks import packed
 from services.rollout.on_vllm.versions import spans
 from shared.errors import Failed
-from shared.packed import Logprobs, TokenIds
 from shared.wire import (
     Rollout,
     Sampling,
     Span,
 )
+from shared.wire.packed import Logprobs, TokenIds
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:

@@ -40,10 +40,10 @@ from services.rollout.on_vllm.receiving import meeting, sent_dtypes, updates
 from services.rollout.on_vllm.texts import text_of
 from services.rollout.on_vllm.tokenizers import load_tokenizer
 from services.rollout.on_vllm.versions import label
-from shared.config import Settings
 from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost
-from shared.meeting import LOADING_DEADLINES, MEETING_DEADLINES
-from shared.threads import in_own_thread
+from shared.host.threads import in_own_thread
+from shared.settings import Settings
+from shared.weights.meeting import LOADING_DEADLINES, MEETING_DEADLINES
 from shared.wire import (
     BroadcastWeights,
     EngineSpec,

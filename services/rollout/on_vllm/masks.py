@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.errors import Failed
-from shared.packed import TokenIds
 from shared.wire import Sampling
+from shared.wire.packed import TokenIds
 
 
 @dataclass(frozen=True)

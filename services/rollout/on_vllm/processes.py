@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from shared import nvidia
+from shared.host import nvidia
 
 SERVICE_PID = "ROLLOUT_SERVICE_PID"
 """The variable that tells every process below the service which one it must not outlive: see

@@ -18,11 +18,11 @@ from services.rollout.on_vllm.processes import (
     stage_of,
     stop_children,
 )
-from shared.config import Settings
-from shared.digest import stored_tensors
 from shared.errors import BadRequest, Failed
-from shared.models import check_hub, model_folder
-from shared.threads import in_own_thread
+from shared.host.threads import in_own_thread
+from shared.model.names import check_hub, model_folder
+from shared.settings import Settings
+from shared.weights.digest import stored_tensors
 from shared.wire import EngineSpec, Sampling
 
 if TYPE_CHECKING:

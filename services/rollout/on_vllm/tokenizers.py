@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shared.errors import BadRequest
-from shared.models import model_folder
+from shared.model.names import model_folder
 from shared.wire import EngineSpec
 
 EMPTY = "<|endoftext|>"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
 
-from shared.adapters import CONFIG, PREFIX
 from shared.errors import Failed
+from shared.weights.adapters import CONFIG, PREFIX
 
 SUFFIX = ".weight"
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from services.rollout.engine import Adapter, Engine
 from services.rollout.weights.copies import Copies, Copy
 from shared.errors import HoneError
-from shared.logs import get_logger
+from shared.host.logs import get_logger
 from shared.wire import AdapterWeights
 
 _call: ContextVar[contextlib.ExitStack | None] = ContextVar("call", default=None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.packed import Logprobs
 from shared.wire import Canary
+from shared.wire.packed import Logprobs
 
 MOVED_NATS = {"float32": 1e-5}
 """Nats by which the trainer's log-probs of a canary must differ, by its dtype, for the engine's not

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.rollout.weights.fetching import Fetcher
-from shared import delta
-from shared.digest import StoredTensor, stored_tensors
 from shared.errors import Failed
+from shared.weights import delta
+from shared.weights.digest import StoredTensor, stored_tensors
 from shared.wire import AdapterWeights, DeltaStep, DeltaWeights, HttpWeights
 
 ADAPTERS = "adapters"

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 
 from shared.errors import Failed, HoneError, Unavailable, from_problem
-from shared.logs import get_logger, request_id
-from shared.tls import trusted
-from shared.urls import is_direct
+from shared.host.logs import get_logger, request_id
+from shared.http.tls import trusted
+from shared.http.urls import is_direct
 from shared.wire import WeightFile
 
 TIMEOUT_S = 60.0

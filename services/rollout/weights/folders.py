@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shared.adapters import FILES
 from shared.errors import BadRequest, Failed
+from shared.weights.adapters import FILES
 from shared.wire import AdapterWeights, FolderWeights
 
 

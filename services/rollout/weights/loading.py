@@ -15,9 +15,9 @@ from services.rollout.weights.copies import Copies
 from services.rollout.weights.methods import Proven, ProvenAdapter, ProvenLater, prove
 from services.rollout.weights.proofs import tensors_of
 from shared.errors import Failed, StateLost, Unavailable
-from shared.logs import get_logger
-from shared.packed import Logprobs
+from shared.host.logs import get_logger
 from shared.wire import AdapterWeights, AnyWeights, ServingWeights
+from shared.wire.packed import Logprobs
 
 
 @dataclass(frozen=True)

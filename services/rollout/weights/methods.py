@@ -26,7 +26,7 @@ from services.rollout.weights.proofs import (
     proven_digest,
 )
 from shared.errors import BadRequest, Conflict, Failed
-from shared.logs import get_logger
+from shared.host.logs import get_logger
 from shared.wire import (
     AdapterWeights,
     AnyWeights,

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.rollout.weights.adapter_files import adapter_shapes, read_config
-from shared.adapters import CONFIG, adapter_digests
-from shared.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
 from shared.errors import Conflict, Failed
+from shared.weights.adapters import CONFIG, adapter_digests
+from shared.weights.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
 from shared.wire import (
     AdapterWeights,
     Published,

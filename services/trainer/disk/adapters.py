@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.trainer.disk.folders import size_of, written_aside
-from shared.adapters import adapter_digests
 from shared.errors import Failed
+from shared.weights.adapters import adapter_digests
 
 KEEP = 2
 """A sampler may still be copying the version before the newest."""

@@ -22,12 +22,11 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from services.trainer.disk.folders import discard, files_in, size_of
-from shared.checkpoints import MANIFEST, StoredFile
 from shared.errors import Conflict, Failed
 from shared.job import CheckpointSpec, Job
+from shared.weights.checkpoints import MANIFEST, StoredFile, folder_name, step_of
 from shared.wire import Checkpoint, JobId, StepResult, Wire
 
-PREFIX = "step-"
 DAMAGED = "damaged-"
 
 FORMAT = 1
@@ -64,15 +63,16 @@ def checkpoints_dir(runs_dir: Path, job_id: str) -> Path:
 def path_of(folder: Path, step: int) -> Path:
     """Returns the path of the checkpoint of `step` in a job's folder of checkpoints, whether it
     exists or not."""
-    return folder / f"{PREFIX}{step:06d}"
+    return folder / folder_name(step)
 
 
 def listed(folder: Path) -> tuple[Checkpoint, ...]:
     """Returns the complete checkpoints below `folder`, oldest step first."""
     checkpoints: list[Checkpoint] = []
-    for path in folder.glob(PREFIX + "*") if folder.is_dir() else ():
-        with contextlib.suppress(FileNotFoundError):  # removed just now
-            checkpoints.append(described(path))
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (step := step_of(path.name)) is not None:
+            with contextlib.suppress(FileNotFoundError):  # removed just now
+                checkpoints.append(described(path, step))
     return tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.step))
 
 
@@ -85,10 +85,8 @@ def check_seen(path: Path, rank: int) -> None:
         )
 
 
-def described(path: Path) -> Checkpoint:
-    return Checkpoint(
-        step=int(path.name.removeprefix(PREFIX)), path=str(path), size_bytes=size_of(path)
-    )
+def described(path: Path, step: int) -> Checkpoint:
+    return Checkpoint(step=step, path=str(path), size_bytes=size_of(path))
 
 
 def expendable(steps: list[int], spec: CheckpointSpec, keep: Collection[int] = ()) -> list[int]:

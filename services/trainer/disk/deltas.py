@@ -1,6 +1,6 @@
 """What changed from one published version to the next, as files that samplers fetch.
 
-    <shm_dir>/<job>/d<version>/delta.safetensors    a packed frame (shared/delta.py) per tensor that
+    <shm_dir>/<job>/d<version>/delta.safetensors    a packed frame per tensor that
                                                     changed
 
 Both versions are read from their published files, so what is sent is the difference between what
@@ -20,8 +20,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from services.trainer.disk.folders import written_aside
-from shared import delta
-from shared.digest import StoredTensor, stored_tensors
+from shared.weights import delta
+from shared.weights.digest import StoredTensor, stored_tensors
 
 KEEP_STEPS = 4
 """So many versions may a sampler miss and still catch up by deltas."""

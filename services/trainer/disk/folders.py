@@ -14,8 +14,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from shared import disk
 from shared.errors import Failed
+from shared.host import disk
 
 ASIDE = ".tmp-"
 """What the names of folders begin with that are being written or removed. One that no process works

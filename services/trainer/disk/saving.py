@@ -14,9 +14,9 @@ from services.trainer.disk.folders import written_aside
 from services.trainer.engine import Engine
 from services.trainer.loaded import Loaded
 from services.trainer.processes.together import Ranks, SaveAll
-from shared import volume
-from shared.checkpoints import STATE, StoredFile
-from shared.config import Settings
+from shared.host import volume
+from shared.settings import Settings
+from shared.weights.checkpoints import STATE, StoredFile
 from shared.wire import Checkpoint, CheckpointRequest
 
 
@@ -70,7 +70,7 @@ def save_checkpoint(
             checkpoints.write_manifest(aside, loaded.manifest(ranks.num_ranks, files))
         runs.keep()
         checkpoints.remove_old(path.parent, loaded.request.job.checkpoints, request.keep)
-        return checkpoints.described(path)
+        return checkpoints.described(path, request.step)
 
     def save_state(aside: Path) -> None:
         (aside / STATE).mkdir(exist_ok=True)

@@ -28,12 +28,13 @@ from typing import Any
 from services.trainer.disk.adapters import Adapters
 from services.trainer.disk.deltas import Deltas
 from services.trainer.disk.folders import ASIDE, reuse, size_of, written_aside
-from shared import digest, volume
-from shared.adapters import CONFIG, FILES
-from shared.config import Settings
-from shared.disk import write_file
 from shared.errors import Failed, NotFound
+from shared.host import volume
+from shared.host.disk import write_file
 from shared.job import JOB_ID, SyncMethod
+from shared.settings import Settings
+from shared.weights import digest
+from shared.weights.adapters import CONFIG, FILES
 from shared.wire import (
     AdapterWeights,
     AnyWeights,

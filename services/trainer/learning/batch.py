@@ -28,8 +28,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from services.trainer.learning.examples import floats, integers, sampled_positions, versions
 from services.trainer.learning.head import Kept
-from shared.packed import TokenIds
 from shared.wire import Example
+from shared.wire.packed import TokenIds
 
 Positions = NDArray[np.intp]
 """Which of a completion's tokens the policy sampled."""

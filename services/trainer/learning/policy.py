@@ -32,9 +32,9 @@ from services.trainer.learning.batch import MicroBatch, collate
 from services.trainer.learning.head import Kept, as_scoring_head
 from services.trainer.learning.logits import AS_THEY_ARE, LogitRule, rule_of
 from shared.errors import BadRequest
-from shared.logs import get_logger
-from shared.packed import TokenIds
+from shared.host.logs import get_logger
 from shared.wire import Example
+from shared.wire.packed import TokenIds
 
 MAX_CHUNK_LOGITS = 1 << 26
 """Logits of a chunk if the head is called as it is: 256 MiB in float32, for any vocabulary."""

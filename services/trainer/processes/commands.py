@@ -24,10 +24,10 @@ from pydantic import BaseModel
 
 from services.trainer.processes.together import Ranks, as_hone_error
 from services.trainer.trainer import Trainer
-from shared import codec
 from shared.errors import HoneError, Unavailable, from_problem
-from shared.health import Starting
-from shared.logs import get_logger, of_request, request_id
+from shared.host.logs import get_logger, of_request, request_id
+from shared.http import codec
+from shared.http.health import Starting
 from shared.wire import CheckpointRequest, PublishRequest, TrainerJob, TrainStepRequest, Wire
 
 IDLE_S = 30.0

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
-from shared.logs import get_logger
+from shared.host.logs import get_logger
 
 FOLDER = "TORCH_EXTENSIONS_DIR"
 """torch's variable for the folder that extensions are compiled in."""

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shared import codec
 from shared.errors import Unavailable
+from shared.http import codec
 from shared.wire import TrainerJob
 
 POLL_S = 0.05

@@ -19,10 +19,10 @@ from types import FrameType
 from services.trainer.processes.extensions import own_folder, remove_stale_locks
 from services.trainer.processes.launch_folder import LaunchFolder, Past
 from services.trainer.processes.nodes import socket_interfaces
-from shared import nvidia
-from shared.config import Settings
-from shared.logs import get_logger
-from shared.processes import ending_with_parent
+from shared.host import nvidia
+from shared.host.logs import get_logger
+from shared.host.processes import ending_with_parent
+from shared.settings import Settings
 
 STOP_S = 10
 """Seconds that torchrun gives the ranks to end."""

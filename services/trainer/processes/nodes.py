@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import socket
 
-from shared.config import Settings
 from shared.errors import BadRequest
-from shared.urls import is_loopback
+from shared.http.urls import is_loopback
+from shared.settings import Settings
 
 LOOPBACK = "lo"
 

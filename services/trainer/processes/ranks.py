@@ -40,13 +40,13 @@ from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
 from services.trainer.transfer.sharing import gpu_of
 from services.trainer.zero.out_of_memory import first_line
-from shared import logs, nvidia, tracing
-from shared.config import Settings
-from shared.environment import load_settings
 from shared.errors import BadRequest, HoneError, Unavailable
+from shared.host import logs, nvidia, tracing
+from shared.host.logs import get_logger
+from shared.host.processes import end_with_parent
 from shared.job import Job
-from shared.logs import get_logger
-from shared.processes import end_with_parent
+from shared.settings import Settings
+from shared.settings.environment import load_settings
 
 STOP_S = 8.0
 FLUSH_S = 1.0

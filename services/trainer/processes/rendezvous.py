@@ -18,9 +18,9 @@ from pathlib import Path
 from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from services.trainer.processes.channel import Notes
-from shared.config import Settings
 from shared.errors import Failed, Unavailable
-from shared.logs import get_logger
+from shared.host.logs import get_logger
+from shared.settings import Settings
 
 MEET_S = 1800.0
 STORE_TIMEOUT = timedelta(seconds=30)

@@ -3,7 +3,7 @@ NCCL between GPUs and gloo between CPUs.
 
 Each sampler that asks gets a process group of its own, with this process as rank 0 and its own
 ranks after it, so that one that comes late, dies or hangs is no other's concern. They are served
-one after another. They meet in a store of torch's (`shared/meeting.py`).
+one after another. They meet in a store of torch's (`shared/weights/meeting.py`).
 
 The other side is `services/rollout/on_vllm/inside/transfer.py`, in vLLM's process.
 """
@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
 
-from shared.logs import get_logger
-from shared.meeting import ASKED, MEET_S, TURN, nth_asked, surviving_peers
+from shared.host.logs import get_logger
+from shared.weights.meeting import ASKED, MEET_S, TURN, nth_asked, surviving_peers
 from shared.wire import SentTensor
 
 CHUNK_BYTES = 256 << 20

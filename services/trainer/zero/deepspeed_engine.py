@@ -40,10 +40,10 @@ from services.trainer.zero.out_of_memory import Planned
 from services.trainer.zero.update import Updater
 from shared.errors import BadRequest
 from shared.job import Job
-from shared.packed import Logprobs, TokenIds
 from shared.plan.memory import Ranks
 from shared.plan.model import CannotPlan, of_config
 from shared.wire import Canary, Example, StepTotals
+from shared.wire.packed import Logprobs, TokenIds
 
 CANARY_TOKENS = 64
 """Enough that any matrix of the model shows in some log-prob, few enough to cost nothing."""

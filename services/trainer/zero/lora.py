@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shared.adapters import PREFIX, WEIGHTS
 from shared.errors import BadRequest
-from shared.experts import has_experts
 from shared.job import LoraSpec
+from shared.model.experts import has_experts
 from shared.plan.model import ATTENTION
+from shared.weights.adapters import PREFIX, WEIGHTS
 
 ADAPTER = "default"
 BASE = ".base_layer."

@@ -21,11 +21,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.hub import cached_file, cached_files
 
-from shared import dtype as dtypes
 from shared.errors import BadRequest, Conflict, HoneError, from_problem
 from shared.job import Job
-from shared.model_check import check_rope, read_config
-from shared.models import EXPECTED, check_hub, model_folder
+from shared.model import dtype as dtypes
+from shared.model.check import check_rope, read_config
+from shared.model.names import EXPECTED, check_hub, model_folder
 
 SAVED_AS = (
     *("model.safetensors", "model.safetensors.index.json"),
@@ -239,7 +239,7 @@ def _in_checkpoint(model: Any, weights: dict[str, Tensor]) -> tuple[list[str], l
 
 
 def choose_dtype(asked: str) -> torch.dtype:
-    """Returns the dtype of weights and products on this rank's hardware: `shared/dtype.py`."""
+    """Returns the dtype of weights and products on this rank (`shared/model/dtype.py`)."""
     chosen = dtypes.choose_dtype(
         asked,
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,

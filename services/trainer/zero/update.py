@@ -60,8 +60,8 @@ from services.trainer.zero.out_of_memory import (
 )
 from services.trainer.zero.random_numbers import random_state
 from shared.errors import Failed
+from shared.host.logs import get_logger
 from shared.job import Job
-from shared.logs import get_logger
 from shared.wire import Example, StepTotals
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from deploy.child import Child
 from deploy.supervisor import Supervisor
-from shared.config import Settings
+from shared.settings import Settings
 
 Make = Callable[[str], Child]
 

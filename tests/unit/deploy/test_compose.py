@@ -20,7 +20,7 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 
 from deploy import supervisor
 from services.trainer.processes import launcher
-from shared.config import PREFIX, Settings
+from shared.settings import PREFIX, Settings
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from deploy import container, probe
-from shared.config import Settings
 from shared.errors import BadRequest, Unavailable
+from shared.settings import Settings
 
 GPUS = ("0", "1", "2", "3")
 

@@ -3,8 +3,8 @@
 import pytest
 
 from deploy.devices import Plan, plan, visible_devices
-from shared.config import Settings
 from shared.errors import BadRequest
+from shared.settings import Settings
 
 
 @pytest.mark.parametrize(

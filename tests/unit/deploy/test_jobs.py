@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from services.orchestrator.loop.prompts import load_prompts
-from shared.config import Settings
-from shared.job_file import load_job
+from shared.job.file import load_job
+from shared.settings import Settings
 
 ROOT = Path(__file__).parents[3]
 JOBS = sorted((ROOT / "deploy/jobs").glob("*.toml"))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from services.trainer.processes import launcher
-from shared.config import PREFIX, Settings
+from shared.settings import PREFIX, Settings
 
 ROOT = Path(__file__).parents[3]
 BASE = ROOT / "deploy/kubernetes/base"

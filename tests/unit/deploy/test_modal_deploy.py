@@ -308,7 +308,9 @@ def test_an_image_has_what_its_service_needs_and_no_engine_of_others(
     assert "--constraint /pins.txt" in commands
     assert "ENV HONE_MODAL_TRAINER_GPU=H100:2" in commands
     mounted = {file for files in plane.mounts.values() for file in files}
-    assert "/root/services/orchestrator/app.py" in mounted and "/root/shared/client.py" in mounted
+    assert (
+        "/root/services/orchestrator/app.py" in mounted and "/root/shared/http/client.py" in mounted
+    )
     assert not any("tests" in file.split("/") for file in mounted)
 
 

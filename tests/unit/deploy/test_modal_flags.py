@@ -10,9 +10,9 @@ import pytest
 
 from deploy.devices import plan
 from deploy.modal.flags import OVERRIDES, Flags, job_of, one_container, placement_of
-from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import LoraSpec
+from shared.settings import Settings
 
 GSM8K = "deploy/jobs/gsm8k.toml"
 

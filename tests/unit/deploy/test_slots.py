@@ -3,8 +3,8 @@
 import pytest
 
 from deploy import slots
-from shared.config import Settings
 from shared.errors import BadRequest
+from shared.settings import Settings
 
 
 def url(port: int) -> str:

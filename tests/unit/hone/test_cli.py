@@ -13,7 +13,7 @@ from hone.commands.regrade import steps_of
 from hone.commands.up import _local
 from hone.shell import REWARDS_ONLY, Output
 from shared.errors import BadRequest
-from shared.job_file import load_job
+from shared.job.file import load_job
 
 
 @pytest.mark.parametrize(("text", "steps"), [("7", (7, 7)), ("3:9", (3, 9))])

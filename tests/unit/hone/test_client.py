@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from hone import AsyncClient, BadRequest, Client, Conflict, Failed, NotFound, load_job
 from hone.resuming import Resumed
-from shared import client as shared_client
 from shared.errors import HoneError, Unavailable
+from shared.http import client as shared_client
 from shared.wire import JobDeleted, JobList, JobState, VersionInfo
 from tests.support.job_records import record
 

@@ -11,10 +11,10 @@ from hone.cli import app
 from hone.commands.explain import Explanation, find
 from services.reward import graders
 from services.reward.grading import registry
-from shared.config import PREFIX, Settings
 from shared.documented import descriptions
 from shared.errors import NotFound
 from shared.job import Job, RewardSpec, SamplingSpec
+from shared.settings import PREFIX, Settings
 
 
 def explain(*arguments: str) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from hone.commands import init
 from hone.first_job.lengths import fitted
 from hone.first_job.writing import TASKS
 from shared.job import Job
-from shared.job_file import load_job
+from shared.job.file import load_job
 from tests.support.model_folders import make_model_folder
 
 DATA = Path(__file__).parents[2] / "data"

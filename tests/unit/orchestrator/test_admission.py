@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from services.orchestrator.loop.admission import Admission
-from services.orchestrator.loop.replica import Replica
-from shared.client import Client
+from services.orchestrator.pool.admission import Admission
+from services.orchestrator.pool.replica import Replica
 from shared.errors import Unavailable
+from shared.http.client import Client
 
 
 @pytest.fixture

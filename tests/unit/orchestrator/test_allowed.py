@@ -9,9 +9,9 @@ import pytest
 from pydantic import SecretStr
 
 from services.orchestrator.data.allowed import named_model_folder
-from shared.config import Settings
 from shared.errors import BadRequest
-from shared.gate import caller
+from shared.http.gate import caller
+from shared.settings import Settings
 from shared.wire import ApiKey
 from tests.support.model_folders import make_model_folder
 

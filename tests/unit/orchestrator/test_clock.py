@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from services.orchestrator.loop.clock import Stages, StepClock, gap_s
-from services.orchestrator.loop.waits import Waits
+from services.orchestrator.pool.waits import Waits
 
 
 class Clock:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.loop.costs import price_for
-from shared.config import Settings
+from services.orchestrator.run.costs import price_for
 from shared.errors import BadRequest
 from shared.job import StopSpec
+from shared.settings import Settings
 from tests.support.scored_batches import make_job
 
 

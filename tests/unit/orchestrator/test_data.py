@@ -17,11 +17,11 @@ from services.orchestrator.data.choosing import Problem
 from services.orchestrator.data.order import InStream, InTable, shuffled_within
 from services.orchestrator.data.sources import KINDS, Ask, open_source
 from services.orchestrator.data.uploads import Uploads, new_id
-from services.orchestrator.loop.decisions import MustPause
+from services.orchestrator.errors import MustPause
 from services.orchestrator.loop.prompts import Prompts, load_prompts
-from shared.config import Settings
 from shared.errors import BadRequest, NotFound, Unavailable
 from shared.job import Job
+from shared.settings import Settings
 
 ROWS = [{"question": f"{n}+1?", "answer": str(n + 1), "level": n % 5} for n in range(40)]
 MAPPED = {"columns": {"prompt": "question"}}

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.loop.decisions import (
+from services.orchestrator.errors import MustPause, SyncFailed
+from services.orchestrator.run.decisions import (
     LIMITS,
     MAX_LOSSES,
     MAX_RECOVERIES,
     RULES,
     Action,
     Decision,
-    MustPause,
-    SyncFailed,
     cause_of,
     decide,
 )
-from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.leases import LeaseLost
-from services.orchestrator.queue.records import Unreadable
-from services.orchestrator.record.folder import BatchExists
+from services.orchestrator.runs.folder import BatchExists
+from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.leases import LeaseLost
+from services.orchestrator.store.records import Unreadable
 from shared.errors import (
     CODES,
     KINDS,

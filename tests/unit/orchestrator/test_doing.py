@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from services.orchestrator.loop.doing import Doing
-from services.orchestrator.loop.waits import Waits
+from services.orchestrator.pool.waits import Waits
+from services.orchestrator.run.doing import Doing
 
 
 def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None:

@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from services.orchestrator.loop.advantages import full_mark
-from services.orchestrator.loop.estimates import (
+from services.orchestrator.evals.estimates import (
     differences,
     estimate,
     estimates,
@@ -19,8 +18,9 @@ from services.orchestrator.loop.estimates import (
     problem_metrics,
     t_975,
 )
+from services.orchestrator.loop.advantages import full_mark
 from services.orchestrator.loop.groups import GradedGroup
-from services.orchestrator.loop.peers import NOT_GRADED
+from services.orchestrator.pool.peers import NOT_GRADED
 from shared.job import EvaluationSpec, Job
 from shared.wire import Prompt, Rollout, RolloutGroup, Score
 from tests.support.scored_batches import make_job, score

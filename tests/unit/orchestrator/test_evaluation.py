@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop import evaluation
-from services.orchestrator.loop.evaluation import Answers, evaluate, ignored, set_metrics
-from services.orchestrator.loop.peers import NOT_GRADED
+from services.orchestrator.evals import held_out as evaluation
+from services.orchestrator.evals.held_out import Answers, evaluate, ignored, set_metrics
+from services.orchestrator.pool.peers import NOT_GRADED
 from shared.errors import StateLost
 from shared.wire import Prompt, RolloutGroup, Score
 from tests.support.scored_batches import make_job, score

@@ -9,11 +9,10 @@ import pytest
 
 from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.examples import step_totals, to_examples
-from services.orchestrator.loop.peers import NOT_GRADED, score_item
+from services.orchestrator.loop.metrics import reward_metrics, step_metrics
 from services.orchestrator.loop.pipeline import Step
-from services.orchestrator.record.telemetry import reward_metrics, step_metrics
+from services.orchestrator.pool.peers import NOT_GRADED, score_item
 from shared.job import Job
-from shared.packed import Mask
 from shared.wire import (
     Batch,
     Part,
@@ -25,6 +24,7 @@ from shared.wire import (
     StepResult,
     StepTotals,
 )
+from shared.wire.packed import Mask
 
 
 def rollout(length: int, reason: str = "stop") -> Rollout:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from services.orchestrator.loop.group_writer import GroupWriter
-from services.orchestrator.record import finished
-from services.orchestrator.record.finished import FinishedGroup, Place
-from services.orchestrator.record.folder import RunFolder
+from services.orchestrator.runs import finished
+from services.orchestrator.runs.finished import FinishedGroup, Place
+from services.orchestrator.runs.folder import RunFolder
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Prompt, Rollout, RolloutGroup, Score, Span

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.record.finished import FinishedGroup
-from services.orchestrator.record.folder import BatchExists, RunFolder
-from services.orchestrator.record.retention import first_needed
+from services.orchestrator.run.retention import first_needed
+from services.orchestrator.runs.finished import FinishedGroup
+from services.orchestrator.runs.folder import BatchExists, RunFolder
 from shared.errors import Conflict, Failed, NotFound
 from shared.job import CheckpointSpec, RolloutsSpec
 from shared.wire import Batch, MetricsRow, Prompt, Rollout, RolloutGroup, Score, Span

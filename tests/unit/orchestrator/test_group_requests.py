@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop.admission import Admission
-from services.orchestrator.loop.group_requests import GroupRequests
-from services.orchestrator.loop.replica import Replica
-from shared.config import Settings
+from services.orchestrator.pool.admission import Admission
+from services.orchestrator.pool.group_requests import GroupRequests
+from services.orchestrator.pool.replica import Replica
 from shared.errors import Failed, HoneError, StateLost, Unavailable
-from shared.packed import TokenIds
+from shared.settings import Settings
 from shared.wire import Aborted, AbortRequest, GenerateRequest, RolloutGroup, Sampling
+from shared.wire.packed import TokenIds
 
 BODY = GenerateRequest(
     job_id="demo-1", attempt=1, epoch=1, prompt="a", sampling=Sampling(n=4, max_tokens=2)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from services.orchestrator.errors import MustPause
 from services.orchestrator.loop.advantages import batch_advantages
-from services.orchestrator.loop.decisions import MustPause
 from services.orchestrator.loop.groups import (
     GradedGroup,
     missing_share,
@@ -13,11 +13,11 @@ from services.orchestrator.loop.groups import (
     to_batch,
     too_many_missing,
 )
-from services.orchestrator.loop.peers import NOT_GRADED
+from services.orchestrator.pool.peers import NOT_GRADED
 from shared.errors import Failed
 from shared.job import Job
-from shared.packed import TokenIds
 from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, Span
+from shared.wire.packed import TokenIds
 from tests.support.scored_batches import make_job, score
 
 

@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from services.orchestrator.queue import heartbeat
-from services.orchestrator.queue.connection import StoreUnavailable
-from services.orchestrator.queue.leases import Asked, Lease
-from shared import presence
-from shared.presence import Presence
+from services.orchestrator.store import heartbeat
+from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.leases import Asked, Lease
+from shared.http import presence
+from shared.http.presence import Presence
 
 
 class Beats:

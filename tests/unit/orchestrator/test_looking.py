@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.orchestrator.api.looking import look
-from shared.config import Settings
+from shared.settings import Settings
 from tests.support.engine_ranks import a_job
 from tests.support.model_folders import make_model_folder
 

@@ -14,9 +14,9 @@ from services.orchestrator.data.order import InTable
 from services.orchestrator.data.tables import InlineTable
 from services.orchestrator.loop.pipeline import syncs_after
 from services.orchestrator.loop.prompts import HeldOut, Prompts, load_prompts, with_steps
-from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
+from shared.settings import Settings
 
 
 def make_job(train: str = "x.jsonl", **changes: Any) -> Job:

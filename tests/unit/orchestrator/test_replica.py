@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from services.orchestrator.loop.replica import NUM_MEASURED, Length, Replica
-from services.orchestrator.loop.tasks import to_the_end
-from shared.client import Client
-from shared.packed import TokenIds
+from services.orchestrator.pool.replica import NUM_MEASURED, Length, Replica
+from services.orchestrator.tasks import to_the_end
+from shared.http.client import Client
 from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, ServingWeights
+from shared.wire.packed import TokenIds
 
 
 def group(num_prompt: int, *lengths: int) -> RolloutGroup:

@@ -10,9 +10,9 @@ import pytest
 from services.orchestrator.api import rows
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.loop.prompts import load_prompts
-from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
+from shared.settings import Settings
 from tests.support.model_folders import make_model_folder
 
 

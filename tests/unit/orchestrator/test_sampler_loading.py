@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from services.orchestrator.loop.decisions import SyncFailed
-from services.orchestrator.loop.replica import Replica
-from services.orchestrator.loop.sampler_loading import load
-from services.orchestrator.loop.syncing import _write_files
+from services.orchestrator.errors import SyncFailed
+from services.orchestrator.pool.replica import Replica
+from services.orchestrator.pool.sampler_loading import load
+from services.orchestrator.pool.syncing import _write_files
 from shared.errors import Failed
 
 

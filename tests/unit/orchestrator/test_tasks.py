@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from services.orchestrator.loop import tasks
-from services.orchestrator.loop.tasks import all_of, stop, to_disk
+from services.orchestrator import tasks
+from services.orchestrator.tasks import all_of, stop, to_disk
 from tests.support.slow_disk import SlowDisk
 
 

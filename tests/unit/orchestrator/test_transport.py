@@ -19,9 +19,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from services.orchestrator.loop import transport as transport_module
-from services.orchestrator.loop.transport import Transport, transport_to
-from shared.ports import free_port
+from services.orchestrator.pool import transport as transport_module
+from services.orchestrator.pool.transport import Transport, transport_to
+from shared.host.ports import free_port
 
 PIECE = b"p" * 65_536
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

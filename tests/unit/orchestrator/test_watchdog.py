@@ -9,8 +9,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from services.orchestrator.queue import watchdog
-from shared.config import Settings
+from services.orchestrator.store import watchdog
+from shared.settings import Settings
 
 LIMIT_S = 0.4
 

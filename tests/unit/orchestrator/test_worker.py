@@ -10,19 +10,19 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from services.orchestrator.loop import tasks
-from services.orchestrator.loop.outcome import Outcome
-from services.orchestrator.loop.tasks import all_of, stop, to_disk
-from services.orchestrator.queue import worker as worker_module
-from services.orchestrator.queue.connection import StoreEmptied
-from services.orchestrator.queue.heartbeat import NoHeartbeat
-from services.orchestrator.queue.known_slots import KnownSlot
-from services.orchestrator.queue.leases import Lease, LeaseLost
-from services.orchestrator.queue.worker import Worker
-from services.orchestrator.record.folder import RunFolder
-from services.orchestrator.record.note import Note
-from shared.config import Settings
+from services.orchestrator import tasks
+from services.orchestrator.run import worker as worker_module
+from services.orchestrator.run.outcome import Outcome
+from services.orchestrator.run.worker import Worker
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.note import Note
+from services.orchestrator.store.connection import StoreEmptied
+from services.orchestrator.store.heartbeat import NoHeartbeat
+from services.orchestrator.store.known_slots import KnownSlot
+from services.orchestrator.store.leases import Lease, LeaseLost
+from services.orchestrator.tasks import all_of, stop, to_disk
 from shared.errors import NotFound
+from shared.settings import Settings
 from tests.support.slow_disk import SlowDisk
 
 

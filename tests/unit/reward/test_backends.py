@@ -21,9 +21,9 @@ import pytest
 from services.reward.sandbox import backends, on_modal, packages
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.on_modal import ModalSandbox
-from shared.config import Settings
-from shared.environment import load_settings
 from shared.errors import BadRequest, Failed
+from shared.settings import Settings
+from shared.settings.environment import load_settings
 from shared.wire import ExecuteRequest, Execution
 
 ROOT = Path(__file__).parents[3]

@@ -11,9 +11,9 @@ import pytest_asyncio
 from services.reward.graders.code_tests import CodeTestsParams, completed, inside
 from services.reward.grading import registry
 from services.reward.sandbox.local import SHORT_S, LocalSandbox
-from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import RewardSpec
+from shared.settings import Settings
 from shared.wire import ExecuteRequest, Execution, Part, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, running_sandbox, tools_of
 

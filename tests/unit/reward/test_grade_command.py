@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hone.cli import app
 from hone.commands.grade import _why_silent
-from shared.client import Client
+from shared.http.client import Client
 
 pytestmark = pytest.mark.slow
 

@@ -22,9 +22,9 @@ from services.reward.grading.judge import replies
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
 from services.reward.job_code.workers import FunctionWorkers
-from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import RewardSpec
+from shared.settings import Settings
 from shared.wire import Execution, GraderRunRequest, Part, Score, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox
 

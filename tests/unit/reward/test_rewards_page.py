@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from hone.cli import app
 from services.reward.app import create_service
 from services.reward.grading import registry
-from shared.config import PREFIX, Settings
 from shared.job import RewardSpec
+from shared.settings import PREFIX, Settings
 from shared.wire import Execution
 from tests.support.reward_helpers import ScriptedSandbox
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.client import Client
+from shared.http.client import Client
 from shared.job import RewardSpec
 from shared.wire import ScoreItem, ScoreRequest, ScoreResult
 from tests.support.reward_helpers import processes_in, processes_of, user_namespaces_of

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from shared.client import Client
-from shared.config import Settings
 from shared.errors import Busy
-from shared.service import Service
+from shared.http.client import Client
+from shared.http.service import Service
+from shared.settings import Settings
 from shared.wire import Validated, ValidateRequest
 from tests.support.reward_service import RunningService, running_service
 

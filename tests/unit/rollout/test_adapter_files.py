@@ -14,9 +14,9 @@ from services.rollout.weights.fetching import Fetcher
 from services.rollout.weights.methods import ProvenAdapter, prove
 from services.rollout.weights.proofs import Expected
 from services.trainer.disk.weights import Publisher, published_file
-from shared.adapters import CONFIG, FILES, WEIGHTS, adapter_digests
-from shared.config import Settings
 from shared.errors import BadRequest
+from shared.settings import Settings
+from shared.weights.adapters import CONFIG, FILES, WEIGHTS, adapter_digests
 from shared.wire import AdapterWeights, PublishRequest, WeightFile
 from tests.support.cut_server import CutServer
 

@@ -14,8 +14,8 @@ from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
 from services.rollout.weights.methods import prove
 from services.rollout.weights.proofs import Expected
-from shared.digest import digest, stored_tensors, tensor_digests
 from shared.errors import Failed, Unavailable
+from shared.weights.digest import digest, stored_tensors, tensor_digests
 from shared.wire import HttpWeights, WeightFile
 from tests.support.cut_server import CutServer
 

@@ -21,10 +21,10 @@ from services.rollout.weights.proofs import (
     expected_of,
     has_tied_embeddings,
 )
-from shared import volume
-from shared.digest import digest_of, stored_tensors, tensor_digests
 from shared.errors import BadRequest, Failed
+from shared.host import volume
 from shared.job import SyncMethod
+from shared.weights.digest import digest_of, stored_tensors, tensor_digests
 from shared.wire import FolderWeights
 
 MODEL = {"embed": (4, 2), "norm": (2,)}

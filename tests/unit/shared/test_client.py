@@ -12,11 +12,11 @@ import httpx2 as httpx
 import pytest
 
 from services.rollout.weights.fetching import Fetcher
-from shared import codec
-from shared.client import Client
 from shared.errors import Busy, HoneError, NotFound, Unavailable
-from shared.logs import of_job, of_request
-from shared.rendering import problem
+from shared.host.logs import of_job, of_request
+from shared.http import codec
+from shared.http.client import Client
+from shared.http.rendering import problem
 from shared.wire import WAIT_PATH, NoBody, PauseState, WaitRequest, WaitResult, WeightFile
 
 
@@ -61,7 +61,7 @@ async def test_a_busy_service_is_asked_again_when_it_said_up_to_the_deadline(
         slept.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr("shared.client.asyncio.sleep", note)
+    monkeypatch.setattr("shared.http.client.asyncio.sleep", note)
     answers = iter([Busy("full", retry_after_s=7), Busy("full", retry_after_s=3), None])
 
     def answer(_: httpx.Request) -> httpx.Response:

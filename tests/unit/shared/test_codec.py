@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import codec
 from shared.errors import BadRequest
+from shared.http import codec
 from shared.wire import Example, ExecuteRequest, Execution, NoBody, Prompt, ScoreRequest
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=40).map(tuple)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import Settings
-from shared.environment import load_settings
 from shared.errors import BadRequest
+from shared.settings import Settings
+from shared.settings.environment import load_settings
 
 
 def test_a_misspelt_setting_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

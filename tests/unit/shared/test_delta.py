@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from shared import delta
 from shared.errors import Failed
+from shared.weights import delta
 
 UNSIGNED = st.sampled_from([np.uint8, np.uint16, np.uint32, np.uint64])
 

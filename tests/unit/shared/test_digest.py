@@ -10,8 +10,8 @@ import pytest
 import xxhash
 from safetensors.numpy import save_file
 
-from shared.digest import digest, digest_of, stored_tensors, tensor_digests
 from shared.errors import Failed
+from shared.weights.digest import digest, digest_of, stored_tensors, tensor_digests
 from tests.support.safetensors_files import safetensors
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared import disk
+from shared.host import disk
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shared.config import Settings
 from shared.documented import descriptions
 from shared.explain import sections
 from shared.job import Job
+from shared.settings import Settings
 
 MODELS = [*sections(Job), Settings]
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from shared.config import Settings
-from shared.downloads import DOWNLOADED, DownloadedFile
 from shared.errors import MEDIA_TYPE
-from shared.service import Service
+from shared.http.downloads import DOWNLOADED, DownloadedFile
+from shared.http.service import Service
+from shared.settings import Settings
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from shared import job_file
 from shared.errors import BadRequest
 from shared.job import Job
+from shared.job import file as job_file
+from shared.job.file import load_job, parse_job, read_source
 from shared.job.learned import same_learning
-from shared.job_file import load_job, parse_job, read_source
 
 MINIMAL = """
 name = "demo"

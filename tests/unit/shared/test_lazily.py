@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shared import config, job, wire
+from shared import job, settings, wire
 
 
 def modules_after(code: str) -> set[str]:
@@ -17,7 +17,7 @@ def modules_after(code: str) -> set[str]:
     return set(ended.stdout.split())
 
 
-@pytest.mark.parametrize("package", [wire, job, config])
+@pytest.mark.parametrize("package", [wire, job, settings])
 def test_a_package_has_all_that_it_names(package: object) -> None:
     for name in dir(package):
         assert getattr(package, name) is not None or name == "__file__", name
@@ -36,7 +36,7 @@ def test_what_a_package_lacks_is_an_import_error() -> None:
 
 
 def test_a_caller_reads_no_settings_of_services() -> None:
-    code = "from shared.environment import caller_settings as read\nread()"
-    assert "shared.config.settings" not in modules_after(code)
+    code = "from shared.settings.environment import caller_settings as read\nread()"
+    assert "shared.settings.settings" not in modules_after(code)
     named = f"import os\nos.environ['HONE_SANDBOX'] = 'local'\n{code}"
-    assert "shared.config.settings" in modules_after(named)
+    assert "shared.settings.settings" in modules_after(named)

@@ -7,8 +7,8 @@ import json
 import pytest
 from pydantic import SecretStr
 
-from shared import logs
-from shared.config import Settings
+from shared.host import logs
+from shared.settings import Settings
 
 
 def test_a_secret_in_any_field_is_masked(capfd: pytest.CaptureFixture[str]) -> None:

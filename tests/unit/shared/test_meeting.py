@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.meeting import ERROR_HANDLING, memory_space, surviving_peers
+from shared.weights.meeting import ERROR_HANDLING, memory_space, surviving_peers
 
-OWN = "from shared.meeting import memory_space; print(memory_space())"
+OWN = "from shared.weights.meeting import memory_space; print(memory_space())"
 
 
 def space_of(*prefix: str) -> str:

@@ -14,8 +14,8 @@ import torch
 from deploy.devices import visible_devices
 from hone.commands import doctor
 from services.trainer.processes.ranks import has_gpu
-from shared import nvidia
 from shared.errors import Failed
+from shared.host import nvidia
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC 13"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
@@ -119,7 +119,7 @@ def test_a_service_beside_a_card_that_it_cannot_use_does_not_start(
     service: str, tmp_path: Path
 ) -> None:
     started = (
-        "from shared import nvidia, startup; nvidia.num_cards = lambda: 1; "
+        "from shared.host import nvidia, startup; nvidia.num_cards = lambda: 1; "
         f"from services.{service}.__main__ import main; startup.run_main({service!r}, main)"
     )
     environment = {**os.environ, "HONE_SHM_DIR": str(tmp_path), "HONE_RUNS_DIR": str(tmp_path)}

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from shared import operations
-from shared.draining import Draining
 from shared.errors import NotFound
-from shared.operations import Operation, Operations
+from shared.http import operations
+from shared.http.draining import Draining
+from shared.http.operations import Operation, Operations
 from shared.wire import Checkpoint
 
 

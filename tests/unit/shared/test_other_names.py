@@ -7,12 +7,12 @@ from typing import Any, get_args
 
 import pytest
 
-from shared import codec
 from shared.errors import BadRequest
 from shared.explain import sections
+from shared.http import codec
 from shared.job import Job
+from shared.job.file import load_job, make_job, parse_job
 from shared.job.other_names import NOTES, OTHER_NAMES
-from shared.job_file import load_job, make_job, parse_job
 from shared.wire import SubmitRequest
 
 JOB: dict[str, Any] = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.disk import own_folder
 from shared.errors import Failed
-from shared.ports import free_port
+from shared.host.disk import own_folder
+from shared.host.ports import free_port
 
 NOBODY = 65534
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from shared.config import Settings
 from shared.errors import Conflict
-from shared.ownership import HEADER, SILENT_S, Asking, Ownership, asking, asking_of, headers
+from shared.http.ownership import HEADER, SILENT_S, Asking, Ownership, asking, asking_of, headers
+from shared.settings import Settings
 from shared.wire import Fenced, Orchestrator, TrainerJob
 from tests.support.trainer_fakes import job_request
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from shared.config import Settings
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.plan.gpus import parse_gpus
 from shared.plan.planning import Known, make_plan
 from shared.plan.rates import Load, Sampling, Training, passes, rates_of, tabled
+from shared.settings import Settings
 from shared.wire import MetricsRow, Plan, StepTime
 from tests.support.plan_models import job, model
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.config import Settings
 from shared.errors import BadRequest
 from shared.plan.gpus import parse_gpus
 from shared.plan.prices import price_of_jobs, price_per_hour, read_prices
+from shared.settings import Settings
 
 TABLE = """
 [ours]

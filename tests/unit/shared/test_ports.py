@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from shared import ports
+from shared.host import ports
 
 
 def test_a_free_port_is_below_those_that_linux_gives_away() -> None:

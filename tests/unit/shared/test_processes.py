@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 STARTS_A_CHILD = """
 import subprocess, sys, time
-from shared.processes import ending_with_parent
+from shared.host.processes import ending_with_parent
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn={how})
 print(child.pid, flush=True)
 time.sleep(60)
@@ -25,7 +25,7 @@ time.sleep(60)
 
 ASKS_ITSELF = """
 import os, subprocess, sys, time
-source = "import os, sys, time; from shared.processes import {how}; time.sleep(60)"
+source = "import os, sys, time; from shared.host.processes import {how}; time.sleep(60)"
 child = subprocess.Popen([sys.executable, "-c", source, str(os.getpid())], stdout=subprocess.PIPE)
 child.stdout.readline()
 print(child.pid, flush=True)
@@ -64,7 +64,8 @@ def test_a_child_ends_with_a_parent_that_is_killed(source: str) -> None:
 
 def test_a_process_whose_parent_is_gone_already_ends_at_once() -> None:
     source = (
-        "import time; from shared.processes import end_with_parent as e; e(1 << 22); time.sleep(9)"
+        "import time; from shared.host.processes import end_with_parent as e; "
+        "e(1 << 22); time.sleep(9)"
     )
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, timeout=20, check=False)
     assert done.returncode == -signal.SIGTERM

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shared.ports import free_port
+from shared.host.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 SERVES = """
 import sys
-from shared.service import Service
-from shared.startup import run_main
+from shared.http.service import Service
+from shared.host.startup import run_main
 run_main("reward", lambda settings: Service("reward", settings).run(int(sys.argv[1])))
 """
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shared import volume
 from shared.errors import Failed
+from shared.host import volume
 
 
 def test_the_command_is_run_and_none_is_none(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from services.trainer.learning.batch import collate, cost, micro_batches_of_rank, pack
 from services.trainer.learning.examples import UNKNOWN, allowed_versions, check
 from shared.errors import BadRequest
-from shared.packed import Logprobs
 from shared.wire import Example, Span
+from shared.wire.packed import Logprobs
 
 
 def example(prompt, completion, advantage=1.0) -> Example:

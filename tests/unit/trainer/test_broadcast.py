@@ -26,9 +26,9 @@ from services.trainer.processes.launcher import rank_environment
 from services.trainer.transfer.broadcast import Broadcast, Member, chunks, joined
 from services.trainer.transfer.sharing import location, shared
 from services.trainer.zero.models import as_kept, as_saved
-from shared.config import Settings
-from shared.digest import stored_tensors, tensor_digests
 from shared.errors import BadRequest, Conflict
+from shared.settings import Settings
+from shared.weights.digest import stored_tensors, tensor_digests
 from shared.wire import BroadcastWeights, PublishRequest
 from tests.support.tiny_experts import KINDS, make_tiny_experts
 from tests.support.tiny_models import make_tiny_model

@@ -22,7 +22,7 @@ from services.trainer.processes.commands import (
 )
 from services.trainer.processes.together import Ranks, as_hone_error
 from shared.errors import Conflict, Failed, HoneError, Unavailable
-from shared.logs import of_request, request_id
+from shared.host.logs import of_request, request_id
 from shared.wire import PublishRequest, StepResult, TrainerState, TrainStepRequest
 from tests.support.trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from shared.adapters import adapter_digests
-from shared.digest import digest_of
 from shared.errors import BadRequest, Failed
 from shared.job import Job
+from shared.weights.adapters import adapter_digests
+from shared.weights.digest import digest_of
 from shared.wire import Canary, Span
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model

@@ -15,7 +15,7 @@ import pytest
 from services.trainer.processes import extensions
 from services.trainer.processes.extensions import compiling, own_folder, remove_stale_locks
 from services.trainer.processes.launcher import rank_environment
-from shared.config import Settings
+from shared.settings import Settings
 
 HOLD = """
 import sys, time

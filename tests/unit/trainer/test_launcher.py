@@ -21,8 +21,8 @@ from services.trainer.processes import launcher, ranks
 from services.trainer.processes.agent import describe
 from services.trainer.processes.launch_folder import LaunchFolder, Past
 from services.trainer.processes.launcher import Launcher
-from shared.config import Settings
 from shared.errors import Unavailable
+from shared.settings import Settings
 from tests.support.trainer_fakes import job_request
 
 ROOT = Path(__file__).parents[3]

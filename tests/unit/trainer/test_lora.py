@@ -12,11 +12,11 @@ from services.rollout.weights.adapter_files import adapter_shapes, read_config
 from services.rollout.weights.proofs import shapes
 from services.trainer.zero import lora
 from services.trainer.zero.internals import whole_weights
-from shared.adapters import CONFIG
-from shared.digest import stored_tensors
 from shared.errors import BadRequest
 from shared.job import LoraSpec
 from shared.plan.model import find_model
+from shared.weights.adapters import CONFIG
+from shared.weights.digest import stored_tensors
 from tests.support.tiny_experts import KINDS, make_tiny_experts
 from tests.support.tiny_models import make_tiny_model
 

@@ -6,8 +6,8 @@ import pytest
 from services.trainer.processes.launcher import rank_environment
 from services.trainer.processes.nodes import check_nodes
 from services.trainer.processes.rendezvous import Place
-from shared.config import Settings
 from shared.errors import BadRequest
+from shared.settings import Settings
 
 GOOD = {
     "trainer_nodes": 2,

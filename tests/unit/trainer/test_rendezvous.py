@@ -13,9 +13,9 @@ from torch.distributed import HashStore
 from services.trainer.processes import heartbeat, rendezvous
 from services.trainer.processes.channel import Notes
 from services.trainer.processes.rendezvous import Place, meet
-from shared.config import Settings
 from shared.errors import Failed, Unavailable
-from shared.ports import free_port
+from shared.host.ports import free_port
+from shared.settings import Settings
 
 
 def node(port: int, rank: int, nodes: int = 2, ranks: int = 1) -> tuple[Settings, Place]:

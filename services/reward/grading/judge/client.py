@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 from services.reward.grading.judge import replies
 from services.reward.grading.judge.store import JudgeStore
 from services.reward.grading.registry import GraderTools, GradingFailed
-from shared.logs import get_logger
+from shared.host.logs import get_logger
 
 OPENAI_URL = "https://api.openai.com/v1"
 MAX_ASKS = 3

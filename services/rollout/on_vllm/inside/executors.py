@@ -25,7 +25,7 @@ from vllm.v1.sample import sampler as vllm_sampler
 from services.rollout.on_vllm.inside import ranks
 from services.rollout.on_vllm.inside.masks import Masks
 from services.rollout.on_vllm.processes import SERVICE_PID
-from shared.processes import die_with
+from shared.host.processes import die_with
 
 
 class MaskingScheduler(Scheduler):

@@ -38,8 +38,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from services.rollout.on_vllm.inside import experts
-from shared.adapters import CONFIG, PREFIX, WEIGHTS
-from shared.digest import MAX_THREADS, digest_of_bytes
+from shared.weights.adapters import CONFIG, PREFIX, WEIGHTS
+from shared.weights.digest import MAX_THREADS, digest_of_bytes
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -59,8 +59,8 @@ def digests(
     model: nn.Module, begin: int = 0, gather: Gather = alone, *, hashes: bool = True
 ) -> tuple[dict[str, str], int | None]:
     """Returns the digests of tensors of the modules from number `begin` on, by their names in the
-    checkpoint (those of `shared/digest.py`), and with which module the next turn begins; None: all
-    were read. A device that does not hash only gathers."""
+    checkpoint (those of `shared/weights/digest.py`), and with which module the next turn begins;
+    None: all were read. A device that does not hash only gathers."""
     packed = getattr(model, "packed_modules_mapping", {})
     modules = list(model.named_modules())
     hashing: dict[str, Future[str]] = {}

@@ -35,7 +35,14 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from shared.meeting import ASKED, MEET_S, MEETING_DEADLINES, TURN, nth_asked, surviving_peers
+from shared.weights.meeting import (
+    ASKED,
+    MEET_S,
+    MEETING_DEADLINES,
+    TURN,
+    nth_asked,
+    surviving_peers,
+)
 
 BACKENDS = {"nccl": "hone_broadcast", "ipc": "hone_shared"}
 """The names of the engines in vLLM's table."""

@@ -1,0 +1,110 @@
+"""Held-out accuracy: the policy's scores on problems that are never trained on, by the job's
+rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from services.orchestrator.evals.estimates import means, of_all, problem_metrics
+from services.orchestrator.loop.groups import GradedGroup, is_graded
+from services.orchestrator.loop.seeds import group_seed
+from services.orchestrator.pool.peers import Peers
+from services.orchestrator.tasks import all_of
+from shared.job import Job
+from shared.wire import Prompt, Sampling, Score
+
+MAX_PROMPTS = 64
+"""Held-out prompts that are sampled or graded at a time: enough to keep a GPU busy, and few enough
+that groups of the next step need not wait for all."""
+
+IGNORED = "ignored"
+"""The metric that marks a held-out set as ignored, because too many of its completions have no
+reward. It is their share."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What is kept of a problem's graded completions. The tokens of a large set would fill the
+    memory."""
+
+    scores: tuple[Score, ...]
+    metrics: dict[str, float]
+
+
+async def evaluate(
+    job: Job, held_out: Mapping[str, Sequence[Prompt]], peers: Peers, version: int
+) -> dict[str, float]:
+    """Returns `eval/reward`, `eval/pass@1` and so on of each held-out set (`eval/<name>/reward` for
+    a named set), sampled by weights of at least `version`; empty without sets."""
+    metrics: dict[str, float] = {}
+    for name, prompts in held_out.items():
+        answers_P = await sample_held_out(
+            job, name, prompts, peers, version, cache_for=peers.job_id
+        )
+        prefix = f"eval/{name}/" if name else "eval/"
+        found = set_metrics(answers_P).items()
+        metrics |= {prefix + metric: value for metric, value in found}
+    return metrics
+
+
+def set_metrics(answers_P: Sequence[Answers]) -> dict[str, float]:
+    """Returns the metrics of one held-out set: means over its problems, and the shares of
+    completions that went wrong or got no reward."""
+    scores = [score for answers in answers_P for score in answers.scores]
+    missing = [is_graded(score) and score.value is None for score in scores]
+    return means(of_all([answers.metrics for answers in answers_P])) | {
+        "missing_rewards": statistics.fmean(missing),
+        "errored_rollouts": statistics.fmean(not is_graded(score) for score in scores),
+    }
+
+
+def ignored(metrics: Mapping[str, float], names: Iterable[str], limit: float) -> dict[str, float]:
+    """Returns the metric "ignored" for each held-out set with more than a share of `limit` of its
+    completions without a reward. Its value is that share."""
+    found: dict[str, float] = {}
+    for name in names:
+        prefix = f"eval/{name}/" if name else "eval/"
+        share = metrics[prefix + "missing_rewards"] + metrics[prefix + "errored_rollouts"]
+        if share > limit:
+            found[prefix + IGNORED] = share
+    return found
+
+
+async def sample_held_out(
+    job: Job,
+    name: str,
+    prompts: Sequence[Prompt],
+    peers: Peers,
+    version: int,
+    *,
+    cache_for: str | None = None,
+    done: Callable[[], None] = lambda: None,
+) -> list[Answers]:
+    """Returns the answers to each problem `[P]` of the held-out set `name`, by weights of at least
+    `version`. Verdicts are cached in the run folder of `cache_for`, if given. `done` is called
+    after each problem."""
+    spec = job.evaluation
+    sampling = Sampling(
+        n=spec.samples,
+        max_tokens=spec.max_tokens or job.sampling.max_tokens,
+        temperature=spec.temperature,
+        stop=job.sampling.stop,
+        stop_token_ids=job.sampling.stop_token_ids,
+    )
+    place = ("eval", name) if name else ("eval",)
+    room = asyncio.Semaphore(MAX_PROMPTS)
+
+    async def grade(prompt: Prompt, position: int) -> Answers:
+        key = ":".join(map(str, (peers.owner, *place, version, position)))
+        seed = group_seed(job, *place, position, prompt.index)
+        seeded = sampling.model_copy(update={"seed": seed})
+        async with room:
+            group = await peers.generate(prompt, version, key=key, sampling=seeded)
+            scores = await peers.score(prompt, group, job_id=cache_for)
+        done()
+        return Answers(scores, problem_metrics(GradedGroup(prompt, group, scores), job))
+
+    return await all_of(grade(prompt, position) for position, prompt in enumerate(prompts))

@@ -1,0 +1,456 @@
+"""The three services a job runs on, as functions. Each call's deadline is a setting; retries are
+the client's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from typing import Any
+
+from services.orchestrator.pool.discovery import Registered, is_one_host, none_registered
+from services.orchestrator.pool.gpus import Gpus
+from services.orchestrator.pool.sampler_loading import Push
+from services.orchestrator.pool.samplers import Samplers
+from services.orchestrator.pool.transport import transport_to
+from services.orchestrator.pool.trial import Trial, trial
+from services.orchestrator.pool.waits import Waits, waits_for
+from shared.errors import Failed, HoneError, Unavailable
+from shared.host import tracing
+from shared.host.logs import get_logger
+from shared.http import ownership
+from shared.http.client import Client
+from shared.http.polling import MAX_PAUSE_S
+from shared.http.presence import Tell, tell_nobody
+from shared.job import Job, SyncMethod
+from shared.settings import Settings
+from shared.wire import (
+    AbortRequest,
+    Checkpoint,
+    CheckpointRequest,
+    Example,
+    Fenced,
+    GenerateRequest,
+    ModelRequest,
+    Prompt,
+    PublishRequest,
+    Released,
+    ReleaseRequest,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    Score,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResult,
+    SentWeights,
+    ServingWeights,
+    SleepRequest,
+    StepResult,
+    StepTotals,
+    TrainerJob,
+    TrainerState,
+    TrainStepRequest,
+    Tried,
+    TryRequest,
+    Validated,
+    ValidateRequest,
+    VersionInfo,
+    WeightsRef,
+)
+
+MAX_PROMPTS_TRIED = 8
+"""How many rows are looked at before a job begins: enough to see that a column is another one than
+meant, and soon done."""
+
+VALIDATE_DEADLINE_S = 60.0
+
+TRY_DEADLINE_S = 30.0
+
+PRESENCE_DEADLINE_S = 15.0
+"""Seconds for which a service is asked whether it is there, before those without work are asked
+anew."""
+
+RELEASE_S = 2.0
+"""Seconds that the trainer has to hear that the job has left it."""
+
+VERSION_DEADLINE_S = 5.0
+
+NOT_GRADED = Score(value=None, parts={})
+"""The score of a rollout that went wrong."""
+
+
+class Peers:
+    """One job's view of the services. `close` ends the connections. `sync_method` is how weights go
+    to the samplers in this epoch, once that was chosen, and `given_up` how they do not any more
+    (syncing.py). `waits` says what is under
+    way. `identity` names the orchestrator's Redis, by which trainer and samplers know whose job
+    it is. With `grading_waits`, grading waits for a reward service that is away, so that the
+    sampled completions are not lost."""
+
+    def __init__(
+        self,
+        job: Job,
+        settings: Settings,
+        job_id: str = "unnamed",
+        attempt: int = 0,
+        tell: Tell = tell_nobody,
+        registered: Registered = none_registered,
+        *,
+        epoch: int = 0,
+        identity: str | None = None,
+        grading_waits: bool = False,
+    ) -> None:
+        self._job = job
+        self._who = Fenced(job_id=job_id, attempt=attempt, epoch=epoch)
+        self._settings = settings
+        limit_s = (settings.wait_limit_s or math.inf) + MAX_PAUSE_S  # no last try before the limit
+        self._reward_patience_s = limit_s if grading_waits else None
+        token = settings.bearer()
+        patience_s = settings.patience_s
+        headers = ownership.headers(identity, settings, job_id)
+        self._samplers = Samplers(settings, tell, registered, headers)
+        self.sync_method: SyncMethod | None = None
+        self.waits = Waits()
+        self._trainer_gpu: tuple[str | None, str | None] = (None, None)
+        self._has_trainer = False
+        self._trainer = Client(
+            "trainer",
+            settings.trainer_url,
+            token=token,
+            binary=True,
+            patience_s=patience_s,
+            tell=tell,
+            transport=transport_to(settings.trainer_url),
+            headers=headers,
+        )
+        self._reward = Client(
+            "reward",
+            settings.reward_url,
+            token=token,
+            binary=True,
+            patience_s=patience_s,
+            tell=tell,
+            transport=transport_to(settings.reward_url),
+        )
+
+    def new_epoch(self) -> None:
+        """Makes every call from now on one of another epoch: what was asked for
+        before is refused or never joined."""
+        self._who = self._who.model_copy(update={"epoch": self._who.epoch + 1})
+        if self._job.weight_sync == "auto":
+            self.sync_method = None
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all samplers that there can be are on one."""
+        return is_one_host(self._settings.rollout_urls)
+
+    @property
+    def given_up(self) -> set[SyncMethod]:
+        return self._samplers.given_up
+
+    @property
+    def gpus(self) -> Gpus:
+        """Where weights come from, and where they go to."""
+        return self._samplers.gpus(*self._trainer_gpu)
+
+    @property
+    def job_id(self) -> str:
+        return self._who.job_id
+
+    @property
+    def attempt(self) -> int:
+        return self._who.attempt
+
+    @property
+    def owner(self) -> str:
+        """Names whose weights are asked for: job, attempt and epoch."""
+        return f"{self._who.job_id}:{self._who.attempt}:{self._who.epoch}"
+
+    async def close(self) -> None:
+        await self._samplers.close()
+        for client in (self._trainer, self._reward):
+            await client.close()
+
+    @waits_for("rollout", "loading the model")
+    async def put_model(self) -> None:
+        """Loads the job's model into the samplers, and returns once one of them has it."""
+        job = self._job
+        spec = self._model_request().model_copy(
+            update={"max_lora_rank": job.served_rank, "sampling_masks": job.needs_masks}
+        )
+        await self._samplers.open(spec)
+
+    @waits_for("rollout", "loading the model")
+    async def serve_own_weights(self) -> None:
+        """Loads the job's model into the samplers, to be sampled as it is, as version 0. Returns
+        once one of them serves it."""
+        spec = self._model_request().model_copy(update={"own_weights": True})
+        await self._samplers.open(spec)
+
+    async def free_gpu(self) -> None:
+        """Leaves the GPU to the trainer until the next weights are pushed, if samplers share it."""
+        if self._settings.colocate:
+            await self._samplers.sleep(SleepRequest(**self._fence()))
+
+    @waits_for("trainer", "loading the job")
+    async def put_job(self) -> TrainerState:
+        body = TrainerJob(**self._fence(), job=self._job)
+        self._has_trainer = True
+        state = await self._trainer.call(
+            "PUT", "/job", body, TrainerState, deadline_s=self._settings.start_deadline_s
+        )
+        self._trainer_gpu = state.gpu, state.memory_space
+        return state
+
+    async def trainer_state(self) -> TrainerState:
+        return await self._trainer.get("/state", TrainerState, deadline_s=self._settings.patience_s)
+
+    @waits_for("rollout", "sampling a group", "generate")
+    async def generate(
+        self,
+        prompt: Prompt,
+        min_version: int,
+        *,
+        key: str,
+        seed: int | None = None,
+        sampling: Sampling | None = None,
+    ) -> RolloutGroup:
+        """Returns the prompt's group, by the job's sampling and `seed` or by `sampling`."""
+        tracing.note(prompt=prompt.index)
+        spec = self._job.sampling
+        body = GenerateRequest(
+            **self._fence(),
+            prompt=prompt.content,
+            template_args=spec.template_args,
+            truncate_prompt=spec.overlong_prompts == "truncate",
+            deadline_s=self._settings.generate_deadline_s,
+            sampling=sampling or self._sampling(seed),
+            min_version=min_version,
+        )
+        group = await self._samplers.generate(body, key)
+        tracing.note(sampler=group.replica, tokens=sum(r.num_sampled for r in group.rollouts))
+        return group
+
+    @waits_for("reward", "grading a group", "grade")
+    async def score(
+        self, prompt: Prompt, group: RolloutGroup, *, job_id: str | None = None
+    ) -> tuple[Score, ...]:
+        """Returns the group's scores `[G]`: NOT_GRADED for rollouts that went wrong. What
+        graders cache goes into the run folder of `job_id`, if given."""
+        tracing.note(prompt=prompt.index)
+        items = tuple(
+            score_item(prompt, rollout) for rollout in group.rollouts if not rollout.went_wrong
+        )
+        if not items:
+            return (NOT_GRADED,) * len(group.rollouts)
+        body = ScoreRequest(items=items, rewards=self._job.rewards, job_id=job_id)
+        result = await self._reward.call(
+            "POST",
+            "/score",
+            body,
+            ScoreResult,
+            deadline_s=self._settings.score_deadline_s,
+            patience_s=self._reward_patience_s,
+        )
+        scores = iter(result.scores)
+        return tuple(
+            NOT_GRADED if rollout.went_wrong else next(scores) for rollout in group.rollouts
+        )
+
+    @waits_for("reward", "checking the rewards")
+    async def validate_rewards(
+        self, columns: tuple[str, ...], prompts: tuple[Prompt, ...] = ()
+    ) -> None:
+        """Raises BadRequest where the rewards would not work on rows with these columns, or on one
+        of the first few `prompts`."""
+        body = ValidateRequest(
+            rewards=self._job.rewards, columns=columns, prompts=prompts[:MAX_PROMPTS_TRIED]
+        )
+        await self._reward.call(
+            "POST", "/graders/validate", body, Validated, deadline_s=VALIDATE_DEADLINE_S
+        )
+
+    async def try_rewards(self, prompts: tuple[Prompt, ...]) -> Trial | None:
+        """Returns what the rewards give empty completions and reference answers of the first few
+        `prompts`; None if the service does not say so soon: nothing depends on it."""
+        shown = prompts[:MAX_PROMPTS_TRIED]
+        body = TryRequest(rewards=self._job.rewards, prompts=shown)
+        try:
+            tried = await self._reward.call(
+                "POST", "/graders/try", body, Tried, deadline_s=TRY_DEADLINE_S
+            )
+        except HoneError as error:
+            get_logger().warning("rewards not tried", job=self.job_id, reason=error.detail)
+            return None
+        return trial(self._job.rewards, tried.rewards, len(shown))
+
+    @waits_for("trainer", "training a step", "train")
+    async def train_step(
+        self, step: int, examples: tuple[Example, ...], totals: StepTotals
+    ) -> StepResult:
+        """Trains one step, while the samplers sleep if they share the trainer's GPU."""
+        tracing.note(examples=len(examples))
+        await self.free_gpu()
+        body = TrainStepRequest(**self._fence(), step=step, examples=examples, totals=totals)
+        deadline_s = self._settings.train_deadline_s
+        return await self._trainer.call(
+            "POST", "/train_step", body, StepResult, deadline_s=deadline_s
+        )
+
+    @waits_for("trainer", "publishing weights", "publish")
+    async def publish_weights(self, version: int, method: SyncMethod) -> WeightsRef:
+        tracing.note(version=version, weight_sync=method)
+        body = PublishRequest(**self._fence(), version=version, method=method)
+        deadline_s = self._settings.sync_deadline_s
+        return await self._trainer.call(
+            "POST", "/publish_weights", body, WeightsRef, deadline_s=deadline_s
+        )
+
+    def check_transfer(self, ref: SentWeights) -> None:
+        """Raises Failed where a sampler would still receive when its answer is not waited for any
+        more."""
+        deadline_s = self._settings.sync_deadline_s
+        if ref.bound_s > deadline_s:
+            raise Failed(
+                f"HONE_TRANSFER_DEADLINE_S of the trainer is {ref.deadline_s:g} s, so a sampler "
+                f"may take {ref.bound_s:g} s to receive a version, and the orchestrator waits "
+                f"{deadline_s:g} s for it (HONE_SYNC_DEADLINE_S); lower the one, or raise the other"
+            )
+
+    @property
+    def want_files(self) -> bool:
+        """Whether some sampler needs a version as files, however the others get it."""
+        return self._samplers.want_files
+
+    @waits_for("rollout", "loading weights", "load")
+    async def push_weights(self, push: Push) -> list[ServingWeights]:
+        """Makes every sampler serve what is pushed; returns what each answered."""
+        tracing.note(version=push.ref.root.version)
+        return await self._samplers.push(push)
+
+    @waits_for("trainer", "writing a checkpoint", "checkpoint")
+    async def checkpoint(self, step: int, keep: tuple[int, ...] = ()) -> Checkpoint:
+        """Writes the step's checkpoint. Old ones are removed, except the steps `keep`."""
+        body = CheckpointRequest(**self._fence(), step=step, keep=keep)
+        deadline_s = self._settings.sync_deadline_s
+        return await self._trainer.call(
+            "POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s
+        )
+
+    def away(self) -> dict[str, float]:
+        """Returns the services that are away, and since when (Unix time)."""
+        clients = (self._trainer, self._reward, *self._samplers.clients())
+        found: dict[str, float] = {}
+        for who, at in (client.away for client in clients if client.away):
+            found[who] = min(at, found.get(who, at))
+        return found
+
+    @property
+    def reward_away_since(self) -> float | None:
+        """Since when the reward service, or what it needs, is away (Unix time); None: it is
+        not."""
+        return self._reward.away[1] if self._reward.away else None
+
+    async def sampler_doing(self) -> str | None:
+        """Returns what takes a sampler long that loads the model; None: nothing that it tells."""
+        deadline_s = PRESENCE_DEADLINE_S
+        client = self._samplers.one()
+        return (await client.get("/weights", ServingWeights, deadline_s=deadline_s)).doing
+
+    def under_way(self) -> dict[str, int]:
+        """Returns the completions that each sampler has under way, by URL."""
+        return self._samplers.under_way()
+
+    async def look(self) -> None:
+        """Asks the services that nothing waits for whether they are there, so that the job's events
+        say within seconds which is away. Calls under way say it of the other services, and know
+        better: a starting service answers this, too. The client reports errors, and the call that
+        needs the service decides what follows."""
+        clients = {
+            "trainer": (self._trainer,),
+            "reward": (self._reward,),
+            "rollout": self._samplers.up(),
+        }
+        idle = clients.keys() - self.waits.services
+        asked = (client for service in sorted(idle) for client in clients[service])
+        calls = (
+            client.get("/version", VersionInfo, deadline_s=PRESENCE_DEADLINE_S) for client in asked
+        )
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def abort(self) -> None:
+        """Ends what the samplers have under way of this job, and lets another orchestrator have
+        them and the trainer, if they answer soon."""
+        aborting = self._samplers.abort(AbortRequest(**self._fence()))
+        await asyncio.gather(aborting, self._release_trainer())
+
+    async def _release_trainer(self) -> None:
+        """Nothing depends on it: a trainer that hears nothing of its owner is free later."""
+        if not self._has_trainer:
+            return
+        body = ReleaseRequest(**self._fence())
+        try:
+            await self._trainer.call(
+                "POST", "/release", body, Released, deadline_s=RELEASE_S, patience_s=0.0
+            )
+        except HoneError as error:
+            get_logger().warning("trainer not released", job=self.job_id, reason=error.detail)
+
+    async def versions(self) -> dict[str, dict[str, Any]]:
+        """Returns what each service says of its versions; a service that does not answer soon is
+        left out."""
+        clients = [self._trainer, self._reward]
+        with contextlib.suppress(Unavailable):  # there is no sampler now
+            clients.append(self._samplers.one())
+        found = await asyncio.gather(*map(_version, clients))
+        return {info.service: info.model_dump(exclude={"service"}) for info in found if info}
+
+    def _model_request(self) -> ModelRequest:
+        job = self._job
+        return ModelRequest(
+            **self._fence(),
+            model=job.model,
+            revision=job.model_revision,
+            dtype=job.training.dtype,
+            max_model_len=job.max_model_len,
+            seed=job.seed,
+        )
+
+    def _fence(self) -> dict[str, Any]:
+        return self._who.model_dump()
+
+    def _sampling(self, seed: int | None) -> Sampling:
+        spec = self._job.sampling
+        return Sampling(
+            n=spec.group_size,
+            max_tokens=spec.max_tokens,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            top_k=spec.top_k,
+            min_p=spec.min_p,
+            stop=spec.stop,
+            stop_token_ids=spec.stop_token_ids,
+            seed=seed,
+        )
+
+
+async def _version(client: Client) -> VersionInfo | None:
+    try:
+        return await client.get("/version", VersionInfo, deadline_s=VERSION_DEADLINE_S)
+    except HoneError as error:
+        get_logger().warning("version not known", service=client.name, reason=error.detail)
+        return None
+
+
+def score_item(prompt: Prompt, rollout: Rollout) -> ScoreItem:
+    """Returns what a rollout is graded by. Its length is what the policy sampled: in a
+    conversation, without what tools said."""
+    return ScoreItem(
+        prompt=prompt.content,
+        completion=rollout.text,
+        finish_reason=rollout.finish_reason,
+        num_tokens=rollout.num_sampled,
+        row=prompt.row,
+    )

@@ -1,0 +1,172 @@
+"""What happens to a job after an error: one table, for every error that reaches its run.
+
+One rollout's fault is no error, but data (groups.py). Faults outside the job (a service, a volume,
+a proxy) are waited for (needs.py). Faults that may be the job's are tried again a few times. If
+that does not help, or only a person can mend the fault, the job pauses, and the sentence says what
+to do. Only a job that can never run fails, because a failed job cannot be resumed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from services.orchestrator.errors import MustPause, TooDear
+from services.orchestrator.runs.folder import BatchExists
+from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.leases import LeaseLost
+from shared.errors import (
+    BadRequest,
+    Conflict,
+    Failed,
+    Forbidden,
+    HoneError,
+    NotFound,
+    StateLost,
+    Unauthorized,
+    Unavailable,
+)
+
+MAX_RECOVERIES = 3
+"""Recoveries in a row without a new step."""
+
+MAX_LOSSES = 20
+"""How often in a row, without a new step, the job may lose services after it was loaded. Beyond
+that the job itself probably crashes them."""
+
+PAUSES_S = (0.0, 5.0, 30.0, 60.0, 120.0, 300.0)
+"""Seconds before each recovery in a row; the last value counts for all later ones. Services that
+are away are waited for in addition."""
+
+
+class Action(Enum):
+    STOP = "stop"
+    """Stop without a report: another worker has the job, or the store is away or another one."""
+    GIVE_BACK = "give back"
+    """A newer attempt was found. If this worker still has the lease, it gives it back, so that the
+    next worker need not wait until it expires."""
+    WAIT = "wait"
+    """Not the job's fault: load it again, without limit, once everything that it needs is there."""
+    RELOAD = "reload"
+    """A service lost the job, or went away: load it again, up to MAX_LOSSES times in a row."""
+    RECOVER = "recover"
+    """Load the job into trainer and sampler again, and go on from the trainer's step."""
+    PAUSE = "pause"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule for errors of class `kind`, and with one of `codes` if given. `remedy` says what a
+    person does before resuming the job."""
+
+    kind: type[Exception]
+    action: Action
+    remedy: str = "fix the cause"
+    codes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`why` is a sentence for a person, with the remedy if the job pauses."""
+
+    action: Action
+    why: str
+
+
+def _codes(*codes: str) -> frozenset[str]:
+    return frozenset(codes)
+
+
+SAME_TOKEN = "give all services the same HONE_TOKEN"
+LOOK = "make sure that it works (`hone doctor` shows how the services are)"
+
+ENDS_THEM = (
+    "that happened again and again before a step was done, so the job probably ends its services "
+    "itself: look into their logs"
+)
+PROXY = "mend what stands between the services: a proxy, or another program at the address"
+SAME_VERSION = "make sure that all services have the same version (`hone doctor`)"
+MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --set KEY=VALUE`"
+
+RULES = (
+    Rule(LeaseLost, Action.STOP),
+    Rule(BatchExists, Action.GIVE_BACK),
+    Rule(StoreUnavailable, Action.STOP),
+    Rule(TooDear, Action.PAUSE, "raise it with `hone resume JOB --set stop.max_cost=...`"),
+    Rule(MustPause, Action.PAUSE),
+    Rule(Conflict, Action.STOP, codes=_codes("emptied")),
+    Rule(Conflict, Action.GIVE_BACK, codes=_codes("stale")),
+    Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order", "no_adapters")),
+    Rule(Conflict, Action.WAIT, codes=_codes("taken")),
+    Rule(Conflict, Action.PAUSE),
+    Rule(StateLost, Action.RELOAD, ENDS_THEM),
+    Rule(Unavailable, Action.PAUSE, "find out why, or raise the deadline", _codes("deadline")),
+    Rule(Unavailable, Action.RELOAD, ENDS_THEM, _codes("unreachable")),
+    Rule(Unavailable, Action.WAIT),
+    Rule(Failed, Action.RECOVER, "free some space", _codes("disk_full")),
+    Rule(Failed, Action.PAUSE, "put it back", _codes("run_folder_gone")),
+    Rule(Failed, Action.PAUSE, MEMORY, _codes("out_of_memory")),
+    Rule(
+        Failed,
+        Action.PAUSE,
+        'submit it with a smaller learning rate, or training.on_nonfinite = "skip"',
+        _codes("not_finite"),
+    ),
+    Rule(Failed, Action.RECOVER, LOOK),
+    Rule(NotFound, Action.WAIT, codes=_codes("foreign")),
+    Rule(BadRequest, Action.WAIT, codes=_codes("not_there")),
+    Rule(BadRequest, Action.PAUSE, PROXY, _codes("foreign")),
+    Rule(Unauthorized, Action.PAUSE, SAME_TOKEN),
+    Rule(Forbidden, Action.PAUSE, SAME_TOKEN),
+    Rule(NotFound, Action.PAUSE, SAME_VERSION),
+    Rule(BadRequest, Action.FAIL),
+    Rule(OSError, Action.RECOVER, "check HONE_RUNS_DIR and its disk"),
+    Rule(Exception, Action.PAUSE, "look at the trace in the orchestrator's log"),
+)
+"""The first matching rule counts."""
+
+
+LIMITS = {Action.RECOVER: MAX_RECOVERIES, Action.RELOAD: MAX_LOSSES}
+"""How often in a row each action may happen; beyond it the job pauses."""
+
+
+def decide(
+    error: Exception, num_in_a_row: int = 0, *, has_run: bool = False, again: bool = False
+) -> Decision:
+    """Returns what happens to the job. `num_in_a_row` counts reloads without a new step. A job that
+    `has_run` at least one step does not fail, because it was right before: something else changed
+    (a limit on bodies, a service's version). Before the first step, a cause that comes `again`
+    would come each time."""
+    rule = next(rule for rule in RULES if _matches(rule, error))
+    action = rule.action
+    is_sure = action is Action.RECOVER and again and not has_run
+    if is_sure or num_in_a_row >= LIMITS.get(action, math.inf):
+        action = Action.PAUSE
+    if action is Action.FAIL and has_run:
+        action = Action.PAUSE
+    why = _sentence(error)
+    return Decision(action, f"{why}; {rule.remedy}" if action is Action.PAUSE else why)
+
+
+def cause_of(error: Exception) -> tuple[str, str]:
+    """Returns a key that is equal for two errors with the same cause: class and sentence, without
+    numbers."""
+    return type(error).__name__, re.sub(r"[0-9a-f]*[0-9][0-9a-f.]*", "#", _sentence(error))
+
+
+def _matches(rule: Rule, error: Exception) -> bool:
+    code = error.code if isinstance(error, HoneError) else None
+    return isinstance(error, rule.kind) and (not rule.codes or code in rule.codes)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, HoneError):
+        return error.detail
+    if isinstance(error, BatchExists):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"the disk refuses: {error}"
+    return f"a bug in Hone: {type(error).__name__}: {error}"

@@ -1,0 +1,108 @@
+"""The needs of a job: a trainer, a sampler, the reward service, a writable runs folder, and its
+data. No job is taken while one of them is away; a running job that lost one goes on once it is
+back."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from services.orchestrator.data.sources import files_of
+from services.orchestrator.pool.discovery import sampler_urls
+from services.orchestrator.runs.writable import ANSWERS_WITHIN_S, Writable
+from services.orchestrator.store.store import Store
+from shared.errors import HoneError
+from shared.host.threads import Look
+from shared.http import ownership
+from shared.http.client import Client
+from shared.job import Job
+from shared.settings import Settings
+from shared.wire import ServingWeights, TrainerState, VersionInfo
+
+ANSWER_S = 5.0
+"""Seconds for a service to answer."""
+
+ASKED: dict[str, tuple[str, type[TrainerState] | type[ServingWeights] | type[VersionInfo]]] = {
+    "trainer": ("/state", TrainerState),
+    "rollout": ("/weights", ServingWeights),
+    "reward": ("/version", VersionInfo),
+}
+"""The request that shows whether a service is there. Trainer and sampler also say whether another
+orchestrator has them."""
+
+
+class Needs:
+    """The needs of all jobs of one trainer. `settings` name the trainer and its samplers."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self._settings = settings
+        self._store = store
+        self._writable = Writable(settings.runs_dir)
+        self._mounted = Look[str | None](ANSWERS_WITHIN_S)
+
+    async def missing(self) -> str | None:
+        """Returns what is away, as sentences; None if nothing is."""
+        settings = self._settings
+        urls = await sampler_urls(settings.rollout_urls, self._store.samplers.urls)
+        trainer, reward, folder, *samplers = await asyncio.gather(
+            self._away("trainer", settings.trainer_url),
+            self._away("reward", settings.reward_url),
+            self._folder_away(),
+            *(self._away("rollout", url) for url in urls),
+        )
+        rollout = None if None in samplers else "; ".join(filter(None, samplers))
+        if not samplers:
+            rollout = f"HONE_ROLLOUT_URL is {settings.rollout_url!r}, which stands for none now"
+        return "; ".join(filter(None, (trainer, rollout, reward, folder))) or None
+
+    async def _folder_away(self) -> str | None:
+        runs_dir = self._settings.runs_dir
+        late = (
+            f"folder {str(runs_dir)!r} did not say within {ANSWERS_WITHIN_S:g} s whether it has "
+            "the jobs' run folders; check HONE_RUNS_DIR and its disk"
+        )
+        why = await self._writable.why_not()
+        return why or await self._mounted.at(lambda: self._store.unmounted(runs_dir), late)
+
+    async def _away(self, name: str, url: str) -> str | None:
+        """Returns why no job can use the service: it does not answer, or is taken. None if a job
+        can."""
+        token = self._settings.bearer()
+        headers = ownership.headers(self._store.identity, self._settings)
+        path, kind = ASKED[name]
+        async with Client(name, url, token=token, patience_s=0.0, headers=headers) as client:
+            try:
+                found = await client.get(path, kind, deadline_s=ANSWER_S)
+            except HoneError as error:
+                return error.detail
+        return None if isinstance(found, VersionInfo) else found.taken
+
+
+class DataFiles:
+    """The files that a job needs: its data, and its model's configuration. A hanging disk keeps no
+    caller waiting."""
+
+    def __init__(self, job: Job, settings: Settings) -> None:
+        self.job = job
+        self._settings = settings
+        self._look = Look[str | None](ANSWERS_WITHIN_S)
+
+    async def missing(self) -> str | None:
+        """Returns which file cannot be read, as a sentence; None if all can."""
+        late = f"the job's data cannot be read: its disk gave no answer in {ANSWERS_WITHIN_S:g} s"
+        return await self._look.at(self._first_unreadable, late)
+
+    def _first_unreadable(self) -> str | None:
+        for key, path in files_of(self.job, self._settings):
+            if why := _unreadable(path):
+                return f"{key} cannot be read at {str(path)!r}: {why}"
+        return None
+
+
+def _unreadable(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

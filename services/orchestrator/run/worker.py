@@ -1,0 +1,319 @@
+"""Takes jobs from the queue and runs them, one at a time, on one trainer and its samplers.
+
+While a job runs, its lease is renewed (heartbeat.py). A lost lease stops the work at once, without
+a report to the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+
+from services.orchestrator.run.needs import DataFiles
+from services.orchestrator.run.outcome import Outcome
+from services.orchestrator.run.run import Places, Run
+from services.orchestrator.run.slots import Slot
+from services.orchestrator.store import heartbeat
+from services.orchestrator.store.connection import StoreEmptied
+from services.orchestrator.store.known_slots import NOTE_S
+from services.orchestrator.store.leases import Asked, Lease, LeaseLost
+from services.orchestrator.store.noting import note_end
+from services.orchestrator.store.records import Unreadable
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.worker_side import MAX_LEFT
+from services.orchestrator.tasks import stop
+from shared.errors import HoneError, NotFound, Unavailable
+from shared.host.logs import get_logger
+from shared.http.presence import Presence
+from shared.settings import Settings
+
+POLL_S = 0.2
+"""Seconds between two looks into the queue."""
+
+PAUSE_S = 2.0
+"""Seconds between two attempts to reach Redis while it is away."""
+
+HELD_S = 5.0
+"""Seconds between two checks of jobs whose data is away."""
+
+STOPS_WITHIN = 0.5
+"""Share of the lease within which cancelled work should end. A write on a hanging disk does not
+end. The job is stopped all the same, and this worker takes no other job until the write ends."""
+
+GOODBYE_S = 2.0
+"""Seconds in which a stopped worker gives its lease back; else it expires."""
+
+
+class Worker:
+    """A worker for the trainer and its samplers that `settings` name. It takes no job while
+    anything that a job needs is away. `num_queued` is how many jobs wait to begin, as of two
+    seconds ago."""
+
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self._store = store
+        self._settings = settings
+        self._slot = Slot(settings, store)
+        self._held: dict[str, DataFiles] = {}  # of queued jobs that wait for their data
+        self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.num_queued = 0
+        self._lease: Lease | None = None
+        self._redis = Presence("Redis", self._tell)
+        self._news: str | None = None
+        self._is_stopping = False  # the work on a job, which may hang
+
+    @property
+    def has_job(self) -> bool:
+        return self._lease is not None
+
+    async def run_forever(self) -> None:
+        """Works until cancelled. While Redis is away it waits; an interrupted job is taken up again
+        later."""
+        await self._until_known()
+        noting = asyncio.create_task(self._note_slot())
+        watching = asyncio.create_task(self._watch_held())
+        try:
+            await self._work_forever()
+        finally:
+            await stop(noting, watching)
+
+    async def _work_forever(self) -> None:
+        while True:
+            asked_at = time.monotonic()
+            try:
+                await self._give_back()
+                if await self._slot.is_there() and not await self._is_next_held():
+                    asked_at = time.monotonic()
+                    self._lease = await self._store.take(
+                        self._owner,
+                        self._slot.trainer,
+                        self._settings.lease_s,
+                        self._slot.samplers,
+                        [*self._held],
+                    )
+                await self._redis.heard()
+                if self._lease:
+                    await self._work(self._lease, asked_at)
+                else:
+                    await asyncio.sleep(POLL_S)
+            except Unavailable as error:
+                get_logger().warning("queue unavailable", reason=error.detail)
+                await self._redis.missed(asked_at, error.detail)
+                await asyncio.sleep(PAUSE_S)
+            except LeaseLost as error:
+                get_logger().warning("lease lost", reason=str(error))
+                if not isinstance(error, heartbeat.NoHeartbeat):
+                    self._lease = None
+            except StoreEmptied:
+                self._lease = None
+                await self._until_known()
+
+    async def leave(self) -> None:
+        """Gives back the lease of cancelled work, so that another worker need not wait until it
+        expires."""
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                await self._store.halt(lease, None)
+                await note_end(self._store, lease.job_id)
+        except (LeaseLost, StoreEmptied, Unavailable, TimeoutError) as error:
+            get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
+
+    async def _is_next_held(self) -> bool:
+        """Returns whether the data of the next job is away. Then the other queued jobs go first,
+        until the data is there."""
+        slot = self._slot
+        job_id = await self._store.peek(slot.trainer, slot.samplers, [*self._held])
+        return job_id is not None and await self._is_held(job_id)
+
+    async def _watch_held(self) -> None:
+        """Checks the jobs whose data is away, also while this worker has another job."""
+        while True:
+            await asyncio.sleep(HELD_S)
+            for job_id in [*self._held]:
+                try:
+                    await self._is_held(job_id)
+                except (Unavailable, StoreEmptied):
+                    pass  # the worker reports it
+                except Exception:  # the last resort of a background task
+                    get_logger().exception("data not looked at", job=job_id)
+
+    async def _is_held(self, job_id: str) -> bool:
+        """Returns whether the job's data is away, and notes it. A job that cannot be read is not
+        held: the worker that takes it reports why."""
+        try:
+            job = (await self._store.get(job_id)).job
+        except (NotFound, Unreadable):
+            self._held.pop(job_id, None)
+            return False
+        files = self._held.get(job_id)
+        if files is None or files.job != job:  # a new one each time would hang a thread more
+            files = DataFiles(job, self._settings)
+        why = await files.missing()
+        if await self._store.hold(job_id, why) and why:
+            self._held[job_id] = files
+        else:
+            self._held.pop(job_id, None)
+        return why is not None
+
+    async def _note_slot(self) -> None:
+        """Sends heartbeat notes about the trainer, and whether it is available. With a job it
+        always counts as available, because the job reports its faults. While work is being stopped
+        no note is sent: if that hangs, the job is not left to this trainer for long."""
+        slot = self._slot
+        while True:
+            if self._is_stopping or not slot.was_looked_at:
+                await asyncio.sleep(POLL_S)
+                continue
+            missing = None if self._lease else slot.missing
+            try:
+                self.num_queued = await self._store.slots.note(
+                    slot.name, slot.trainer, slot.samplers, missing
+                )
+            except (Unavailable, StoreEmptied):
+                pass  # the worker reports it
+            except Exception:  # the last resort of a background task: noted again soon
+                get_logger().exception("trainer not noted", trainer=slot.trainer)
+            await asyncio.sleep(NOTE_S)
+
+    async def _may_leave(self, lease: Lease) -> bool:
+        """Returns whether another trainer can take the job, whose own trainer is away."""
+        if lease.tries >= MAX_LEFT:
+            return False
+        others = await self._store.slots.others(self._slot.name)
+        return any(other.missing is None for other in others)
+
+    async def _give_back(self) -> None:
+        """Gives back the lease of work that was stopped while Redis was away, so that the job need
+        not wait until it expires."""
+        if self._lease:
+            with contextlib.suppress(LeaseLost):
+                await self._store.halt(self._lease, None)
+            await note_end(self._store, self._lease.job_id)  # the job may just have ended
+        self._lease = None
+
+    async def _tell(self, message: str, away: bool) -> None:
+        """Logs that Redis is away or back. An event tells followers of the running or next job that
+        it is back."""
+        get_logger().warning("Redis is away" if away else "Redis is back", reason=message)
+        self._news = None if away else message
+        await self._say_news()
+
+    async def _say_news(self) -> None:
+        if self._news and self._lease:
+            await self._store.report(self._lease, "log", self._news, level="warning")
+            self._news = None
+
+    async def _until_known(self) -> None:
+        """Waits until Redis has the jobs of the runs folder, or a person has decided to use it."""
+        said = None
+        while True:
+            try:
+                why = await self._store.check(self._settings.runs_dir)
+                if why is None:
+                    return
+                if why != said:
+                    get_logger().error("no job is accepted or run", reason=why)
+                said = why
+            except HoneError as error:  # Redis, or the folder of runs, cannot be used
+                get_logger().warning("queue unavailable", reason=error.detail)
+            await asyncio.sleep(PAUSE_S)
+
+    async def _work(self, lease: Lease, taken_at: float) -> None:
+        get_logger().info("job started", job=lease.job_id, attempt=lease.attempt)
+        try:
+            record = await self._store.get(lease.job_id)
+        except (Unreadable, NotFound) as error:
+            get_logger().error("job cannot be read", job=lease.job_id, reason=error.detail)
+            await self._store.halt(lease, error.detail)
+            return
+        await self._say_news()
+        places = Places(self._slot.needs.missing, lambda: self._may_leave(lease))
+        run = Run(record, lease, self._store, self._settings, places)
+        work = asyncio.create_task(run.run())
+        beats = _Beats(self._store, run)
+        beat = asyncio.create_task(heartbeat.keep(beats, lease, taken_at, self._redis))
+        try:
+            await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                self._is_stopping = True
+                beat.result()  # raises the heartbeat's error, unless a request ended it
+                stopping = asyncio.create_task(stop(work))
+                await asyncio.wait({stopping}, timeout=STOPS_WITHIN * lease.lease_s)
+                await self._store.halt(lease, None)
+            else:
+                await self._finish(lease, _outcome(work))
+            self._lease = None
+            await note_end(self._store, lease.job_id)
+        finally:
+            self._is_stopping = True
+            try:
+                await stop(work, beat)
+            finally:
+                try:
+                    await asyncio.gather(beat, return_exceptions=True)  # an ended job has no lease
+                    await run.close()
+                finally:
+                    self._is_stopping = False
+
+    async def _finish(self, lease: Lease, outcome: Outcome) -> None:
+        resume = f"then `hone resume {lease.job_id}` goes on from there"
+        if outcome.status == "queued":
+            get_logger().warning("job given back", job=lease.job_id, reason=outcome.why)
+            too_often = (
+                f"{outcome.why}; look for another stack that uses the same trainer or samplers, "
+                f"{resume}"
+            )
+            await self._store.leave(lease, str(outcome.why), too_often)
+        elif outcome.status == "paused":
+            get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
+            await self._store.halt(lease, f"{outcome.why}, {resume}")
+        else:
+            await self._end(lease, outcome)
+
+    async def _end(self, lease: Lease, outcome: Outcome) -> None:
+        status, why = outcome.status, outcome.why
+        failed = status == "failed"
+        get_logger().info("job ended", job=lease.job_id, status=status, reason=why)
+        await self._store.report(
+            lease,
+            "status",
+            (why if failed else None) or status,
+            {"status": status},
+            level="error" if failed else "info",
+            status=status,
+            error=why if failed else None,
+            stopped=None if failed else why,
+            summary=outcome.summary,
+        )
+
+
+@dataclass(frozen=True)
+class _Beats:
+    """Heartbeats that report what the job does. An error in that report ends no job."""
+
+    store: Store
+    run: Run
+
+    async def beat(self, lease: Lease) -> Asked | None:
+        return await self.store.beat(lease, *self._said(lease))
+
+    def _said(self, lease: Lease) -> tuple[str | None, str | None]:
+        try:
+            return self.run.doing(), self.run.waits()
+        except Exception:  # a bug in this text must not cost the job its lease
+            get_logger().exception("what the job is at not known", job=lease.job_id)
+            return None, None
+
+
+def _outcome(work: asyncio.Task[Outcome]) -> Outcome:
+    """Returns the outcome of the job, also if something within its work cancelled it."""
+    if work.cancelled():
+        return Outcome("paused", "a bug in Hone: its work was cancelled, and not by its worker")
+    return work.result()

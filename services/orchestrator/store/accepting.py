@@ -1,0 +1,106 @@
+"""Accepts a job: it is in its run folder and in Redis before its submitter gets the answer. So
+`hone recover` finds it even if Redis lost it before it began."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.found import unsubmitted
+from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.submissions import Submission
+from shared.errors import Failed, HoneError, Unavailable
+from shared.host.logs import get_logger
+from shared.host.threads import in_own_thread
+from shared.job import Job
+from shared.wire import JobRecord
+
+WRITTEN_WITHIN_S = 30.0
+"""Seconds in which a run folder is made: some ten small files and names reach the disk."""
+
+DISCARDED_WITHIN_S = 3.0
+"""Longest wait, in seconds, of a refused submission for the removal of its folder."""
+
+UNSUBMITTED_S = 900.0
+"""Age in seconds at which a folder whose job Redis lacks is removed: no submission takes as long.
+Also the seconds between two searches for such folders."""
+
+
+async def accept(store: Store, submission: Submission) -> JobRecord:
+    """Returns the record and raises as `Store.submit`; raises Unavailable if the run folder cannot
+    be written. The folder is removed unless Redis has the job, or may have it."""
+    folder, redis = RunFolder(submission.run_dir), store.identity
+    prepare = functools.partial(
+        folder.prepare, submission.job, submission.data, redis, submission.note
+    )
+    try:
+        await _written(prepare)
+        record = await store.submit(submission)
+    except StoreUnavailable:
+        raise  # Redis may have the job all the same, and its worker needs the folder
+    except HoneError:
+        await _discard(folder)
+        raise
+    if record.id == submission.id:
+        await _written(folder.submitted)
+    else:
+        await _discard(folder)
+    return record
+
+
+async def accepted(store: Store, asked: Job, key: str | None) -> JobRecord | None:
+    """Returns and raises as `Store.submitted`. Completes the run folder, because the submission may
+    have been interrupted."""
+    record = await store.submitted(asked, key)
+    if record:
+        await _written(RunFolder(Path(record.run_dir)).submitted)
+    return record
+
+
+async def keep_unsubmitted_removed(store: Store, runs_dir: Path) -> None:
+    """Removes, again and again, the folders of submissions that were interrupted before Redis had
+    the job. Nobody was told that such a job was accepted."""
+    while True:
+        try:
+            await remove_unsubmitted(store, runs_dir)
+        except (HoneError, OSError) as error:
+            get_logger().warning("unsubmitted run folders not removed", reason=str(error))
+        await asyncio.sleep(UNSUBMITTED_S)
+
+
+async def remove_unsubmitted(store: Store, runs_dir: Path) -> None:
+    """Removes such folders once. Raises OSError, Failed, and the store's errors."""
+    latest = time.time() - UNSUBMITTED_S
+    for folder in await in_own_thread(lambda: unsubmitted(runs_dir, latest)):
+        is_own = await in_own_thread(folder.redis) == store.identity
+        if is_own and await store.status(folder.path.name) is None:
+            await in_own_thread(folder.discard)
+            get_logger().info("unsubmitted run folder removed", folder=str(folder.path))
+
+
+async def _written(write: Callable[[], None], within_s: float = WRITTEN_WITHIN_S) -> None:
+    try:
+        async with asyncio.timeout(within_s):
+            await in_own_thread(write)
+    except Failed as error:
+        raise Unavailable(error.detail) from error
+    except TimeoutError as error:
+        raise Unavailable(
+            f"the run folder was not written within {within_s:g} s; check HONE_RUNS_DIR and its "
+            "disk"
+        ) from error
+
+
+async def _discard(folder: RunFolder) -> None:
+    """Removes the folder. A folder that cannot be removed now counts as no job's, and is removed
+    later."""
+    try:
+        await _written(folder.discard, DISCARDED_WITHIN_S)
+    except Unavailable as error:
+        reason = error.detail
+        get_logger().warning("run folder not removed", folder=str(folder.path), reason=reason)

@@ -1,0 +1,131 @@
+"""Which Redis has the jobs of a folder of runs. Both keep the Redis's identity, so that a Redis
+that lost its data is not mistaken for the Redis of the jobs. The folder's note is by URL: several
+stacks, each with a Redis of its own, may share a folder of runs."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from pathlib import Path
+
+import xxhash
+
+from services.orchestrator.runs.writable import make_runs_dir
+from services.orchestrator.runs.writing import writing
+from services.orchestrator.store import keys
+from services.orchestrator.store.connection import Connection
+from shared.errors import Failed
+from shared.host import disk
+from shared.host.logs import get_logger
+from shared.host.threads import in_own_thread
+
+LOOK_AT_NOTE_S = 2.0
+"""Seconds between two looks at whether the folder's jobs are still in the Redis in use."""
+
+
+async def identify(connection: Connection) -> str:
+    """Returns the identity stored in this Redis; a new Redis gets one."""
+    client = connection.client
+    await connection.reach(client.set(keys.STORE, secrets.token_hex(16), nx=True))
+    return str(await connection.reach(client.get(keys.STORE)))
+
+
+async def watch(connection: Connection, runs_dir: Path, deciding: asyncio.Lock) -> None:
+    """Refuses the connection once `hone recover` has taken the jobs of `runs_dir` to another Redis.
+    The lock `deciding` is held while the Redis to use is decided; nothing else waits for the
+    folder. An unreadable note is ignored."""
+    while True:
+        async with deciding:
+            if not connection.refused:
+                await _check_still(connection, runs_dir)
+        await asyncio.sleep(LOOK_AT_NOTE_S)
+
+
+async def _check_still(connection: Connection, runs_dir: Path) -> None:
+    try:
+        noted = await in_own_thread(lambda: _noted(connection, runs_dir))
+    except Failed as error:
+        get_logger().warning("which Redis has the jobs is not known", reason=error.detail)
+        return
+    if noted not in (None, connection.identity):
+        connection.refuse(_superseded(runs_dir))
+
+
+async def check(connection: Connection, runs_dir: Path) -> str | None:
+    """Returns why this Redis does not have the jobs of `runs_dir`, and refuses the connection. If
+    it has them, returns None, opens the connection, and notes this Redis in the folder. Raises
+    Failed for a folder that cannot be read or written."""
+    found, noted = await identify(connection), await asyncio.to_thread(_noted, connection, runs_dir)
+    is_another = noted not in (None, found)
+    if is_another and (num_runs := await asyncio.to_thread(_count_runs, runs_dir)):
+        connection.refuse(_sentence(runs_dir, num_runs))
+    else:
+        adopt(connection, found, runs_dir)
+    return connection.refused
+
+
+def adopt(connection: Connection, found: str, runs_dir: Path) -> None:
+    """Notes in `runs_dir` that the Redis with this identity has its jobs."""
+    if _noted(connection, runs_dir) != found:
+        make_runs_dir(runs_dir)
+        with writing("folder", runs_dir):
+            disk.write_file(_note(connection, runs_dir), found.encode())
+    connection.accept(found)
+
+
+def others(connection: Connection, runs_dir: Path) -> dict[str, Path]:
+    """Returns the other Redis servers that have jobs of `runs_dir`, apart from the Redis at this
+    connection's URL: by identity, the file with the note."""
+    notes = {path.read_text().strip(): path for path in sorted(runs_dir.glob(".redis-*"))}
+    notes.pop(_noted(connection, runs_dir) or "", None)
+    return notes
+
+
+def unmounted(connection: Connection, runs_dir: Path) -> str | None:
+    """Returns a message if the folder lacks the note of its Redis, as the empty mount point of a
+    missing volume does; None if it has the note. Raises Failed as `check`."""
+    if connection.refused or _noted(connection, runs_dir) == connection.identity:
+        return None
+    return (
+        f"folder {str(runs_dir)!r} has no note of the Redis that has its jobs: is its volume "
+        "mounted? (HONE_RUNS_DIR)"
+    )
+
+
+def _count_runs(runs_dir: Path) -> int:
+    return sum(not file.parent.is_symlink() for file in runs_dir.glob("*/job.json"))
+
+
+def _note(connection: Connection, runs_dir: Path) -> Path:
+    """Returns the file with the identity of the Redis at the connection's URL."""
+    return runs_dir / f".redis-{xxhash.xxh3_64_hexdigest(connection.place.encode())}"
+
+
+def _noted(connection: Connection, runs_dir: Path) -> str | None:
+    """Raises Failed for a note that cannot be read."""
+    path = _note(connection, runs_dir)
+    try:
+        return path.read_bytes().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Failed(
+            f"{str(path)!r} cannot be read: {error.strerror or error}; check HONE_RUNS_DIR"
+        ) from error
+
+
+def _superseded(runs_dir: Path) -> str:
+    return (
+        f"the jobs of {str(runs_dir)!r} are in another Redis now, into which `hone recover` took "
+        "them, and this orchestrator still uses the one that had them before; let HONE_REDIS_URL "
+        "lead to the other one, and start this orchestrator again"
+    )
+
+
+def _sentence(runs_dir: Path, num_runs: int) -> str:
+    return (
+        f"the Redis at HONE_REDIS_URL is not the one that was there with jobs of {str(runs_dir)!r} "
+        f"({num_runs} run folder(s)): it was emptied, or it is another one; bring its file back "
+        "(appendonlydir, up to Redis 6 appendonly.aof) and start it again, or let `hone recover` "
+        "rebuild the jobs from their run folders; until then no job is accepted, shown or run"
+    )

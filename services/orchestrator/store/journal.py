@@ -1,0 +1,109 @@
+"""Reports a run's events, and the record's fields that change with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.leases import Lease, LeaseLost
+from services.orchestrator.store.store import Store
+from shared.host.logs import get_logger
+from shared.wire import Checkpoint, MetricsRow, TrainerState
+
+HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?reward")
+
+
+class Journal:
+    """Every method raises LeaseLost, and reports nothing, once another worker has the job."""
+
+    def __init__(self, store: Store, lease: Lease) -> None:
+        self._store = store
+        self._lease = lease
+
+    async def log(self, message: str, **data: Any) -> None:
+        await self._store.report(self._lease, "log", message, data)
+
+    async def warn(self, message: str, **data: Any) -> None:
+        await self._store.report(self._lease, "log", message, data, level="warning")
+
+    async def error(self, message: str) -> None:
+        await self._store.report(self._lease, "log", message, level="error")
+
+    async def aside(self, message: str, warning: bool) -> None:
+        """Reports a message on which nothing depends, such as that a service is away or back. A
+        failed report is no error for the caller: the heartbeat meets the same fault, and
+        decides."""
+        try:
+            await (self.warn(message) if warning else self.log(message))
+        except (LeaseLost, StoreUnavailable) as error:
+            get_logger().warning("not said to the job's followers", reason=str(error))
+
+    async def stalled(self, message: str, stalls: bool) -> None:
+        """Reports that the run stalls, or goes on again."""
+        await (self.warn(message) if stalls else self.log(message))
+
+    async def loaded(self, state: TrainerState) -> None:
+        ranks = "1 rank" if state.num_ranks == 1 else f"{state.num_ranks} ranks"
+        message = (
+            f"the trainer has {state.num_parameters:,} parameters as {state.dtype}, {ranks} on "
+            f"{state.device}"
+        )
+        if state.step:
+            message += f"; going on after step {state.step}"
+        for sentence in state.damaged:
+            await self.warn(sentence)
+        await self._store.report(self._lease, "log", message, step=state.step)
+
+    async def recovering(self, message: str, recoveries: int) -> None:
+        """Reports a recovery; `recoveries` is their total number."""
+        await self._store.report(
+            self._lease, "log", message, level="warning", recoveries=recoveries
+        )
+
+    async def checkpoint(self, checkpoint: Checkpoint) -> None:
+        message = f"checkpoint {checkpoint.path}"
+        await self._store.report(self._lease, "checkpoint", message, checkpoint.model_dump())
+
+    async def row(
+        self,
+        row: MetricsRow,
+        num_steps: int,
+        eta_s: float | None = None,
+        *,
+        currency: str | None = None,
+        missing_only: bool = False,
+    ) -> None:
+        """Adds the row's events; its cost is in `currency`. With `missing_only` adds only events
+        that a crash after writing the row left out."""
+        step, metrics = row.step, row.metrics
+        if rewards := _held_out_rewards(metrics):
+            message = f"step {step}: held-out reward {', '.join(rewards)}"
+            data = {"step": step, "metrics": metrics}
+            await self._store.report(self._lease, "eval", message, data, missing_only=missing_only)
+        if step:
+            reward = metrics.get("reward")
+            shown = "none" if reward is None else format(reward, ".3f")
+            await self._store.report(
+                self._lease,
+                "step",
+                f"step {step}/{num_steps}: reward {shown}",
+                {"step": step, "steps": num_steps, "eta_s": eta_s, "metrics": metrics},
+                missing_only=missing_only,
+                step=step,
+                eta_s=eta_s,
+                reward=reward,
+                cost=metrics.get("total/cost"),
+                currency=currency,
+            )
+
+
+def _held_out_rewards(metrics: Mapping[str, float]) -> list[str]:
+    """Returns the reward of each held-out set, as `0.512`, or `0.512 (hard)` for a named set."""
+    found = [(HELD_OUT.fullmatch(name), value) for name, value in metrics.items()]
+    return [
+        f"{value:.3f} ({match[1]})" if match[1] else f"{value:.3f}"
+        for match, value in found
+        if match
+    ]

@@ -1,0 +1,247 @@
+"""The shared part of all Redis scripts: keys, reading arguments, and the building blocks of a job's
+changes.
+
+A script's arguments are one JSON object of texts, `call` in the script. It answers 'emptied', and
+does nothing, if the Redis is not `call.store`. A script made by `once` changes things once, however
+often it is sent: `hone:call:<call>` keeps its answer for the retries of a caller whose connection
+broke before the answer came.
+"""
+
+from __future__ import annotations
+
+from services.orchestrator.store import keys
+
+CALL_TTL_S = 900
+"""Seconds that answers are kept: longer than a caller retries (connection.py)."""
+
+_KEYS = f"""
+local JOBS, QUEUE, BEGUN, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.BEGUN}', '{keys.ENDED}'
+local SUBMITTED = '{keys.SUBMITTED}'
+local STORE = '{keys.STORE}'
+local ATTEMPTS, LEASE = '{keys.ATTEMPTS}', '{keys.LEASE}'
+local KEY, DELETED, REMOVED = '{keys.KEY}', '{keys.DELETED}', '{keys.REMOVED}'
+local SAMPLERS, SAMPLER = '{keys.SAMPLERS}', '{keys.SAMPLER}'
+local SLOTS, SLOT, NOTING = '{keys.SLOTS}', '{keys.SLOT}', '{keys.NOTING}'
+local LOAN = '{keys.LOAN}'
+local function job(id) return '{keys.JOB}' .. id end
+local function events(id) return job(id) .. '{keys.EVENTS}' end
+local function checkpoints(id) return job(id) .. '{keys.CHECKPOINTS}' end
+"""
+
+SHARED = (
+    _KEYS
+    + """
+local call = cjson.decode(ARGV[1])
+
+-- Changes nothing in a Redis that was not accepted.
+if call.store and redis.call('GET', STORE) ~= call.store then return 'emptied' end
+
+local function field(id, name) return redis.call('HGET', job(id), name) end
+local function set(id, ...) redis.call('HSET', job(id), ...) end
+local function asked(id, what) return field(id, what .. '_requested') == '1' end
+
+local function now_ms()
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- Whether there is a job of that id: its key exists and is a hash.
+local function is_job(id) return redis.call('TYPE', job(id)).ok == 'hash' end
+
+local function has_ended(id)
+  local status = field(id, 'status')
+  return status == 'succeeded' or status == 'failed' or status == 'cancelled'
+end
+
+local function event(id, type, level, message, data)
+  redis.call('XADD', events(id), 'MAXLEN', '~', call.keep_events, '*', 'type', type,
+    'level', level, 'message', message, 'data', data, 'time', call.now)
+end
+
+-- Sets the status, and adds an event.
+local function become(id, status, level, message)
+  set(id, 'status', status)
+  event(id, 'status', level, message, cjson.encode({status = status}))
+end
+
+-- Whether one of these resources (with blanks between) is leased.
+local function are_taken(resources)
+  for name in string.gmatch(resources, '%S+') do
+    if redis.call('EXISTS', LEASE .. name) == 1 then return true end
+  end
+  return false
+end
+
+-- Gives the caller a lease on all of these resources; returns its attempt.
+local function lease(resources)
+  local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
+  local attempt = string.format('%d', math.max(last, now))
+  redis.call('SET', ATTEMPTS, attempt)
+  for name in string.gmatch(resources, '%S+') do
+    redis.call('SET', LEASE .. name, attempt, 'PX', call.lease_ms)
+  end
+  return attempt
+end
+
+-- Whether the job's latest lease is valid.
+local function is_leased(id)
+  local attempt, trainer = field(id, 'attempt'), field(id, 'trainer')
+  return attempt and trainer and redis.call('GET', LEASE .. trainer) == attempt
+end
+
+-- Whether the caller has the job.
+local function is_mine()
+  return is_job(call.id) and field(call.id, 'status') == 'running'
+    and field(call.id, 'attempt') == call.attempt and is_leased(call.id)
+end
+
+-- The leases on the job's samplers that are still the job's.
+local function samplers(id)
+  local own = {}
+  for name in string.gmatch(field(id, 'samplers') or '', '%S+') do
+    if redis.call('GET', LEASE .. name) == field(id, 'attempt') then
+      own[#own + 1] = LEASE .. name
+    end
+  end
+  return own
+end
+
+-- Notes what the job waits for; nil: nothing.
+local function wait(id, what)
+  if what then set(id, 'waits', what) else redis.call('HDEL', job(id), 'waits') end
+end
+
+-- Frees the trainer and the samplers, if they are the job's.
+local function free(id)
+  wait(id, nil)
+  if not is_leased(id) then return end
+  for _, lease in ipairs(samplers(id)) do redis.call('DEL', lease) end
+  redis.call('DEL', LEASE .. field(id, 'trainer'))
+end
+
+-- Whether the job waits for a worker: it is queued, or its worker is gone.
+local function is_waiting(id)
+  local status = is_job(id) and field(id, 'status')
+  return status == 'queued' or status == 'running' and not is_leased(id)
+end
+
+-- The score in the lists: priority, then age. A whole number of less than 53 bits.
+local function place(id)
+  local submitted_ms = field(id, 'submitted_ms') or (field(id, 'created_at') or 0) * 1000
+  return math.floor(submitted_ms) - (field(id, 'priority') or 0) * 2^42
+end
+
+local function leave_queue(id)
+  redis.call('ZREM', QUEUE, id)
+  redis.call('ZREM', BEGUN, id)
+end
+
+-- The interrupted jobs, which go on before any other begins.
+local function begun_waiting()
+  local found = {}
+  for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
+    if is_waiting(id) then found[#found + 1] = id end
+  end
+  return found
+end
+
+-- The content of a note; nil if it cannot be read: another version may have written it.
+local function read_slot(note)
+  local is_read, slot = pcall(cjson.decode, note)
+  if not is_read or type(slot) ~= 'table' then return end
+  if type(slot.trainer) ~= 'string' or type(slot.samplers) ~= 'string' then return end
+  local away = type(slot.away) == 'string' and slot.away or nil
+  return {trainer = slot.trainer, samplers = slot.samplers, away = away}
+end
+
+-- Recent notes of workers on their trainers: name, trainer, samplers; perhaps away.
+local function known_slots()
+  local found = {}
+  for _, name in ipairs(redis.call('SMEMBERS', SLOTS)) do
+    local note = redis.call('GET', SLOT .. name)
+    local slot = note and read_slot(note)
+    if slot then
+      slot.name = name
+      found[#found + 1] = slot
+    elseif not note then
+      redis.call('SREM', SLOTS, name)
+    end
+  end
+  return found
+end
+
+local function enqueue(id)
+  redis.call('ZREM', BEGUN, id)
+  redis.call('ZADD', QUEUE, place(id), id)
+  local before = #begun_waiting() + redis.call('ZRANK', QUEUE, id)
+  become(id, 'queued', 'info', before == 0 and 'queued' or 'queued, ' .. before .. ' before it')
+end
+
+local function begin(id)
+  redis.call('ZREM', QUEUE, id)
+  redis.call('ZADD', BEGUN, place(id), id)
+  wait(id, nil)
+end
+
+local function pause(id, level, why)
+  leave_queue(id)
+  redis.call('HDEL', job(id), 'pause_requested', 'waits')
+  set(id, 'error', why)
+  become(id, 'paused', level, why)
+end
+
+local function forget(id)
+  local key = is_job(id) and field(id, 'key')
+  if key and string.find(redis.call('GET', KEY .. key) or '', id .. ' ', 1, true) == 1 then
+    redis.call('DEL', KEY .. key)
+  end
+  redis.call('DEL', job(id), events(id), checkpoints(id))
+  for _, list in ipairs({JOBS, QUEUE, BEGUN, ENDED}) do redis.call('ZREM', list, id) end
+end
+
+-- Cleans up after a job that has just ended. The newest ended jobs are kept.
+local function close(id)
+  set(id, 'finished_at', call.now)
+  redis.call('HDEL', job(id), 'pause_requested')
+  leave_queue(id)
+  local newest = redis.call('ZRANGE', ENDED, -1, -1, 'WITHSCORES')[2] -- clocks go back
+  redis.call('ZADD', ENDED, math.max(call.now, tonumber(newest or 0)), id)
+  for _, old in ipairs(redis.call('ZRANGE', ENDED, 0, -1 - tonumber(call.keep_jobs))) do
+    forget(old)
+  end
+end
+
+local function cancel(id)
+  redis.call('HDEL', job(id), 'error')
+  become(id, 'cancelled', 'info', 'cancelled')
+  close(id)
+end
+
+-- Cancels or pauses a job without a worker if that was requested; returns whether it was.
+local function stopped(id, paused)
+  if asked(id, 'cancel') then
+    cancel(id)
+  elseif asked(id, 'pause') then
+    pause(id, 'info', paused)
+  else
+    return false
+  end
+  return true
+end
+"""
+)
+
+
+def once(body: str) -> str:
+    """Returns the script that runs `body` once for each call, and answers retries with the first
+    answer. An empty answer means that nothing was changed, and is not kept."""
+    return f"""{SHARED}
+local function act()
+{body}
+end
+local known = redis.call('GET', KEYS[1])
+if known then return known end
+local answer = act()
+if answer ~= '' then redis.call('SET', KEYS[1], answer, 'EX', {CALL_TTL_S}) end
+return answer
+"""

@@ -1,0 +1,145 @@
+"""Turns a job's stored hash into the API's models. Another version of Hone may have written it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from services.orchestrator.runs.found import FoundRun
+from services.orchestrator.runs.note import Note
+from shared.errors import BadRequest, Failed
+from shared.job import UPLOADED, Job
+from shared.wire import Event, JobRecord, JobState, JobSummary
+
+SCHEMA = 1
+"""Version of a job's hash. Readers ignore unknown fields."""
+
+EVENT_ID = re.compile(r"([0-9]{1,20})(?:-([0-9]{1,20}))?")
+MAX_ID_PART = 2**64 - 1
+"""An event's id is two 64-bit whole numbers: Unix milliseconds, and a counter."""
+
+
+class Unreadable(Failed):
+    """This version of Hone cannot read what is stored of the job."""
+
+
+SUMMARY = tuple(JobSummary.model_fields)
+"""The fields that lists show."""
+
+
+def fields_of(job: Job) -> dict[str, Any]:
+    """Returns the fields of a record with the job itself, and with the values that lists show and
+    filter by."""
+    held_out = [each.source for each in job.evaluation.sets.values()]
+    sources = [one for one in (job.data.train, job.data.eval, *held_out) if isinstance(one, str)]
+    return {
+        "job": job.model_dump_json(),
+        "name": job.name,
+        "model": job.model,
+        "steps": job.steps,
+        "priority": job.priority,
+        "metadata": json.dumps(job.metadata),
+        "openai": "1" if job.request else None,
+        "files": " ".join(filter(UPLOADED.fullmatch, sources)),
+    }
+
+
+def summary_of(job_id: str, fields: Mapping[str, str]) -> JobSummary:
+    try:
+        shown = {**_shown(fields), "metadata": json.loads(fields["metadata"])}
+        return JobSummary.model_validate(shown)
+    except (KeyError, ValueError) as error:
+        raise _unreadable(job_id, fields, error) from error
+
+
+def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
+    try:
+        job = json.loads(fields["job"])
+        shown: dict[str, Any] = {**_shown(fields), "job": job, "model": job["model"]}
+        shown["metadata"] = job.get("metadata", {})
+        for name in ("summary", "data", "warnings"):
+            if name in fields:
+                shown[name] = json.loads(fields[name])
+        return JobRecord.model_validate(shown, extra="ignore")
+    except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
+        raise _unreadable(job_id, fields, error) from error
+
+
+def _shown(fields: Mapping[str, str]) -> dict[str, str]:
+    """Returns the fields, `doing` only for a running job."""
+    running = fields.get("status") == "running"
+    return {name: value for name, value in fields.items() if running or name != "doing"}
+
+
+def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
+    """Returns the fields of a record rebuilt from the run folder of `job`."""
+    return {
+        "schema": SCHEMA,
+        **fields_of(job),
+        "id": run.id,
+        "created_at": run.created_at,
+        "key": run.key,
+        "fingerprint": run.fingerprint,
+        "finished_at": run.finished_at,
+        "submitted_ms": int(run.created_at * 1000),
+        "step": run.step,
+        "furthest": run.step,
+        "reward": run.reward,
+        "run_dir": run.path,
+        "summary": run.summary,
+        "stopped": (run.summary or {}).get("stopped"),
+        "data": json.dumps(run.data),
+    }
+
+
+def note_of(job_id: str, fields: Mapping[str, str]) -> Note:
+    try:
+        return Note.model_validate(fields, extra="ignore")
+    except ValueError as error:
+        raise _unreadable(job_id, fields, error) from error
+
+
+def state_of(job_id: str, fields: Mapping[str, str]) -> JobState:
+    try:
+        return JobState.model_validate(fields, extra="ignore")
+    except ValueError as error:
+        raise _unreadable(job_id, fields, error) from error
+
+
+def _unreadable(job_id: str, fields: Mapping[str, str], error: Exception) -> Unreadable:
+    return Unreadable(
+        f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
+        f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
+        f"wrote it, or `hone cancel {job_id}` and `hone rm {job_id}`"
+    )
+
+
+def event_of(job_id: str, id: str, fields: Mapping[str, str]) -> Event:
+    """Returns the event; an unreadable event is shown as such, at its place."""
+    try:
+        shown = {**fields, "id": id, "job_id": job_id, "data": json.loads(fields["data"])}
+        return Event.model_validate(shown, extra="ignore")
+    except (KeyError, ValueError) as error:
+        message = f"this event cannot be read by this version of Hone: {_first_line(error)}"
+        time_s = int(id.split("-")[0]) / 1000
+        return Event(
+            id=id, job_id=job_id, time=time_s, type="log", level="warning", message=message
+        )
+
+
+def check_event_id(id: str, name: str) -> None:
+    """Raises BadRequest, naming the parameter, for an id that Redis would refuse."""
+    found = EVENT_ID.fullmatch(id)
+    if not found or any(int(part or 0) > MAX_ID_PART for part in found.groups()):
+        raise BadRequest(f"{name} is {id!r}; expected an event's id such as '1763700000000-0'")
+
+
+def is_first_id(id: str) -> bool:
+    """Whether the id is 0-0, in any notation."""
+    return "-" in id and not any(map(int, id.split("-")))
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,57 @@
+"""Uploaded files that were removed, or are being removed: no job can be submitted with such a
+file."""
+
+from __future__ import annotations
+
+from services.orchestrator.store import keys
+from services.orchestrator.store.connection import Connection
+from services.orchestrator.store.lua import once
+from shared.errors import Conflict
+from shared.wire import UploadedFile
+
+REMOVE_FILE = once("""
+  for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
+    local files = is_job(id) and not has_ended(id) and field(id, 'files') or ''
+    if string.find(' ' .. files .. ' ', ' ' .. call.file .. ' ', 1, true) then
+      return id .. ' ' .. field(id, 'status')
+    end
+  end
+  redis.call('SET', REMOVED .. call.file, call.created_at, 'EX', call.removed_ttl_s)
+  return 'ok'
+""")
+"""call: file, created_at, removed_ttl_s. From now on no job is submitted with the file. Returns
+'ok'; or, if a job that has not ended names the file, that job's id and status, and the file
+stays."""
+
+
+class Removals:
+    """Each is remembered for `ttl_s` seconds. Every method raises StoreUnavailable when Redis
+    cannot be reached."""
+
+    def __init__(self, connection: Connection, ttl_s: int) -> None:
+        self._call, self._do, self._redis = connection.call, connection.do, connection.client
+        self._ttl_s = ttl_s
+        self._remove = connection.client.register_script(REMOVE_FILE)
+
+    async def add(self, file: UploadedFile) -> None:
+        """Lets no further job be submitted with the uploaded file. Raises Conflict while a job that
+        has not ended names it."""
+        answer = await self._call(
+            self._remove, file=file.id, created_at=file.created_at, removed_ttl_s=self._ttl_s
+        )
+        if answer != "ok":
+            job_id, status = answer.split(" ")
+            raise Conflict(
+                f"file {file.id!r} is in use by job {job_id!r}, which is {status}; cancel the job "
+                "or wait for its end"
+            )
+
+    async def undo(self, file_id: str) -> None:
+        """Lets jobs be submitted again with a file that was removed and uploaded again."""
+        await self._do(self._redis.delete(keys.REMOVED + file_id))
+
+    async def created_at(self, file_id: str) -> int | None:
+        """Returns when a removed file had been made, in Unix seconds; None if the file was not
+        removed."""
+        found = await self._do(self._redis.get(keys.REMOVED + file_id))
+        return None if found is None else int(found)

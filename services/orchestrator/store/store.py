@@ -1,0 +1,351 @@
+"""Jobs in Redis. A job's hash is the truth. Every change is one atomic script (scripts.py), which a
+retry does not repeat. The keys are in keys.py, the connection is in connection.py, the methods for
+workers are in worker_side.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.orchestrator.runs.found import FoundRun
+from services.orchestrator.runs.note import Note
+from services.orchestrator.store import identity, keys, rebuilding, scripts
+from services.orchestrator.store.connection import Connection, StoreUnavailable
+from services.orchestrator.store.known_slots import KnownSlots
+from services.orchestrator.store.lists import Lists, Wanted
+from services.orchestrator.store.loans import Loans
+from services.orchestrator.store.records import (
+    Unreadable,
+    check_event_id,
+    event_of,
+    fields_of,
+    is_first_id,
+    note_of,
+    record_of,
+    state_of,
+)
+from services.orchestrator.store.registrations import Registrations
+from services.orchestrator.store.removals import Removals
+from services.orchestrator.store.submissions import Submission, fingerprint_of
+from services.orchestrator.store.used_models import UsedModels
+from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST, WorkerSide
+from services.orchestrator.tasks import stop
+from shared.errors import BadRequest, Conflict, Failed, NotFound
+from shared.job import JOB_ID, Job
+from shared.wire import (
+    TERMINAL,
+    Checkpoint,
+    Event,
+    JobDeleted,
+    JobList,
+    JobRecord,
+    JobState,
+    RecoveredJob,
+)
+
+KEY_TTL_S = 24 * 3600
+"""Seconds that an idempotency key or a job's deletion is remembered."""
+
+REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+
+
+class Store(WorkerSide):
+    """All of the orchestrator's state, with the API's operations on it. `samplers` are the
+    registered samplers, `loans` the samplers that evaluations use, `slots` the heartbeats of all
+    trainers, `removals` the removed uploaded files, and `used_models` the models that jobs begin
+    with. Every method raises StoreUnavailable when Redis cannot be reached, and StoreEmptied when
+    it is not the jobs' Redis. The newest `keep_jobs` ended jobs are kept, and at least the newest
+    `keep_events` events of each job."""
+
+    def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
+        limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
+        self._connection = connection = Connection(url, limits)
+        super().__init__(connection)
+        self.samplers = Registrations(connection)
+        self.loans = Loans(connection)
+        self.slots = KnownSlots(connection)
+        self.removals = Removals(connection, KEY_TTL_S)
+        self.used_models = UsedModels(connection)
+        self._lists = Lists(connection)
+        self._deciding = asyncio.Lock()  # which Redis is used
+        self._watch: asyncio.Task[None] | None = None  # whether it still has the jobs
+        self._redis, self._followers = connection.client, connection.followers
+        self._do, self._hash = connection.do, connection.hash
+        self._submit = self._redis.register_script(scripts.SUBMIT)
+        self._withdraw = self._redis.register_script(scripts.WITHDRAW)
+        self._pause = self._redis.register_script(scripts.PAUSE)
+        self._resume = self._redis.register_script(scripts.RESUME)
+        self._cancel = self._redis.register_script(scripts.CANCEL)
+        self._delete = self._redis.register_script(scripts.DELETE)
+
+    async def open(self) -> None:
+        """Checks that Redis is durable, and that every waiting job is in the queue. From then on a
+        Redis that lost its data is not used. Raises Unavailable if Redis cannot be reached,
+        BadRequest if its configuration may lose data."""
+        for key, wanted in REQUIRED.items():
+            found = (await self._do(self._redis.config_get(key))).get(key)
+            if found != wanted:
+                raise BadRequest(
+                    f"Redis has {key} {found!r}, so it can lose jobs; set '{key} {wanted}' and "
+                    "start again"
+                )
+        self._connection.accept(await identity.identify(self._connection))
+        await self._call(self._redis.register_script(scripts.OPEN))
+
+    async def check(self, runs_dir: Path) -> str | None:
+        """Returns why this Redis must not be used: it does not have the jobs of `runs_dir`; None if
+        it has. Then, or once the jobs are taken to another Redis, it is not used."""
+        async with self._deciding:
+            refused = self._connection.refused
+            found = await identity.check(self._connection, runs_dir)
+            if refused and not found:
+                await self._call(self._redis.register_script(scripts.OPEN))
+            self._watch = self._watch or asyncio.create_task(
+                identity.watch(self._connection, runs_dir, self._deciding)
+            )
+            return found
+
+    def unmounted(self, runs_dir: Path) -> str | None:
+        """Returns why `runs_dir` is not the folder of the jobs' run folders; None if it is. Waits
+        for its disk without limit."""
+        try:
+            return identity.unmounted(self._connection, runs_dir)
+        except Failed as error:
+            return error.detail
+
+    @property
+    def identity(self) -> str | None:
+        """The identity of the jobs' Redis."""
+        return self._connection.identity
+
+    async def close(self) -> None:
+        if self._watch:
+            await stop(self._watch)
+        await self._connection.close()
+
+    async def why_unusable(self) -> str | None:
+        """Returns why Redis lets no job be accepted, shown or run: it is away, or is not the jobs'
+        Redis. None if it can be used."""
+        try:
+            return await self._connection.differs()
+        except StoreUnavailable as error:
+            return error.detail
+
+    async def submit(self, submission: Submission) -> JobRecord:
+        """Returns the record of the queued job, or of the job already submitted with the key. The
+        job is in Redis, on disk, when this returns. Raises Conflict for a key that was used for
+        another job or withdrawn, and BadRequest for an uploaded file that was removed meanwhile."""
+        fingerprint, key = submission.fingerprint, submission.key
+        answer = await self._call(
+            self._submit,
+            id=submission.id,
+            key=key or "",
+            key_ttl_s=KEY_TTL_S,
+            fingerprint=fingerprint,
+            fields=submission.fields,
+        )
+        if answer == "taken":
+            raise Conflict(f"there is a job {submission.id!r} already; submit again for another id")
+        what, _, file = answer.partition(" ")
+        if what == "removed":
+            raise BadRequest(f"the uploaded file {file!r} was removed while the job was submitted")
+        return await self.get(_same(key, answer, fingerprint))
+
+    async def submitted(self, asked: Job, key: str | None) -> JobRecord | None:
+        """Returns the job `asked` that was submitted with the key, None if none was. Raises
+        Conflict for a key that was used for another job or withdrawn."""
+        answer = await self._do(self._redis.get(keys.KEY + key)) if key else None
+        return await self.get(_same(key, answer, fingerprint_of(asked))) if answer else None
+
+    async def withdraw(self, key: str) -> str | None:
+        """From now on no job can be submitted with the key. Returns the id of the job that was
+        submitted with the key, None if none was."""
+        answer = await self._call(self._withdraw, key=key, key_ttl_s=KEY_TTL_S)
+        return None if answer == scripts.WITHDRAWN else answer.partition(" ")[0]
+
+    async def get(self, job_id: str) -> JobRecord:
+        """Raises NotFound, or Unreadable for a record that this version cannot read."""
+        (record,) = await self._lists.with_places([await self._read(job_id)])
+        return record
+
+    async def _read(self, job_id: str) -> JobRecord:
+        """Returns the record without its place in the queue; raises as `get` does."""
+        fields = await self._hash(keys.job(_known(job_id)))
+        if not fields:
+            raise _no_job(job_id)
+        return record_of(job_id, fields)
+
+    async def note(self, job_id: str) -> Note:
+        """Returns the part of the record that the run folder keeps. Raises NotFound, or
+        Unreadable."""
+        fields = await self._hash(keys.job(_known(job_id)))
+        if not fields:
+            raise _no_job(job_id)
+        return note_of(job_id, fields)
+
+    async def status(self, job_id: str) -> str | None:
+        """Returns the job's status, or None if there is no such job (any more)."""
+        return await self._do(self._redis.hget(keys.job(job_id), "status"))
+
+    async def doing(self, job_id: str) -> str | None:
+        """Returns what a running or waiting job does; None if nothing is known, or there is no such
+        job."""
+        try:
+            record = await self.get(job_id)
+        except (NotFound, Unreadable):
+            return None
+        if record.place is not None:
+            why = [f"the trainer {at} {each.why}" for at, each in record.waits_for.items()]
+            return "; ".join([f"{record.status}, place {record.place} in the queue", *why])
+        return record.doing if record.status == "running" else None
+
+    async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
+        """Returns up to `limit` of the jobs `wanted`, newest first, older than `after`: a job's id,
+        or a list's `next_after`, which stays valid when that job is removed. Unreadable records are
+        listed by id. Raises NotFound if `after` is neither."""
+        return await self._lists.page(after, limit, wanted or Wanted())
+
+    async def cut_off(self) -> dict[str, str]:
+        """Returns the trainer of each interrupted job (begun, without a worker now), by id. A
+        resumed job counts only once it has begun again."""
+        return await self._lists.cut_off()
+
+    async def cancel(self, job_id: str) -> JobState:
+        """Returns the state of the job, which is cancelled now if it was queued or paused and soon
+        if it runs. Cancelling again changes nothing. Raises Conflict if the job has ended
+        otherwise."""
+        before = await self._call(self._cancel, id=_known(job_id))
+        if before in ("succeeded", "failed"):
+            raise Conflict(
+                f"job {job_id!r} has {before}; only a queued, running or paused job can be "
+                "cancelled"
+            )
+        return await self.state(job_id)
+
+    async def pause(self, job_id: str, why: str = PAUSED_ON_REQUEST) -> JobState:
+        """Returns the state of the job, which is paused now if it was queued and soon if it runs.
+        `why` is the reason shown if it is paused now. Pausing again changes nothing. Raises
+        Conflict if the job has ended."""
+        before = await self._call(self._pause, id=_known(job_id), paused=why)
+        if before in TERMINAL:
+            raise Conflict(
+                f"job {job_id!r} {_has(before)}; only a queued or running job can be paused"
+            )
+        return await self.state(job_id)
+
+    async def resume(self, job_id: str, job: Job | None = None) -> JobState:
+        """Returns the state of the job, which is queued again if it was paused, as the changed
+        `job` if given. A pause that was requested and has not happened yet is called off. Raises
+        Conflict if the job has ended, or if it runs and `job` is given."""
+        fields = fields_of(job) if job else None
+        before = await self._call(self._resume, id=_known(job_id), fields=fields)
+        if job and before in ("queued", "running"):
+            raise Conflict(f"job {job_id!r} is {before}; pause it before you change it")
+        if before in TERMINAL:
+            raise Conflict(f"job {job_id!r} {_has(before)}; only a paused job can be resumed")
+        return await self.state(job_id)
+
+    async def ended_run_dir(self, job_id: str) -> Path | None:
+        """Returns the run folder of an ended job, None if there is no such job (any more). Raises
+        Conflict for a job that has not ended."""
+        try:
+            fields = await self._hash(keys.job(_known(job_id)))
+        except Unreadable:  # no record at all; `delete` removes the remains
+            return None
+        if "status" in fields and fields["status"] not in TERMINAL:
+            raise _not_ended(job_id, fields["status"])
+        return Path(fields["run_dir"]) if "run_dir" in fields else None
+
+    async def delete(self, job_id: str) -> JobDeleted:
+        """Forgets an ended job: record, events and idempotency key. Deleting again changes nothing.
+        Raises Conflict for a job that has not ended."""
+        before = await self._call(self._delete, id=_known(job_id), deleted_ttl_s=KEY_TTL_S)
+        if not before:
+            raise _no_job(job_id)
+        if before != "deleted":
+            raise _not_ended(job_id, before)
+        return JobDeleted(id=job_id)
+
+    async def recover(self, runs: Sequence[FoundRun], runs_dir: Path) -> list[RecoveredJob]:
+        """Makes a record for each run folder whose job has none, and notes this Redis as the Redis
+        of the jobs in `runs_dir`."""
+        async with self._deciding:
+            return await rebuilding.rebuild(self._connection, runs, runs_dir, KEY_TTL_S)
+
+    async def events(
+        self, job_id: str, after: str, *, block_s: float | None = None, count: int = 1000
+    ) -> list[Event]:
+        """Returns the events after id `after` ("0" for all); waits up to `block_s` seconds for the
+        first. Raises BadRequest for an invalid event id."""
+        check_event_id(after, "after")
+        block = None if block_s is None else max(int(block_s * 1000), 1)
+        client = self._redis if block is None else self._followers
+        streams = await self._do(
+            client.xread({keys.events(job_id): after}, count=count, block=block)
+        )
+        return [event_of(job_id, id, fields) for id, fields in (streams[0][1] if streams else [])]
+
+    async def newest_events(self, job_id: str, before: str | None, limit: int) -> list[Event]:
+        """Returns up to `limit` events, newest first, older than event `before`."""
+        if before and is_first_id(before):
+            return []  # Redis has no id before it
+        latest = f"({before}" if before else "+"
+        found = await self._do(
+            self._redis.xrevrange(keys.events(job_id), max=latest, min="-", count=limit)
+        )
+        return [event_of(job_id, id, fields) for id, fields in found]
+
+    async def ended_ids(self) -> list[str]:
+        """Returns the ids of the ended jobs, the latest first."""
+        return await self._do(self._redis.zrevrange(keys.ENDED, 0, -1))
+
+    async def checkpoints(self, job_id: str) -> list[Checkpoint]:
+        """Returns all checkpoints that were ever reported, by step."""
+        found = [json.loads(text) for text in (await self._hash(keys.checkpoints(job_id))).values()]
+        checkpoints = [Checkpoint.model_validate(data, extra="ignore") for data in found]
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+
+    async def state(self, job_id: str) -> JobState:
+        """Returns the job's state. Parses only these fields, so that an unreadable record is no
+        obstacle."""
+        fields = await self._hash(keys.job(job_id))
+        if not fields:
+            raise _no_job(job_id)
+        return state_of(job_id, fields)
+
+
+def _known(job_id: str) -> str:
+    """Returns the id; raises NotFound for an invalid id."""
+    if not re.fullmatch(JOB_ID, job_id):
+        raise _no_job(job_id)
+    return job_id
+
+
+def _same(key: str | None, answer: str, fingerprint: str) -> str:
+    """Returns the id of the key's job. Raises Conflict if the key was used for another job."""
+    if answer == scripts.WITHDRAWN:
+        raise Conflict(f"the submission with Idempotency-Key {key!r} was withdrawn; use a new key")
+    job_id, known = answer.split(" ")
+    if known != fingerprint:
+        raise Conflict(
+            f"Idempotency-Key {key!r} was used for job {job_id!r} with other content; use a new "
+            "key",
+            code="body_differs",
+        )
+    return job_id
+
+
+def _no_job(job_id: str) -> NotFound:
+    return NotFound(f"no job {job_id!r}; GET /v1/jobs lists them")
+
+
+def _not_ended(job_id: str, status: str) -> Conflict:
+    return Conflict(f"job {job_id!r} is {status}; cancel it before you delete it")
+
+
+def _has(status: str) -> str:
+    return f"was {status}" if status == "cancelled" else f"has {status}"

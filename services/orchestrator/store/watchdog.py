@@ -1,0 +1,91 @@
+"""Ends a process whose event loop stands still. Such a process cannot renew its lease and answers
+nobody, though its port is open. `hone up`, Kubernetes or systemd restarts it, and the job goes on.
+
+It is a thread, because the loop runs nothing then. It counts its own ticks and reads no clock, so a
+pause of the whole process (SIGSTOP, a suspended machine) does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+
+from shared.host.logs import get_logger
+from shared.settings import Settings
+
+SHARE = 0.8
+"""Share of the lease after which the worker's own heartbeat gives up the lease."""
+
+MIN_S = 10.0
+"""Least limit, for short leases: a shorter standstill may be a busy machine."""
+
+NUM_TICKS = 20
+
+EXIT_CODE = 70
+"""EX_SOFTWARE of sysexits.h."""
+
+SAY_S = 1.0
+"""Seconds for logging. A blocked log (a pipe that nobody reads, a full disk) may be the reason for
+the standstill."""
+
+WATCHING, LOGGING = "watchdog", "watchdog-log"
+"""Names of threads."""
+
+
+def limit_s(settings: Settings) -> float:
+    """Returns the seconds for which the event loop may stand still."""
+    return max(settings.lease_s * SHARE, MIN_S)
+
+
+def watch(
+    loop: asyncio.AbstractEventLoop, limit_s: float, end: Callable[[int], object] = os._exit
+) -> threading.Thread:
+    """Returns the thread that calls `end` once the loop ran nothing for `limit_s` seconds. After
+    half of that it logs where all threads are. It ends with the loop."""
+    thread = threading.Thread(
+        target=_watch, args=(loop, limit_s / NUM_TICKS, end), name=WATCHING, daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _watch(loop: asyncio.AbstractEventLoop, tick_s: float, end: Callable[[int], object]) -> None:
+    ran = threading.Event()
+    while True:
+        ran.clear()
+        try:
+            loop.call_soon_threadsafe(ran.set)
+        except RuntimeError:  # the loop is closed
+            return
+        num_ticks = 0
+        while not ran.wait(tick_s):
+            num_ticks += 1
+            if num_ticks == NUM_TICKS // 2:
+                _say("the event loop stands still", num_ticks * tick_s)
+            if num_ticks == NUM_TICKS:
+                _say("the event loop stands still; the process ends", num_ticks * tick_s)
+                end(EXIT_CODE)
+                return
+        time.sleep(tick_s)
+
+
+def _say(message: str, seconds: float) -> None:
+    """Logs the message, and returns within SAY_S."""
+    saying = threading.Thread(target=_log, args=(message, seconds), name=LOGGING, daemon=True)
+    saying.start()
+    saying.join(SAY_S)
+
+
+def _log(message: str, seconds: float) -> None:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = {
+        name: "".join(traceback.format_stack(frame))
+        for ident, frame in sys._current_frames().items()
+        if (name := names.get(ident, str(ident))) not in (WATCHING, LOGGING)
+    }
+    get_logger().error(message, seconds=round(seconds, 1), stacks=stacks)

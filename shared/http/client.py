@@ -1,0 +1,389 @@
+"""The one client for the services. Only this file says how a call waits, is retried and is given
+up.
+
+A call has a deadline. It sends `Prefer: respond-async`, so work longer than a proxy's time limit is
+polled for. After a dropped connection or a restart of the service it asks again with the same
+idempotency key. Retried: connection failures, 503, 429, a 5xx that is not the service's own. Never:
+anything the service answered on purpose. (Redis and judges have clients of their own, which retry
+by their own rules.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+from pydantic import BaseModel
+
+from shared.errors import BadRequest, Busy, HoneError, Unavailable, from_problem
+from shared.host import tracing
+from shared.host.logs import get_logger, request_id
+from shared.http import codec
+from shared.http.front_door import proxy_headers, sent
+from shared.http.polling import FIRST_PAUSE_S, MAX_PAUSE_S, Poller
+from shared.http.presence import Presence, Tell, tell_nobody
+from shared.http.tls import trusted_by
+from shared.http.urls import PORTS, is_direct, without_password
+from shared.wire import VersionInfo
+
+WAIT_S = 20
+MAX_FETCHES = 4
+"""Most results fetched at once: polled operations end together, and their results are large."""
+
+CHUNK_BYTES = 1 << 20
+"""Larger bodies are sent in pieces of this size."""
+
+FIRST_REPORT_S, REPORT_S = 3.0, 10.0
+
+HUB = "the Hugging Face Hub"
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Client:
+    """Calls one service, which errors call `name`. `binary` sends and asks for msgpack instead of
+    JSON. A call fails once the service was away (unreachable, or answering 503) for `patience_s`
+    seconds without a break, even if its deadline is later. `tell` is called when the service has
+    been away for some seconds, and when it is back. `headers` go with every request."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        token: str | None = None,
+        binary: bool = False,
+        patience_s: float = 90.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+        tell: Tell = tell_nobody,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.url = url.rstrip("/")
+        self._shown = without_password(self.url)
+        self._patience_s = patience_s
+        self._media_type = codec.MSGPACK if binary else codec.JSON
+        own = {"accept": self._media_type} | ({"authorization": f"Bearer {token}"} if token else {})
+        own |= proxy_headers(self.url) | dict(headers or {})
+        limits = httpx.Limits(max_connections=256, max_keepalive_connections=64)
+        timeout = httpx.Timeout(connect=5.0, read=WAIT_S + 10.0, write=60.0, pool=None)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=own,
+            timeout=timeout,
+            limits=limits,
+            transport=transport,
+            trust_env=not is_direct(urlsplit(self.url).hostname or ""),
+            verify=trusted_by(self.url),
+        )
+        self.poller = Poller(self._http, WAIT_S)
+        self._fetching = asyncio.Semaphore(MAX_FETCHES)
+        self._presence = Presence(name, tell)
+
+    @property
+    def away(self) -> tuple[str, float] | None:
+        """Which service is reported as away, this one or a service it needs, and since when (Unix
+        time)."""
+        return self._presence.away
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self.poller.close()
+        await self._http.aclose()
+
+    async def ping(self, deadline_s: float) -> None:
+        """Raises Unavailable at once if nothing answers. Raises BadRequest, naming the setting, if
+        another service or something else answers."""
+        named = (
+            f"HONE_{self.name.upper()}_URL is the {self.name} service's, by default "
+            f"http://127.0.0.1:{PORTS[self.name]}"
+        )
+        try:
+            found = await self.call(
+                "GET", "/version", None, VersionInfo, deadline_s=deadline_s, patience_s=0
+            )
+        except Unavailable:
+            raise
+        except HoneError as error:
+            raise BadRequest(
+                f"what answers at {self._shown} is no service of Hone; {named}"
+            ) from error
+        if found.service != self.name:
+            raise BadRequest(
+                f"{self._shown} is the {found.service} service of Hone, not the {self.name} "
+                f"service; {named}"
+            )
+
+    async def get(self, path: str, result: type[M], *, deadline_s: float = 30.0) -> M:
+        """Returns what `GET path` answers. Raises the service's own HoneError, or Unavailable after
+        `deadline_s`."""
+        ask = _Ask("GET", path, None, deadline_s, self._patience_s)
+        return await self._retrying(ask, result)
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: BaseModel | None,
+        result: type[M],
+        *,
+        deadline_s: float,
+        key: str | None = None,
+        wait_s: int | None = None,
+        patience_s: float | None = None,
+    ) -> M:
+        """Returns the result of the operation, which may take up to `deadline_s` seconds.
+
+        `key` is its Idempotency-Key; without one each call has its own. After `wait_s` seconds (20)
+        the operation is polled for, together with all others of this client, so it holds no
+        connection. `patience_s` replaces the client's; if it is longer than the deadline, time in
+        which the service is away does not count towards the deadline. Raises the service's own
+        HoneError, or Unavailable naming the service and what it waited for.
+        """
+        ask = _Ask(
+            method,
+            path,
+            body,
+            deadline_s,
+            self._patience_s if patience_s is None else patience_s,
+            key or secrets.token_hex(12),
+            WAIT_S if wait_s is None else wait_s,
+            patience_s is None or patience_s <= deadline_s,
+        )
+        return await self._retrying(ask, result)
+
+    async def events(
+        self, path: str, *, last_id: str | None = None
+    ) -> AsyncGenerator[tuple[str, str, str]]:
+        """Yields `(id, event, data)` of the server-sent events at `path`, without resuming; the
+        caller resumes with `last_id`."""
+        headers = {"accept": "text/event-stream", "x-request-id": request_id()}
+        if last_id:
+            headers["last-event-id"] = last_id
+        try:
+            async with self._http.stream("GET", path, headers=headers) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise self._error(response)
+                fields: dict[str, str] = {}
+                async for line in _lines(response):
+                    name, _, value = line.partition(":")
+                    if line and name:
+                        value = value.removeprefix(" ")
+                        fields[name] = (
+                            f"{fields[name]}\n{value}"
+                            if name == "data" and "data" in fields
+                            else value
+                        )
+                    elif not line and "data" in fields:
+                        yield fields.get("id", ""), fields.get("event", "message"), fields["data"]
+                        fields = {}
+        except httpx.RequestError as error:
+            raise self._unreachable(error) from error
+
+    async def pieces(self, path: str, *, first_byte: int = 0) -> AsyncGenerator[bytes]:
+        """Yields the bytes of the file at `path` from `first_byte` on, without resuming; the caller
+        resumes. Raises the service's own HoneError, and Unavailable where the connection breaks."""
+        headers = {"accept-encoding": "identity", "x-request-id": request_id()}
+        if first_byte:
+            headers["range"] = f"bytes={first_byte}-"
+        try:
+            async with self._http.stream("GET", path, headers=headers) as response:
+                if response.status_code != (206 if first_byte else 200):
+                    await response.aread()
+                    raise self._error(response)
+                async for piece in response.aiter_raw():
+                    yield piece
+        except httpx.RequestError as error:
+            raise self._unreachable(error) from error
+
+    def _request(self, ask: _Ask) -> httpx.Request:
+        content: bytes | _Chunks | None = None
+        headers = {"x-request-id": request_id(), **tracing.headers()}
+        if ask.body is not None:
+            data = (
+                codec.pack(ask.body)
+                if self._media_type == codec.MSGPACK
+                else memoryview(codec.encode(ask.body))
+            )
+            content = bytes(data) if len(data) <= CHUNK_BYTES else _Chunks(data)
+            headers |= {"content-type": self._media_type, "content-length": str(len(data))}
+        if ask.key:
+            prefer = f"respond-async, wait={ask.wait_s}"
+            headers |= {"prefer": prefer, "idempotency-key": ask.key}
+        return self._http.build_request(ask.method, ask.path, content=content, headers=headers)
+
+    async def _retrying(self, ask: _Ask, result: type[M]) -> M:
+        request = self._request(ask)
+        watch = _Watch(self.name, f"{ask.method} {ask.path}", request.headers["x-request-id"])
+        end = time.monotonic() + ask.deadline_s
+        pause_s = FIRST_PAUSE_S
+        away_since: float | None = None
+        missed, missed_at = None, 0.0
+        while True:
+            asked_at = time.monotonic()
+            try:
+                async with asyncio.timeout(max(end - asked_at, 0.01)):
+                    response = await self._finished(request, watch)
+                if response.status_code in (200, 201):
+                    media_type = response.headers.get("content-type", codec.JSON).partition(";")[0]
+                    return codec.decode(result, response.content, media_type)
+                problem = self._error(response)
+            except TimeoutError as error:
+                if missed and watch.heard_at <= missed_at:  # it is away, and not slow
+                    raise missed from error
+                raise Unavailable(
+                    f"{self.name} at {self._shown} did not finish {ask.method} {ask.path} within "
+                    f"{ask.deadline_s:g} s",
+                    code="deadline",
+                ) from error
+            except httpx.RequestError as error:
+                problem = self._unreachable(error)
+            if not (isinstance(problem, Unavailable) or problem.code == "no_operation"):
+                raise problem
+            if isinstance(problem, Unavailable) and not isinstance(problem, Busy):
+                who = HUB if problem.code == "hub_away" else None
+                await self._presence.missed(asked_at, problem.detail, who)
+            now = time.monotonic()
+            away_since = max(asked_at if away_since is None else away_since, watch.heard_at)
+            if isinstance(problem, Busy):
+                pause_s = max(pause_s, problem.retry_after_s)
+            if isinstance(problem, Busy) or problem.code == "no_operation":
+                away_since, missed = now + pause_s, None  # it is there
+            else:
+                missed, missed_at = problem, now
+                end += 0.0 if ask.counts_away else now + pause_s - asked_at
+            if now + pause_s >= min(end, away_since + ask.patience_s):
+                raise problem
+            watch.waits_for_service(problem.detail)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, MAX_PAUSE_S)
+
+    async def _finished(self, request: httpx.Request, watch: _Watch) -> httpx.Response:
+        """Returns the answer, polled for while the operation is under way."""
+        response = await sent(self._http, request)
+        if response.status_code < 500:
+            await self._presence.heard()
+        pause_s = FIRST_PAUSE_S
+        while response.status_code == 202 and "location" in response.headers:
+            location = response.headers["location"]
+            watch.heard_at = time.monotonic()
+            try:
+                while not await self.poller.ended(location, watch.report_in_s()):
+                    watch.waits_for_operation()
+            finally:
+                watch.heard_at = max(watch.heard_at, self.poller.heard_at)
+            async with self._fetching:
+                response = await sent(self._http, self._http.build_request("GET", location))
+            if response.status_code == 202:  # the poll was answered by another process
+                await asyncio.sleep(pause_s)
+                pause_s = min(pause_s * 2, MAX_PAUSE_S)
+        return response
+
+    def _error(self, response: httpx.Response) -> HoneError:
+        try:
+            document: Any = response.json()
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            document = None
+        problem = cast(dict[str, Any], document) if isinstance(document, dict) else None
+        error = from_problem(response.status_code, problem, f"{self.name} at {self._shown}")
+        after = response.headers.get("retry-after", "")
+        if isinstance(error, Busy) and after.isdecimal():
+            error.retry_after_s = int(after)
+        return error
+
+    def _unreachable(self, error: httpx.RequestError) -> Unavailable:
+        why = f"{type(error).__name__}: {str(error) or 'connection lost'}"
+        return Unavailable(
+            f"cannot reach the {self.name} service at {self._shown}: {why}", code="unreachable"
+        )
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[str]:
+    """Yields the lines of a stream of events. Other line separators, such as U+2028, do not end a
+    line: JSON contains them unescaped."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r").decode()
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """One call, with the arguments of `Client.call`. Without a key it is not an operation."""
+
+    method: str
+    path: str
+    body: BaseModel | None
+    deadline_s: float
+    patience_s: float
+    key: str | None = None
+    wait_s: int = 0
+    counts_away: bool = True
+    """Whether time in which the service is away counts towards the deadline."""
+
+
+class _Chunks:
+    """A large body, sent in pieces as often as it is asked for: sent at once, it would be copied
+    twice on its way into the socket."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+
+    async def __aiter__(self) -> AsyncGenerator[bytes]:
+        for start in range(0, len(self._data), CHUNK_BYTES):
+            yield bytes(self._data[start : start + CHUNK_BYTES])
+
+
+class _Watch:
+    """Logs what a call waits for, after `FIRST_REPORT_S` seconds and then every `REPORT_S`. The log
+    line's `service` is the caller. `heard_at` is when the service last said that it works on the
+    call."""
+
+    def __init__(self, service: str, operation: str, request_id: str) -> None:
+        self.heard_at = 0.0
+        self._names = {"waits_for": service, "to": operation, "request_id": request_id}
+        self._start = time.monotonic()
+        self._report_at = self._start + FIRST_REPORT_S
+
+    def waits_for_service(self, reason: str) -> None:
+        if self._is_time():
+            get_logger().warning(
+                "waiting for a service", **self._names, reason=reason, seconds=self._seconds()
+            )
+
+    def waits_for_operation(self) -> None:
+        if self._is_time():
+            get_logger().info("waiting for an operation", **self._names, seconds=self._seconds())
+
+    def report_in_s(self) -> float:
+        return max(self._report_at - time.monotonic(), 0.0)
+
+    def _is_time(self) -> bool:
+        now = time.monotonic()
+        if now < self._report_at:
+            return False
+        self._report_at = now + REPORT_S
+        return True
+
+    def _seconds(self) -> int:
+        return round(time.monotonic() - self._start)

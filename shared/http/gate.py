@@ -1,0 +1,221 @@
+"""What every request passes: request id, Host and bearer check, body limit, timing, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+import time
+from contextvars import ContextVar
+from typing import Protocol
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared.errors import BadRequest, HoneError, Malformed, NotFound, Unauthorized
+from shared.host.logs import get_logger
+from shared.http import connections
+from shared.http.draining import Draining
+from shared.http.health import OPEN_PATHS
+from shared.http.ownership import HEADER, Ownership, asking, asking_of
+from shared.http.rendering import problem
+from shared.http.streams import LINES
+from shared.http.urls import is_loopback
+from shared.settings import Settings
+from shared.wire import ApiKey
+
+SINGLE = ("host", "authorization", "content-type", "content-length", "idempotency-key")
+"""Headers that may come only once. Of two values, a proxy and this service might read different
+ones."""
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+"""A valid request id. A request with any other X-Request-Id gets a new id."""
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+"""Characters that no path may have: `$` in a route's pattern also matches before a final line
+feed."""
+
+caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)
+"""The API key of the current request; None: it has HONE_TOKEN, or needs no token."""
+
+STREAMS = (b"text/event-stream", LINES.encode())
+
+
+class RequestMetrics:
+    """How many requests were answered, and in what time."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.count = Counter(
+            "hone_http_requests",
+            "Requests answered",
+            ["method", "path", "status"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "hone_http_request_seconds", "Time to answer", ["method", "path"], registry=registry
+        )
+
+
+class Keys(Protocol):
+    """The API keys that a service accepts beside HONE_TOKEN."""
+
+    async def check(self, secret: str, method: str, path: str) -> ApiKey:
+        """Returns the key with this secret. Raises Unauthorized if there is none, and Forbidden if
+        it does not allow the method. Routes check further rights by `caller`."""
+        ...
+
+
+class Gate:
+    """Plain ASGI middleware, so streams stream."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: RequestMetrics,
+        draining: Draining,
+        ownership: Ownership,
+        keys: Keys | None = None,
+    ) -> None:
+        self._app = app
+        self._ownership = ownership
+        self._keys = keys
+        self._token = settings.bearer()
+        self._max_body_bytes = settings.max_body_mib << 20
+        self._metrics = metrics
+        self._draining = draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        request_id = headers.get("x-request-id", "")
+        if not REQUEST_ID.fullmatch(request_id):
+            request_id = secrets.token_hex(8)
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+        status = 0
+        start = time.perf_counter()
+        task = asyncio.current_task()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if task and _is_stream(message):
+                    self._draining.ends_stream(task)
+                message.setdefault("headers", []).append((b"x-request-id", request_id.encode()))
+            await send(message)
+
+        try:
+            _check_single([name.decode("latin-1").lower() for name, _ in scope["headers"]])
+            is_authorized = await self._authorize(scope, headers)
+            self._check(scope["path"], headers)
+            asking.set(asking_of(headers.get(HEADER, "")) if is_authorized else None)
+            self._ownership.hear()
+            await self._app(scope, self._bounded(receive), send_with_id)
+        except HoneError as error:
+            await problem(error)(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # by the end of the service: see `Service.server`
+            if not self._draining.has_begun():
+                raise
+            if not status:
+                await problem(self._draining.error())(scope, receive, send_with_id)
+        finally:
+            self._note_end(scope, status or 500, time.perf_counter() - start)
+
+    async def _authorize(self, scope: Scope, headers: dict[str, str]) -> bool:
+        """Returns whether the caller's ownership header counts: not on an open path, where anybody
+        may call. Raises Unauthorized and Forbidden."""
+        caller.set(None)
+        if self._token is None:
+            host = re.sub(r":\d+$", "", headers.get("host", ""))
+            if not is_loopback(host):
+                raise Unauthorized(
+                    f"Host is {host!r}; without HONE_TOKEN this service answers only requests to "
+                    "127.0.0.1 or localhost"
+                )
+            return True
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        is_bearer = scheme.lower() == "bearer" and given != ""
+        if is_bearer and hmac.compare_digest(given.encode(), self._token.encode()):
+            return True
+        if scope["path"] in OPEN_PATHS:
+            return False
+        if not is_bearer:
+            raise Unauthorized("the header 'Authorization: Bearer <HONE_TOKEN>' is missing")
+        if self._keys is None:
+            raise Unauthorized("the token of the header 'Authorization: Bearer' is wrong")
+        key = await self._keys.check(given, scope["method"], scope["path"])
+        caller.set(key)
+        structlog.contextvars.bind_contextvars(key=key.name)
+        return True
+
+    def _check(self, path: str, headers: dict[str, str]) -> None:
+        if CONTROL.search(path):
+            raise NotFound(f"no route {path!r:.200}: a path has no control characters")
+        if self._draining.has_begun() and path not in OPEN_PATHS:
+            raise self._draining.error()
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > self._max_body_bytes:
+            raise self._too_long(length)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Returns `receive` with limits, because a body may hide its length and may never
+        arrive."""
+        taken, is_complete, start = 0, False, asyncio.get_running_loop().time()
+
+        async def bounded() -> Message:
+            nonlocal taken, is_complete
+            if is_complete:
+                return await receive()
+            latest = start + connections.BODY_S + taken / connections.MIN_BODY_BYTES_PER_S
+            try:
+                async with asyncio.timeout_at(latest):
+                    message = await receive()
+            except TimeoutError as error:
+                raise Malformed(
+                    f"the body did not arrive in time: {taken} bytes after {latest - start:.0f} s"
+                ) from error
+            taken += len(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
+            if taken > self._max_body_bytes:
+                raise self._too_long(f"more than {self._max_body_bytes}")
+            return message
+
+        return bounded
+
+    def _too_long(self, length: str) -> BadRequest:
+        return BadRequest(
+            f"body of {length} bytes; at most {self._max_body_bytes} are taken (setting "
+            "HONE_MAX_BODY_MIB)"
+        )
+
+    def _note_end(self, scope: Scope, status: int, seconds: float) -> None:
+        path = getattr(scope.get("route"), "path", "other")
+        self._metrics.count.labels(scope["method"], path, status).inc()
+        self._metrics.seconds.labels(scope["method"], path).observe(seconds)
+        if path not in OPEN_PATHS and path != "/metrics":
+            get_logger().info(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                seconds=round(seconds, 4),
+            )
+
+
+def _check_single(names: list[str]) -> None:
+    for name in SINGLE:
+        if names.count(name) > 1:
+            raise Malformed(f"the header {name!r} came {names.count(name)} times, expected once")
+
+
+def _is_stream(start: Message) -> bool:
+    headers = dict(start.get("headers", []))
+    return headers.get(b"content-type", b"").startswith(STREAMS)

@@ -1,0 +1,83 @@
+"""The health routes of a service: /healthz, /readyz, /metrics, /version."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from shared.http import openapi
+from shared.http.draining import Draining
+from shared.wire import Dependency, Health, Readiness, VersionInfo
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
+"""Paths that need no token."""
+
+
+class Starting(str):
+    """Why a dependency is not ready when it only needs time to start."""
+
+    __slots__ = ()
+
+
+Check = Callable[[], Awaitable[str | None]]
+"""Returns None when the dependency is ready, else what it waits for."""
+
+
+def hone_version() -> str:
+    try:
+        return version("hone-rl")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def add_health_routes(
+    app: FastAPI,
+    name: str,
+    readiness: Mapping[str, Check],
+    registry: CollectorRegistry,
+    draining: Draining,
+    version_info: Callable[[], dict[str, Any]],
+) -> None:
+    @app.get("/healthz")
+    async def healthz() -> Health:
+        """The process lives."""
+        return Health(service=name)
+
+    not_ready: openapi.Responses = {503: openapi.problem_responses()[503] | {"model": Readiness}}
+
+    @app.get("/readyz", responses=not_ready)
+    async def readyz(response: Response) -> Readiness:
+        """Every dependency, and whether the service is ready: 200 or 503."""
+        details = {name: await check() for name, check in readiness.items()}
+        if draining.has_begun():
+            details["service"] = draining.error().detail
+        ready = not any(details.values())
+        response.status_code = 200 if ready else 503
+        dependencies = {
+            name: Dependency(
+                ok=detail is None, detail=detail or "ready", starting=isinstance(detail, Starting)
+            )
+            for name, detail in details.items()
+        }
+        return Readiness(ready=ready, dependencies=dependencies)
+
+    metrics_text: openapi.Responses = {
+        200: openapi.text(
+            "metrics as text", "text/plain", 'hone_http_requests_total{path="/healthz"} 1.0\n'
+        )
+    }
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=metrics_text)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def version_() -> VersionInfo:
+        """Versions of Hone and of the engine inside."""
+        return VersionInfo(service=name, hone=hone_version(), **version_info())

@@ -1,0 +1,227 @@
+"""Work that outlives the request that asked for it: idempotent by key, waited for or polled (RFC
+7240 `respond-async`).
+
+The same key with the same body joins the work under way, or gets its result again; with another
+body it is a conflict. A client that goes away cancels nothing. Failed work is forgotten with its
+key, so a repeated request tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from shared.errors import Conflict, Failed, HoneError, NotFound
+from shared.host import tracing
+from shared.host.logs import get_logger
+from shared.http.draining import Draining
+from shared.wire import WaitRequest, WaitResult
+
+KEEP_S = 600.0
+"""How long the result of an operation is kept, whether or not somebody fetched it."""
+
+KEEP_COUNT = 1024
+"""How many fetched results are kept, in case an answer is lost on its way. Results that nobody has
+fetched yet do not count: a step may have any number of groups under way."""
+
+BUSY_CHECK_S = 0.05
+"""Poll interval of the load check, in seconds, while a caller waits for the load to fall."""
+
+
+@dataclass
+class Operation:
+    id: str
+    key: str | None
+    fingerprint: str
+    task: asyncio.Task[BaseModel]
+    durable: bool = False
+    finished_at: float | None = field(default=None)
+    fetched: bool = False
+
+
+class Operations:
+    """All operations of one process. Finished operations are kept `KEEP_S` seconds, but only the
+    newest `KEEP_COUNT` fetched ones."""
+
+    def __init__(self, deadline_s: float, draining: Draining) -> None:
+        self._deadline_s = deadline_s
+        self._draining = draining
+        self._by_id: dict[str, Operation] = {}
+        self._by_key: dict[str, Operation] = {}
+
+    def start(
+        self,
+        work: Callable[[], Awaitable[BaseModel]],
+        key: str | None,
+        fingerprint: str,
+        name: str,
+        *,
+        durable: bool = False,
+    ) -> Operation:
+        """Returns the operation of `key`, and starts it unless it was started before. Raises
+        Conflict for the same key with another body. `durable` work remembers its result itself, by
+        key: while it runs it is joined, afterwards it is called again."""
+        self._forget_old()
+        if key and (known := self._by_key.get(key)):
+            if known.fingerprint != fingerprint:
+                raise Conflict(
+                    f"{key!r} was already asked for with another body; the same key must come with "
+                    "the same body",
+                    code="body_differs",
+                )
+            return known
+        task = asyncio.create_task(self._run(work, name))
+        operation = Operation(secrets.token_hex(12), key, fingerprint, task, durable)
+        self._by_id[operation.id] = operation
+        if key:
+            self._by_key[key] = operation
+        task.add_done_callback(lambda _: self._finished(operation))
+        return operation
+
+    def get(self, id: str) -> Operation:
+        if operation := self._by_id.get(id):
+            return operation
+        raise NotFound(
+            f"no operation {id!r}: it was never started here, or the service was restarted since",
+            code="no_operation",
+        )
+
+    async def wait(
+        self,
+        operation: Operation,
+        wait_s: float | None,
+        gone: Coroutine[Any, Any, None] | None = None,
+    ) -> BaseModel | None:
+        """Returns the result, or None if the work takes longer than `wait_s` seconds.
+
+        Raises the work's own HoneError, or Unavailable as soon as the service drains. `gone` ends
+        when the client goes away; if it ends first, the work is cancelled.
+        """
+        ended = await done_or(operation.task, self._draining.wait(), gone, timeout_s=wait_s)
+        if not operation.task.done() and self._draining.has_begun():
+            raise self._draining.error()
+        if not operation.task.done() and ended:
+            operation.task.cancel()
+            await asyncio.wait({operation.task})
+        operation.fetched = operation.task.done()
+        return operation.task.result() if operation.task.done() else None
+
+    async def wait_any(self, wanted: WaitRequest, busy: Callable[[], int]) -> WaitResult:
+        """Returns which of the operations have ended, unknown ones included. Returns as soon as one
+        has ended, or `busy()` is below `busy_below` and the caller does not know it, or the time is
+        over, or the service drains."""
+        tasks = [self._by_id[id].task for id in wanted.ids if id in self._by_id]
+        if len(tasks) == len(wanted.ids) and not any(task.done() for task in tasks):
+            few = _until_below(busy, wanted.busy_below, wanted.busy) if wanted.busy_below else None
+            await first_of(tasks, self._draining.wait(), few, timeout_s=wanted.wait_s)
+        ended = tuple(
+            id for id in wanted.ids if id not in self._by_id or self._by_id[id].task.done()
+        )
+        return WaitResult(ids=wanted.ids if self._draining.has_begun() else ended, busy=busy())
+
+    def num_running(self) -> int:
+        return sum(not operation.task.done() for operation in self._by_id.values())
+
+    async def close(self) -> None:
+        running = [
+            operation.task for operation in self._by_id.values() if not operation.task.done()
+        ]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def _run(self, work: Callable[[], Awaitable[BaseModel]], name: str) -> BaseModel:
+        try:
+            with tracing.span(name, serves=True):
+                async with failing_as(name, self._deadline_s):
+                    return await work()
+        except asyncio.CancelledError as error:
+            if self._draining.has_begun():
+                raise self._draining.error() from error
+            raise client_went_away(name) from error
+
+    def _finished(self, operation: Operation) -> None:
+        operation.finished_at = time.monotonic()
+        failed = operation.task.cancelled() or operation.task.exception() is not None
+        forgotten = failed or operation.durable
+        if forgotten and operation.key and self._by_key.get(operation.key) is operation:
+            del self._by_key[operation.key]
+
+    def _forget_old(self) -> None:
+        before = time.monotonic() - KEEP_S
+        finished = [op for op in self._by_id.values() if op.finished_at is not None]
+        fetched = [op for op in finished if op.fetched]
+        too_many = {op.id for op in fetched[:-KEEP_COUNT]}
+        for op in finished:
+            if op.id in too_many or (op.finished_at or before) < before:
+                del self._by_id[op.id]
+                if op.key and self._by_key.get(op.key) is op:
+                    del self._by_key[op.key]
+
+
+@contextlib.asynccontextmanager
+async def failing_as(
+    name: str, deadline_s: float, left_s: float | None = None
+) -> AsyncGenerator[None]:
+    """Turns any exception of the block into a HoneError that names the operation. The work has
+    `left_s` of the operation's `deadline_s` seconds; None: all of them."""
+    try:
+        async with asyncio.timeout(deadline_s if left_s is None else max(left_s, 0.0)):
+            yield
+    except TimeoutError as error:
+        raise Failed(
+            f"{name} was not done after {deadline_s:g} s (setting HONE_OPERATION_DEADLINE_S)"
+        ) from error
+    except HoneError:
+        raise
+    except Exception as error:  # a bug: the last resort of a request's work
+        get_logger().exception("operation failed", operation=name)
+        raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
+
+
+def client_went_away(name: str) -> Failed:
+    return Failed(f"{name} was ended: its client went away")
+
+
+async def done_or(
+    work: asyncio.Task[Any],
+    *ends: Coroutine[Any, Any, None] | None,
+    timeout_s: float | None = None,
+) -> bool:
+    """Waits until the work or any of `ends` is done, or the time is over. Returns whether one of
+    `ends` was done. `ends` are then cancelled, the work is not."""
+    return await first_of([work], *ends, timeout_s=timeout_s)
+
+
+async def first_of(
+    work: Iterable[asyncio.Task[Any]],
+    *ends: Coroutine[Any, Any, None] | None,
+    timeout_s: float | None = None,
+) -> bool:
+    """Like `done_or`, but waits until any of several tasks is done."""
+    watches = [asyncio.create_task(end) for end in ends if end is not None]
+    try:
+        await asyncio.wait(
+            {*work, *watches}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        return any(watch.done() for watch in watches)
+    finally:
+        for watch in watches:
+            watch.cancel()
+
+
+async def _until_below(busy: Callable[[], int], limit: int, told: int | None) -> None:
+    """Returns once `busy()` has changed from the value that the caller was told, and is below the
+    limit. Never returns at once: work that was just asked for may not have begun."""
+    await asyncio.sleep(BUSY_CHECK_S)
+    while busy() == told:
+        await asyncio.sleep(BUSY_CHECK_S)
+    while busy() >= limit:
+        await asyncio.sleep(BUSY_CHECK_S)

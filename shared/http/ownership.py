@@ -1,0 +1,145 @@
+"""Ownership of a trainer or sampler: it belongs to the orchestrator whose job it has.
+
+Fences tell the attempts of one Redis apart. Each Redis has a counter of its own, so fences say
+nothing between orchestrators of different Redis servers. There the first orchestrator keeps the
+service until its job has left it, or the service has not heard from the job for SILENT_S; others
+are refused (Conflict, code "taken"). Orchestrators that share a Redis are one owner. A header of
+each request names the caller and its job, so that polls and health requests of a job count as well.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from shared.errors import Conflict
+from shared.host.logs import get_logger
+from shared.settings import PREFIX, Settings
+from shared.wire import Fence, Fenced, GenerateRequest, ModelRequest, Orchestrator, TrainerJob
+
+HEADER = "x-hone-orchestrator"
+
+SILENT_S = 60.0
+"""Seconds without a request of the job after which another orchestrator may take the service. A job
+asks idle services every 2 s, and polls long calls."""
+
+_ASKING = re.compile(r"([A-Za-z0-9]{1,64}) ([!-~]{1,300})(?: ([!-~]{1,200}))?")
+
+Asker = Fenced | GenerateRequest | ModelRequest
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Who makes a request, and for which job; None: for no job, to see the service's state."""
+
+    orchestrator: Orchestrator
+    job_id: str | None
+
+
+asking: ContextVar[Asking | None] = ContextVar("asking", default=None)
+"""Who makes the current request; None: it does not say, as for a request by hand."""
+
+
+def headers(identity: str | None, settings: Settings, job_id: str | None = None) -> dict[str, str]:
+    """Returns the headers of an orchestrator whose Redis has this identity; {} without identity."""
+    if identity is None:
+        return {}
+    place = f"{socket.gethostname()}:{settings.orchestrator_port}"
+    return {HEADER: " ".join(filter(None, (identity, place, job_id)))}
+
+
+def asking_of(header: str) -> Asking | None:
+    """Returns the caller that the header's text names; None if it names none."""
+    found = _ASKING.fullmatch(header)
+    return Asking(Orchestrator(identity=found[1], place=found[2]), found[3]) if found else None
+
+
+@dataclass(frozen=True)
+class _Owner:
+    orchestrator: Orchestrator
+    job_id: str
+    fence: Fence
+
+
+class Ownership:
+    """Who owns the `service`, "trainer" or "rollout". A caller without the header owns nothing, and
+    is refused while the service has an owner."""
+
+    def __init__(self, service: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._service = service
+        self._now = now
+        self._owner: _Owner | None = None
+        self._last: str | None = None
+        self._heard_at = 0.0
+
+    def hear(self) -> None:
+        """Notes that the owner is alive, if the current request is for its job. A service that has
+        just started belongs to the first job that it hears of. That is its previous owner's: the
+        previous owner asks again at once, and other orchestrators name no job while they look for a
+        free service."""
+        who, owner = asking.get(), self._owner
+        if who is None or who.job_id is None:
+            return
+        if self._last is None:
+            self._give(who.orchestrator, who.job_id, (0, 0))
+        elif owner and who.job_id == owner.job_id and not self._is_anothers(owner):
+            self._heard_at = self._now()
+
+    def taken(self) -> str | None:
+        """Returns why the caller is refused; None if it is not."""
+        owner = self._owner
+        is_silent = self._now() - self._heard_at > SILENT_S
+        if owner is None or is_silent or not self._is_anothers(owner):
+            return None
+        name = "sampler" if self._service == "rollout" else self._service
+        return (
+            f"the {name} has job {owner.job_id!r} of the orchestrator at "
+            f"{owner.orchestrator.place}; it serves another one once that job has ended or is "
+            f"paused: wait for it, or name another in {PREFIX}{self._service.upper()}_URL"
+        )
+
+    def check(self) -> None:
+        """Raises Conflict, code "taken", if the service is another orchestrator's."""
+        if why := self.taken():
+            raise Conflict(why, code="taken")
+
+    def take(self, asker: Asker) -> bool:
+        """Gives the service to the caller, for its job. Returns whether the last owner was another
+        orchestrator: fences of the two cannot be compared. Raises Conflict, code "taken"."""
+        self.check()
+        who, owner = asking.get(), self._owner
+        if who is None or asker.job_id is None:
+            return False
+        identity = who.orchestrator.identity
+        passes = self._last not in (None, identity)
+        if passes or owner is None or asker.fence >= owner.fence:
+            self._give(who.orchestrator, asker.job_id, asker.fence)
+        if passes:
+            get_logger().info(
+                "another orchestrator's now", job=asker.job_id, at=who.orchestrator.place
+            )
+        return passes
+
+    def go_on(self, job: TrainerJob) -> None:
+        """Gives the service back to the orchestrator whose job the previous process had loaded."""
+        if job.orchestrator is not None:
+            self._give(job.orchestrator, job.job_id, job.fence)
+
+    def leave(self, asker: Fenced) -> None:
+        """Frees the service from the caller's job, unless a newer attempt has it by now."""
+        self.check()
+        owner = self._owner
+        if owner and owner.job_id == asker.job_id and owner.fence <= asker.fence:
+            self._owner = None
+
+    def _give(self, orchestrator: Orchestrator, job_id: str, fence: Fence) -> None:
+        self._owner = _Owner(orchestrator, job_id, fence)
+        self._last, self._heard_at = orchestrator.identity, self._now()
+
+    def _is_anothers(self, owner: _Owner) -> bool:
+        who = asking.get()
+        return who is None or who.orchestrator.identity != owner.orchestrator.identity

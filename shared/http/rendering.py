@@ -1,0 +1,167 @@
+"""Between HTTP and typed bodies: media types, preferences, problem documents."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import re
+from typing import Any, Generic, TypeVar, cast
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+
+from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, Malformed, NotFound, from_problem
+from shared.explain import nearest, refused
+from shared.http import codec
+
+M = TypeVar("M", bound=BaseModel)
+
+MAX_WAIT_S = 60.0
+
+GZIP_BYTES = 1024
+"""Smaller answers are sent as they are."""
+
+THREAD_BYTES = 1 << 17
+"""Larger answers take more than a millisecond to compress, so a thread does it and other requests
+go on."""
+
+GZIP_LEVEL = 1
+"""The fastest. Token ids are mostly zero bits, so higher levels gain little."""
+
+
+class Made(BaseModel, Generic[M]):
+    """Something that an operation created: `body` is the answer, `location` the new thing's path.
+    If the same request created it before (not `is_new`), the answer has status 200."""
+
+    body: M
+    location: str
+    is_new: bool
+
+
+async def refuse_unknown_parameters(request: Request) -> None:
+    """Raises BadRequest for a query parameter that the route does not have: a misspelt parameter
+    would silently be the default. Raises it too for a repeated parameter: no route takes several
+    values. `name[key]` counts as `name` if the route declares `name` as a table."""
+    route = request.scope["route"]
+    known = [field.alias for field in route.dependant.query_params]
+    extra: dict[str, Any] = route.openapi_extra or {}
+    declared: list[dict[str, Any]] = extra.get("parameters", [])
+    tables = [one["name"] for one in declared if one.get("style") == "deepObject"]
+    names = [name for name, _ in request.query_params.multi_items()]
+    for name in names:
+        if (count := names.count(name)) > 1:
+            raise BadRequest(
+                f"parameter {name!r} came {count} times, expected once",
+                errors=[{"pointer": f"/query/{name}", "detail": "expected once"}],
+            )
+        in_table = re.fullmatch(r"([^\[]+)\[.+\]", name)
+        if name not in known and not (in_table and in_table[1] in tables):
+            help = nearest(name, known, "its parameters") if known else "it takes none"
+            raise BadRequest(
+                f"unknown parameter {name!r} of {request.method} {route.path_format}; {help}",
+                errors=[{"pointer": f"/query/{name}", "detail": help}],
+            )
+
+
+def media_type(request: Request, data: bytes) -> str:
+    """Returns the Content-Type of the body `data`. Raises BadRequest for a compressed body, and for
+    another type than JSON and msgpack: so web pages' forms are refused."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise BadRequest(f"Content-Encoding is {encoding!r}; expected a body as it is")
+    given = request.headers.get("content-type", "").partition(";")[0].strip()
+    if given in (codec.JSON, codec.MSGPACK) or (not data and not given):
+        return given or codec.JSON
+    raise BadRequest(f"Content-Type is {given!r}; expected {codec.JSON} or {codec.MSGPACK}")
+
+
+async def render(result: BaseModel, request: Request) -> Response:
+    """Returns the result in the media type and the encoding that the request accepts. A created
+    result has status 201 and its Location."""
+    if isinstance(result, Made):
+        made = cast(Made[BaseModel], result)
+        response = await render(made.body, request)
+        if made.is_new:
+            response.status_code, response.headers["location"] = 201, made.location
+        return response
+    accepted = request.headers.get("accept", "")
+    kind = codec.MSGPACK if codec.MSGPACK in accepted else codec.JSON
+    data = codec.encode(result, kind)
+    headers: dict[str, str] = {}
+    if len(data) >= GZIP_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
+        in_thread = len(data) >= THREAD_BYTES
+        data = await asyncio.to_thread(compressed, data) if in_thread else compressed(data)
+        headers = {"content-encoding": "gzip", "vary": "accept-encoding"}
+    return Response(data, media_type=kind, headers=headers)
+
+
+def compressed(data: bytes) -> bytes:
+    return gzip.compress(data, GZIP_LEVEL)
+
+
+def preferred_wait_s(request: Request) -> float | None:
+    """Returns the seconds to wait before answering 202; None, for any length, unless the caller
+    prefers respond-async."""
+    prefer = request.headers.get("prefer", "")
+    if "respond-async" not in prefer:
+        return None
+    wait = re.search(r"wait=(\d+)", prefer)
+    return min(float(wait.group(1)), MAX_WAIT_S) if wait else 0.0
+
+
+def problem(error: HoneError) -> JSONResponse:
+    headers: dict[str, str] = {}
+    if isinstance(error, Busy):
+        headers["retry-after"] = str(error.retry_after_s)
+    if isinstance(error, Malformed):
+        headers["connection"] = "close"
+    return JSONResponse(error.problem(), error.status, headers, media_type=MEDIA_TYPE)
+
+
+async def answer_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HoneError)
+    return problem(error)
+
+
+async def answer_validation(_request: Request, error: Exception) -> Response:
+    """Answers for parameters that FastAPI parses; bodies are parsed by `codec`."""
+    assert isinstance(error, RequestValidationError)
+    faults = [
+        {
+            "pointer": "/" + "/".join(map(str, fault["loc"])),
+            "detail": refused(str(fault["loc"][-1]), fault),
+        }
+        for fault in error.errors()
+    ]
+    return problem(BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults))
+
+
+async def answer_http(request: Request, error: Exception) -> Response:
+    """Answers requests that Starlette refuses by itself, such as an unknown route or method."""
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return problem(NotFound(f"no route {asked}"))
+    if error.status_code == 405:
+        methods = sorted(_methods_of(request))
+        detail = f"no route {asked}; this path has {' and '.join(methods)}"
+        document = NotFound(detail).problem() | {"status": 405}
+        return JSONResponse(document, 405, {"allow": ", ".join(methods)}, media_type=MEDIA_TYPE)
+    document = {"detail": f"{asked}: {error.detail}"}
+    refused = from_problem(error.status_code, document, "service").problem()
+    return JSONResponse(
+        refused | {"status": error.status_code},
+        error.status_code,
+        error.headers,
+        media_type=MEDIA_TYPE,
+    )
+
+
+def _methods_of(request: Request) -> set[str]:
+    """Returns the methods that the routes of the request's path have."""
+    here = (route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE)
+    return {method for route in here for method in route.methods}
