@@ -225,7 +225,7 @@ async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Pat
     from services.orchestrator.loop.batches import Batches
     from services.orchestrator.loop.pipeline import Pipeline
     from services.orchestrator.loop.prompts import load_prompts
-    from services.orchestrator.pool.peers import Peers
+    from services.orchestrator.pool.services import Services
     from services.orchestrator.pool.syncing import sync_weights
     from services.orchestrator.runs.folder import RunFolder
     from services.orchestrator.store.journal import Journal
@@ -234,16 +234,18 @@ async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Pat
     run = RunFolder(folder / "run")
     run.create(job)
     prompts = load_prompts(job, settings)
-    peers = Peers(job, settings.model_copy(update=urls), "scale", 1)
+    services = Services(job, settings.model_copy(update=urls), "scale", 1)
     journal = cast(Journal, Silent())
-    peers.new_epoch()
-    await asyncio.gather(peers.put_job(), peers.put_model())
-    await sync_weights(peers, job, 0, journal)
+    services.new_epoch()
+    await asyncio.gather(services.put_job(), services.put_model())
+    await sync_weights(services, job, 0, journal)
     before_bytes, cpu_before, began_at = _peak_bytes(), time.process_time(), time.monotonic()
     groups = batch_bytes = 0
     steps_s: list[dict[str, float]] = []
     lengths_K: list[list[int]] = []
-    pipeline = Pipeline(job, Batches("scale", job, prompts, peers, run, 0.5), peers, run, journal)
+    pipeline = Pipeline(
+        job, Batches("scale", job, prompts, services, run, 0.5), services, run, journal
+    )
     async with contextlib.aclosing(pipeline.steps(0)) as steps:
         async for step in steps:
             rollouts = [rollout for group in step.batch.groups for rollout in group.rollouts]
@@ -263,7 +265,7 @@ async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Pat
         "steps_s": steps_s,
         "lengths": lengths_K,
     }
-    await peers.close()
+    await services.close()
     print(json.dumps(told), flush=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.pool import peers
+from services.orchestrator.pool import services as services_module
 from services.orchestrator.run import job_loading, run
 from shared.errors import BadRequest, Conflict, Failed, Unavailable
 from shared.http import presence
@@ -244,7 +244,7 @@ async def test_a_reward_service_that_is_slow_to_check_a_job_that_begins_is_waite
     async def validate(_: Any) -> None:
         await asyncio.sleep(next(slow, 0.0))
 
-    monkeypatch.setattr(peers, "VALIDATE_DEADLINE_S", 0.5)
+    monkeypatch.setattr(services_module, "VALIDATE_DEADLINE_S", 0.5)
     stack.fakes.fault["validate"] = validate
     done = await stack.until((await stack.submit()).id, "paused", "failed", "succeeded")
     assert (done.status, done.recoveries, done.error) == ("succeeded", 3, None)

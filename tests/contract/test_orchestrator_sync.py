@@ -13,7 +13,7 @@ import pytest
 from services.orchestrator.errors import SyncFailed
 from services.orchestrator.pool import canary, syncing
 from services.orchestrator.pool.gpus import Gpus
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import candidates
 from shared.errors import Conflict, Failed, Unavailable
 from shared.http.client import Client
@@ -334,7 +334,7 @@ class Publishes:
 async def fuller(*answers: Any) -> tuple[Publishes, syncing.Fuller]:
     trainer = Publishes("sent", *answers)
     sent = await trainer.publish_weights(3, "nccl")
-    return trainer, syncing.Fuller(cast(Peers, trainer), sent)
+    return trainer, syncing.Fuller(cast(Services, trainer), sent)
 
 
 async def test_the_files_of_what_was_sent_are_asked_for_once_by_all_who_need_them() -> None:

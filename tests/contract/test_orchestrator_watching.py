@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from deploy import redis_server
-from services.orchestrator.pool import peers as peers_module
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool import services as services_module
+from services.orchestrator.pool.services import Services
 from services.orchestrator.run import run, worker
 from shared.errors import HoneError
 from shared.host.ports import free_port
@@ -92,7 +92,7 @@ async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_sec
     settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(presence, "AWAY_S", 0.2)
-    monkeypatch.setattr(peers_module, "PRESENCE_DEADLINE_S", 0.6)
+    monkeypatch.setattr(services_module, "PRESENCE_DEADLINE_S", 0.6)
     told: list[str] = []
 
     async def tell(message: str, _away: bool) -> None:
@@ -101,12 +101,12 @@ async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_sec
     fakes = FakeServices(settings)
     async with fakes.running(settings) as running:
         nobody = f"http://127.0.0.1:{free_port()}"
-        peers = Peers(job, running.model_copy(update={"reward_url": nobody}), tell=tell)
-        with peers.waits.on("reward", "grading a group"):
-            await peers.look()
+        services = Services(job, running.model_copy(update={"reward_url": nobody}), tell=tell)
+        with services.waits.on("reward", "grading a group"):
+            await services.look()
         assert told == [], "whoever waits for it would say so"
-        await peers.look()
-        await peers.close()
+        await services.look()
+        await services.close()
     assert [message[: len("the reward service is away since ")] for message in told] == [
         "the reward service is away since "
     ]

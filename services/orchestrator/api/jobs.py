@@ -12,7 +12,7 @@ from services.orchestrator.api.looking import Looked
 from services.orchestrator.api.on_cpu import on_cpu
 from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.loop.prompts import with_steps
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.services import Services
 from services.orchestrator.run.colocation import check_colocation
 from services.orchestrator.run.costs import price_for
 from services.orchestrator.runs.writable import Writable
@@ -107,9 +107,9 @@ async def check_job(
     check_colocation(job, settings)
     price_for(job, settings)
     looked = await checks.look(job, showing=showing)
-    peers = Peers(job, settings.slots[0])
+    services = Services(job, settings.slots[0])
     try:
-        await peers.validate_rewards(looked.columns, looked.first)
+        await services.validate_rewards(looked.columns, looked.first)
         if not looked.cpu_limit:
             return looked
         said = await on_cpu(job, looked.cpu_limit, settings.slots[0])
@@ -117,15 +117,15 @@ async def check_job(
     except Failed as error:
         raise Unavailable(error.detail) from error
     finally:
-        await peers.close()
+        await services.close()
 
 
 async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tuple[str, ...]:
-    peers = Peers(job, settings.slots[0])
+    services = Services(job, settings.slots[0])
     try:
-        found = await peers.try_rewards(first)
+        found = await services.try_rewards(first)
     finally:
-        await peers.close()
+        await services.close()
     return (found.summary, *found.warnings) if found else ()
 
 

@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.orchestrator.api.graded import graded
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.services import Services
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import all_of
@@ -60,16 +60,16 @@ async def regrade(
     rollouts, and BadRequest for rewards that the reward service refuses for the job's columns."""
     check_steps(request, folder)
     changed_job = job.model_copy(update={"rewards": request.rewards})
-    peers = Peers(changed_job, settings.slots[0])
+    services = Services(changed_job, settings.slots[0])
     steps: list[RegradedStep] = []
     examples: list[RegradedRollout] = []
     try:
-        await peers.validate_rewards(
+        await services.validate_rewards(
             _columns(await asyncio.to_thread(folder.batch, request.first_step))
         )
         for step in range(request.first_step, request.last_step + 1):
             batch = await asyncio.to_thread(folder.batch, step)
-            scores_PG = await all_of(map(peers.score, batch.prompts, batch.groups))
+            scores_PG = await all_of(map(services.score, batch.prompts, batch.groups))
             again = batch.model_copy(update={"scores": tuple(scores_PG)})
             pairs = compare(step, graded(batch, job), graded(again, changed_job))
             steps.append(summary(step, pairs))
@@ -77,7 +77,7 @@ async def regrade(
                 request.num_examples, [*examples, *filter(_difference, pairs)], key=_difference
             )
     finally:
-        await peers.close()
+        await services.close()
     return RegradeReport(steps=tuple(steps), examples=tuple(examples))
 
 

@@ -18,7 +18,7 @@ from services.orchestrator.data.sources import asks_of
 from services.orchestrator.evals.estimates import differences, estimates, of_all
 from services.orchestrator.evals.held_out import Answers, sample_held_out, set_metrics
 from services.orchestrator.loop.prompts import HeldOut, load_held_out
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.services import Services
 from services.orchestrator.store import heartbeat
 from services.orchestrator.store.connection import StoreEmptied
 from services.orchestrator.store.leases import Lease, LeaseLost
@@ -111,13 +111,13 @@ class Comparison:
         asks = asks_of(job, self.settings)
         await fetch(ask for name, ask in asks.items() if name != "train")
         sets = await asyncio.to_thread(load_held_out, job, self.settings)
-        peers = Peers(job, self.settings.slots[0])
+        services = Services(job, self.settings.slots[0])
         try:
             for held_out in sets:
                 prompts = await asyncio.to_thread(held_out.prompts)
-                await peers.validate_rewards(held_out.columns, prompts)
+                await services.validate_rewards(held_out.columns, prompts)
         finally:
-            await peers.close()
+            await services.close()
         return sets
 
     async def _borrow(self) -> tuple[Settings, Lease]:
@@ -150,13 +150,13 @@ class Comparison:
         prompts_S = [await asyncio.to_thread(held_out.prompts) for held_out in sets]
         names = [held_out.name for held_out in sets]
         return [
-            await self._answers(number, self._peers(number, settings, lease), names, prompts_S)
+            await self._answers(number, self._services(number, settings, lease), names, prompts_S)
             for number in range(1, len(self.request.models) + 1)
         ]
 
-    def _peers(self, number: int, settings: Settings, lease: Lease) -> Peers:
+    def _services(self, number: int, settings: Settings, lease: Lease) -> Services:
         """Returns the services for model `number`, from 1, which is also its epoch."""
-        return Peers(
+        return Services(
             _with_model(self.request.job, self.request.models[number - 1]),
             settings,
             lease.job_id,
@@ -167,27 +167,31 @@ class Comparison:
         )
 
     async def _answers(
-        self, number: int, peers: Peers, sets: Sequence[str], prompts_S: Sequence[Sequence[Prompt]]
+        self,
+        number: int,
+        services: Services,
+        sets: Sequence[str],
+        prompts_S: Sequence[Sequence[Prompt]],
     ) -> list[_Scores]:
         """Returns the model's scores on each set: `[S]`."""
         self._number, self._num_done = number, 0
         job = _with_model(self.request.job, self.request.models[number - 1])
         try:
-            await peers.serve_own_weights()
+            await services.serve_own_weights()
             return [
-                _scores(await sample_held_out(job, name, prompts, peers, 0, done=self._one_done))
+                _scores(await sample_held_out(job, name, prompts, services, 0, done=self._one_done))
                 for name, prompts in zip(sets, prompts_S, strict=True)
             ]
         finally:
-            await to_the_end(_close(peers))
+            await to_the_end(_close(services))
 
     def _one_done(self) -> None:
         self._num_done += 1
 
 
-async def _close(peers: Peers) -> None:
-    await peers.abort()
-    await peers.close()
+async def _close(services: Services) -> None:
+    await services.abort()
+    await services.close()
 
 
 def _with_model(job: Job, model: EvaluatedModel) -> Job:

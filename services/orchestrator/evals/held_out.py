@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from services.orchestrator.evals.estimates import means, of_all, problem_metrics
 from services.orchestrator.loop.groups import GradedGroup, is_graded
 from services.orchestrator.loop.seeds import group_seed
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job
 from shared.wire import Prompt, Sampling, Score
@@ -35,14 +35,14 @@ class Answers:
 
 
 async def evaluate(
-    job: Job, held_out: Mapping[str, Sequence[Prompt]], peers: Peers, version: int
+    job: Job, held_out: Mapping[str, Sequence[Prompt]], services: Services, version: int
 ) -> dict[str, float]:
     """Returns `eval/reward`, `eval/pass@1` and so on of each held-out set (`eval/<name>/reward` for
     a named set), sampled by weights of at least `version`; empty without sets."""
     metrics: dict[str, float] = {}
     for name, prompts in held_out.items():
         answers_P = await sample_held_out(
-            job, name, prompts, peers, version, cache_for=peers.job_id
+            job, name, prompts, services, version, cache_for=services.job_id
         )
         prefix = f"eval/{name}/" if name else "eval/"
         found = set_metrics(answers_P).items()
@@ -77,7 +77,7 @@ async def sample_held_out(
     job: Job,
     name: str,
     prompts: Sequence[Prompt],
-    peers: Peers,
+    services: Services,
     version: int,
     *,
     cache_for: str | None = None,
@@ -98,12 +98,12 @@ async def sample_held_out(
     room = asyncio.Semaphore(MAX_PROMPTS)
 
     async def grade(prompt: Prompt, position: int) -> Answers:
-        key = ":".join(map(str, (peers.owner, *place, version, position)))
+        key = ":".join(map(str, (services.owner, *place, version, position)))
         seed = group_seed(job, *place, position, prompt.index)
         seeded = sampling.model_copy(update={"seed": seed})
         async with room:
-            group = await peers.generate(prompt, version, key=key, sampling=seeded)
-            scores = await peers.score(prompt, group, job_id=cache_for)
+            group = await services.generate(prompt, version, key=key, sampling=seeded)
+            scores = await services.score(prompt, group, job_id=cache_for)
         done()
         return Answers(scores, problem_metrics(GradedGroup(prompt, group, scores), job))
 

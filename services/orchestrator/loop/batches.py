@@ -23,7 +23,7 @@ from services.orchestrator.loop.groups import (
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.loop.seeds import group_seed
 from services.orchestrator.loop.verdicts import verdicts_of
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.services import Services
 from services.orchestrator.runs.finished import FinishedGroup, Place, digest_of
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.tasks import all_of, to_disk
@@ -76,7 +76,7 @@ class Batches:
     job_id: str
     job: Job
     prompts: Prompts
-    peers: Peers
+    services: Services
     folder: RunFolder
     max_missing: float  # share of rewards beyond which a batch is not trained on
     warn: Callable[[str], Awaitable[None]] = warn_nobody
@@ -203,8 +203,8 @@ class Batches:
         versions: set[int] = set()
         seed = group_seed(self.job, step, position, prompt.index)
         for again in range(MAX_RESAMPLED + 1):
-            key = f"{self.peers.owner}:{step}:{position}:{again}"
-            group = await self.peers.generate(prompt, oldest, key=key, seed=seed)
+            key = f"{self.services.owner}:{step}:{position}:{again}"
+            group = await self.services.generate(prompt, oldest, key=key, seed=seed)
             versions = {version for rollout in group.rollouts for version in rollout.versions}
             if all(oldest <= version <= newest for version in versions):
                 return group
@@ -215,4 +215,4 @@ class Batches:
         )
 
     async def _score(self, prompt: Prompt, group: RolloutGroup) -> tuple[Score, ...]:
-        return await self.peers.score(prompt, group, job_id=self.job_id)
+        return await self.services.score(prompt, group, job_id=self.job_id)

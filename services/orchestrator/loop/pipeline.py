@@ -32,7 +32,7 @@ from services.orchestrator.loop.advantages import Advantages, batch_advantages
 from services.orchestrator.loop.batches import Batches, Sampled
 from services.orchestrator.loop.clock import Stopwatch, gap_s
 from services.orchestrator.loop.examples import step_totals, to_examples
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.journal import Journal
@@ -63,7 +63,7 @@ class Step:
 class Pipeline:
     job: Job
     batches: Batches
-    peers: Peers
+    services: Services
     folder: RunFolder
     journal: Journal
 
@@ -101,10 +101,10 @@ class Pipeline:
         examples = to_examples(batch.groups, advantages_PG)
         totals = step_totals(batch, self.job)
         watch.lap("store")
-        result = await self.peers.train_step(batch.step, examples, totals)
+        result = await self.services.train_step(batch.step, examples, totals)
         watch.lap("train")
         if serves := syncs_after(self.job, batch.step):
-            synced = await sync_weights(self.peers, self.job, batch.step, self.journal)
+            synced = await sync_weights(self.services, self.job, batch.step, self.journal)
             await to_disk(self.folder.append_sync, synced.row())
         watch.lap("sync")
         return Step(

@@ -11,8 +11,8 @@ from typing import Any
 from services.orchestrator.errors import SyncFailed
 from services.orchestrator.pool import canary
 from services.orchestrator.pool.gpus import Gpus
-from services.orchestrator.pool.peers import Peers
 from services.orchestrator.pool.sampler_loading import NOT_HERE, Push
+from services.orchestrator.pool.services import Services
 from services.orchestrator.store.journal import Journal
 from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.host.logs import get_logger
@@ -85,38 +85,38 @@ class Synced:
         }
 
 
-async def sync_weights(peers: Peers, job: Job, version: int, journal: Journal) -> Synced:
+async def sync_weights(services: Services, job: Job, version: int, journal: Journal) -> Synced:
     """Makes every sampler serve the trainer's `version`, with the digest of what was published and
     the log-probs of its canary. One sampler of several that does not is taken out of the pool. If
     none does, it is pushed once more, by a fuller method if there is one; then raises SyncFailed.
     """
     if job.weight_sync != "auto":
-        method = peers.sync_method or job.weight_sync
-        return await _sync(peers, job, version, method, journal)
-    if peers.sync_method in peers.given_up:
-        peers.sync_method = None
-    if peers.sync_method is None:
-        return await _find_way(peers, job, version, journal)
-    return await _sync(peers, job, version, peers.sync_method, journal)
+        method = services.sync_method or job.weight_sync
+        return await _sync(services, job, version, method, journal)
+    if services.sync_method in services.given_up:
+        services.sync_method = None
+    if services.sync_method is None:
+        return await _find_way(services, job, version, journal)
+    return await _sync(services, job, version, services.sync_method, journal)
 
 
-async def _find_way(peers: Peers, job: Job, version: int, journal: Journal) -> Synced:
+async def _find_way(services: Services, job: Job, version: int, journal: Journal) -> Synced:
     """The same by the first candidate that every sampler can take, which later versions go by."""
     start = time.monotonic()
-    for method, why in candidates(job, peers.gpus, one_host=peers.one_host):
-        if method in peers.given_up:
+    for method, why in candidates(job, services.gpus, one_host=services.one_host):
+        if method in services.given_up:
             continue
         try:
-            synced = await _sync(peers, job, version, method, journal)
+            synced = await _sync(services, job, version, method, journal)
         except SyncFailed as error:
             if error.code not in NOT_HERE:
                 raise
-            peers.given_up.add(method)
+            services.given_up.add(method)
             if error.code == "not_met":
                 await journal.log(f'{error.detail}; weights do not go by "{method}"')
             continue
-        if method not in peers.given_up:
-            peers.sync_method = method
+        if method not in services.given_up:
+            services.sync_method = method
             seconds = round(time.monotonic() - start, 1)
             how = f'weights go by "{method}": {why}'
             await journal.log(how, weight_sync=method, seconds=seconds)
@@ -152,26 +152,26 @@ def _by_files(job: Job, *, one_host: bool) -> list[tuple[SyncMethod, str]]:
 
 
 async def _sync(
-    peers: Peers, job: Job, version: int, method: SyncMethod, journal: Journal
+    services: Services, job: Job, version: int, method: SyncMethod, journal: Journal
 ) -> Synced:
     try:
-        return await _push(peers, job, version, method, journal)
+        return await _push(services, job, version, method, journal)
     except SyncFailed as error:
-        if error.code in NOT_HERE and (_is_trial(peers, job) or error.code != "not_met"):
+        if error.code in NOT_HERE and (_is_trial(services, job) or error.code != "not_met"):
             raise  # it would be the same the second time
         # in the place of an adapter the merged weights
         fuller = "http" if method == "lora" else FULLER.get(method, method)
         how = "" if fuller == method else f' by "{fuller}"'
         if method in GIVEN_UP:
-            peers.given_up.add(method)
-            peers.sync_method = None if job.weight_sync == "auto" else fuller
+            services.given_up.add(method)
+            services.sync_method = None if job.weight_sync == "auto" else fuller
             how = f'{how}, and later versions do not go by "{method}"'
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
-        return await _push(peers, job, version, fuller, journal, again=True)
+        return await _push(services, job, version, fuller, journal, again=True)
 
 
 async def _push(
-    peers: Peers,
+    services: Services,
     job: Job,
     version: int,
     method: SyncMethod,
@@ -180,14 +180,14 @@ async def _push(
     again: bool = False,
 ) -> Synced:
     start = time.monotonic()
-    published = await _published(peers, version, method)
-    fuller = Fuller(peers, published)
+    published = await _published(services, version, method)
+    fuller = Fuller(services, published)
     try:
-        if isinstance(published.root, SentWeights) and peers.want_files:
+        if isinstance(published.root, SentWeights) and services.want_files:
             await _write_files(fuller, journal)
         ref = await fuller() if again else published
-        push = Push(ref, fuller, prove, job.drain_before_sync, is_trial=_is_trial(peers, job))
-        answers = await peers.push_weights(push)
+        push = Push(ref, fuller, prove, job.drain_before_sync, is_trial=_is_trial(services, job))
+        answers = await services.push_weights(push)
     except SyncFailed:
         raise
     except (Failed, Conflict) as error:
@@ -203,17 +203,17 @@ async def _push(
     return Synced(published.root, answers, time.monotonic() - start)
 
 
-def _is_trial(peers: Peers, job: Job) -> bool:
-    return job.weight_sync == "auto" and peers.sync_method is None
+def _is_trial(services: Services, job: Job) -> bool:
+    return job.weight_sync == "auto" and services.sync_method is None
 
 
-async def _published(peers: Peers, version: int, method: SyncMethod) -> WeightsRef:
+async def _published(services: Services, version: int, method: SyncMethod) -> WeightsRef:
     """Returns the reference of the version. Raises SyncFailed where it cannot be taken off the
     trainer's device, as files can, or could take longer than it is waited for."""
     try:
-        published = await peers.publish_weights(version, method)
+        published = await services.publish_weights(version, method)
         if isinstance(published.root, SentWeights):
-            peers.check_transfer(published.root)
+            services.check_transfer(published.root)
         return published
     except (Failed, Conflict) as error:
         if method not in GIVEN_UP or error.code in NOT_OF_THE_SYNC | {"out_of_order"}:
@@ -237,8 +237,8 @@ class Fuller:
     """The same version for a sampler that failed to load it, or joins after it was sent: loaded in
     any case, and by the fuller method, if it has one."""
 
-    def __init__(self, peers: Peers, published: WeightsRef) -> None:
-        self._peers = peers
+    def __init__(self, services: Services, published: WeightsRef) -> None:
+        self._services = services
         self._published = published
         self._files: AnyWeights | None = None
         self._asking = asyncio.Lock()
@@ -256,7 +256,7 @@ class Fuller:
 
     async def _written(self, sent: SentWeights) -> AnyWeights:
         try:
-            files = (await self._peers.publish_weights(sent.version, "http")).root
+            files = (await self._services.publish_weights(sent.version, "http")).root
         except Conflict as error:
             if error.code != "out_of_order":
                 raise

@@ -15,7 +15,7 @@ from services.orchestrator.loop.clock import StepClock
 from services.orchestrator.loop.metrics import step_metrics
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.run.retention import WRITTEN, best_step, first_needed
 from services.orchestrator.run.stopping import REPLAYED, Spent, over_budget, reason_to_stop
@@ -57,7 +57,7 @@ class AfterStep:
 
     job: Job
     prompts: Prompts
-    peers: Peers
+    services: Services
     folder: RunFolder
     journal: Journal
     tracker: Tracker
@@ -69,11 +69,11 @@ class AfterStep:
     _record_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
-        self._clock = StepClock(self.peers.waits.busy_s)
+        self._clock = StepClock(self.services.waits.busy_s)
 
     async def start(self) -> None:
         """Evaluates the weights that training begins with, as step 0."""
-        trace = tracing.begin("step", job=self.peers.job_id, step=0)
+        trace = tracing.begin("step", job=self.services.job_id, step=0)
         with trace.within():
             await self._record(0, await self._evaluate(0), None)
         trace.end()
@@ -149,7 +149,7 @@ class AfterStep:
         await to_disk(self.folder.check_there)  # else the trainer would make the folder
         best = best_step(self.job, await asyncio.to_thread(self.folder.metrics))
         kept = await self._used_by_others() | ({best} if best is not None else set())
-        checkpoint = await self.peers.checkpoint(number, tuple(sorted(kept)))
+        checkpoint = await self.services.checkpoint(number, tuple(sorted(kept)))
         metrics[WRITTEN] = time.monotonic() - start
         await self.journal.checkpoint(checkpoint)
         await to_disk(self.folder.prune_batches, first_needed(self.job, number))
@@ -175,11 +175,11 @@ class AfterStep:
             return {}
         start = time.monotonic()
         if not serves:  # a budget ended the job between two syncs
-            synced = await sync_weights(self.peers, self.job, version, self.journal)
+            synced = await sync_weights(self.services, self.job, version, self.journal)
             await to_disk(self.folder.append_sync, synced.row())
         held_out = await asyncio.to_thread(self.prompts.held_out)
         with tracing.span("eval", version=version):
-            metrics = await evaluate(self.job, held_out, self.peers, version)
+            metrics = await evaluate(self.job, held_out, self.services, version)
         too_many = ignored(metrics, held_out, self.max_missing)
         for name, share in too_many.items():
             await self.journal.warn(

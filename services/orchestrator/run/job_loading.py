@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.run.doing import Doing
 from services.orchestrator.runs.folder import RunFolder
@@ -30,7 +30,7 @@ class Loading:
     """The loading of one attempt. `colocate`: trainer and sampler take turns on one GPU."""
 
     record: JobRecord
-    peers: Peers
+    services: Services
     folder: RunFolder
     journal: Journal
     doing: Doing
@@ -46,12 +46,12 @@ class Loading:
         return state
 
     async def _load(self) -> TrainerState:
-        self.peers.new_epoch()
+        self.services.new_epoch()
         self.doing.begin("loading the model", "its weights go to the sampler")
         await self.journal.log("loading the model into the trainer and the sampler")
         state = await self._load_both()
         self.doing.begin("bringing the weights to the sampler", f"step {state.step + 1}")
-        synced = await sync_weights(self.peers, self.record.job, state.step, self.journal)
+        synced = await sync_weights(self.services, self.record.job, state.step, self.journal)
         await to_disk(self.folder.append_sync, synced.row())
         await self.journal.loaded(state)
         return state
@@ -60,7 +60,7 @@ class Loading:
         """Loads both at once, or one after the other if the trainer is on a GPU. The sampler may be
         on the same GPU: while it starts it measures free memory, and would count memory that the
         trainer takes meanwhile as its own."""
-        in_turn = self.colocate or (await self.peers.trainer_state()).gpu is not None
+        in_turn = self.colocate or (await self.services.trainer_state()).gpu is not None
         watching = asyncio.create_task(self._watch())
         try:
             return await (self._load_in_turn() if in_turn else self._load_at_once())
@@ -68,14 +68,14 @@ class Loading:
             await stop(watching)
 
     async def _load_in_turn(self) -> TrainerState:
-        await self.peers.put_model()
-        await self.peers.free_gpu()
-        return await self.peers.put_job()
+        await self.services.put_model()
+        await self.services.free_gpu()
+        return await self.services.put_job()
 
     async def _load_at_once(self) -> TrainerState:
         """If one fails, raises its error after the other has ended."""
-        loading = asyncio.create_task(self.peers.put_job())
-        serving = asyncio.create_task(self.peers.put_model())
+        loading = asyncio.create_task(self.services.put_job())
+        serving = asyncio.create_task(self.services.put_model())
         try:
             await asyncio.gather(loading, serving)
             return loading.result()
@@ -84,12 +84,12 @@ class Loading:
 
     async def _watch(self) -> None:
         """Reports in the job's events what takes trainer and sampler long."""
-        peers = self.peers
-        asked: dict[str, Ask] = {"trainer": self._trainer_doing, "sampler": peers.sampler_doing}
+        services = self.services
+        asked: dict[str, Ask] = {"trainer": self._trainer_doing, "sampler": services.sampler_doing}
         await asyncio.gather(*(self._watch_one(name, ask) for name, ask in asked.items()))
 
     async def _trainer_doing(self) -> str | None:
-        return (await self.peers.trainer_state()).doing
+        return (await self.services.trainer_state()).doing
 
     async def _watch_one(self, service: str, ask: Ask) -> None:
         """Ignores errors: the watched call meets the same error, and decides about it."""

@@ -26,7 +26,7 @@ from services.orchestrator.errors import MustPause, TooDear
 from services.orchestrator.loop.batches import Batches
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
-from services.orchestrator.pool.peers import Peers
+from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.waits import watch
 from services.orchestrator.run.after_step import AfterStep, Ended
 from services.orchestrator.run.colocation import check_colocation
@@ -87,7 +87,7 @@ class Run:
         self._folder = RunFolder(Path(record.run_dir))
         self._journal = Journal(store, lease)
         self._store = store
-        self._peers = Peers(
+        self._services = Services(
             record.job,
             settings,
             record.id,
@@ -112,7 +112,7 @@ class Run:
         self._trying: asyncio.Task[None] | None = None
         self._doing = Doing()
         self._loading = Loading(
-            record, self._peers, self._folder, self._journal, self._doing, settings.colocate
+            record, self._services, self._folder, self._journal, self._doing, settings.colocate
         )
 
     async def run(self) -> Outcome:
@@ -138,18 +138,18 @@ class Run:
 
     def doing(self) -> str:
         """Returns the job's state in a line, for its followers."""
-        return self._doing.line(self._peers.waits, self._peers.away())
+        return self._doing.line(self._services.waits, self._services.away())
 
     def waits(self) -> str | None:
         """Returns what the job needs and lacks; None if it lacks nothing."""
-        return self._doing.waits(self._peers.away())
+        return self._doing.waits(self._services.away())
 
     async def close(self) -> None:
         """Ends the sampler's work for the job, and closes the connections."""
         try:
-            await self._peers.abort()
+            await self._services.abort()
         finally:
-            await to_the_end(self._peers.close())
+            await to_the_end(self._services.close())
 
     async def _try(self) -> Outcome | None:
         """Returns the job's outcome, or None if it must be tried again."""
@@ -194,11 +194,11 @@ class Run:
 
     async def _watched(self) -> dict[str, Any]:
         """Trains, and watches meanwhile whether the services are there and the job moves."""
-        peers = self._peers
+        services = self._services
         stall_s, tell = self._settings.stall_s, self._journal.stalled
-        peers.waits.progress_at = time.monotonic()
+        services.waits.progress_at = time.monotonic()
         work = asyncio.create_task(self._train())
-        watching = asyncio.create_task(watch(peers.waits, stall_s, peers.under_way, tell))
+        watching = asyncio.create_task(watch(services.waits, stall_s, services.under_way, tell))
         looking = asyncio.create_task(self._look())
         noting = asyncio.create_task(self._keep_spent_noted())
         try:
@@ -210,7 +210,7 @@ class Run:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_AT_IDLE_S)
-            await self._peers.look()
+            await self._services.look()
 
     async def _recovering(self, decision: Decision) -> Outcome | None:
         """Returns None once the job can be loaded again: after a pause, and when everything that it
@@ -261,7 +261,7 @@ class Run:
         """Returns since when the job waits (time.monotonic), grading's wait for the reward service
         included."""
         now = time.time()
-        return time.monotonic() - (now - (self._peers.reward_away_since or now))
+        return time.monotonic() - (now - (self._services.reward_away_since or now))
 
     def _waited(self) -> str:
         return f"it has waited for {self._settings.wait_limit_s:g} s, and HONE_WAIT_LIMIT_S is that"
@@ -299,7 +299,7 @@ class Run:
         if checkpoint is None:
             checkpoint = await after.end_at(number)
             rows = await asyncio.to_thread(self._folder.metrics)
-        versions = await self._peers.versions()
+        versions = await self._services.versions()
         summary = summarize(self._record, rows, checkpoint, train_s, versions, ended.why)
         await to_disk(self._folder.write_summary, summary)
         return summary
@@ -348,7 +348,7 @@ class Run:
         await to_disk(self._folder.write_note, await self._store.note(self._record.id))
         spent = await self._begin_spending()
         self._doing.begin("checking data and rewards", "the model is loaded")
-        with self._peers.waits.on("data", "reading the prompts"):
+        with self._services.waits.on("data", "reading the prompts"):
             history = History(await asyncio.to_thread(self._folder.verdicts))
             cpu_s = FILTER_ROOM * self._settings.filter_cpu_s
             settings = self._settings.model_copy(update={"filter_cpu_s": cpu_s})
@@ -359,13 +359,13 @@ class Run:
                 )
                 first = await asyncio.to_thread(prompts.for_step, 1)
         with _accepted("rewards"):
-            await self._peers.validate_rewards(prompts.columns, first)
+            await self._services.validate_rewards(prompts.columns, first)
         if not self._record.step:
             self._trying = asyncio.create_task(self._try_rewards(first))
         return AfterStep(
             self._job,
             prompts,
-            self._peers,
+            self._services,
             self._folder,
             self._journal,
             self._tracker,
@@ -397,7 +397,7 @@ class Run:
 
     async def _try_rewards(self, prompts: tuple[Prompt, ...]) -> None:
         """Reports the rewards' values for known answers, while the model is loaded."""
-        found = await self._peers.try_rewards(prompts)
+        found = await self._services.try_rewards(prompts)
         if found is None:
             return
         await self._journal.log(found.summary)
@@ -405,11 +405,11 @@ class Run:
             await self._journal.warn(warning)
 
     def _pipeline(self, prompts: Prompts) -> Pipeline:
-        peers, folder = self._peers, self._folder
+        services, folder = self._services, self._folder
         max_missing = self._settings.max_missing_rewards
         warn = self._journal.warn
-        batches = Batches(self._record.id, self._job, prompts, peers, folder, max_missing, warn)
-        return Pipeline(self._job, batches, peers, folder, self._journal)
+        batches = Batches(self._record.id, self._job, prompts, services, folder, max_missing, warn)
+        return Pipeline(self._job, batches, services, folder, self._journal)
 
     async def _end_trying(self) -> None:
         """Ignores its result: it may have lost the lease, or the store."""

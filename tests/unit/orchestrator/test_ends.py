@@ -60,10 +60,10 @@ async def test_no_more_ends_are_looked_for_once_redis_is_away(
 
 async def test_a_row_that_is_said_again_has_the_currency_of_its_cost() -> None:
     store, unused = Mock(report=AsyncMock()), cast(Any, Mock())
-    peers = cast(Any, Mock(waits=Waits()))
+    services = cast(Any, Mock(waits=Waits()))
     journal = Journal(store, Lease("a", 1, "trainer", 30.0))
     spent = Spent([], price=Price(2.0, "EUR", "the invoice"))
-    after = AfterStep(JOB, unused, peers, unused, journal, unused, spent, 0.5, unused)
+    after = AfterStep(JOB, unused, services, unused, journal, unused, spent, 0.5, unused)
     await after.say_again(MetricsRow(step=1, metrics={"total/cost": 3.0}))
     told = store.report.await_args.kwargs
     assert (told["cost"], told["currency"], told["missing_only"]) == (3.0, "EUR", True)

@@ -20,7 +20,7 @@ from services.orchestrator.evals.estimates import (
 )
 from services.orchestrator.loop.advantages import full_mark
 from services.orchestrator.loop.groups import GradedGroup
-from services.orchestrator.pool.peers import NOT_GRADED
+from services.orchestrator.pool.services import NOT_GRADED
 from shared.job import EvaluationSpec, Job
 from shared.wire import Prompt, Rollout, RolloutGroup, Score
 from tests.support.scored_batches import make_job, score

@@ -10,7 +10,7 @@ import pytest
 
 from services.orchestrator.evals import held_out as evaluation
 from services.orchestrator.evals.held_out import Answers, evaluate, ignored, set_metrics
-from services.orchestrator.pool.peers import NOT_GRADED
+from services.orchestrator.pool.services import NOT_GRADED
 from shared.errors import StateLost
 from shared.wire import Prompt, RolloutGroup, Score
 from tests.support.scored_batches import make_job, score
@@ -18,7 +18,7 @@ from tests.support.scored_batches import make_job, score
 PROMPTS = tuple(Prompt(index=index, content=f"{index}?", row={}) for index in range(10))
 
 
-class FakePeers:
+class FakeServices:
     """Samples nothing; `generate` is what sampling does."""
 
     owner = "job:1:1"
@@ -49,8 +49,8 @@ async def test_a_bounded_number_of_prompts_is_sampled_at_a_time(
         await asyncio.sleep(0)
         running.remove(index)
 
-    peers: Any = FakePeers(generate, score(make_job(), 0.5))
-    metrics = await evaluate(make_job(), {"": PROMPTS}, peers, 3)
+    services: Any = FakeServices(generate, score(make_job(), 0.5))
+    metrics = await evaluate(make_job(), {"": PROMPTS}, services, 3)
     assert max(most) == 3 and len(most) == 10
     assert metrics["eval/reward"] == pytest.approx(0.5), "of the nine that were graded"
     assert metrics["eval/errored_rollouts"] == pytest.approx(1 / 10)
@@ -67,9 +67,9 @@ async def test_if_one_prompt_fails_the_others_have_ended() -> None:
             ended.append(index)
         raise StateLost("the engine is gone")
 
-    peers: Any = FakePeers(generate, NOT_GRADED)
+    services: Any = FakeServices(generate, NOT_GRADED)
     with pytest.raises(StateLost):
-        await evaluate(make_job(), {"": PROMPTS}, peers, 3)
+        await evaluate(make_job(), {"": PROMPTS}, services, 3)
     assert sorted(ended) == list(range(10))
 
 

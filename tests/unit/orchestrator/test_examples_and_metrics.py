@@ -11,7 +11,7 @@ from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.metrics import reward_metrics, step_metrics
 from services.orchestrator.loop.pipeline import Step
-from services.orchestrator.pool.peers import NOT_GRADED, score_item
+from services.orchestrator.pool.services import NOT_GRADED, score_item
 from shared.job import Job
 from shared.wire import (
     Batch,

@@ -13,7 +13,7 @@ from services.orchestrator.loop.groups import (
     to_batch,
     too_many_missing,
 )
-from services.orchestrator.pool.peers import NOT_GRADED
+from services.orchestrator.pool.services import NOT_GRADED
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, Span

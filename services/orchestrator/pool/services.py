@@ -80,7 +80,7 @@ NOT_GRADED = Score(value=None, parts={})
 """The score of a rollout that went wrong."""
 
 
-class Peers:
+class Services:
     """One job's view of the services. `close` ends the connections. `sync_method` is how weights go
     to the samplers in this epoch, once that was chosen, and `given_up` how they do not any more
     (syncing.py). `waits` says what is under
