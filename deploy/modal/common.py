@@ -31,6 +31,8 @@ amd64."""
 ROOT = Path(__file__).parents[2]
 PROJECT, PINS = ROOT / "pyproject.toml", ROOT / "requirements/cuda.txt"
 SOURCES = ("deploy", "hone", "services", "shared")
+PACKAGE_DATA = ("**/*.py", "**/*.lua", "**/prices.toml")
+"""The files of SOURCES that the services read."""
 
 RUNS, CACHES, DATA = "/volumes/runs", "/volumes/caches", "/volumes/data"
 """Where containers see the Volumes. Paths of runs are in the jobs' records: they are the same in
@@ -145,7 +147,7 @@ def image(*extras: str, cuda: bool = False, packages: Sequence[str] = ()) -> mod
             str(PROJECT), optional_dependencies=[*extras], extra_options="--constraint /pins.txt"
         )
         .env(_environment())
-        .add_local_python_source(*SOURCES)
+        .add_local_python_source(*SOURCES, ignore=~modal.FilePatternMatcher(*PACKAGE_DATA))
     )
 
 

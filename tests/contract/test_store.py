@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.store import connection, heartbeat, identity, keys, lua
+from services.orchestrator.store import connection, heartbeat, identity, keys, scripts
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.ids import new_job_id
 from services.orchestrator.store.known_slots import KnownSlot
@@ -674,29 +674,26 @@ async def test_an_id_that_is_another_jobs_is_never_answered_as_that_job(
     assert only.model_dump() == first.model_dump(include=set(JobSummary.model_fields))
 
 
-async def twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def twice(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on every script is sent again, as after an answer that was lost on its way."""
-    once = store._call
 
-    async def call(script: Any, **arguments: Any) -> str:
-        sent: list[dict[str, Any]] = []
-
+    def sent_twice(script: Any) -> Any:
         async def send(**request: Any) -> str:
-            sent.append(request)
-            return await script(**request)
+            first, again = await script(**request), await script(**request)
+            assert again == first, "a retry is answered as the first time"
+            return first
 
-        first = await once(send, **arguments)
-        again = await script(**sent[0])
-        assert again == first, "a retry is answered as the first time"
-        return first
+        return send
 
-    monkeypatch.setattr(store, "_call", call)
+    registered = store._connection._scripts
+    for name, script in registered.items():
+        monkeypatch.setitem(registered, name, sent_twice(script))
 
 
 async def test_a_script_whose_answer_was_lost_is_sent_again_and_happens_once(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await twice(store, monkeypatch)
+    twice(store, monkeypatch)
     job_id = await submit(store)
     assert len((await store.list(None, 10)).jobs) == 1
     lease = await take(store)
@@ -1048,9 +1045,15 @@ async def test_of_the_events_the_newest_are_kept(redis_url: str) -> None:
     await limited.close()
 
 
+async def test_every_script_compiles(raw: Any) -> None:
+    assert {"take", "beat", "report", "halt"} < scripts.NAMES
+    for name in scripts.NAMES:
+        assert await raw.script_load(scripts.source(name)), name
+
+
 def test_scripts_keep_a_calls_answer_longer_than_it_is_retried() -> None:
     attempts = connection.RETRIES + 1
-    assert attempts * (connection.SOCKET_TIMEOUT_S + 5 + 2.0) < lua.CALL_TTL_S
+    assert attempts * (connection.SOCKET_TIMEOUT_S + 5 + 2.0) < scripts.CALL_TTL_S
 
 
 async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:

@@ -19,19 +19,23 @@ from redis.exceptions import RedisError
 
 from services.orchestrator.store import keys
 from services.orchestrator.store.records import Unreadable
+from services.orchestrator.store.scripts import NAMES, source
 from shared.errors import Conflict, Unavailable
 
 SOCKET_TIMEOUT_S = 30.0
 """Longer than a follower waits for events, and longer than a slow disk delays an answer."""
 
 RETRIES = 6
-"""Retries of a command. All attempts together take less than lua.CALL_TTL_S."""
+"""Retries of a command. All attempts together take less than scripts.CALL_TTL_S."""
 
 MAX_CONNECTIONS = 64
 """Connections for everything but heartbeats and followers. A caller waits if none is free."""
 
 MAX_BEAT_CONNECTIONS = 2
 """Heartbeats have connections of their own, so that they never wait for one."""
+
+BEATS = frozenset({"beat", "renew_loan"})
+"""The scripts that are heartbeats."""
 
 MAX_FOLLOWERS = 512
 """Most clients that follow jobs' events at a time. Each holds a connection while it waits."""
@@ -97,6 +101,10 @@ class Connection:
         self.client = _client(url, MAX_CONNECTIONS, patient)
         self.beats = _client(url, MAX_BEAT_CONNECTIONS, Retry(NoBackoff(), retries=0))
         self.followers = _client(url, MAX_FOLLOWERS, patient)
+        self._scripts = {
+            name: (self.beats if name in BEATS else self.client).register_script(source(name))
+            for name in NAMES
+        }
 
     async def close(self) -> None:
         for client in (self.client, self.beats, self.followers):
@@ -122,13 +130,14 @@ class Connection:
             return self.refused
         return REPLACED
 
-    async def call(self, script: Any, **arguments: Any) -> str:
-        """Runs the script. If the connection breaks, Redis's client sends the same call again."""
+    async def call(self, script: str, **arguments: Any) -> str:
+        """Runs the script of that name (scripts.py). If the connection breaks, Redis's client sends
+        the same call again."""
         store = self._identity
         call = _texts({"now": time.time(), "store": store, **self._limits, **arguments})
         key = keys.CALL + secrets.token_hex(12)
         try:
-            answer = await self.do(script(keys=[key], args=[json.dumps(call)]))
+            answer = await self.do(self._scripts[script](keys=[key], args=[json.dumps(call)]))
         except StoreUnavailable as error:
             if error.code != "wrong_type":
                 raise

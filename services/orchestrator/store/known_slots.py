@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.orchestrator.store.connection import Connection
-from services.orchestrator.store.lua import SHARED
 
 NOTE_S = 2.0
 """Seconds between two notes of a worker."""
@@ -25,32 +24,6 @@ expired. Then for as long again an interrupted job is left to a trainer without 
 worker may be about to send one. Another trainer would repeat the steps since the newest checkpoint.
 (Nothing else is lost: their batches are replayed from the run folder.)"""
 
-NOTE = (
-    SHARED
-    + """
-local now, last = now_ms(), tonumber(redis.call('HGET', NOTING, 'last'))
-if last and now > last + call.known_ms then redis.call('HSET', NOTING, 'since', now) end
-redis.call('HSET', NOTING, 'last', now)
-redis.call('SADD', SLOTS, call.name)
-redis.call('SET', SLOT .. call.name, call.note, 'PX', call.known_ms)
-return tostring(redis.call('ZCARD', QUEUE))
-"""
-)
-"""call: name, note (JSON: trainer, samplers, perhaps away), known_ms. Returns how many jobs wait to
-begin."""
-
-OTHERS = (
-    SHARED
-    + """
-local others = {}
-for _, slot in ipairs(known_slots()) do
-  if slot.name ~= call.name then others[#others + 1] = slot end
-end
-return cjson.encode(others)
-"""
-)
-"""call: name. Returns the notes of the other workers, as JSON; {} for none."""
-
 
 @dataclass(frozen=True)
 class KnownSlot:
@@ -65,8 +38,6 @@ class KnownSlots:
 
     def __init__(self, connection: Connection) -> None:
         self._call = connection.call
-        self._note = connection.client.register_script(NOTE)
-        self._others = connection.client.register_script(OTHERS)
 
     async def note(
         self, name: str, trainer: str, samplers: Sequence[str], missing: str | None
@@ -77,7 +48,7 @@ class KnownSlots:
         away = {"away": missing} if missing else {}
         # Not in ASCII: a lone surrogate, which Redis cannot decode from its escape, becomes `?`.
         answer = await self._call(
-            self._note,
+            "note",
             name=name,
             note=json.dumps(note | away, ensure_ascii=False),
             known_ms=int(KNOWN_S * 1000),
@@ -86,5 +57,5 @@ class KnownSlots:
 
     async def others(self, name: str) -> list[KnownSlot]:
         """Returns recent heartbeats of the other workers."""
-        found = json.loads(await self._call(self._others, name=name))
+        found = json.loads(await self._call("others", name=name))
         return [KnownSlot(each["trainer"], each.get("away")) for each in found]

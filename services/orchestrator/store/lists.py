@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from services.orchestrator.store.connection import Connection
 from services.orchestrator.store.ids import time_of
-from services.orchestrator.store.lua import SHARED
 from services.orchestrator.store.records import SUMMARY, Unreadable, summary_of
 from shared.errors import NotFound
 from shared.wire import JobList, JobSummary, Obstacle
@@ -20,117 +19,6 @@ S = TypeVar("S", bound=JobSummary)
 CURSOR = re.compile(r"([^:]+):([0-9]{1,10}(?:\.[0-9]{1,20})?)")
 """A job's id and its score among the jobs (Unix seconds). The score gives its place even when the
 job was deleted."""
-
-LIST = (
-    SHARED
-    + """
-local names = cjson.decode(call.names)
-local wanted = call.metadata and cjson.decode(call.metadata)
-
-local PIECE = 256 -- ids that are read at a time
-
-local function has_metadata(id)
-  local metadata = cjson.decode(field(id, 'metadata') or '{}')
-  if wanted == cjson.null then return next(metadata) == nil end
-  for name, value in pairs(wanted) do
-    if metadata[name] ~= value then return false end
-  end
-  return true
-end
-
-local function fits(id)
-  if call.name and string.match(id, '^(.*)%-') ~= call.name then return false end
-  -- pcall: a key that is no hash has no status
-  if call.status and redis.pcall('HGET', job(id), 'status') ~= call.status then return false end
-  if not (call.openai or wanted) then return redis.call('EXISTS', job(id)) == 1 end
-  return is_job(id) and (not call.openai or field(id, 'openai'))
-    and (not wanted or has_metadata(id))
-end
-
-local function place_after(id, score)
-  local rank = redis.call('ZREVRANK', JOBS, id)
-  if rank then return rank + 1 end
-  return score and redis.call('ZCOUNT', JOBS, '(' .. score, '+inf')
-end
-
-local found, at = {}, 0
-if call.after then at = place_after(call.after, call.after_score) end
-if not at then return 'unknown' end
-while true do
-  local ids = redis.call('ZREVRANGE', JOBS, at, at + PIECE - 1)
-  for _, id in ipairs(ids) do
-    if fits(id) then
-      if #found == tonumber(call.limit) then
-        local last = found[#found][1]
-        local cursor = last .. ':' .. redis.call('ZSCORE', JOBS, last)
-        return cjson.encode({jobs = found, next_after = cursor})
-      end
-      found[#found + 1] = {id, is_job(id) and redis.call('HMGET', job(id), unpack(names))}
-    end
-  end
-  if #ids < PIECE then return cjson.encode({jobs = found}) end
-  at = at + PIECE
-end
-"""
-)
-"""call: limit, names (JSON: of the fields to return); perhaps after (a job's id) and after_score
-(when it was made, for a deleted job), status, name, openai and metadata (JSON: a table, or null for
-jobs without any). Returns the newest matching jobs older than `after` as JSON, each with its id and
-its fields, false for a missing field; and if there are more, `next_after`: the last job's id and
-score. Returns 'unknown' if there is neither a job `after` nor a score."""
-
-WAITING = (
-    SHARED
-    + """
-local obstacles, places, begun, job_of = {}, {}, begun_waiting(), {}
-for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
-  if is_job(id) and is_leased(id) then
-    obstacles[field(id, 'trainer')] = {job = id}
-    job_of[field(id, 'attempt')] = id
-  end
-end
-
--- The job or evaluation that has a sampler of a free trainer.
-local function holder(samplers)
-  for name in string.gmatch(samplers, '%S+') do
-    local attempt = redis.call('GET', LEASE .. name)
-    if attempt and job_of[attempt] then return {job = job_of[attempt]} end
-    local evaluation = attempt and redis.call('GET', LOAN .. attempt)
-    if evaluation then return {evaluation = evaluation} end
-  end
-end
-
--- Several workers may have a trainer, and one of them not reach it.
-local free, found = {}, {}
-for _, slot in ipairs(known_slots()) do
-  local why = holder(slot.samplers) or slot.away and {away = slot.away}
-  if why then found[slot.trainer] = why else free[slot.trainer] = true end
-end
-for trainer, why in pairs(found) do
-  if not free[trainer] and not obstacles[trainer] then obstacles[trainer] = why end
-end
-for place, id in ipairs(begun) do places[id] = place end
-for id in string.gmatch(call.ids, '%S+') do
-  local rank = redis.call('ZRANK', QUEUE, id)
-  if rank then places[id] = #begun + rank + 1 end
-end
-return cjson.encode({obstacles = obstacles, places = places})
-"""
-)
-"""call: ids (with blanks between). Returns as JSON: `obstacles`, why each trainer takes no job (a
-`job` has it or one of its samplers, an `evaluation` has these, or it is `away`); and `places`, the
-place of each waiting job, 1 for the job that is taken next."""
-
-CUT_OFF = (
-    SHARED
-    + """
-local found = {}
-for _, id in ipairs(begun_waiting()) do found[id] = field(id, 'trainer') or '' end
-return cjson.encode(found)
-"""
-)
-"""Returns the interrupted jobs (begun, without a worker now), with each one's latest trainer, as
-JSON."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +47,6 @@ class Lists:
 
     def __init__(self, connection: Connection) -> None:
         self._call = connection.call
-        self._list = connection.client.register_script(LIST)
-        self._waiting = connection.client.register_script(WAITING)
-        self._cut_off = connection.client.register_script(CUT_OFF)
 
     async def page(self, after: str | None, limit: int, wanted: Wanted) -> JobList:
         """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`.
@@ -170,7 +55,7 @@ class Lists:
         """
         job_id, made_at = _cursor(after)
         answer = await self._call(
-            self._list,
+            "list",
             limit=limit,
             after=job_id,
             after_score=made_at,
@@ -197,7 +82,7 @@ class Lists:
 
     async def cut_off(self) -> dict[str, str]:
         """Returns the trainer of each interrupted job (begun, without a worker now), by id."""
-        return json.loads(await self._call(self._cut_off))
+        return json.loads(await self._call("cut_off"))
 
     async def with_places(self, records: Sequence[S]) -> list[S]:
         """Returns the records. Waiting jobs, queued or running without a worker, get their place in
@@ -205,7 +90,7 @@ class Lists:
         may_wait = [record.id for record in records if record.status in ("queued", "running")]
         if not may_wait:
             return list(records)
-        found = json.loads(await self._call(self._waiting, ids=" ".join(may_wait)))
+        found = json.loads(await self._call("waiting", ids=" ".join(may_wait)))
         waits_for = {
             trainer: Obstacle.model_validate(obstacle)
             for trainer, obstacle in sorted(found["obstacles"].items())

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.found import WAS_DELETED, FoundRun
-from services.orchestrator.store import identity, scripts
+from services.orchestrator.store import identity
 from services.orchestrator.store.connection import Connection
 from services.orchestrator.store.records import recovered_fields
 from shared.errors import Failed
@@ -35,7 +35,6 @@ async def rebuild(
     found = await identity.identify(connection)
     connection.accept(found)
     others = identity.others(connection, runs_dir)
-    script = connection.client.register_script(scripts.RECOVER)
     jobs: dict[str, RecoveredJob] = {}
     for run in sorted(runs, key=lambda run: -(run.finished_at or 0.0)):  # newest first
         if run.job is None:
@@ -44,14 +43,14 @@ async def rebuild(
             why = f"is a job of another Redis; if that is no more, remove {str(other)!r} first"
             jobs[run.id] = RecoveredJob(id=run.id, problem=why)
         else:
-            jobs[run.id] = await _rebuilt(connection, script, run, run.job, key_ttl_s)
-    await connection.call(connection.client.register_script(scripts.OPEN))
+            jobs[run.id] = await _rebuilt(connection, run, run.job, key_ttl_s)
+    await connection.call("open")
     identity.adopt(connection, found, runs_dir)
     return [jobs[run.id] for run in runs]
 
 
 async def _rebuilt(
-    connection: Connection, script: Any, run: FoundRun, job: Job, key_ttl_s: float
+    connection: Connection, run: FoundRun, job: Job, key_ttl_s: float
 ) -> RecoveredJob:
     """Notes this Redis in the folder before the record is made, so that an interrupted run can
     begin again. An unwritable folder is a problem of this job alone."""
@@ -61,7 +60,7 @@ async def _rebuilt(
             await asyncio.to_thread(RunFolder(run.path).belong_to, redis)
         except Failed as error:
             return RecoveredJob(id=run.id, problem=error.detail)
-    return _answered(run, job, await connection.call(script, **_arguments(run, job, key_ttl_s)))
+    return _answered(run, job, await connection.call("recover", **_arguments(run, job, key_ttl_s)))
 
 
 def _arguments(run: FoundRun, job: Job, key_ttl_s: float) -> Mapping[str, Any]:

@@ -5,23 +5,8 @@ from __future__ import annotations
 
 from services.orchestrator.store import keys
 from services.orchestrator.store.connection import Connection
-from services.orchestrator.store.lua import once
 from shared.errors import Conflict
 from shared.wire import UploadedFile
-
-REMOVE_FILE = once("""
-  for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
-    local files = is_job(id) and not has_ended(id) and field(id, 'files') or ''
-    if string.find(' ' .. files .. ' ', ' ' .. call.file .. ' ', 1, true) then
-      return id .. ' ' .. field(id, 'status')
-    end
-  end
-  redis.call('SET', REMOVED .. call.file, call.created_at, 'EX', call.removed_ttl_s)
-  return 'ok'
-""")
-"""call: file, created_at, removed_ttl_s. From now on no job is submitted with the file. Returns
-'ok'; or, if a job that has not ended names the file, that job's id and status, and the file
-stays."""
 
 
 class Removals:
@@ -31,13 +16,12 @@ class Removals:
     def __init__(self, connection: Connection, ttl_s: int) -> None:
         self._call, self._do, self._redis = connection.call, connection.do, connection.client
         self._ttl_s = ttl_s
-        self._remove = connection.client.register_script(REMOVE_FILE)
 
     async def add(self, file: UploadedFile) -> None:
         """Lets no further job be submitted with the uploaded file. Raises Conflict while a job that
         has not ended names it."""
         answer = await self._call(
-            self._remove, file=file.id, created_at=file.created_at, removed_ttl_s=self._ttl_s
+            "remove_file", file=file.id, created_at=file.created_at, removed_ttl_s=self._ttl_s
         )
         if answer != "ok":
             job_id, status = answer.split(" ")

@@ -1,6 +1,5 @@
 """Jobs in Redis. A job's hash is the truth. Every change is one atomic script (scripts.py), which a
-retry does not repeat. The keys are in keys.py, the connection is in connection.py, the methods for
-workers are in worker_side.py.
+retry does not repeat. The methods for workers are in worker_side.py.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from services.orchestrator.runs.found import FoundRun
 from services.orchestrator.runs.note import Note
-from services.orchestrator.store import identity, keys, rebuilding, scripts
+from services.orchestrator.store import identity, keys, rebuilding
 from services.orchestrator.store.connection import Connection, StoreUnavailable
 from services.orchestrator.store.known_slots import KnownSlots
 from services.orchestrator.store.lists import Lists, Wanted
@@ -50,6 +49,9 @@ from shared.wire import (
 KEY_TTL_S = 24 * 3600
 """Seconds that an idempotency key or a job's deletion is remembered."""
 
+WITHDRAWN = "withdrawn"
+"""The answer for an idempotency key whose submission was withdrawn."""
+
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
 
@@ -75,12 +77,6 @@ class Store(WorkerSide):
         self._watch: asyncio.Task[None] | None = None  # whether it still has the jobs
         self._redis, self._followers = connection.client, connection.followers
         self._do, self._hash = connection.do, connection.hash
-        self._submit = self._redis.register_script(scripts.SUBMIT)
-        self._withdraw = self._redis.register_script(scripts.WITHDRAW)
-        self._pause = self._redis.register_script(scripts.PAUSE)
-        self._resume = self._redis.register_script(scripts.RESUME)
-        self._cancel = self._redis.register_script(scripts.CANCEL)
-        self._delete = self._redis.register_script(scripts.DELETE)
 
     async def open(self) -> None:
         """Checks that Redis is durable, and that every waiting job is in the queue. From then on a
@@ -94,7 +90,7 @@ class Store(WorkerSide):
                     "start again"
                 )
         self._connection.accept(await identity.identify(self._connection))
-        await self._call(self._redis.register_script(scripts.OPEN))
+        await self._call("open")
 
     async def check(self, runs_dir: Path) -> str | None:
         """Returns why this Redis must not be used: it does not have the jobs of `runs_dir`; None if
@@ -103,7 +99,7 @@ class Store(WorkerSide):
             refused = self._connection.refused
             found = await identity.check(self._connection, runs_dir)
             if refused and not found:
-                await self._call(self._redis.register_script(scripts.OPEN))
+                await self._call("open")
             self._watch = self._watch or asyncio.create_task(
                 identity.watch(self._connection, runs_dir, self._deciding)
             )
@@ -141,7 +137,7 @@ class Store(WorkerSide):
         another job or withdrawn, and BadRequest for an uploaded file that was removed meanwhile."""
         fingerprint, key = submission.fingerprint, submission.key
         answer = await self._call(
-            self._submit,
+            "submit",
             id=submission.id,
             key=key or "",
             key_ttl_s=KEY_TTL_S,
@@ -164,8 +160,8 @@ class Store(WorkerSide):
     async def withdraw(self, key: str) -> str | None:
         """From now on no job can be submitted with the key. Returns the id of the job that was
         submitted with the key, None if none was."""
-        answer = await self._call(self._withdraw, key=key, key_ttl_s=KEY_TTL_S)
-        return None if answer == scripts.WITHDRAWN else answer.partition(" ")[0]
+        answer = await self._call("withdraw", key=key, key_ttl_s=KEY_TTL_S)
+        return None if answer == WITHDRAWN else answer.partition(" ")[0]
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound, or Unreadable for a record that this version cannot read."""
@@ -218,7 +214,7 @@ class Store(WorkerSide):
         """Returns the state of the job, which is cancelled now if it was queued or paused and soon
         if it runs. Cancelling again changes nothing. Raises Conflict if the job has ended
         otherwise."""
-        before = await self._call(self._cancel, id=_known(job_id))
+        before = await self._call("cancel", id=_known(job_id))
         if before in ("succeeded", "failed"):
             raise Conflict(
                 f"job {job_id!r} has {before}; only a queued, running or paused job can be "
@@ -230,7 +226,7 @@ class Store(WorkerSide):
         """Returns the state of the job, which is paused now if it was queued and soon if it runs.
         `why` is the reason shown if it is paused now. Pausing again changes nothing. Raises
         Conflict if the job has ended."""
-        before = await self._call(self._pause, id=_known(job_id), paused=why)
+        before = await self._call("pause", id=_known(job_id), paused=why)
         if before in TERMINAL:
             raise Conflict(
                 f"job {job_id!r} {_has(before)}; only a queued or running job can be paused"
@@ -242,7 +238,7 @@ class Store(WorkerSide):
         `job` if given. A pause that was requested and has not happened yet is called off. Raises
         Conflict if the job has ended, or if it runs and `job` is given."""
         fields = fields_of(job) if job else None
-        before = await self._call(self._resume, id=_known(job_id), fields=fields)
+        before = await self._call("resume", id=_known(job_id), fields=fields)
         if job and before in ("queued", "running"):
             raise Conflict(f"job {job_id!r} is {before}; pause it before you change it")
         if before in TERMINAL:
@@ -263,7 +259,7 @@ class Store(WorkerSide):
     async def delete(self, job_id: str) -> JobDeleted:
         """Forgets an ended job: record, events and idempotency key. Deleting again changes nothing.
         Raises Conflict for a job that has not ended."""
-        before = await self._call(self._delete, id=_known(job_id), deleted_ttl_s=KEY_TTL_S)
+        before = await self._call("delete", id=_known(job_id), deleted_ttl_s=KEY_TTL_S)
         if not before:
             raise _no_job(job_id)
         if before != "deleted":
@@ -327,7 +323,7 @@ def _known(job_id: str) -> str:
 
 def _same(key: str | None, answer: str, fingerprint: str) -> str:
     """Returns the id of the key's job. Raises Conflict if the key was used for another job."""
-    if answer == scripts.WITHDRAWN:
+    if answer == WITHDRAWN:
         raise Conflict(f"the submission with Idempotency-Key {key!r} was withdrawn; use a new key")
     job_id, known = answer.split(" ")
     if known != fingerprint:

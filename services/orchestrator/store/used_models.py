@@ -8,24 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.orchestrator.store.connection import Connection
-from services.orchestrator.store.lua import SHARED
-
-USED_MODELS = (
-    SHARED
-    + """
-local found, known = {}, {}
-for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
-  local model = is_job(id) and field(id, 'model')
-  if model and not known[model] and not has_ended(id) then
-    known[model] = true
-    found[#found + 1] = {model, id, field(id, 'status')}
-  end
-end
-return cjson.encode(found)
-"""
-)
-"""Returns a list of [model, id, status]: the models of all jobs that have not ended, each with the
-oldest such job, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +24,11 @@ class UsedModels:
 
     def __init__(self, connection: Connection) -> None:
         self._call = connection.call
-        self._find = connection.client.register_script(USED_MODELS)
 
     async def below(self, folder: Path) -> list[Use]:
         """Returns the models in `folder`, or below, of jobs that have not ended. Links are
         followed."""
-        found: list[tuple[str, str, str]] = list(json.loads(await self._call(self._find)))
+        found: list[tuple[str, str, str]] = list(json.loads(await self._call("used_models")))
         return await asyncio.to_thread(_below, folder, found)
 
 

@@ -11,7 +11,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from services.orchestrator.store import scripts
 from services.orchestrator.store.connection import Connection
 from services.orchestrator.store.known_slots import KNOWN_S
 from services.orchestrator.store.leases import Asked, Lease, LeaseLost
@@ -32,11 +31,6 @@ class WorkerSide:
 
     def __init__(self, connection: Connection) -> None:
         self._call = connection.call
-        self._take = connection.client.register_script(scripts.TAKE)
-        self._hold = connection.client.register_script(scripts.HOLD)
-        self._beat = connection.beats.register_script(scripts.BEAT)
-        self._report = connection.client.register_script(scripts.REPORT)
-        self._halt = connection.client.register_script(scripts.HALT)
 
     async def take(
         self,
@@ -69,7 +63,7 @@ class WorkerSide:
         self, trainer: str, samplers: Sequence[str], skip: Sequence[str], **arguments: Any
     ) -> str:
         return await self._call(
-            self._take,
+            "take",
             trainer=trainer,
             samplers=" ".join(samplers),
             skip=" ".join(skip),
@@ -81,7 +75,7 @@ class WorkerSide:
     async def hold(self, job_id: str, waits: str | None) -> bool:
         """Notes what only this queued job waits for, as a sentence; None: nothing. Returns whether
         it still waits for a worker."""
-        return await self._call(self._hold, id=job_id, waits=waits) == "ok"
+        return await self._call("hold", id=job_id, waits=waits) == "ok"
 
     async def beat(
         self, lease: Lease, doing: str | None = None, waits: str | None = None
@@ -89,7 +83,7 @@ class WorkerSide:
         """Renews the lease, and notes what the job does and waits for, if given. Returns the
         pending request, if any. Tries once, as long as the caller waits. Raises LeaseLost."""
         answer = await self._call(
-            self._beat,
+            "beat",
             lease_ms=int(lease.lease_s * 1000),
             trainer=lease.trainer,
             doing=doing,
@@ -105,14 +99,14 @@ class WorkerSide:
         """Gives the lease back. The job is cancelled if that was requested, else paused for the
         reason `why`. Without a reason it is paused if that was requested, and else queued again at
         its old place. Raises LeaseLost."""
-        await self._by_worker(self._halt, lease, why=why, paused=PAUSED_ON_REQUEST)
+        await self._by_worker("halt", lease, why=why, paused=PAUSED_ON_REQUEST)
 
     async def leave(self, lease: Lease, because: str, too_often: str) -> None:
         """As `halt` without a reason to pause, so that another attempt takes the job up. It counts
         as a failed attempt; after MAX_TRIES in a row the job pauses, with the reason `too_often`.
         Raises LeaseLost."""
         await self._by_worker(
-            self._halt,
+            "halt",
             lease,
             left_because=because,
             left_too_often=too_often,
@@ -136,7 +130,7 @@ class WorkerSide:
         LeaseLost."""
         data = data or {}
         await self._by_worker(
-            self._report,
+            "report",
             lease,
             type=type,
             level=level,
@@ -147,7 +141,7 @@ class WorkerSide:
             fields=fields,
         )
 
-    async def _by_worker(self, script: Any, lease: Lease, **arguments: Any) -> None:
+    async def _by_worker(self, script: str, lease: Lease, **arguments: Any) -> None:
         if await self._call(script, **_by(lease), **arguments) == "lost":
             raise LeaseLost(lease.job_id)
 

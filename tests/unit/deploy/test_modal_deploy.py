@@ -311,6 +311,10 @@ def test_an_image_has_what_its_service_needs_and_no_engine_of_others(
     assert (
         "/root/services/orchestrator/app.py" in mounted and "/root/shared/http/client.py" in mounted
     )
+    assert {
+        "/root/services/orchestrator/store/lua/take.lua",
+        "/root/shared/plan/prices.toml",
+    } < mounted
     assert not any("tests" in file.split("/") for file in mounted)
 
 

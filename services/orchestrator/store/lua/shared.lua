@@ -1,40 +1,17 @@
-"""The shared part of all Redis scripts: keys, reading arguments, and the building blocks of a job's
-changes.
+-- The beginning of every script, after the names of the keys (keys.py): reading the arguments, and
+-- the building blocks of a job's changes.
+--
+-- A script's arguments are one JSON object of texts, `call`. In a Redis that is not `call.store`
+-- a script changes nothing and returns 'emptied'. Besides, every `call` has now (Unix seconds),
+-- keep_jobs and keep_events.
 
-A script's arguments are one JSON object of texts, `call` in the script. It answers 'emptied', and
-does nothing, if the Redis is not `call.store`. A script made by `once` changes things once, however
-often it is sent: `hone:call:<call>` keeps its answer for the retries of a caller whose connection
-broke before the answer came.
-"""
-
-from __future__ import annotations
-
-from services.orchestrator.store import keys
-
-CALL_TTL_S = 900
-"""Seconds that answers are kept: longer than a caller retries (connection.py)."""
-
-_KEYS = f"""
-local JOBS, QUEUE, BEGUN, ENDED = '{keys.JOBS}', '{keys.QUEUE}', '{keys.BEGUN}', '{keys.ENDED}'
-local SUBMITTED = '{keys.SUBMITTED}'
-local STORE = '{keys.STORE}'
-local ATTEMPTS, LEASE = '{keys.ATTEMPTS}', '{keys.LEASE}'
-local KEY, DELETED, REMOVED = '{keys.KEY}', '{keys.DELETED}', '{keys.REMOVED}'
-local SAMPLERS, SAMPLER = '{keys.SAMPLERS}', '{keys.SAMPLER}'
-local SLOTS, SLOT, NOTING = '{keys.SLOTS}', '{keys.SLOT}', '{keys.NOTING}'
-local LOAN = '{keys.LOAN}'
-local function job(id) return '{keys.JOB}' .. id end
-local function events(id) return job(id) .. '{keys.EVENTS}' end
-local function checkpoints(id) return job(id) .. '{keys.CHECKPOINTS}' end
-"""
-
-SHARED = (
-    _KEYS
-    + """
 local call = cjson.decode(ARGV[1])
 
--- Changes nothing in a Redis that was not accepted.
 if call.store and redis.call('GET', STORE) ~= call.store then return 'emptied' end
+
+local function job(id) return JOB .. id end
+local function events(id) return job(id) .. EVENTS end
+local function checkpoints(id) return job(id) .. CHECKPOINTS end
 
 local function field(id, name) return redis.call('HGET', job(id), name) end
 local function set(id, ...) redis.call('HSET', job(id), ...) end
@@ -72,7 +49,8 @@ local function are_taken(resources)
   return false
 end
 
--- Gives the caller a lease on all of these resources; returns its attempt.
+-- Gives the caller a lease on all of these resources; returns its attempt. Attempts are at least
+-- the Unix seconds, so that none is given twice even if Redis is emptied.
 local function lease(resources)
   local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
   local attempt = string.format('%d', math.max(last, now))
@@ -115,7 +93,7 @@ end
 local function free(id)
   wait(id, nil)
   if not is_leased(id) then return end
-  for _, lease in ipairs(samplers(id)) do redis.call('DEL', lease) end
+  for _, key in ipairs(samplers(id)) do redis.call('DEL', key) end
   redis.call('DEL', LEASE .. field(id, 'trainer'))
 end
 
@@ -228,20 +206,14 @@ local function stopped(id, paused)
   end
   return true
 end
-"""
-)
 
-
-def once(body: str) -> str:
-    """Returns the script that runs `body` once for each call, and answers retries with the first
-    answer. An empty answer means that nothing was changed, and is not kept."""
-    return f"""{SHARED}
-local function act()
-{body}
+-- Runs `act` once for each call, and returns its answer. A caller whose connection broke before the
+-- answer came sends the same call again: it gets the first answer, which `hone:call:<call>` keeps.
+-- The answer '' means that nothing was changed, and is not kept.
+local function once(act)
+  local known = redis.call('GET', KEYS[1])
+  if known then return known end
+  local answer = act()
+  if answer ~= '' then redis.call('SET', KEYS[1], answer, 'EX', CALL_TTL_S) end
+  return answer
 end
-local known = redis.call('GET', KEYS[1])
-if known then return known end
-local answer = act()
-if answer ~= '' then redis.call('SET', KEYS[1], answer, 'EX', {CALL_TTL_S}) end
-return answer
-"""

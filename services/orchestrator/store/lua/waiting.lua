@@ -1,0 +1,38 @@
+-- call: ids (with blanks between).
+-- Returns JSON: `obstacles`, why each trainer takes no job (a `job` has it or one of its samplers,
+-- an `evaluation` has these, or it is `away`); and `places`, the place of each waiting job, 1 for
+-- the job that is taken next.
+
+local obstacles, places, begun, job_of = {}, {}, begun_waiting(), {}
+for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
+  if is_job(id) and is_leased(id) then
+    obstacles[field(id, 'trainer')] = {job = id}
+    job_of[field(id, 'attempt')] = id
+  end
+end
+
+-- The job or evaluation that has a sampler of a free trainer.
+local function holder(names)
+  for name in string.gmatch(names, '%S+') do
+    local attempt = redis.call('GET', LEASE .. name)
+    if attempt and job_of[attempt] then return {job = job_of[attempt]} end
+    local evaluation = attempt and redis.call('GET', LOAN .. attempt)
+    if evaluation then return {evaluation = evaluation} end
+  end
+end
+
+-- Several workers may have a trainer, and one of them not reach it.
+local is_free, found = {}, {}
+for _, slot in ipairs(known_slots()) do
+  local why = holder(slot.samplers) or slot.away and {away = slot.away}
+  if why then found[slot.trainer] = why else is_free[slot.trainer] = true end
+end
+for trainer, why in pairs(found) do
+  if not is_free[trainer] and not obstacles[trainer] then obstacles[trainer] = why end
+end
+for i, id in ipairs(begun) do places[id] = i end
+for id in string.gmatch(call.ids, '%S+') do
+  local rank = redis.call('ZRANK', QUEUE, id)
+  if rank then places[id] = #begun + rank + 1 end
+end
+return cjson.encode({obstacles = obstacles, places = places})
