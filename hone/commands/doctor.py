@@ -25,7 +25,7 @@ from shared.host import nvidia
 from shared.host.extras import how_to_install
 from shared.http.client import Client
 from shared.http.front_door import proxy_headers
-from shared.http.urls import DNS_PREFIX, REGISTERED
+from shared.http.urls import REGISTERED
 from shared.settings import Settings
 from shared.settings.environment import load_settings
 from shared.wire import CheckedWeights, NoBody, RegisteredSampler, SamplerList
@@ -297,13 +297,11 @@ def _lease(sampler: RegisteredSampler) -> Check:
 
 
 def _samplers(settings: Settings, registered: tuple[RegisteredSampler, ...] = ()) -> dict[str, str]:
-    """Returns the URL of each sampler, by its name in the report. If a host name stands for several
-    samplers, any one of them answers."""
-    places = settings.rollout_urls
-    numbered = _numbered("rollout", places)
+    """Returns the URL of each sampler, by its name in the report."""
+    numbered = _numbered("rollout", settings.rollout_urls)
     named = {name: url for name, url in numbered.items() if url != REGISTERED}
     own = {f"rollout {sampler.replica}": sampler.url for sampler in registered}
-    return {name: url.removeprefix(DNS_PREFIX) for name, url in (named | own).items()}
+    return named | own
 
 
 def _numbered(service: str, urls: tuple[str, ...]) -> dict[str, str]:

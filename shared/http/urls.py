@@ -12,9 +12,6 @@ _USER = re.compile(r"://[^/?#\s]*@")
 
 PORTS = {"orchestrator": 8000, "rollout": 8001, "trainer": 8002, "reward": 8003, "redis": 6379}
 
-DNS_PREFIX = "dns+"
-"""Prefix of a URL whose host name stands for a sampler at each of its addresses."""
-
 REGISTERED = "registered"
 """Instead of a URL: every sampler that registered itself."""
 
@@ -63,9 +60,7 @@ def check_samplers(text: str, trainers: str) -> None:
     groups = sampler_places(text)
     for place in (place for group in groups for place in group or (text,)):
         if place != REGISTERED:
-            check_url(place.removeprefix(DNS_PREFIX), "http://host:8001", shown=place)
-            if place.startswith(DNS_PREFIX) and not urlsplit(place).port:
-                raise ValueError(f"{place!r} has no port; expected for example {place}:8001")
+            check_url(place, f'http://host:8001, or "{REGISTERED}"')
     if len(groups) != (num_trainers := len(trainer_urls(trainers))):
         raise ValueError(
             f"{text!r} has the samplers of {len(groups)} trainer(s), and HONE_TRAINER_URL names "
@@ -79,9 +74,8 @@ def without_password(text: str) -> str:
     return _USER.sub("://***@", text)
 
 
-def check_url(text: str, example: str, shown: str | None = None) -> None:
-    """Raises ValueError, with an `example` of what was expected, for an invalid URL. `shown` is the
-    setting's text, if it is more than the URL."""
+def check_url(text: str, example: str) -> None:
+    """Raises ValueError, with an `example` of what was expected, for an invalid URL."""
     try:
         url = urlsplit(text)
         is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0
@@ -90,7 +84,7 @@ def check_url(text: str, example: str, shown: str | None = None) -> None:
     if not is_url or "," in text:
         port = _PORT.search(text)
         why = f": port {port[1]} is beyond 65535" if port and int(port[1]) > 65535 else ""
-        named = without_password(shown or text)
+        named = without_password(text)
         raise ValueError(f"{named!r} is no URL{why}; expected for example {example}")
 
 

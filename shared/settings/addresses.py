@@ -33,9 +33,8 @@ class Addresses(FromEnvironment):
     its samplers."""
 
     rollout_url: str = f"http://127.0.0.1:{PORTS['rollout']}"
-    """Where the orchestrator finds the samplers, with commas between several places: a URL;
-    dns+http://<name>:<port>, which is a sampler at each address of the name, looked up every 5 s;
-    or "registered", which is every sampler that has `rollout_advertise_url`. Several trainers have
+    """Where the orchestrator finds the samplers, with commas between several places: a URL, or
+    "registered", which is every sampler that has `rollout_advertise_url`. Several trainers have
     samplers each, in the order of `trainer_url`, with semicolons between them:
     "http://a:8001,http://b:8001;http://c:8001"."""
 

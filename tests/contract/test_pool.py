@@ -558,25 +558,9 @@ async def test_another_sampler_at_the_same_url_is_out_until_it_has_the_model(poo
     assert f"sampler 'r7' answers at {second.url}, and 'r1' did when the model was loaded" in said
 
 
-async def test_a_name_stands_for_a_sampler_at_each_of_its_addresses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from services.orchestrator.pool.discovery import sampler_urls
-
-    async def lookup(_loop: Any, host: str, port: int, **_: Any) -> list[Any]:
-        if host == "nobody":
-            raise OSError("no such name")
-        return [(0, 0, 0, "", (ip, port)) for ip in ("10.0.0.2", "10.0.0.1", "10.0.0.2")]
-
-    monkeypatch.setattr(type(asyncio.get_running_loop()), "getaddrinfo", lookup)
-    assert await sampler_urls(("dns+http://rollout:8001", "dns+http://nobody:1")) == (
-        "http://10.0.0.1:8001",
-        "http://10.0.0.2:8001",
-    )
-    assert await sampler_urls(("http://a:1/", "http://a:1")) == ("http://a:1",)
-
-
-@pytest.mark.parametrize("value", ["rollout:8001", "dns+http://rollout", "ftp://a:1", "http://"])
+@pytest.mark.parametrize(
+    "value", ["rollout:8001", "dns+http://rollout:8001", "ftp://a:1", "http://"]
+)
 def test_a_place_that_is_no_url_is_named(value: str) -> None:
     with pytest.raises(ValueError, match="expected for example"):
         Settings(rollout_url=f"http://a:1,{value}")

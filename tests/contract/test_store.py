@@ -259,7 +259,6 @@ async def test_a_sampler_that_a_job_has_is_given_to_no_other(
         ("http://Trainer.example:8002/", "trainer.example:8002"),
         ("http://trainer.example.", "trainer.example:80"),
         ("https://trainer.example", "trainer.example:443"),
-        ("dns+http://samplers:8001", "samplers:8001"),
         ("http://10.0.0.7:8002", "10.0.0.7:8002"),
         ("http://[fd00::1]:8002", "fd00::1:8002"),
         ("http://localhost:8002", "this-host:8002"),

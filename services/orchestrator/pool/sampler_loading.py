@@ -80,7 +80,8 @@ async def give_model(
             )
             raise MustPause(
                 f"{replica.url} answers {names}, as a load balancer does; name each sampler in "
-                "HONE_ROLLOUT_URL, or a DNS name of them all as dns+http://<name>:<port>"
+                'HONE_ROLLOUT_URL, or set that to "registered", and HONE_ROLLOUT_ADVERTISE_URL at '
+                "each sampler"
             )
     raise StateLost(
         f"{replica.url} was started anew {NUM_LIVES} times while it was given the model"

@@ -20,8 +20,6 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 import httpx2 as httpx
 from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.tracing import Trace
 from yarl import URL
 
 from shared.host.threads import in_own_thread
@@ -29,6 +27,9 @@ from shared.http.tls import trusted
 from shared.http.urls import is_direct
 
 MAX_CONNECTIONS = 256
+"""Requests at a time; a further one waits for as long as it takes. They are counted here, because
+aiohttp's own limit would count the wait as time for connecting."""
+
 UNUSED_S = 15.0
 """Seconds that an unused connection is kept."""
 
@@ -59,36 +60,41 @@ class Transport(httpx.AsyncBaseTransport):
     def __init__(self, verify: ssl.SSLContext) -> None:
         self._verify = verify
         self._session: aiohttp.ClientSession | None = None
+        self._free = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         session = self._session or self._open()
         limits: dict[str, float | None] = request.extensions.get("timeout", {})
         timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=limits.get("connect"), sock_read=limits.get("read")
+            total=None, connect=limits.get("connect"), sock_read=limits.get("read")
         )
-        with _errors_of_httpx(request):
-            async with _sending(request, limits.get("write")) as data:
-                answer = await session.request(
-                    request.method,
-                    URL(str(request.url), encoded=True),
-                    headers=request.headers.multi_items(),
-                    data=data,
-                    allow_redirects=False,
-                    skip_auto_headers=OWN_HEADERS,
-                    timeout=timeout,
-                )
-        return httpx.Response(
-            answer.status, headers=answer.raw_headers, stream=_Answer(answer, request)
-        )
+        await self._free.acquire()
+        try:
+            with _errors_of_httpx(request):
+                async with _sending(request, limits.get("write")) as data:
+                    answer = await session.request(
+                        request.method,
+                        URL(str(request.url), encoded=True),
+                        headers=request.headers.multi_items(),
+                        data=data,
+                        allow_redirects=False,
+                        skip_auto_headers=OWN_HEADERS,
+                        timeout=timeout,
+                    )
+        except BaseException:
+            self._free.release()
+            raise
+        stream = _Answer(answer, request, self._free)
+        return httpx.Response(answer.status, headers=answer.raw_headers, stream=stream)
 
     async def aclose(self) -> None:
         if self._session:
             await self._session.close()
 
     def _open(self) -> aiohttp.ClientSession:
-        connector = _Connector(
+        connector = aiohttp.TCPConnector(
             ssl=self._verify,
-            limit=MAX_CONNECTIONS,
+            limit=0,
             keepalive_timeout=UNUSED_S,
             resolver=_Resolver(),
         )
@@ -96,18 +102,6 @@ class Transport(httpx.AsyncBaseTransport):
             connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
         )
         return self._session
-
-
-class _Connector(aiohttp.TCPConnector):
-    """The connect time-out covers the look-up of the name and all of its addresses, as in httpx.
-    aiohttp's `sock_connect` covers one address, without the look-up. Its `connect` also covers the
-    wait for one of MAX_CONNECTIONS, which must have no limit."""
-
-    async def _create_connection(
-        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
-    ) -> ResponseHandler:
-        async with asyncio.timeout(timeout.sock_connect):
-            return await super()._create_connection(req, traces, timeout)
 
 
 class _Resolver(AbstractResolver):
@@ -140,11 +134,15 @@ class _Resolver(AbstractResolver):
 
 
 class _Answer(httpx.AsyncByteStream):
-    """The body of an answer. If it is closed before its end, the connection is closed too."""
+    """The body of an answer. `free` gets a place back once the answer is closed. If that is before
+    its end, the connection is closed too."""
 
-    def __init__(self, answer: aiohttp.ClientResponse, request: httpx.Request) -> None:
+    def __init__(
+        self, answer: aiohttp.ClientResponse, request: httpx.Request, free: asyncio.Semaphore
+    ) -> None:
         self._answer = answer
         self._request = request
+        self._free: asyncio.Semaphore | None = free
 
     async def __aiter__(self) -> AsyncGenerator[bytes]:
         with _errors_of_httpx(self._request):
@@ -153,6 +151,9 @@ class _Answer(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         self._answer.close()
+        if self._free:
+            self._free.release()
+            self._free = None
 
 
 @contextlib.asynccontextmanager

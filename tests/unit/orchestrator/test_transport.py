@@ -320,3 +320,27 @@ async def test_a_request_waits_for_a_free_connection_however_long(
     async with served(slow, connect=0.2) as client:
         answers = await asyncio.gather(client.get("/"), client.get("/"))
     assert [each.text for each in answers] == ["fine", "fine"]
+
+
+async def test_requests_that_fail_or_are_left_make_room_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport_module, "MAX_CONNECTIONS", 1)
+
+    async def by_path(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head, _ = await request_of(reader)
+        if "fail" in head[0]:
+            return
+        if "slow" in head[0]:
+            await asyncio.sleep(30)
+        writer.write(answer(b"f" * 1_000_000))
+
+    async with asyncio.timeout(60), served(by_path) as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.get("/fail")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await client.get("/slow")
+        async with client.stream("GET", "/left") as response:
+            await anext(response.aiter_raw())
+        assert (await client.get("/")).status_code == 200

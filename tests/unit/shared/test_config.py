@@ -154,14 +154,14 @@ def test_what_opens_the_collector_is_a_secret(monkeypatch: pytest.MonkeyPatch) -
 def test_each_trainer_has_settings_of_its_own() -> None:
     settings = Settings(
         trainer_url="http://a:1; http://b:2/",
-        rollout_url="http://a:3,dns+http://c:4;registered",
+        rollout_url="http://a:3,http://c:4;registered",
         lease_s=7,
     )
     assert [(slot.trainer_url, slot.rollout_urls) for slot in settings.slots] == [
-        ("http://a:1", ("http://a:3", "dns+http://c:4")),
+        ("http://a:1", ("http://a:3", "http://c:4")),
         ("http://b:2/", ("registered",)),
     ]
-    assert settings.rollout_urls == ("http://a:3", "dns+http://c:4", "registered")
+    assert settings.rollout_urls == ("http://a:3", "http://c:4", "registered")
     assert {slot.lease_s for slot in settings.slots} == {7}
     alone = Settings(rollout_url="http://a:1,http://b:1")
     assert alone.slots == (alone,)
