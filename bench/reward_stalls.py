@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator
 import httpx2 as httpx
 
 from bench.report import Figure
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http.client import Client
 from shared.job import RewardSpec
 from shared.wire import ScoreItem, ScoreRequest, ScoreResult

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shared.errors import BadRequest
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.settings import PREFIX, Settings
 
 SERVICES = ("reward", "trainer", "rollout", "orchestrator")

@@ -31,7 +31,7 @@ from deploy.neighbours import STACK_LINK
 from deploy.slots import SERVICES, Slot
 from shared.errors import BadRequest, Failed, HoneError
 from shared.host import disk
-from shared.host.ports import check_port
+from shared.host.processes import check_port
 from shared.http.urls import url_at
 from shared.settings import PREFIX, Settings
 from shared.settings.environment import load_settings

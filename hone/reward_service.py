@@ -15,8 +15,7 @@ from typing import IO
 
 from hone import stack
 from shared.errors import Failed, Unavailable
-from shared.host.ports import free_port
-from shared.host.processes import ending_with_parent
+from shared.host.processes import ending_with_parent, free_port
 from shared.http.client import Client
 from shared.settings import PREFIX
 from shared.settings.environment import load_settings

@@ -5,25 +5,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shared.settings import CallerSettings
+    from shared.settings import Settings
 
 FOLDER = Path(".hone")
-
-S = TypeVar("S", bound="CallerSettings")
 
 
 def orchestrator(folder: Path = FOLDER) -> tuple[str, str | None]:
     """Returns the orchestrator's URL and the token to send, or None."""
-    from shared.settings.environment import caller_settings  # `hone --help` reads no settings
+    from shared.settings.environment import load_settings  # `hone --help` reads no settings
 
-    settings = located(caller_settings(), folder)
+    settings = located(load_settings(), folder)
     return settings.orchestrator_url, settings.bearer()
 
 
-def located(settings: S, folder: Path = FOLDER) -> S:
+def located(settings: Settings, folder: Path = FOLDER) -> Settings:
     """Returns the settings. Services whose URL is not in the environment get the URL of the stack
     that was started in `folder`."""
     state = _state(folder)

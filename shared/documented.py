@@ -1,5 +1,5 @@
-"""Models whose fields are documented by the text under each, as `hone explain` and OpenAPI show
-it."""
+"""Models whose fields are documented by the text under each, as `hone explain` and OpenAPI show it;
+and data of any shape in a body: a dataset's row, a grader's params, a program's inputs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ import ast
 import inspect
 from itertools import pairwise
 from textwrap import dedent
+from typing import Annotated, Any
 
-from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    GetJsonSchemaHandler,
+    JsonValue,
+    TypeAdapter,
+    ValidationInfo,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -50,3 +58,23 @@ def _texts(source: str) -> dict[str, str]:
             case _:
                 pass
     return found
+
+
+BINARY = "binary"
+"""Key of the validation context for a body in msgpack, which has more kinds of values than JSON."""
+
+_JSON: TypeAdapter[JsonValue] = TypeAdapter(JsonValue)
+
+
+def _as_in_json(value: Any, info: ValidationInfo) -> Any:
+    if info.context and info.context.get(BINARY) and not _JSON.validator.isinstance_python(value):
+        raise ValueError(
+            "expected plain data: text, numbers, lists and tables whose keys are text, nested no "
+            "deeper than JSON may be"
+        )
+    return value
+
+
+Plain = Annotated[Any, BeforeValidator(_as_in_json)]
+"""Any value that JSON can hold. In a msgpack body this is checked: no bytes, no timestamps, only
+text keys."""

@@ -227,3 +227,12 @@ def from_problem(status: int, document: dict[str, Any] | None, source: str) -> H
         code=code if isinstance(code, str) else None,
         errors=cast(list[dict[str, str]], errors) if isinstance(errors, list) else None,
     )
+
+
+def how_to_install(extra: str) -> str:
+    """Returns the command that installs an extra of pyproject.toml, from the repository: Hone is on
+    no package index."""
+    return (
+        f"`make setup` in Hone's repository installs it into .venv, `pip install '.[{extra}]'` "
+        "there into another environment"
+    )

@@ -15,7 +15,8 @@ import modal
 
 from deploy.modal.inside import START_S
 from shared.errors import BadRequest
-from shared.settings import PORTS, PREFIX, Settings
+from shared.http.urls import PORTS
+from shared.settings import PREFIX, Settings
 from shared.settings.environment import load_settings
 
 SETTINGS = load_settings()

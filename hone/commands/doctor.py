@@ -20,11 +20,10 @@ from rich.text import Text
 
 from hone import host, stack
 from hone.shell import Output, OutputOption, command, show
-from shared.errors import BadRequest, HoneError
+from shared.errors import BadRequest, HoneError, how_to_install
 from shared.host import nvidia
-from shared.host.extras import how_to_install
 from shared.http.client import Client
-from shared.http.front_door import proxy_headers
+from shared.http.connecting import proxy_headers
 from shared.http.urls import REGISTERED
 from shared.settings import Settings
 from shared.settings.environment import load_settings

@@ -11,8 +11,7 @@ from typing import Annotated
 import typer
 
 from hone.shell import Output, OutputOption, app, command_of
-from shared.errors import BadRequest
-from shared.host.extras import how_to_install
+from shared.errors import BadRequest, how_to_install
 
 group = typer.Typer(no_args_is_help=True)
 app.add_typer(

@@ -27,7 +27,7 @@ from services.orchestrator.store.noting import note_ends
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
 from shared.errors import HoneError
-from shared.http.draining import Draining
+from shared.http.health import Draining
 from shared.http.service import Service
 from shared.settings import Settings
 
@@ -35,7 +35,7 @@ from shared.settings import Settings
 def create_service(settings: Settings, store: Store, *, works: bool = True) -> Service:
     """Returns the orchestrator, with a worker inside for each trainer. If not `works`, it has no
     worker: it only accepts jobs, and another orchestrator with this Redis runs them."""
-    slots = settings.slots if works else ()
+    slots = settings.per_trainer if works else ()
     workers = [Worker(store, slot) for slot in slots]
 
     @contextlib.asynccontextmanager

@@ -7,7 +7,8 @@ import contextlib
 import socket
 
 from shared.errors import BadRequest
-from shared.host import disk, nvidia, volume
+from shared.host import disk, nvidia
+from shared.host.disk import run_for_volume
 from shared.host.startup import run_main
 from shared.model.names import model_folder
 from shared.settings import Settings
@@ -42,7 +43,7 @@ def main(settings: Settings) -> None:
         copies,
         replica=replica,
         max_adapters=settings.rollout_adapters,
-        refresh=lambda: volume.run(settings.runs_refresh, "published weights cannot be seen"),
+        refresh=lambda: run_for_volume(settings.runs_refresh, "published weights cannot be seen"),
     )
     create_service(settings, sampler).run(settings.rollout_port)
 

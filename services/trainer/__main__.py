@@ -12,7 +12,7 @@ from services.trainer.processes.launch_folder import LaunchFolder
 from services.trainer.processes.launcher import Launcher
 from services.trainer.processes.nodes import check_nodes
 from shared.host import disk, nvidia
-from shared.host.ports import check_port
+from shared.host.processes import check_port
 from shared.host.startup import run_main
 from shared.settings import Settings
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol, cast
 from pydantic import BaseModel
 
 from services.trainer.disk.weights import published_file
-from shared.http.downloads import DOWNLOADED, DownloadedFile
 from shared.http.ownership import asking
 from shared.http.service import Check, Service
+from shared.http.streams import DOWNLOADED, DownloadedFile
 from shared.settings import Settings
 from shared.wire import (
     AnyWeights,

@@ -32,7 +32,7 @@ from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.host.logs import get_logger
 from shared.http import codec
 from shared.job import Job
-from shared.job.learned import same_learning
+from shared.job.job import same_learning
 from shared.settings import Settings
 from shared.weights.meeting import memory_space
 from shared.wire import (

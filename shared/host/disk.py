@@ -8,7 +8,9 @@ import errno
 import os
 import pwd
 import secrets
+import shlex
 import stat
+import subprocess
 from collections.abc import Generator
 from pathlib import Path
 
@@ -118,3 +120,26 @@ def _aside(path: Path, data: Data) -> Generator[Path]:
         yield aside
     finally:
         aside.unlink(missing_ok=True)
+
+
+DEADLINE_S = 300.0
+
+
+def run_for_volume(command: str | None, purpose: str) -> None:
+    """Runs the command, if there is one. Raises Failed with what it printed if it fails."""
+    if command is None:
+        return
+    try:
+        ended = subprocess.run(
+            shlex.split(command),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=DEADLINE_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Failed(f"{purpose}: {command!r} was not run to its end: {error}") from error
+    if ended.returncode:
+        why = (ended.stderr or ended.stdout).strip()[-500:]
+        raise Failed(f"{purpose}: {command!r} ended with exit code {ended.returncode}: {why}")

@@ -1,14 +1,23 @@
-"""Processes that end with their parent, however it ends: a killed service leaves none behind."""
+"""This machine's processes, ports and threads: processes that end with their parent, free ports,
+and work in a thread of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
+import secrets
 import select
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from shared.errors import BadRequest
 
 PR_SET_PDEATHSIG = 1
 
@@ -49,3 +58,77 @@ def _asker(parent: int) -> Callable[[], None]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     return ask
+
+
+FREE = range(10_000, 32_768)
+"""Below Linux's ephemeral port range. Linux may give a port of that range to another process before
+a service listens on it."""
+
+
+def free_port(in_a_row: int = 1) -> int:
+    """Returns the first of `in_a_row` consecutive ports on which nothing of this machine listens.
+    It is drawn at random."""
+    while True:
+        port = FREE[secrets.randbelow(len(FREE) - in_a_row)]
+        with contextlib.ExitStack() as probes:
+            try:
+                for number in range(in_a_row):
+                    probes.enter_context(socket.socket()).bind(("127.0.0.1", port + number))
+            except OSError:  # a port is taken
+                continue
+            return port
+
+
+def check_port(host: str, port: int, service: str) -> None:
+    """Raises BadRequest naming the service, the port and the setting if nothing can listen
+    there."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise BadRequest(
+                f"the {service} service cannot listen on {host}:{port}: {error.strerror}; stop "
+                "what uses the port, or set "
+                f"HONE_{service.upper()}_PORT to a free one"
+            ) from error
+
+
+T = TypeVar("T")
+
+
+async def in_own_thread(act: Callable[[], T]) -> T:
+    """Returns the result of `act`. For work that may hang: it takes no thread of the pool, and the
+    process can end before it."""
+    result: Future[T] = Future()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(act())
+        except BaseException as error:  # raised again where the result is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(result)
+
+
+class Look(Generic[T]):
+    """Runs a check that may hang, such as of a disk; the caller waits for at most `within_s`. Only
+    one check runs at a time, and all callers share its deadline. So a disk that hangs holds one
+    thread, and delays later callers no further."""
+
+    def __init__(self, within_s: float) -> None:
+        self.within_s = within_s
+        self._under_way: asyncio.Task[T] | None = None
+        self._ends = 0.0
+
+    async def at(self, look: Callable[[], T], late: T) -> T:
+        """Returns the result of `look`, or of the check that is running already; `late` if it takes
+        too long."""
+        if self._under_way is None or self._under_way.done():
+            self._under_way = asyncio.create_task(in_own_thread(look))
+            self._ends = time.monotonic() + self.within_s
+        asked = self._under_way  # another caller may start the next check first
+        done, _ = await asyncio.wait({asked}, timeout=max(self._ends - time.monotonic(), 0.0))
+        return asked.result() if done else late

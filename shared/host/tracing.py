@@ -13,8 +13,7 @@ import os
 from collections.abc import Generator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from shared.errors import BadRequest
-from shared.host.extras import how_to_install
+from shared.errors import BadRequest, how_to_install
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -27,10 +27,9 @@ from shared.errors import BadRequest, Busy, HoneError, Unavailable, from_problem
 from shared.host import tracing
 from shared.host.logs import get_logger, request_id
 from shared.http import codec
-from shared.http.front_door import proxy_headers, sent
+from shared.http.connecting import proxy_headers, sent, trusted_by
 from shared.http.polling import FIRST_PAUSE_S, MAX_PAUSE_S, Poller
 from shared.http.presence import Presence, Tell, tell_nobody
-from shared.http.tls import trusted_by
 from shared.http.urls import PORTS, is_direct, without_password
 from shared.wire import VersionInfo
 

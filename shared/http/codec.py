@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
 from pydantic import BaseModel, ValidationError
 
+from shared.documented import BINARY
 from shared.errors import BadRequest
 from shared.explain import sentences
-from shared.plain import BINARY
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"

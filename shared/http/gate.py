@@ -1,4 +1,6 @@
-"""What every request passes: request id, Host and bearer check, body limit, timing, draining."""
+"""What every request passes: request id, Host and bearer check, body limit, timing, draining. And
+how long a request may take to arrive: without that limit connections that send nothing would add
+up."""
 
 from __future__ import annotations
 
@@ -8,17 +10,16 @@ import re
 import secrets
 import time
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from shared.errors import BadRequest, HoneError, Malformed, NotFound, Unauthorized
 from shared.host.logs import get_logger
-from shared.http import connections
-from shared.http.draining import Draining
-from shared.http.health import OPEN_PATHS
+from shared.http.health import OPEN_PATHS, Draining
 from shared.http.ownership import HEADER, Ownership, asking, asking_of
 from shared.http.rendering import problem
 from shared.http.streams import LINES
@@ -174,7 +175,7 @@ class Gate:
             nonlocal taken, is_complete
             if is_complete:
                 return await receive()
-            latest = start + connections.BODY_S + taken / connections.MIN_BODY_BYTES_PER_S
+            latest = start + BODY_S + taken / MIN_BODY_BYTES_PER_S
             try:
                 async with asyncio.timeout_at(latest):
                     message = await receive()
@@ -219,3 +220,49 @@ def _check_single(names: list[str]) -> None:
 def _is_stream(start: Message) -> bool:
     headers = dict(start.get("headers", []))
     return headers.get(b"content-type", b"").startswith(STREAMS)
+
+
+HEADERS_S = 10.0
+"""How long a request's headers may take, from the connection or the request's first byte on.
+Between two requests a connection may be idle for longer."""
+
+BODY_S = 30.0
+"""How long a body may take to begin, and how far it may fall behind `MIN_BODY_BYTES_PER_S`."""
+
+MIN_BODY_BYTES_PER_S = 100_000
+
+
+class Deadlines(asyncio.Protocol):
+    """Closes a connection whose request headers are late. A mixin before one of uvicorn's
+    protocols. `Gate` keeps the body's deadline, because it can answer."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        protocol: Any = self  # uvicorn's two protocols have these in common, and no base class
+        request = protocol.cycle
+        if request is not None and not request.response_complete:
+            self._unwatch()
+        elif self._late is None and not protocol.transport.is_closing():
+            self._late = protocol.loop.call_later(HEADERS_S, protocol.transport.close)
+
+    def _unwatch(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class Connection(Deadlines, AutoHTTPProtocol):
+    """One connection of a service."""

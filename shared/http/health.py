@@ -1,7 +1,10 @@
-"""The health routes of a service: /healthz, /readyz, /metrics, /version."""
+"""What a service says of its own state: the routes /healthz, /readyz, /metrics and /version, and
+draining, the time between SIGTERM and the service's end. A draining service tells waiting callers
+at once that it will not finish their work."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -10,8 +13,8 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from shared.errors import Unavailable
 from shared.http import openapi
-from shared.http.draining import Draining
 from shared.wire import Dependency, Health, Readiness, VersionInfo
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
@@ -81,3 +84,36 @@ def add_health_routes(
     async def version_() -> VersionInfo:
         """Versions of Hone and of the engine inside."""
         return VersionInfo(service=name, hone=hone_version(), **version_info())
+
+
+class Draining:
+    """Whether the service `name` drains. Begins once, in the service's event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = asyncio.Event()
+        self._streams: set[asyncio.Task[Any]] = set()
+
+    def begin(self) -> None:
+        """Releases everyone in `wait` and ends the streams."""
+        self._begun.set()
+        for task in self._streams:
+            task.cancel()
+
+    def has_begun(self) -> bool:
+        return self._begun.is_set()
+
+    async def wait(self) -> None:
+        await self._begun.wait()
+
+    def error(self) -> Unavailable:
+        return Unavailable(
+            f"the {self._name} service is shutting down; ask the one that follows it",
+            code="draining",
+        )
+
+    def ends_stream(self, task: asyncio.Task[Any]) -> None:
+        """Cancels the task when draining begins. The task answers a stream that would never end by
+        itself."""
+        self._streams.add(task)
+        task.add_done_callback(self._streams.discard)

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from shared.errors import Conflict, Failed, HoneError, NotFound
 from shared.host import tracing
 from shared.host.logs import get_logger
-from shared.http.draining import Draining
+from shared.http.health import Draining
 from shared.wire import WaitRequest, WaitResult
 
 KEEP_S = 600.0

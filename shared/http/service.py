@@ -34,12 +34,10 @@ from starlette.exceptions import HTTPException
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
-from shared.host.ports import check_port
+from shared.host.processes import check_port
 from shared.http import codec, openapi, rendering, streams
-from shared.http.connections import Connection
-from shared.http.draining import Draining
-from shared.http.gate import Gate, Keys, RequestMetrics
-from shared.http.health import Check, add_health_routes, hone_version
+from shared.http.gate import Connection, Gate, Keys, RequestMetrics
+from shared.http.health import Check, Draining, add_health_routes, hone_version
 from shared.http.operations import Operation, Operations
 from shared.http.ownership import Ownership
 from shared.settings import Settings

@@ -3,13 +3,12 @@
 
 | file | sections |
 |---|---|
-| `job.py` | the job whole: its own keys, how weights are synced |
+| `job.py` | the job whole: its own keys, how weights are synced, what it learns |
 | `data.py` | `[data]`, `[evaluation.sets.NAME]` |
 | `sampling.py` | `[sampling]`, `[difficulty]`, `[[rewards]]` |
 | `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
 | `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[stop]`, `[rollouts]`, `[wandb]` |
 | `checks.py` | rules that involve several sections |
-| `learned.py` | what a job learns, and how two jobs differ in it |
 | `section.py` | what every section is |
 
 All are imported from here. The text under a key is its documentation: `hone explain` and the
@@ -22,36 +21,16 @@ from typing import TYPE_CHECKING
 
 from shared.lazily import exporting
 
-# Exports the names under TYPE_CHECKING; each is imported at its first use (lazily.py).
-# ruff: noqa: F401
-# pyright: reportUnusedImport=false
+# At run time each name is imported at its first use (lazily.py).
+# ruff: noqa: F403
+# pyright: reportWildcardImportFromLibrary=false
 
 if TYPE_CHECKING:
-    from shared.job.data import UPLOADED, DataSpec, HeldOutSpec, Source, TemplateMessage
-    from shared.job.job import MAY_CHANGE, Job, SyncChoice, SyncMethod
-    from shared.job.learning import (
-        LORA_LEARNING_RATE,
-        MAX_SERVED_RANK,
-        AdvantageSpec,
-        CorrectionSpec,
-        LoraSpec,
-        TrainingSpec,
-    )
-    from shared.job.running import (
-        CheckpointSpec,
-        EvaluationSpec,
-        MemorySpec,
-        RolloutsSpec,
-        StopSpec,
-        WandbSpec,
-    )
-    from shared.job.sampling import (
-        MAX_KEPT,
-        MAX_SOURCE_BYTES,
-        DifficultySpec,
-        RewardSpec,
-        SamplingSpec,
-    )
-    from shared.job.section import JOB_ID, Section
+    from shared.job.data import *
+    from shared.job.job import *
+    from shared.job.learning import *
+    from shared.job.running import *
+    from shared.job.sampling import *
+    from shared.job.section import *
 else:
     __getattr__, __dir__ = exporting(__file__, globals())

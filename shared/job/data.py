@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from pydantic import Field, field_validator, model_validator
 
+from shared.documented import Plain
 from shared.job.section import Section
-from shared.plain import Plain
 
 UPLOADED = re.compile(r"file-[0-9a-f]{24}")
 """The id of an uploaded file."""

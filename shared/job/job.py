@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
+from shared.documented import Plain
 from shared.job import checks
 from shared.job.data import DataSpec
 from shared.job.learning import (
@@ -28,7 +29,6 @@ from shared.job.running import (
 )
 from shared.job.sampling import DifficultySpec, RewardSpec, SamplingSpec
 from shared.job.section import JOB_ID, Section
-from shared.plain import Plain
 
 MAY_CHANGE = frozenset(
     {
@@ -214,3 +214,50 @@ class Job(Section):
         sampling = self.sampling
         truncates = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
         return truncates and self.correction.truncated_sampling == "refuse"
+
+
+SHOWN_CHARACTERS = 60
+
+
+def learned(job: Job) -> dict[str, Any]:
+    """Returns these keys, with the learning rate's value also where it is the default."""
+    found = job.model_dump(mode="json", exclude=set(MAY_CHANGE))
+    return found | {"training": found["training"] | {"learning_rate": job.learning_rate}}
+
+
+def same_learning(one: Job, other: Job) -> bool:
+    """Whether two jobs differ in keys of MAY_CHANGE only."""
+    return learned(one) == learned(other)
+
+
+def differences(old: Job, new: Job) -> list[str]:
+    """Returns the differences in what the two learn, such as `training.epochs was 2 and is 3`."""
+    return _differences(learned(old), learned(new), "")
+
+
+def _differences(old: Any, new: Any, key: str) -> list[str]:
+    before, after = _items(old), _items(new)
+    if before is None or after is None or (isinstance(old, list) and len(before) != len(after)):
+        return [] if old == new else [f"{key} was {_shown(old)} and is {_shown(new)}"]
+    names = sorted(before.keys() | after.keys())
+    return [
+        found
+        for name in names
+        for found in _differences(
+            before.get(name), after.get(name), f"{key}.{name}" if key else name
+        )
+    ]
+
+
+def _items(value: Any) -> dict[str, Any] | None:
+    """Returns a table's items, or a list's by position; None for a plain value."""
+    if isinstance(value, dict):
+        return cast(dict[str, Any], value)
+    if isinstance(value, list):
+        return {str(position): item for position, item in enumerate(cast(list[Any], value))}
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."

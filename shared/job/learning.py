@@ -11,7 +11,8 @@ from shared.job.section import Section
 MAX_SERVED_RANK = 512
 """Largest rank of an adapter that vLLM serves beside the model."""
 
-LEARNING_RATE, LORA_LEARNING_RATE = 1e-6, 1e-5
+LEARNING_RATE = 1e-6
+LORA_LEARNING_RATE = 1e-5
 """Default learning rates of full weights and of adapters."""
 
 

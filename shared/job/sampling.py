@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from shared.documented import Plain
 from shared.job.section import Section
-from shared.plain import Plain
 
 MAX_SOURCE_BYTES = 1 << 20
 

@@ -29,7 +29,7 @@ import httpx2
 
 from shared.errors import HoneError
 from shared.job import LoraSpec
-from shared.model.experts import Experts, experts_of
+from shared.model.architectures import Experts, experts_of
 from shared.model.names import hub_is_offline, model_folder
 from shared.weights.digest import stored_tensors
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shared.job import Job
-from shared.model.dtype import choose_dtype
+from shared.model.architectures import choose_dtype
 from shared.plan import rates
 from shared.plan.gpus import Gpu, Pool
 from shared.plan.memory import GIB, Ranks, Serving, sampler_memory, state_bytes, trainer_memory

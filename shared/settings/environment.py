@@ -10,15 +10,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from pydantic import SecretStr, ValidationError
 
-from shared import settings as all_settings
 from shared.errors import BadRequest
 from shared.explain import closest, sentences
 from shared.http.urls import is_loopback
-from shared.settings import PREFIX, CallerSettings
+from shared.settings import PREFIX, Settings
 
 _TOKEN = re.compile(r"[!-~]{8,}")
 _NAME = re.compile(r"^'(\w+)")
@@ -27,33 +26,19 @@ FILE = "_FILE"
 """Suffix of a secret's variable: the variable with the suffix names the file that holds the
 secret."""
 
-S = TypeVar("S", bound=CallerSettings)
 
-
-def load_settings() -> all_settings.Settings:
+def load_settings() -> Settings:
     """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable
     or a bad value, for a secret's file that cannot be read, for an invalid token, and for a host
     beyond loopback without a token."""
     secrets = secret_variables()
     _check_names(secrets)
-    return _load(all_settings.Settings, secrets)
-
-
-def caller_settings() -> CallerSettings:
-    """Returns where the services are, and the token. Raises BadRequest as `load_settings` does."""
-    secrets = secret_variables(CallerSettings)
-    if not _has_only(CallerSettings, secrets):
-        return load_settings()
-    return _load(CallerSettings, secrets)
-
-
-def _load(kind: type[S], secrets: dict[str, str]) -> S:
     try:
-        settings = kind(**_from_files(secrets))
+        settings = Settings(**_from_files(secrets))
     except ValidationError as error:
         faults = [
             fault | {"detail": _NAME.sub(_in_environment, fault["detail"])}
-            for fault in sentences(error, kind)
+            for fault in sentences(error, Settings)
         ]
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
     token = settings.bearer()
@@ -73,7 +58,7 @@ def _load(kind: type[S], secrets: dict[str, str]) -> S:
 
 def _check_names(secrets: dict[str, str]) -> None:
     """Raises BadRequest for all variables with the prefix that are no settings."""
-    valid = _names(all_settings.Settings, secrets)
+    valid = _names(secrets)
     after = [name.removeprefix(PREFIX) for name in valid]  # the prefix makes all names alike
     told: list[str] = []
     for name in os.environ:
@@ -85,22 +70,16 @@ def _check_names(secrets: dict[str, str]) -> None:
         raise BadRequest(f"{' '.join(told)} `hone explain settings` lists all")
 
 
-def _names(kind: type[CallerSettings], secrets: dict[str, str]) -> list[str]:
-    names = [PREFIX + name.upper() for name in kind.model_fields]
+def _names(secrets: dict[str, str]) -> list[str]:
+    names = [PREFIX + name.upper() for name in Settings.model_fields]
     return names + [variable + FILE for variable in secrets.values()]
 
 
-def _has_only(kind: type[CallerSettings], secrets: dict[str, str]) -> bool:
-    """Whether every `HONE_*` variable of the environment is one of these settings."""
-    ours = {name for name in os.environ if name.startswith(PREFIX)}
-    return ours <= {*_names(kind, secrets)}
-
-
-def secret_variables(kind: type[CallerSettings] | None = None) -> dict[str, str]:
+def secret_variables() -> dict[str, str]:
     """Returns the variable of each setting that is a secret."""
     return {
         name: PREFIX + name.upper()
-        for name, field in (kind or all_settings.Settings).model_fields.items()
+        for name, field in Settings.model_fields.items()
         if SecretStr in get_args(field.annotation)
     }
 

@@ -1,34 +1,528 @@
-"""All settings together, and which of their values are secrets."""
+"""All settings: where the services run, and secrets. They come from the environment (`HONE_*`) and
+are never sent over the API."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import unquote
 
-from shared.settings.base import split
-from shared.settings.caller import CallerSettings
-from shared.settings.modal import ModalSettings
-from shared.settings.orchestrator import OrchestratorSettings
-from shared.settings.reward import RewardSettings
-from shared.settings.rollout import RolloutSettings
-from shared.settings.trainer import TrainerSettings
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from shared.documented import Documented
+from shared.http.urls import (
+    PORTS,
+    check_samplers,
+    check_service_url,
+    check_trainers,
+    check_url,
+    sampler_places,
+    trainer_urls,
+)
+
+PREFIX = "HONE_"
 
 OTEL_KINDS = ("", "TRACES_")
 """OpenTelemetry's variables for all that it exports, and for traces alone."""
 
 
-# pydantic takes the fields of the last base first
-class Settings(
-    ModalSettings,
-    RewardSettings,
-    TrainerSettings,
-    RolloutSettings,
-    OrchestratorSettings,
-    CallerSettings,
-):
+def split(text: str) -> tuple[str, ...]:
+    """Returns the parts of a text between its commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _listed(value: Any) -> Any:
+    return split(value) if isinstance(value, str) else value
+
+
+Listed = BeforeValidator(_listed)
+"""Validator for a setting with several values, which are one text in the environment:
+"numpy,sympy"."""
+
+
+class Settings(Documented):
     """Every setting of every service, by the service that reads it. In the environment a setting is
-    `HONE_` and its name in capitals. The text under a setting is its documentation, which `hone
-    explain` shows."""
+    `HONE_` and its name in capitals; a value given by keyword takes precedence. The text under a
+    setting is its documentation, which `hone explain` shows."""
+
+    # pydantic-settings is not used because its import takes a fifth of the time of `hone ls`
+    model_config = ConfigDict(
+        extra="ignore", frozen=True, allow_inf_nan=False, validate_default=True
+    )
+
+    # every service: how it listens and logs, the folders that all share
+
+    host: str = "127.0.0.1"
+    """Address to listen on. The default is this machine only; another address needs `token`."""
+
+    token: SecretStr | None = None
+    """Bearer token: every request but `/healthz`, `/readyz` and `/version` must carry it, and
+    services and `hone` send it. At least 8 visible ASCII characters: it goes into a header, and
+    must not be guessed. None: no authentication, and loopback only. This and the other secrets
+    (`redis_url`, `judge_api_key`) may be in a file, which HONE_TOKEN_FILE then names."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe messages that are logged."""
+
+    log_format: Literal["json", "console"] = "json"
+    """"json": one object per line, for machines; "console": for people."""
+
+    otel_endpoint: str | None = None
+    """Collector that traces of steps are sent to over OTLP/HTTP, for example http://127.0.0.1:4318,
+    for all services alike. Needs the extra `otel`. None: OTEL_EXPORTER_OTLP_ENDPOINT; without that
+    no traces are made and OpenTelemetry is not imported."""
+
+    max_body_mib: int = Field(default=1024, gt=0)
+    """Largest request body, in MiB. A step's batch is one body, 9 bytes per token."""
+
+    operation_deadline_s: float = Field(default=3600.0, gt=0)
+    """Seconds after which a service gives up the work of a request. At least the longest deadline
+    of a caller."""
+
+    runs_dir: Path = Path("runs")
+    """Where jobs leave their results, one folder per job. Orchestrator, trainer and sampler share
+    it."""
+
+    runs_commit: str | None = None
+    """Command that makes files written to `runs_dir` durable and visible to other hosts, for
+    volumes that do not do so by themselves. It runs after each checkpoint and after weights were
+    published there (`weight_sync = "disk"`), on each node of a trainer that writes its part of a
+    checkpoint. None: the volume needs none."""
+
+    runs_refresh: str | None = None
+    """Command that shows this host the files that others wrote to `runs_dir`. It runs before such
+    weights are read, when an uploaded file is missing, and on the nodes of a trainer before they
+    read or write a checkpoint together. None: the volume needs none."""
+
+    data_dirs: Annotated[tuple[Path, ...] | None, Listed] = None
+    """Folders whose data files jobs may name, with commas between several. None: any file that the
+    orchestrator can read while it listens on this machine only, and none otherwise, or if an API
+    key submits the job; a file that is not allowed can be uploaded."""
+
+    model_dirs: Annotated[tuple[Path, ...] | None, Listed] = None
+    """Folders whose model folders jobs and evaluations may name, with commas between several.
+    Folders below `runs_dir`, such as checkpoints, are always allowed. None: any folder while the
+    orchestrator listens on this machine only, and no other otherwise, or if an API key asks. A name
+    that is no folder is a Hugging Face id."""
+
+    max_file_mib: int = Field(default=512, gt=0)
+    """Largest uploaded file, in MiB. The default is OpenAI's. `max_body_mib` bounds it too."""
+
+    max_files: int = Field(default=10_000, ge=1)
+    """Most uploaded files. Beyond it uploads are refused until some are removed. The default is as
+    many as one list shows."""
+
+    max_files_gib: float = Field(default=100.0, gt=0)
+    """GiB that all uploaded files may take together, so that they leave some of the disk for jobs.
+    Beyond it uploads are refused until some are removed. The default is OpenAI's for an
+    organization."""
+
+    filter_cpu_s: float = Field(default=120.0, gt=0)
+    """Seconds of CPU time that `data.filter` of a job may take over all rows of a source; in a
+    stream, until it is true of a row. The default is enough for some millions of rows. It is
+    bounded because one process runs the filters and templates of all jobs."""
+
+    # where each service is, and its port
+
+    orchestrator_url: str = f"http://127.0.0.1:{PORTS['orchestrator']}"
+    """Where `hone` finds the orchestrator. Not set: the stack that `hone up` started, if one
+    runs."""
+
+    trainer_url: str = f"http://127.0.0.1:{PORTS['trainer']}"
+    """Where the orchestrator finds the trainer; a trainer of several nodes is at node 0. A sampler
+    uses it for `weight_sync` "http", "delta", and "lora" on another machine. The orchestrator takes
+    several trainers, with semicolons between them, each with samplers of its own (`rollout_url`):
+    so many jobs run at once. Orchestrators that share Redis and a trainer on another machine must
+    use the same host name for it, because a job's lease is on the host and port of its trainer and
+    its samplers."""
+
+    rollout_url: str = f"http://127.0.0.1:{PORTS['rollout']}"
+    """Where the orchestrator finds the samplers, with commas between several places: a URL, or
+    "registered", which is every sampler that has `rollout_advertise_url`. Several trainers have
+    samplers each, in the order of `trainer_url`, with semicolons between them:
+    "http://a:8001,http://b:8001;http://c:8001"."""
+
+    reward_url: str = f"http://127.0.0.1:{PORTS['reward']}"
+    """Where the orchestrator and `hone grade` find the reward service."""
+
+    orchestrator_port: int = Field(default=PORTS["orchestrator"], ge=0, le=65535)
+    """Port that the orchestrator listens on."""
+
+    rollout_port: int = Field(default=PORTS["rollout"], ge=0, le=65535)
+    """Port that the sampler listens on."""
+
+    trainer_port: int = Field(default=PORTS["trainer"], ge=0, le=65535)
+    """Port that the trainer listens on."""
+
+    reward_port: int = Field(default=PORTS["reward"], ge=0, le=65535)
+    """Port that the reward service listens on."""
+
+    # the orchestrator: Redis, leases, deadlines, prices
+
+    redis_url: SecretStr | None = None
+    """Redis, for example redis://:password@host:6379/0. It must have `appendonly yes`, `appendfsync
+    always` and `maxmemory-policy noeviction`. None: only `hone up` works, which starts one."""
+
+    redis_dir: Path | None = None
+    """Folder of the data file of the Redis that `hone up` starts. None: the stack's own folder."""
+
+    lease_s: float = Field(default=30.0, gt=0)
+    """Seconds that an orchestrator's lease on the trainer and the samplers lasts without a
+    heartbeat; then another one takes its job over. Long enough for a pause of Redis or of the
+    process, short enough that a job soon goes on."""
+
+    keep_jobs: int = Field(default=1000, ge=1)
+    """How many ended jobs are kept in Redis. Older ones are forgotten, with their events; their run
+    folders stay. The default keeps Redis at a few GB."""
+
+    keep_events: int = Field(default=20_000, ge=100)
+    """How many of the newest events of each job are kept, at least. The default is enough for a job
+    of some 15,000 steps."""
+
+    stall_s: float = Field(default=600.0, gt=0)
+    """Seconds without any answer to a running job (no group sampled or graded, no step, no weights,
+    no checkpoint) after which its events say which service is waited for. If nothing is under way
+    then, the job is loaded again. Longer than one call usually takes, shorter than the
+    deadlines."""
+
+    patience_s: float = Field(default=90.0, gt=0)
+    """Seconds without a break that a service may be away (unreachable, or answering 503) before a
+    call to it fails. Long enough for a restart. A running job then waits until the service is back,
+    and loads its model again."""
+
+    wait_limit_s: float | None = Field(default=None, gt=0)
+    """Seconds that a running job waits for a missing service, its data or the folder of runs before
+    it pauses; it keeps its trainer meanwhile. None: it waits as long as it takes, and goes on by
+    itself."""
+
+    replica_patience_s: float = Field(default=3.0, gt=0)
+    """`patience_s` for one sampler of several; another sampler then samples its groups. Long enough
+    for a lost connection. It need not cover a restart, because the other samplers go on."""
+
+    hedge_s: float = Field(default=300.0, gt=0)
+    """Seconds that a group is under way before another sampler is asked for it too, if one has
+    room: the first answer counts. Well above what a group usually takes, as it is sampled twice."""
+
+    generate_deadline_s: float = Field(default=1800.0, gt=0)
+    """Seconds for sampling one group, from when a sampler is asked. A completion that is not done
+    then ends with `finish_reason` "timeout"; it is not graded and trains nothing."""
+
+    score_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds for grading one group, its wait for other groups included."""
+
+    train_deadline_s: float = Field(default=3600.0, gt=0)
+    """Seconds for training on one batch."""
+
+    sync_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds each for publishing weights, for loading them, and for writing a checkpoint."""
+
+    start_deadline_s: float = Field(default=1800.0, gt=0)
+    """Seconds for loading a job's model into trainer or sampler, its download included."""
+
+    gpus: str | None = None
+    """GPUs of the stack, for plans and prices: a count and a name of `hone plan --gpus`, such as
+    1xA100-80GB, or two of them with a comma, the trainer's first. None: the GPUs that nvidia-smi
+    shows where the plan is made, or the CPU."""
+
+    prices: Path | None = None
+    """TOML file with the price of an hour of each GPU, a table for each provider. None:
+    `shared/plan/prices.toml`, which has the dates and sources of its prices."""
+
+    provider: str = "modal"
+    """Table of `prices` that costs are computed with. The default is the table with the most
+    GPUs."""
+
+    price_per_hour: float | None = Field(default=None, ge=0)
+    """Price of an hour of a job, in `currency`: GPUs, hosts and storage of one trainer with its
+    samplers. None: the sum of the prices of all of `gpus`, for each job: set this where there are
+    several trainers."""
+
+    currency: str = Field(default="USD", pattern=r"^\S{1,8}$")
+    """Currency of `price_per_hour`, as it is shown: up to 8 characters. A table of `prices` has its
+    own."""
+
+    max_missing_rewards: float = Field(default=0.5, ge=0, le=1)
+    """Share of a batch's rewards, from 0 to 1, that may be missing. Beyond it the job pauses rather
+    than learn from the few rewards that are left."""
+
+    # the samplers: the engine, its memory, sessions, adapters
+
+    rollout_model: str | None = None
+    """Model folder or Hugging Face id that the sampler loads at its start, to serve it by hand.
+    None: it waits for a job's."""
+
+    rollout_replica: str | None = None
+    """Name of this sampler among several, in rollouts and logs. None: its host's name and port."""
+
+    rollout_advertise_url: str | None = None
+    """URL by which the orchestrator reaches this sampler, such as http://10.0.0.7:8001. With it the
+    sampler registers itself at `orchestrator_url`, until it ends. None: the orchestrator's
+    `rollout_url` names it."""
+
+    rollout_replicas: int = Field(default=1, ge=1, le=64)
+    """Samplers that `hone up` starts for each trainer, on the ports from `rollout_port` on. More
+    than 1 only where there is no GPU: there each needs GPUs of its own, and is started by hand. On
+    a CPU with cores to spare two sample a tenth to a third faster than one."""
+
+    kv_cache_gib: int = Field(default=1, gt=0)
+    """GiB of memory for attention's keys and values where vLLM runs on a CPU."""
+
+    colocate: bool = False
+    """Sampler and trainer take turns on the same GPUs: while the trainer trains, the sampler sleeps
+    and frees its memory; while the sampler samples, the optimizer is in the host's memory. Needs
+    `max_staleness` 0 in every job. Off by default: with GPUs of its own neither waits for the
+    other. Set it for orchestrator, trainer and sampler alike."""
+
+    rollout_devices: Annotated[tuple[str, ...], Listed] = ()
+    """GPUs of the sampler in the stack that `hone up` starts, as CUDA_VISIBLE_DEVICES names them:
+    "0,1". Empty: the first `tensor_parallel_size`."""
+
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, le=1)
+    """Share of a GPU's memory that vLLM takes, weights and cache together. `hone up` lowers the
+    default to 0.35 where sampler and trainer have to share a GPU, and to 0.6 where they take turns
+    on it (`colocate`)."""
+
+    sleep_mode: bool = False
+    """Lets vLLM free its GPU memory while weights are exchanged, which `weight_sync = "reload"`
+    needs. Off by default: vLLM then allocates memory in another way. Without effect on a CPU."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Devices that the sampler's model is split over. 1 is fastest for a model that fits."""
+
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Sequences that vLLM samples at once; others wait. More need a larger cache. None: 256 on a
+    CPU, and vLLM's default on a GPU: 1,024 from 70 GiB of memory on, and 256 below."""
+
+    tool_parser: str | None = None
+    """vLLM's parser of tool calls (its `--tool-call-parser`) for `/v1/chat/completions`: "hermes"
+    for Qwen2.5. None: a request with tools must say `tool_choice` "none", and the model's tool
+    calls stay text."""
+
+    max_sessions: int = Field(default=1024, ge=1)
+    """Sessions (recorded agents) that the sampler keeps at once. Beyond it the session that was
+    idle longest is forgotten."""
+
+    sessions_mib: int = Field(default=2048, ge=1)
+    """Memory, in MiB, that all sessions may take together: tokens with their log-probs (13 bytes
+    per token), the candidates of each token under `top_p`, `top_k` or `min_p` (4 bytes each),
+    messages, and the last answers. Beyond it the sessions idle longest are forgotten, and a session
+    that takes all of it gets no further turn. The default holds 1,024 sessions of 100,000 tokens
+    without masks."""
+
+    max_session_tokens: int = Field(default=262_144, ge=1)
+    """Tokens that one session may have, those of tools and users included. Beyond it the next turn
+    is refused. The default is twice the context of most models."""
+
+    session_idle_s: float = Field(default=3600.0, gt=0)
+    """Seconds without a turn after which a session is forgotten. Long enough for the slowest tool,
+    and for fetching the record."""
+
+    rollout_adapters: int = Field(default=4, ge=1, le=64)
+    """Jobs whose LoRA adapters (`weight_sync = "lora"`) a sampler serves side by side, the one in
+    training included. Beyond it the adapter that was loaded longest ago is unloaded. Each takes its
+    size in device memory, 80 MB for rank 16 of a 7B model. Without effect on jobs without
+    `[lora]`."""
+
+    shm_dir: Path = Path(f"/dev/shm/hone-{os.getuid()}")
+    """Folder in shared memory for weights on their way to the sampler (`weight_sync = "shm"`); it
+    holds three versions. Trainer and sampler must see the same one."""
+
+    copies_dir: Path | None = None
+    """Folder for weights that a sampler fetches from its trainer (`weight_sync` "http", "delta" and
+    "lora"): at most twice the model's size. None: `shm_dir`, which must then be writable."""
+
+    # the trainer: ranks, nodes, weights from GPU to GPU
+
+    trainers: int = Field(default=1, ge=1, le=16)
+    """Trainers that `hone up` starts, on the ports from `trainer_port` on, each with
+    `rollout_replicas` samplers of its own: so many jobs run at once. More than 1 only where there
+    is no GPU: there each service needs GPUs of its own, and is started by hand."""
+
+    trainer_ranks: int = Field(default=1, ge=1)
+    """Processes on each node, one per GPU."""
+
+    trainer_devices: Annotated[tuple[str, ...], Listed] = ()
+    """GPUs of the trainer in the stack that `hone up` starts, as CUDA_VISIBLE_DEVICES names them:
+    "2,3". Empty: `trainer_ranks` GPUs that the sampler does not use, or else the sampler's."""
+
+    trainer_threads: int | None = Field(default=None, ge=1)
+    """CPU threads per rank. None: the cores of the node, shared out."""
+
+    trainer_restarts: int = Field(default=3, ge=0)
+    """How often in ten minutes ranks that died are started again. Beyond it the trainer ends,
+    because a fault that repeats would repeat again."""
+
+    trainer_nodes: int = Field(default=1, ge=1)
+    """Machines that the trainer runs on. They share `runs_dir`; HTTP is on node 0."""
+
+    trainer_node_rank: int = Field(default=0, ge=0)
+    """Number of this machine among them, from 0."""
+
+    trainer_rendezvous: str | None = None
+    """Where the nodes meet: <host>:<port> of node 0, the same setting on each. Needed from two
+    nodes on."""
+
+    trainer_interface: str | None = None
+    """Network interface that the nodes reach each other by, for example eth0. It must be of a
+    private network: nothing on it is encrypted or authenticated. Needed from two nodes on."""
+
+    transfer_deadline_s: float = Field(default=60.0, gt=0)
+    """Seconds that trainer and sampler wait for each other while weights go from GPU to GPU
+    (`weight_sync` "nccl" and "ipc"). Then the version goes by "http". Longer than the largest model
+    takes, but not much: sampling waits meanwhile. At most a fifth of `sync_deadline_s`: a sampler
+    takes up to five of them, until it has met the trainer, to receive and to load. That the two
+    cannot meet at all is found out in 15 s, or in one deadline if that is shorter."""
+
+    # the reward service: the sandbox, queues, judges
+
+    sandbox: Literal["auto", "local", "modal", "unsafe"] = "auto"
+    """Where model-written code runs. "auto" is "local": in namespaces of this host, or not at all.
+    "modal": in Modal Sandboxes. "unsafe": in plain processes with resource limits only."""
+
+    sandbox_slots: int | None = Field(default=None, ge=1)
+    """Programs that run at once. None: two per core but at most 8, or 32 on Modal."""
+
+    sandbox_packages: Annotated[tuple[str, ...], Listed] = ()
+    """Installed packages that model-written code may import, as "numpy,sympy". Empty: the
+    standard library only."""
+
+    sandbox_image: str | None = None
+    """Container image of Modal Sandboxes. None: Debian with Python."""
+
+    allow_job_code: bool = True
+    """Whether jobs may bring their own reward code, which runs in a sandbox of its own."""
+
+    reward_cache_mib: int = Field(default=64, ge=0)
+    """MiB of the cache of verdicts, for completions that come again. 0: no cache."""
+
+    max_queued_completions: int = Field(default=32_768, ge=1)
+    """Completions that may wait for grading or be graded. Beyond it the answer is 429, and callers
+    ask again later."""
+
+    max_queued_programs: int = Field(default=4096, ge=1)
+    """Programs of `/execute` that may wait or run. Beyond it the answer is 429."""
+
+    judge_url: str | None = None
+    """OpenAI-compatible endpoint of the language models that judge. None: OpenAI's, if
+    `judge_api_key` is set."""
+
+    judge_api_key: SecretStr | None = None
+    """API key of that endpoint."""
+
+    # a deployment on Modal
+
+    modal_name: str = Field(default="hone", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
+    """Begins the names of the apps and Volumes on Modal. Another name is another deployment."""
+
+    modal_trainer_gpu: str = "A100-80GB"
+    """GPUs of the trainer on Modal, as Modal writes them, such as "H100:2": a rank for each. The
+    default trains models up to 3B with all their weights."""
+
+    modal_trainer_cpu: float | None = Field(default=None, gt=0)
+    """CPU cores that the trainer's container on Modal asks for, the training loop's included. None:
+    4 for each GPU and 2 more. A container with all services has it too, for all of them."""
+
+    modal_trainer_memory_gib: int | None = Field(default=None, ge=1)
+    """GiB of host memory that the trainer's container on Modal asks for. None: as much as its GPUs
+    have, and 8 for each rank, at most 256: enough for a full GPU's master weights and Adam's
+    moments, and three versions of the weights. `hone plan` says what a job needs with
+    `memory.offload_optimizer`."""
+
+    modal_trainer_nodes: int = Field(default=1, ge=1, le=32)
+    """Machines of the trainer on Modal, from 1 to 32, each with the GPUs of `modal_trainer_gpu`.
+    Several must be whole machines, such as "H100:8": Modal calls them a cluster."""
+
+    modal_rollout_gpu: str = "A10G"
+    """GPUs of each sampler on Modal, as Modal writes them: its model is split over them. The
+    default serves models up to 7B."""
+
+    modal_rollout_cpu: float | None = Field(default=None, gt=0)
+    """CPU cores that each sampler on Modal asks for. None: 4, and 1 for each GPU after the
+    first."""
+
+    modal_rollout_memory_gib: int | None = Field(default=None, ge=1)
+    """GiB of the host's memory that each sampler on Modal asks for. None: half as much as its GPUs
+    have, and 8 for each."""
+
+    modal_rollouts: int = Field(default=1, ge=1, le=8)
+    """Samplers on Modal, from 1 to 8, each a Server with GPUs of its own."""
+
+    modal_secrets: Annotated[tuple[Literal["huggingface", "wandb", "judge"], ...], Listed] = ()
+    """Secrets of third parties that the services on Modal get, with commas between several: each is
+    the Modal Secret called "hone-" and its name. Empty: none, because a deployment that refers to a
+    missing Secret fails."""
+
+    modal_key: SecretStr | None = None
+    """Id of the proxy token ("wk-...") that Modal asks of callers of a service there. It is sent
+    only to hosts below modal.run and modal.direct. Needs `modal_secret`."""
+
+    modal_secret: SecretStr | None = None
+    """The secret of that proxy token ("ws-...")."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_environment(cls, given: dict[str, Any]) -> dict[str, Any]:
+        named = ((name, os.environ.get(PREFIX + name.upper())) for name in cls.model_fields)
+        return {name: text for name, text in named if text is not None} | given
+
+    def bearer(self) -> str | None:
+        """Returns the token that requests carry, None for none."""
+        return self.token.get_secret_value() if self.token else None
+
+    @field_validator("orchestrator_url", "reward_url")
+    @classmethod
+    def _one(cls, value: str, info: ValidationInfo) -> str:
+        service = str(info.field_name).removesuffix("_url")
+        check_url(value, f"http://host:{PORTS[service]}")
+        return value
+
+    @field_validator("trainer_url")
+    @classmethod
+    def _trainers(cls, value: str) -> str:
+        check_trainers(value)
+        return value
+
+    @field_validator("rollout_url")
+    @classmethod
+    def _samplers(cls, value: str, info: ValidationInfo) -> str:
+        if (trainers := info.data.get("trainer_url")) is not None:  # else that is wrong already
+            check_samplers(value, trainers)
+        return value
+
+    @property
+    def rollout_urls(self) -> tuple[str, ...]:
+        """The places in `rollout_url`, one by one, of all trainers."""
+        return tuple(place for places in sampler_places(self.rollout_url) for place in places)
+
+    @property
+    def trainer_urls(self) -> tuple[str, ...]:
+        """The trainers in `trainer_url`, one by one."""
+        return trainer_urls(self.trainer_url)
+
+    @property
+    def per_trainer(self) -> tuple[Self, ...]:
+        """A copy of these settings for each trainer, with only that trainer and its samplers."""
+        if len(self.trainer_urls) == 1:
+            return (self,)
+        samplers = sampler_places(self.rollout_url)
+        return tuple(
+            self.model_copy(update={"trainer_url": trainer, "rollout_url": ",".join(places)})
+            for trainer, places in zip(self.trainer_urls, samplers, strict=True)
+        )
+
+    @field_validator("rollout_advertise_url")
+    @classmethod
+    def _advertised(cls, value: str | None) -> str | None:
+        return value and check_service_url(value)
 
     def secrets(self) -> list[str]:
         """Returns the values that must never be logged, stored or sent."""

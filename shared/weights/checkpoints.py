@@ -1,5 +1,11 @@
-"""A checkpoint's folder: its name, and the list of its own files. The trainer writes both, the
-orchestrator serves the files, and a download is compared with the list."""
+"""The folders that a trainer writes: a checkpoint (its name, and the list of its own files) and a
+LoRA adapter. The orchestrator serves a checkpoint's files, and a download is compared with the
+list. The sampler reads adapters as PEFT writes them:
+
+    adapter_model.safetensors   base_model.model.<layer>.lora_A.weight [rank, in]
+                                base_model.model.<layer>.lora_B.weight [out, rank]
+    adapter_config.json         rank, alpha and the names of the layers, among others
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,8 @@ import re
 import zlib
 from pathlib import Path
 
+from shared.errors import Failed
+from shared.weights.digest import digest_of_bytes, stored_tensors, tensor_digests
 from shared.wire import Wire
 
 BLOCK_BYTES = 1 << 20
@@ -46,3 +54,22 @@ class StoredFile(Wire):
                 size_bytes += len(block)
                 crc32 = zlib.crc32(block, crc32)
         return cls(size_bytes=size_bytes, crc32=crc32)
+
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+FILES = (CONFIG, WEIGHTS)
+
+PREFIX = "base_model.model."
+"""Prefix of a base model layer's name in the adapter's tensors."""
+
+
+def adapter_digests(folder: Path) -> dict[str, str]:
+    """Returns the digest of each tensor and, under its file's name, of the configuration: without
+    its alpha the tensors say nothing. Raises Failed for files that cannot be read."""
+    try:
+        config = (folder / CONFIG).read_bytes()
+        digests = tensor_digests(stored_tensors(folder))
+    except OSError as error:
+        raise Failed(f"no adapter can be read from {str(folder)!r}: {error}") from error
+    return {**digests, CONFIG: digest_of_bytes("json", (len(config),), config)}

@@ -7,8 +7,8 @@ from typing import Annotated, Generic, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shared.documented import Plain
 from shared.job import JOB_ID
-from shared.plain import Plain
 
 
 class Wire(BaseModel):

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field
 
+from shared.documented import Plain
 from shared.job import RewardSpec
-from shared.plain import Plain
 from shared.wire.base import JobId, Message, Wire
 from shared.wire.rollouts import FinishReason, Prompt, RolloutGroup
 

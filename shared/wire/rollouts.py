@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.plain import Plain
+from shared.documented import Plain
 from shared.wire.base import Fenced, Fencing, JobId, Message, Wire
 from shared.wire.packed import Logprobs, Mask, TokenIds
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from shared.plain import Plain
+from shared.documented import Plain
 from shared.wire.base import Fencing, JobId, Message, Wire
 from shared.wire.packed import TokenIds
 from shared.wire.rollouts import FinishReason, Rollout, Sampling

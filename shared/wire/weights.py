@@ -100,7 +100,7 @@ class DeltaWeights(Published):
 class AdapterWeights(Published):
     """A LoRA adapter as PEFT writes it, in the folder `path` or, for a sampler that does not see
     the folder, as `files` to fetch. `adapter` is its name, never used again. `tensors` and `digest`
-    cover its configuration too (`shared/weights/adapters.py`)."""
+    cover its configuration too (`shared/weights/checkpoints.py`)."""
 
     method: Literal["lora"]
     path: str

@@ -12,7 +12,7 @@ import pytest_asyncio
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from shared.http import connections
+from shared.http import gate
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import Checkpoint, CheckpointRequest
@@ -62,12 +62,12 @@ async def work(request: CheckpointRequest) -> Checkpoint:
 async def port(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncGenerator[int]:
-    monkeypatch.setattr(connections, "HEADERS_S", 0.3)
-    monkeypatch.setattr(connections, "BODY_S", 0.3)
+    monkeypatch.setattr(gate, "HEADERS_S", 0.3)
+    monkeypatch.setattr(gate, "BODY_S", 0.3)
     service = Service("trainer", settings)
     service.operation("POST", "/checkpoints", work)
     server = service.server(0)
-    server.config.http = type("Connection", (connections.Deadlines, request.param), {})
+    server.config.http = type("Connection", (gate.Deadlines, request.param), {})
     serving = asyncio.create_task(server._serve())  # leaves this process's signals alone
     while not server.started:
         await asyncio.sleep(0.01)

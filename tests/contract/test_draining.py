@@ -18,7 +18,7 @@ import httpx2 as httpx
 import pytest
 from fastapi.responses import StreamingResponse
 
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http.client import Client
 from shared.http.service import Service
 from shared.settings import Settings

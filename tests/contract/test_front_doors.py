@@ -12,7 +12,7 @@ import pytest
 
 from shared.errors import Unavailable
 from shared.http.client import Client
-from shared.http.front_door import proxy_headers
+from shared.http.connecting import proxy_headers
 from shared.http.service import Service, request_key
 from shared.settings import Settings
 from shared.wire import Aborted, NoBody

@@ -13,7 +13,7 @@ import pytest
 from services.orchestrator.api import checking
 from services.orchestrator.api.checking import Checks
 from shared.errors import BadRequest, Failed
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.job import Job
 from shared.settings import Settings
 from tests.support.fake_hub import NOT_FOUND, FakeHub

@@ -20,7 +20,7 @@ from deploy.modal.calls import Call
 from services.orchestrator.store.store import Store
 from services.orchestrator.store.submissions import Submission
 from shared.errors import Unavailable
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http.client import Client
 from shared.job import Job
 from shared.settings import Settings

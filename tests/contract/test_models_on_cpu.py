@@ -13,7 +13,7 @@ import pytest
 
 from services.orchestrator.api.on_cpu import on_cpu
 from shared.errors import BadRequest
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http.service import Service
 from shared.model.check import CPU_HEAD_SIZES, cpu_limit
 from shared.settings import Settings

@@ -15,7 +15,7 @@ import pytest
 from services.orchestrator.run import needs, run, slots, worker
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Failed, NotFound, StateLost
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http import ownership
 from shared.job import Job
 from shared.settings import Settings

@@ -16,7 +16,7 @@ from services.orchestrator.pool import services as services_module
 from services.orchestrator.pool.services import Services
 from services.orchestrator.run import run, worker
 from shared.errors import HoneError
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http import presence
 from shared.job import Job
 from shared.settings import Settings

@@ -23,9 +23,9 @@ from services.orchestrator.store.store import Store
 from services.rollout import registration
 from services.rollout.registration import registered
 from shared.errors import BadRequest, Conflict, HoneError
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http.client import Client
-from shared.http.draining import Draining
+from shared.http.health import Draining
 from shared.http.presence import tell_nobody
 from shared.job import Job
 from shared.settings import Settings

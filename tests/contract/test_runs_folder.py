@@ -22,7 +22,7 @@ from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.store import Store
 from services.orchestrator.store.submissions import Submission
 from shared.errors import Conflict, Failed
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http.client import Client
 from shared.http.service import Service
 from shared.job import CheckpointSpec, Job

@@ -92,7 +92,7 @@ async def test_two_jobs_run_at_once_and_others_wait_in_order_and_say_for_what(
         running = [await stack.submit(job) for _ in range(2)]
         for record in running:
             await stack.until(record.id, "running")
-        trainers = [resource(slot.trainer_url) for slot in stack.settings.slots]
+        trainers = [resource(slot.trainer_url) for slot in stack.settings.per_trainer]
         waiting = await stack.submit(job, name="third")
         last = await stack.submit(job, name="last")
         urgent = await stack.submit(job, name="urgent", priority=1)

@@ -21,7 +21,7 @@ import psutil
 from deploy import redis_server
 from deploy.child import Child
 from deploy.supervisor import SERVICES
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http.client import Client
 from tests.support.link import Link, Seen
 

@@ -10,7 +10,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http.client import Client
 from shared.settings import Settings
 from shared.wire import VersionInfo

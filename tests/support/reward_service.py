@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 START_S = 60.0

@@ -26,7 +26,7 @@ from services.rollout.weights.fetching import Fetcher
 from shared.errors import BadRequest, StateLost
 from shared.http.client import Client
 from shared.settings import Settings
-from shared.weights.adapters import CONFIG, WEIGHTS, adapter_digests
+from shared.weights.checkpoints import CONFIG, WEIGHTS, adapter_digests
 from shared.weights.digest import digest, digest_of, stored_tensors, tensor_digests
 from shared.wire import (
     Aborted,

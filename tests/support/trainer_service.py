@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http.client import Client
 from shared.job import Job
 from shared.job.file import parse_job

@@ -30,7 +30,7 @@ from services.trainer.disk.weights import Publisher
 from shared.errors import Failed
 from shared.job import LoraSpec, SyncMethod
 from shared.settings import Settings
-from shared.weights.adapters import WEIGHTS
+from shared.weights.checkpoints import WEIGHTS
 from shared.weights.digest import stored_tensors, tensor_digests
 from shared.wire import (
     Canary,

@@ -31,7 +31,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shared.errors import BadRequest, Conflict, Failed, StateLost
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.http.client import Client
 from shared.wire import (
     Aborted,

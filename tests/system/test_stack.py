@@ -19,7 +19,7 @@ from deploy import redis_server
 from deploy.slots import on_free_ports
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Unavailable
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 

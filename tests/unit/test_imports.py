@@ -116,12 +116,11 @@ def test_a_command_that_only_asks_imports_no_more_than_it_needs() -> None:
     What fails to connect has imported all but what shows an answer."""
     unused = {"structlog", "pygments", "rich.progress", "certifi", "fastapi", "uvicorn"}
     unused |= {
-        "shared.settings.settings",
         "shared.http.operations",
         "shared.http.service",
         "shared.plan",
     }
-    unused |= {"shared.wire.training", "shared.wire.weights", "shared.wire.fine_tuning"}
+    unused |= {"shared.wire.training", "shared.wire.weights", "shared.wire.openai"}
     unused |= {"shared.job.job", "pydantic_settings"}
     unused |= {"hone.commands.doctor", "hone.commands.init", "hone.evaluating", "hone.downloading"}
     code = (

@@ -19,7 +19,7 @@ from services.orchestrator.data.fetching import FETCH_S, asks_hub
 from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
 from services.orchestrator.data.tables import ended
 from shared.errors import Failed
-from shared.host.threads import in_own_thread
+from shared.host.processes import in_own_thread
 from shared.http.gate import caller
 from shared.job import Job
 from shared.model.names import hub_is_offline

@@ -20,9 +20,9 @@ from services.orchestrator.tasks import to_the_end
 from shared.errors import BadRequest, HoneError, NotFound, TooLarge, Unauthorized
 from shared.explain import nearest
 from shared.host.logs import get_logger
-from shared.host.threads import in_own_thread
-from shared.http.downloads import DOWNLOADED, DownloadedFile
+from shared.host.processes import in_own_thread
 from shared.http.service import Service
+from shared.http.streams import DOWNLOADED, DownloadedFile
 from shared.job import UPLOADED
 from shared.settings import Settings
 from shared.wire import FileDeleted, FileList, Purpose, UploadedFile

@@ -21,8 +21,8 @@ from services.orchestrator.store.records import check_event_id
 from services.orchestrator.store.store import Store
 from shared.errors import Busy, NotFound
 from shared.http import openapi
-from shared.http.downloads import DOWNLOADED, DownloadedFile
 from shared.http.service import Service
+from shared.http.streams import DOWNLOADED, DownloadedFile
 from shared.wire import (
     TERMINAL,
     Checkpoint,

@@ -107,12 +107,12 @@ async def check_job(
     check_colocation(job, settings)
     price_for(job, settings)
     looked = await checks.look(job, showing=showing)
-    services = Services(job, settings.slots[0])
+    services = Services(job, settings.per_trainer[0])
     try:
         await services.validate_rewards(looked.columns, looked.first)
         if not looked.cpu_limit:
             return looked
-        said = await on_cpu(job, looked.cpu_limit, settings.slots[0])
+        said = await on_cpu(job, looked.cpu_limit, settings.per_trainer[0])
         return replace(looked, warnings=(*looked.warnings, *said))
     except Failed as error:
         raise Unavailable(error.detail) from error
@@ -121,7 +121,7 @@ async def check_job(
 
 
 async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tuple[str, ...]:
-    services = Services(job, settings.slots[0])
+    services = Services(job, settings.per_trainer[0])
     try:
         found = await services.try_rewards(first)
     finally:

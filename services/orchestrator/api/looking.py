@@ -17,6 +17,7 @@ from services.orchestrator.loop.prompts import load_held_out, load_prompts
 from shared.errors import Failed, Unavailable
 from shared.http.gate import caller
 from shared.job import Job
+from shared.model.architectures import cannot_reload_on_cpu, not_tried
 from shared.model.check import (
     Config,
     check_config,
@@ -25,7 +26,6 @@ from shared.model.check import (
     cpu_limit,
     read_config,
 )
-from shared.model.experts import cannot_reload_on_cpu, not_tried
 from shared.settings import Settings
 from shared.wire import ApiKey, PreviewedPrompt, Prompt
 

@@ -60,7 +60,7 @@ async def regrade(
     rollouts, and BadRequest for rewards that the reward service refuses for the job's columns."""
     check_steps(request, folder)
     changed_job = job.model_copy(update={"rewards": request.rewards})
-    services = Services(changed_job, settings.slots[0])
+    services = Services(changed_job, settings.per_trainer[0])
     steps: list[RegradedStep] = []
     examples: list[RegradedRollout] = []
     try:

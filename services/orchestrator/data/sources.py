@@ -23,7 +23,7 @@ from services.orchestrator.data.tables import (
 )
 from services.orchestrator.data.uploads import Uploads
 from shared.errors import BadRequest, NotFound, Unavailable
-from shared.host import volume
+from shared.host.disk import run_for_volume
 from shared.job import UPLOADED, DataSpec, Job, Source
 from shared.model.names import HUB_ID
 from shared.settings import Settings
@@ -154,7 +154,9 @@ def _uploaded(ask: Ask) -> Table:
     try:
         filename = uploads.get(ask.text).filename
     except NotFound:  # another host of the volume may have it
-        volume.run(ask.settings.runs_refresh, f"{ask.key} is {ask.text!r}, which cannot be seen")
+        run_for_volume(
+            ask.settings.runs_refresh, f"{ask.key} is {ask.text!r}, which cannot be seen"
+        )
         filename = uploads.get(ask.text).filename
     path, name = uploads.content(ask.text), f"uploaded file {ask.text!r} ({filename})"
     if path.suffix not in FORMATS:

@@ -111,7 +111,7 @@ class Comparison:
         asks = asks_of(job, self.settings)
         await fetch(ask for name, ask in asks.items() if name != "train")
         sets = await asyncio.to_thread(load_held_out, job, self.settings)
-        services = Services(job, self.settings.slots[0])
+        services = Services(job, self.settings.per_trainer[0])
         try:
             for held_out in sets:
                 prompts = await asyncio.to_thread(held_out.prompts)
@@ -122,7 +122,7 @@ class Comparison:
 
     async def _borrow(self) -> tuple[Settings, Lease]:
         """Returns a lease on the samplers of a free trainer, and the settings that name them."""
-        for settings in self.settings.slots:
+        for settings in self.settings.per_trainer:
             samplers = sorted({resource(url) for url in settings.rollout_urls})
             lease = await self.store.loans.lend(self.request.id, samplers, settings.lease_s)
             if lease:

@@ -21,11 +21,10 @@ from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable, from_problem
 from shared.host.logs import get_logger, request_id
 from shared.http import codec, openapi
-from shared.http.front_door import proxy_headers
+from shared.http.connecting import proxy_headers, trusted
 from shared.http.operations import client_went_away, done_or
 from shared.http.service import Service
 from shared.http.streams import client_gone
-from shared.http.tls import trusted
 from shared.http.urls import is_direct
 from shared.settings import Settings
 from shared.wire import CallAnswer, CallRequest, ServedModel, ServedModelList

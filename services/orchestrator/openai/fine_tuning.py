@@ -38,7 +38,7 @@ from shared.wire import (
     FineTuningJobList,
     JobRecord,
 )
-from shared.wire.fine_tuning import PREFIX
+from shared.wire.openai import PREFIX
 
 ROOT = "/v1/fine_tuning/jobs"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from shared.graders import reward_of
 from shared.http.client import Client
 from shared.http.service import Service
 from shared.settings import Settings
@@ -14,6 +13,7 @@ from shared.wire import (
     ValidateGraderRequest,
     ValidateRequest,
 )
+from shared.wire.graders import reward_of
 
 RUN_DEADLINE_S = 600.0
 VALIDATE_DEADLINE_S = 60.0

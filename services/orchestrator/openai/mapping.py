@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from shared.errors import BadRequest
-from shared.graders import reward_of
 from shared.job import LORA_LEARNING_RATE, UPLOADED, SamplingSpec
 from shared.wire import (
     Checkpoint,
@@ -20,7 +19,8 @@ from shared.wire import (
     FineTuningJob,
     JobRecord,
 )
-from shared.wire.fine_tuning import PREFIX, ReinforcementHyperparameters
+from shared.wire.graders import reward_of
+from shared.wire.openai import PREFIX, ReinforcementHyperparameters
 
 MAX_NAME = 40
 

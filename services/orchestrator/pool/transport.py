@@ -22,8 +22,8 @@ import httpx2 as httpx
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from shared.host.threads import in_own_thread
-from shared.http.tls import trusted
+from shared.host.processes import in_own_thread
+from shared.http.connecting import trusted
 from shared.http.urls import is_direct
 
 MAX_CONNECTIONS = 256

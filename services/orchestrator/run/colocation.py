@@ -27,7 +27,7 @@ def check_colocation(job: Job, settings: Settings) -> None:
             "HONE_COLOCATE is set, so the trainer leaves the GPU to the sampler, which DeepSpeed's "
             "ZeRO-3 cannot: got memory.zero_stage 3, expected 2, or memory.offload_optimizer = true"
         )
-    if any(len(slot.rollout_urls) > 1 for slot in settings.slots):
+    if any(len(slot.rollout_urls) > 1 for slot in settings.per_trainer):
         raise BadRequest(
             "HONE_COLOCATE is set, so the sampler is the one on the trainer's GPU: got "
             f"HONE_ROLLOUT_URL {settings.rollout_url!r}, expected one URL for each trainer"

@@ -12,7 +12,7 @@ from services.orchestrator.pool.discovery import sampler_urls
 from services.orchestrator.runs.writable import ANSWERS_WITHIN_S, Writable
 from services.orchestrator.store.store import Store
 from shared.errors import HoneError
-from shared.host.threads import Look
+from shared.host.processes import Look
 from shared.http import ownership
 from shared.http.client import Client
 from shared.job import Job

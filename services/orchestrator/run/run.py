@@ -49,7 +49,7 @@ from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop, to_disk, to_the_end
 from shared.errors import BadRequest, Failed, Forbidden, HoneError, Unauthorized, Unavailable
 from shared.host.logs import get_logger, of_job
-from shared.host.threads import Look
+from shared.host.processes import Look
 from shared.plan.prices import Price
 from shared.settings import Settings
 from shared.wire import JobRecord, Prompt, TrainerState

@@ -22,7 +22,7 @@ from shared.errors import BadRequest
 from shared.host import disk
 from shared.http import codec
 from shared.job import Job
-from shared.job.learned import learned
+from shared.job.job import learned
 from shared.wire import Prompt, RolloutGroup, Score, Wire
 
 STEP_FOLDER = re.compile(r"(\d+)\.groups")

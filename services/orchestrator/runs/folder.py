@@ -47,7 +47,7 @@ from shared.errors import Conflict, Failed, NotFound
 from shared.host import disk
 from shared.http import codec
 from shared.job import Job
-from shared.job.learned import differences
+from shared.job.job import differences
 from shared.wire import Batch, MetricsRow
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")

@@ -10,7 +10,7 @@ from pathlib import Path
 from services.orchestrator.runs.writing import writing
 from shared.errors import Failed, Unavailable
 from shared.host import disk
-from shared.host.threads import Look
+from shared.host.processes import Look
 
 ANSWERS_WITHIN_S = 3.0
 """Seconds for writing a small file. A network volume that is away blocks a write as long as it is

@@ -16,7 +16,7 @@ from services.orchestrator.store.store import Store
 from services.orchestrator.store.submissions import Submission
 from shared.errors import Failed, HoneError, Unavailable
 from shared.host.logs import get_logger
-from shared.host.threads import in_own_thread
+from shared.host.processes import in_own_thread
 from shared.job import Job
 from shared.wire import JobRecord
 

@@ -17,7 +17,7 @@ from services.orchestrator.store.connection import Connection
 from shared.errors import Failed
 from shared.host import disk
 from shared.host.logs import get_logger
-from shared.host.threads import in_own_thread
+from shared.host.processes import in_own_thread
 
 LOOK_AT_NOTE_S = 2.0
 """Seconds between two looks at whether the folder's jobs are still in the Redis in use."""

@@ -11,7 +11,7 @@ from services.orchestrator.store.connection import StoreEmptied, StoreUnavailabl
 from services.orchestrator.store.store import Store
 from shared.errors import Conflict, HoneError
 from shared.host.logs import get_logger
-from shared.host.threads import in_own_thread
+from shared.host.processes import in_own_thread
 from shared.wire import JobState
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.graders import reward_of
 from shared.wire import (
     GraderErrors,
     GraderRun,
@@ -14,6 +13,7 @@ from shared.wire import (
     ScoreItem,
     ScoreRequest,
 )
+from shared.wire.graders import reward_of
 
 LABEL = "grader"
 

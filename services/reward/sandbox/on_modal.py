@@ -23,8 +23,7 @@ from services.reward.sandbox.base import Sandbox, Worker, waiting
 from services.reward.sandbox.decoding import NotPlain, decode
 from services.reward.sandbox.probes import Probe, failures
 from services.reward.sandbox.verdicts import Facts
-from shared.errors import Failed
-from shared.host.extras import how_to_install
+from shared.errors import Failed, how_to_install
 from shared.host.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
 

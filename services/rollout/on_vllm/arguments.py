@@ -21,7 +21,7 @@ from services.rollout.on_vllm.inside.executors import (
     ProcessPerDeviceExecutor,
 )
 from shared.errors import BadRequest
-from shared.model import dtype as dtypes
+from shared.model import architectures
 from shared.settings import Settings
 from shared.wire import (
     EngineSpec,
@@ -148,9 +148,9 @@ def ask_for_masks(args: AsyncEngineArgs) -> None:
 
 
 def choose_dtype(asked: Dtype) -> Dtype:
-    """Returns the dtype to serve in on this hardware: as the trainer (`shared/model/dtype.py`)."""
+    """Returns the dtype to serve in here, by the rule that the trainer follows."""
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
-    chosen = dtypes.choose_dtype(
+    chosen = architectures.choose_dtype(
         asked,
         capability=None if capability is None else (capability.major, capability.minor),
         cpu_multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported()

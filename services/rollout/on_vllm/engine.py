@@ -41,7 +41,7 @@ from services.rollout.on_vllm.texts import text_of
 from services.rollout.on_vllm.tokenizers import load_tokenizer
 from services.rollout.on_vllm.versions import label
 from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost
-from shared.host.threads import in_own_thread
+from shared.host.processes import in_own_thread
 from shared.settings import Settings
 from shared.weights.meeting import LOADING_DEADLINES, MEETING_DEADLINES
 from shared.wire import (

@@ -19,7 +19,7 @@ from services.rollout.on_vllm.processes import (
     stop_children,
 )
 from shared.errors import BadRequest, Failed
-from shared.host.threads import in_own_thread
+from shared.host.processes import in_own_thread
 from shared.model.names import check_hub, model_folder
 from shared.settings import Settings
 from shared.weights.digest import stored_tensors

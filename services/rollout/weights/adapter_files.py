@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from shared.errors import Failed
-from shared.weights.adapters import CONFIG, PREFIX
+from shared.weights.checkpoints import CONFIG, PREFIX
 
 SUFFIX = ".weight"
 

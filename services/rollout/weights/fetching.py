@@ -16,7 +16,7 @@ import httpx2 as httpx
 
 from shared.errors import Failed, HoneError, Unavailable, from_problem
 from shared.host.logs import get_logger, request_id
-from shared.http.tls import trusted
+from shared.http.connecting import trusted
 from shared.http.urls import is_direct
 from shared.wire import WeightFile
 

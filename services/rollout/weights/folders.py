@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import BadRequest, Failed
-from shared.weights.adapters import FILES
+from shared.weights.checkpoints import FILES
 from shared.wire import AdapterWeights, FolderWeights
 
 

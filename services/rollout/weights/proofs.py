@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.rollout.weights.adapter_files import adapter_shapes, read_config
 from shared.errors import Conflict, Failed
-from shared.weights.adapters import CONFIG, adapter_digests
+from shared.weights.checkpoints import CONFIG, adapter_digests
 from shared.weights.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
 from shared.wire import (
     AdapterWeights,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from services.trainer.disk.folders import size_of, written_aside
 from shared.errors import Failed
-from shared.weights.adapters import adapter_digests
+from shared.weights.checkpoints import adapter_digests
 
 KEEP = 2
 """A sampler may still be copying the version before the newest."""

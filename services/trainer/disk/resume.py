@@ -17,7 +17,7 @@ from services.trainer.disk.checkpoints import Damaged, Manifest
 from services.trainer.processes.together import Ranks
 from shared.errors import Conflict
 from shared.host.logs import get_logger
-from shared.job.learned import differences, same_learning
+from shared.job.job import differences, same_learning
 from shared.wire import TrainerJob
 
 SHOWN_DIFFERENCES = 3

@@ -14,7 +14,7 @@ from services.trainer.disk.folders import written_aside
 from services.trainer.engine import Engine
 from services.trainer.loaded import Loaded
 from services.trainer.processes.together import Ranks, SaveAll
-from shared.host import volume
+from shared.host.disk import run_for_volume
 from shared.settings import Settings
 from shared.weights.checkpoints import STATE, StoredFile
 from shared.wire import Checkpoint, CheckpointRequest
@@ -42,7 +42,7 @@ class RunsVolume:
     def keep(self) -> None:
         """Commits this node's files. Raises Failed if that fails."""
         if self.speaks:
-            volume.run(self.commit, "the checkpoint cannot be committed")
+            run_for_volume(self.commit, "the checkpoint cannot be committed")
 
     def show(self) -> None:
         """Commits this node's files, so that other nodes see them after `look`."""
@@ -52,7 +52,7 @@ class RunsVolume:
     def look(self) -> None:
         """Shows this node the files of the others."""
         if self.is_shared and self.speaks:
-            volume.run(self.refresh, "the other nodes' part of a checkpoint cannot be seen")
+            run_for_volume(self.refresh, "the other nodes' part of a checkpoint cannot be seen")
 
 
 def save_checkpoint(

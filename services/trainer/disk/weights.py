@@ -29,12 +29,11 @@ from services.trainer.disk.adapters import Adapters
 from services.trainer.disk.deltas import Deltas
 from services.trainer.disk.folders import ASIDE, reuse, size_of, written_aside
 from shared.errors import Failed, NotFound
-from shared.host import volume
-from shared.host.disk import write_file
+from shared.host.disk import run_for_volume, write_file
 from shared.job import JOB_ID, SyncMethod
 from shared.settings import Settings
 from shared.weights import digest
-from shared.weights.adapters import CONFIG, FILES
+from shared.weights.checkpoints import CONFIG, FILES
 from shared.wire import (
     AdapterWeights,
     AnyWeights,
@@ -108,7 +107,7 @@ class Folders:
         known = self._written.get(version)
         if known is None or not known.is_whole():
             known = self._write(version, size_bytes, save)
-            volume.run(self._commit, "samplers cannot be shown the weights")
+            run_for_volume(self._commit, "samplers cannot be shown the weights")
             self._written[version] = known
             self._forget_old()
         return known

@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from shared.errors import BadRequest
 from shared.job import LoraSpec
-from shared.model.experts import has_experts
+from shared.model.architectures import has_experts
 from shared.plan.model import ATTENTION
-from shared.weights.adapters import PREFIX, WEIGHTS
+from shared.weights.checkpoints import PREFIX, WEIGHTS
 
 ADAPTER = "default"
 BASE = ".base_layer."

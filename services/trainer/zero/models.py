@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file, cached_files
 
 from shared.errors import BadRequest, Conflict, HoneError, from_problem
 from shared.job import Job
-from shared.model import dtype as dtypes
+from shared.model import architectures
 from shared.model.check import check_rope, read_config
 from shared.model.names import EXPECTED, check_hub, model_folder
 
@@ -239,8 +239,8 @@ def _in_checkpoint(model: Any, weights: dict[str, Tensor]) -> tuple[list[str], l
 
 
 def choose_dtype(asked: str) -> torch.dtype:
-    """Returns the dtype of weights and products on this rank (`shared/model/dtype.py`)."""
-    chosen = dtypes.choose_dtype(
+    """Returns the dtype of weights and products on this rank (`shared/model/architectures.py`)."""
+    chosen = architectures.choose_dtype(
         asked,
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
         cpu_multiplies_bfloat16=torch.cpu._is_avx512_bf16_supported()

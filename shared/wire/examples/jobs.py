@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.wire.examples.one_job import CHECKPOINT, ID, JOB, PART, REWARD, TIME
+from shared.wire.examples.openai import CHECKPOINT, ID, JOB, PART, REWARD, TIME
 from shared.wire.examples.planning import PLAN
 
 SUMMARY = {

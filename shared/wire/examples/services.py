@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.wire.examples.one_job import CHECKPOINT, FENCED, ID, JOB, PART, PROMPT, REWARD, TIME
-from shared.wire.examples.openai import GRADER
+from shared.wire.examples.openai import (
+    CHECKPOINT,
+    FENCED,
+    GRADER,
+    ID,
+    JOB,
+    PART,
+    PROMPT,
+    REWARD,
+    TIME,
+)
 
 SCORE = {"value": 1.0, "parts": {"python_value": PART}}
 ROLLOUT = {

@@ -17,7 +17,7 @@ from deploy.modal import cluster
 from deploy.modal.cluster import Node
 from services.trainer.processes import launcher
 from shared.errors import Failed, Unavailable
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 
 INTERFACES = """\
 00000000000000000000000000000001 01 80 10 80       lo

@@ -17,7 +17,7 @@ from deploy import local
 from deploy.supervisor import Supervisor, running
 from hone.client import Client
 from shared.errors import BadRequest
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.settings import Settings
 
 ELSEWHERE = {"HONE_ROLLOUT_URL": "http://a:1,http://b:1", "HONE_REWARD_URL": "http://c:1"}

@@ -21,7 +21,7 @@ import pytest
 
 from services.orchestrator.pool import transport as transport_module
 from services.orchestrator.pool.transport import Transport, transport_to
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 
 PIECE = b"p" * 65_536
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

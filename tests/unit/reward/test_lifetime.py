@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from tests.support.reward_helpers import is_alive, processes_in, processes_of, user_namespaces_of
 
 pytestmark = pytest.mark.slow

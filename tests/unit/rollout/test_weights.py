@@ -22,7 +22,7 @@ from services.rollout.weights.proofs import (
     has_tied_embeddings,
 )
 from shared.errors import BadRequest, Failed
-from shared.host import volume
+from shared.host.disk import run_for_volume
 from shared.job import SyncMethod
 from shared.weights.digest import digest_of, stored_tensors, tensor_digests
 from shared.wire import FolderWeights
@@ -103,7 +103,7 @@ async def test_what_another_host_wrote_is_brought_in_before_it_is_read(
     unseen = expected(published)
     with pytest.raises(Failed, match="does the sampler see the trainer's volume"):
         await prove(there, unseen, NO_COPIES)
-    seen = replace(unseen, refresh=lambda: volume.run(f"mv {elsewhere} {published}", "test"))
+    seen = replace(unseen, refresh=lambda: run_for_volume(f"mv {elsewhere} {published}", "test"))
     assert (await prove(there, seen, NO_COPIES)).digest == digest
 
 

@@ -157,14 +157,14 @@ def test_each_trainer_has_settings_of_its_own() -> None:
         rollout_url="http://a:3,http://c:4;registered",
         lease_s=7,
     )
-    assert [(slot.trainer_url, slot.rollout_urls) for slot in settings.slots] == [
+    assert [(slot.trainer_url, slot.rollout_urls) for slot in settings.per_trainer] == [
         ("http://a:1", ("http://a:3", "http://c:4")),
         ("http://b:2/", ("registered",)),
     ]
     assert settings.rollout_urls == ("http://a:3", "http://c:4", "registered")
-    assert {slot.lease_s for slot in settings.slots} == {7}
+    assert {slot.lease_s for slot in settings.per_trainer} == {7}
     alone = Settings(rollout_url="http://a:1,http://b:1")
-    assert alone.slots == (alone,)
+    assert alone.per_trainer == (alone,)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import httpx2 as httpx
 import pytest
 
 from shared.errors import MEDIA_TYPE
-from shared.http.downloads import DOWNLOADED, DownloadedFile
 from shared.http.service import Service
+from shared.http.streams import DOWNLOADED, DownloadedFile
 from shared.settings import Settings
 
 

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 from hone.commands.doctor import ENGINES
-from shared.host.extras import how_to_install
+from shared.errors import how_to_install
 
 ROOT = Path(__file__).parents[3]
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shared.errors import BadRequest
-from shared.graders import reward_of
 from shared.job import RewardSpec
+from shared.wire.graders import reward_of
 
 
 @pytest.mark.parametrize("kind", [None, 3, "function"])

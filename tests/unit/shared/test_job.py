@@ -15,7 +15,7 @@ from shared.errors import BadRequest
 from shared.job import Job
 from shared.job import file as job_file
 from shared.job.file import load_job, parse_job, read_source
-from shared.job.learned import same_learning
+from shared.job.job import same_learning
 
 MINIMAL = """
 name = "demo"

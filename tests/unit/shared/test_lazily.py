@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from shared import job, settings, wire
+from shared import job, wire
 
 
 def modules_after(code: str) -> set[str]:
@@ -17,7 +17,7 @@ def modules_after(code: str) -> set[str]:
     return set(ended.stdout.split())
 
 
-@pytest.mark.parametrize("package", [wire, job, settings])
+@pytest.mark.parametrize("package", [wire, job])
 def test_a_package_has_all_that_it_names(package: object) -> None:
     for name in dir(package):
         assert getattr(package, name) is not None or name == "__file__", name
@@ -33,10 +33,3 @@ def test_what_a_package_lacks_is_an_import_error() -> None:
     code = "try:\n from shared.wire import Nothing\nexcept ImportError as error:\n print(error)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "cannot import name 'Nothing' from 'shared.wire'" in ended.stdout
-
-
-def test_a_caller_reads_no_settings_of_services() -> None:
-    code = "from shared.settings.environment import caller_settings as read\nread()"
-    assert "shared.settings.settings" not in modules_after(code)
-    named = f"import os\nos.environ['HONE_SANDBOX'] = 'local'\n{code}"
-    assert "shared.settings.settings" in modules_after(named)

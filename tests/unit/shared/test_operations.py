@@ -9,7 +9,7 @@ import pytest
 
 from shared.errors import NotFound
 from shared.http import operations
-from shared.http.draining import Draining
+from shared.http.health import Draining
 from shared.http.operations import Operation, Operations
 from shared.wire import Checkpoint
 

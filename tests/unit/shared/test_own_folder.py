@@ -12,7 +12,7 @@ import pytest
 
 from shared.errors import Failed
 from shared.host.disk import own_folder
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 
 NOBODY = 65534
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 
 ROOT = Path(__file__).parents[3]
 SERVES = """

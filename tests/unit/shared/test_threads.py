@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from shared.host.threads import Look, in_own_thread
+from shared.host.processes import Look, in_own_thread
 
 
 async def test_a_thread_returns_its_value_or_raises_its_error() -> None:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from shared.errors import Failed
-from shared.host import volume
+from shared.host.disk import run_for_volume
 
 
 def test_the_command_is_run_and_none_is_none(tmp_path: Path) -> None:
-    volume.run(None, "never")
-    volume.run(f"touch '{tmp_path}/a b'", "touched")
+    run_for_volume(None, "never")
+    run_for_volume(f"touch '{tmp_path}/a b'", "touched")
     assert (tmp_path / "a b").exists()
 
 
@@ -25,4 +25,4 @@ def test_the_command_is_run_and_none_is_none(tmp_path: Path) -> None:
 )
 def test_a_command_that_fails_is_told_with_what_it_said(command: str, sentence: str) -> None:
     with pytest.raises(Failed, match=sentence):
-        volume.run(command, "seen")
+        run_for_volume(command, "seen")

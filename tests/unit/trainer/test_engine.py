@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import BadRequest, Failed
 from shared.job import Job
-from shared.weights.adapters import adapter_digests
+from shared.weights.checkpoints import adapter_digests
 from shared.weights.digest import digest_of
 from shared.wire import Canary, Span
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job

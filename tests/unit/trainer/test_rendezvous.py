@@ -14,7 +14,7 @@ from services.trainer.processes import heartbeat, rendezvous
 from services.trainer.processes.channel import Notes
 from services.trainer.processes.rendezvous import Place, meet
 from shared.errors import Failed, Unavailable
-from shared.host.ports import free_port
+from shared.host.processes import free_port
 from shared.settings import Settings
 
 

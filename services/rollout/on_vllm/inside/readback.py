@@ -38,7 +38,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from services.rollout.on_vllm.inside import experts
-from shared.weights.adapters import CONFIG, PREFIX, WEIGHTS
+from shared.weights.checkpoints import CONFIG, PREFIX, WEIGHTS
 from shared.weights.digest import MAX_THREADS, digest_of_bytes
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -1,12 +1,13 @@
-"""`/v1/fine_tuning`, in OpenAI's shape."""
+"""Bodies in OpenAI's shape: fine-tuning jobs, files, and completions, as far as the orchestrator
+must know them to pass them on to samplers."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator
 
-from shared.plain import Plain
+from shared.documented import Plain
 from shared.wire.base import JobId, Wire
 
 Auto = Literal["auto"]
@@ -172,3 +173,67 @@ class ValidatedGrader(Wire):
     """The grader, which a job can name."""
 
     grader: dict[str, Plain]
+
+
+Purpose = Literal["fine-tune", "assistants", "batch", "vision", "user_data", "evals"]
+"""A file's purpose, as OpenAI's clients send it. A job may use any file."""
+
+
+class UploadedFile(Wire):
+    """A file that was uploaded. `created_at` is Unix seconds. A job names it by its `id`, as
+    `data.train` or `data.eval`."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+
+
+class FileList(Wire):
+    """A page of files. `has_more`: the next page begins after `last_id` (`?after=`)."""
+
+    object: Literal["list"] = "list"
+    data: tuple[UploadedFile, ...]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class FileDeleted(Wire):
+    """`DELETE /v1/files/{id}`."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class ServedModel(BaseModel):
+    """A model that can be called by its `id`, with the sampler's other fields."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    id: str
+    object: str = "model"
+
+
+class ServedModelList(BaseModel):
+    """`GET /v1/models`: the models that can be called now."""
+
+    object: str = "list"
+    data: tuple[ServedModel, ...]
+
+
+class CallRequest(BaseModel):
+    """`POST /v1/completions` and `/v1/chat/completions`: the model, and OpenAI's other fields,
+    which the sampler reads."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    model: str
+
+
+class CallAnswer(RootModel[dict[str, Any]]):
+    """OpenAI's completion or chat completion."""
