@@ -37,8 +37,7 @@ import httpx2 as httpx
 
 from bench.report import Figure, finish, ratios, repeated
 from bench.rollout_side import PROMPT, write_model
-from bench.serving import quiet
-from bench.side import start, told
+from bench.side import quiet, start, told
 from shared.http import codec, rendering
 from shared.http.client import Client
 from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, Span

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.serving import quiet, serving
+from bench.side import quiet, serving
 from shared.settings import Settings
 from shared.wire import EngineSpec, ModelRequest, Sampling
 

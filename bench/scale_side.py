@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from bench.serving import quiet, serving
+from bench.side import quiet, serving
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import (

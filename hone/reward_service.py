@@ -1,4 +1,5 @@
-"""The reward service for a command: the running one, else one started for the call."""
+"""The reward service for a command: the running one, else one started for the call. What needs no
+service, the list of graders and a check of rewards, is asked of a process of its own."""
 
 from __future__ import annotations
 
@@ -10,15 +11,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import IO
 
+from pydantic import TypeAdapter
+
 from hone import stack
-from shared.errors import Failed, Unavailable
+from shared.errors import BadRequest, Failed, Unavailable
 from shared.host.processes import ending_with_parent, free_port
 from shared.http.client import Client
+from shared.job import RewardSpec
 from shared.settings import PREFIX
 from shared.settings.environment import load_settings
+from shared.wire import GraderInfo, GraderList
 
 PING_DEADLINE_S = 1.0
 START_DEADLINE_S = 60.0
@@ -89,3 +94,28 @@ def _wait(process: subprocess.Popen[bytes], url: str, token: str, log: IO[bytes]
         "no reward service runs, and none could be started here: "
         f"{log.read()[-500:].decode(errors='replace').strip()}"
     )
+
+
+WRONG = 2
+
+
+def graders_here() -> tuple[GraderInfo, ...]:
+    """Returns the graders of this version of Hone."""
+    return GraderList.model_validate_json(_asked().stdout).graders
+
+
+def check_rewards(rewards: Sequence[RewardSpec]) -> None:
+    """Raises BadRequest for a grader that does not exist, or a param that it does not have."""
+    given = TypeAdapter(list[RewardSpec]).dump_json(list(rewards)).decode()
+    done = _asked("--check", given=given)
+    if done.returncode == WRONG:
+        raise BadRequest(done.stdout)
+
+
+def _asked(*options: str, given: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "services.reward.grading.listing", *options]
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, WRONG):
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise Failed(f"the graders cannot be listed on this machine: {why}")
+    return done

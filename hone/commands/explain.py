@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from hone import graders_here
+from hone import reward_service
 from hone.shell import Output, OutputOption, command, show
 from shared.errors import NotFound
 from shared.explain import called_here, closest
@@ -110,7 +110,7 @@ def _all_keys() -> Iterator[Explanation]:
 
 def _graders() -> Explanation:
     """Returns the graders of this version of Hone; their params are the fields of each."""
-    listed = tuple(map(_grader, graders_here.listed()))
+    listed = tuple(map(_grader, reward_service.graders_here()))
     text = "What `grader` of a [[rewards]] can name; the keys of each are those of `params`."
     return Explanation(
         key=GRADERS, type="", bounds="", default=None, required=True, text=text, fields=listed

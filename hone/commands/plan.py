@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hone import graders_here
+from hone import reward_service
 from hone.plan_view import plan_lines
 from hone.shell import (
     JobFileArgument,
@@ -59,7 +59,7 @@ def plan(
     except CannotPlan as error:
         raise BadRequest(str(error)) from error
     try:
-        graders_here.check(job.rewards)
+        reward_service.check_rewards(job.rewards)
     except Failed as error:  # a plan is also made where that service is not installed
         err.print(f"the rewards are not checked: {error.detail}", markup=False, highlight=False)
     planned = make_plan(job, model, settings, pools, known)

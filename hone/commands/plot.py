@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from hone.curve import text_curve
 from hone.shell import JobArgument, Output, OutputOption, command, connect, show
+from hone.view import text_curve
 from shared.errors import Failed
 from shared.wire import MetricsList
 

@@ -13,7 +13,7 @@ from fastapi import Path as Path_
 from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.orchestrator.api.graded import graded
+from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.runs.checkpoint_files import files_of, path_of
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.connection import MAX_FOLLOWERS
@@ -23,12 +23,15 @@ from shared.errors import Busy, NotFound
 from shared.http import openapi
 from shared.http.service import Service
 from shared.http.streams import DOWNLOADED, DownloadedFile
+from shared.job import Job
 from shared.wire import (
     TERMINAL,
+    Batch,
     Checkpoint,
     CheckpointFiles,
     CheckpointList,
     EventList,
+    GradedRollout,
     JobProgress,
     MetricsList,
     RolloutList,
@@ -230,3 +233,24 @@ class Followers:
 
 def _sse(id: str, type: str, data: str) -> str:
     return (f"id: {id}\n" if id else "") + f"event: {type}\ndata: {data}\n\n"
+
+
+def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:
+    """Returns the batch's `[P*G]` rollouts with their verdicts and advantages."""
+    advantages_PG = batch_advantages(batch, job)
+    return tuple(
+        GradedRollout(
+            prompt_index=prompt.index,
+            prompt=prompt.content,
+            completion=rollout.text,
+            finish_reason=rollout.finish_reason,
+            versions=rollout.versions,
+            reward=score.value,
+            parts=score.parts,
+            advantage=advantage,
+        )
+        for prompt, group, scores, advantages in zip(
+            batch.prompts, batch.groups, batch.scores, advantages_PG, strict=True
+        )
+        for rollout, score, advantage in zip(group.rollouts, scores, advantages, strict=True)
+    )

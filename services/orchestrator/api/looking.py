@@ -1,19 +1,19 @@
 """Checks a job's data and model before it is accepted. Everything here may take long, and may run
-in another process (`checking.py`)."""
+in another process (`checking.py`). Also warns of allowed values that are probably mistakes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.orchestrator.api.findings import findings
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.data.allowed import named_model_folder
+from services.orchestrator.data.fitting import preview
 from services.orchestrator.data.hub import cached_model
-from services.orchestrator.data.preview import preview
 from services.orchestrator.loop.prompts import load_held_out, load_prompts
+from services.orchestrator.runs.tracking import missing_key
 from shared.errors import Failed, Unavailable
 from shared.http.gate import caller
 from shared.job import Job
@@ -122,3 +122,28 @@ def _shows_later(job: Job, why_not: str | None) -> str:
 def _not_looked_at(job: Job, why_not: str | None) -> str:
     why = why_not or "the Hugging Face cache here does not have its config.json"
     return f"the model {job.model!r} was not looked at: {why}"
+
+
+def findings(job: Job) -> Sequence[str]:
+    """Returns a sentence for each finding. It may take seconds: call it off the event loop."""
+    found = (_learns_nothing(job), _is_paid_nothing(job), missing_key(job))
+    return [said for said in found if said]
+
+
+def _learns_nothing(job: Job) -> str | None:
+    if job.learning_rate:
+        return None
+    return (
+        "training.learning_rate is 0: the job samples, grades and changes no weight; expected a "
+        "rate above 0, such as 1e-6"
+    )
+
+
+def _is_paid_nothing(job: Job) -> str | None:
+    if any(reward.weight for reward in job.rewards):
+        return None
+    whose = "the only reward" if len(job.rewards) == 1 else "every reward"
+    return (
+        f"the weight of {whose} is 0: every completion earns the same, so nothing is learned; "
+        "expected a weight other than 0"
+    )

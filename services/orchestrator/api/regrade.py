@@ -12,7 +12,7 @@ from pathlib import Path
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.orchestrator.api.graded import graded
+from services.orchestrator.api.history import graded
 from services.orchestrator.pool.services import Services
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.store import Store

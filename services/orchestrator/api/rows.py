@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.data.choosing import BadRow, Problem
-from services.orchestrator.data.fitting import Fit, fit_of, held_out_fit
-from services.orchestrator.data.preview import tokenizer_stamp
+from services.orchestrator.data.fitting import Fit, fit_of, held_out_fit, tokenizer_stamp
 from services.orchestrator.data.tables import go_on
 from services.orchestrator.loop.prompts import Prompts
 from shared.errors import BadRequest

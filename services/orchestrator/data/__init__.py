@@ -1,7 +1,11 @@
 """Where a job's problems come from, and how their rows become prompts.
 
-sources.py the kinds of sources, one entry each: rows, files, uploads, Hugging Face tables.py
-reading each of them, row by row or as a stream choosing.py names of columns, filter, how many
-order.py which rows a step takes, from a table or a stream uploads.py the files that were uploaded
-preview.py the first prompts, for a dry run
+| file | what |
+|---|---|
+| `sources.py` | the kinds of sources, one entry each: rows, files, uploads, Hugging Face |
+| `tables.py` | reading each of them, row by row or as a stream |
+| `choosing.py` | names of columns, filter, how many |
+| `order.py` | which rows a step takes, from a table or a stream |
+| `uploads.py` | the files that were uploaded |
+| `fitting.py` | whether prompts leave room for completions, and the first ones for a dry run |
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hone.curve import HEIGHT, WIDTH, text_curve
+from hone.view import HEIGHT, WIDTH, text_curve
 from shared.wire import MetricsRow
 
 

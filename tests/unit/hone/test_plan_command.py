@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hone import graders_here
+from hone import reward_service
 from hone.cli import app
 from hone.plan_view import cost_text
 from shared.errors import Failed
@@ -143,7 +143,7 @@ def test_a_plan_is_made_where_graders_cannot_be_listed(
     def none(_: object) -> None:
         raise Failed("the graders cannot be listed on this machine: no module")
 
-    monkeypatch.setattr(graders_here, "check", none)
+    monkeypatch.setattr(reward_service, "check_rewards", none)
     shown = run(job_file, "--gpus", "1xA100-80GB")
     assert "the rewards are not checked: the graders cannot be listed" in " ".join(shown.split())
     assert "fits on 1xA100-80GB" in shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.orchestrator.api.findings import findings
+from services.orchestrator.api.looking import findings
 from shared.job import Job
 from tests.support.scored_batches import make_job
 
