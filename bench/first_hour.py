@@ -5,7 +5,7 @@ on the way.
 
 `hone run job.toml` is started as in a script, with its output in a pipe, in an empty folder without
 a stack: it starts one, submits the job and follows it. The time of every line is noted as it comes.
-Without `--model` the model and its problems are those that `deploy/tiny_model.py` makes; with it,
+Without `--model`, `deploy/tiny_model.py` makes the model and its problems; with it,
 `hone init` writes the job for the model and the data. The first step's line ends the measurement:
 the job is cancelled, and the stack stopped.
 """

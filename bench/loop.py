@@ -28,7 +28,7 @@ and what is between them. A side of TRL's that cannot run is left out, with its 
 
 Beside the ratio stands the most that it could be here: as if a step were nothing but the products
 of its tokens with the model's weights, at the rate of one such product alone. On a CPU a model of
-40 million parameters is near that: whoever trains it, the cores do the same work.
+40 million parameters is near that: the cores do the same work on both sides.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def compare(name: str, task: Task, turns: Turns, least_s: float) -> list[Figure]
 def products_s(task: Task, num_parameters: int) -> float:
     """Returns the seconds that the products of a step's completion tokens with the weights take on
     this machine, in float32: 2 operations per token and weight to sample them, and 6 to train on
-    them (arXiv 2001.08361, 2.1). The rate is that of a product of the model's own shape."""
+    them (arXiv 2001.08361, 2.1). The rate is measured on a product of the model's own shape."""
     import torch
 
     num_tokens = task.num_samples * task.max_tokens

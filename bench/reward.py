@@ -15,7 +15,7 @@
 Each way runs the same program with the same tests and gives the same values back. A round has each
 way in turn, at 1, 2 and 8 programs at once; rates are medians over the rounds, and a ratio is the
 median of the rounds' own ratios, so that whatever else the machine does bears on both sides.
-The CPU time of a program is that of all processes together, this one included: it is what a busy
+The CPU time of a program is the sum over all processes, this one included: it is what a busy
 host has to share, and depends less than a rate on what else runs.
 `imports` is a program with the twenty imports that solutions of programming problems begin with,
 which the sandbox has made already. `/score` is 512 completions over HTTP to a service of its own,

@@ -92,8 +92,8 @@ def cost_figures(runs: dict[int, dict[str, Any]]) -> list[Figure]:
 
 
 def idle_figures(load: Load, told: dict[str, Any]) -> list[Figure]:
-    """Returns the idle share of the samplers' places, and how far and why it is above that of an
-    oracle that schedules the same lengths."""
+    """Returns the idle share of the samplers' places. Also how far, and why, it is above the idle
+    share of an oracle that schedules the same lengths."""
     seconds = told["last_at"] - told["first_at"]
     work_s = told["sampled_tokens"] / load.tokens_per_s
     share = 1 - work_s / (load.num_samplers * load.slots * seconds)

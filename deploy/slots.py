@@ -50,7 +50,7 @@ def ports(settings: Settings) -> dict[str, int]:
         if (other := owners.setdefault(port, name)) != name:
             first = f"{PREFIX}{name.partition('-')[0].upper()}_PORT"
             raise BadRequest(
-                f"port {port} would be that of {other} and of {name}; expected {first} to begin "
+                f"port {port} would be taken by both {other} and {name}; expected {first} to begin "
                 "where as many ports in a row are free"
             )
     return found

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 from hone import following
 from hone.background import Background
 from shared import wire
-from shared.errors import BadRequest, Failed, HoneError, NotFound, Unavailable
+from shared.errors import BadRequest, Failed, HoneError, NotFound, Unavailable, no_job
 from shared.explain import sentences, shown
 from shared.http import client as shared_client
 from shared.http.urls import check_url
@@ -421,7 +421,7 @@ class AsyncClient:
         if not isinstance(job, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadRequest(f"the job is {shown(job)}; expected its id or its name")
         if not re.fullmatch(JOB_ID, job):
-            raise NotFound(f"no job {job!r}; `hone ls` lists them")
+            raise no_job(job)
         try:
             return await call(job)
         except NotFound:

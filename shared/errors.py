@@ -229,6 +229,11 @@ def from_problem(status: int, document: dict[str, Any] | None, source: str) -> H
     )
 
 
+def no_job(job: str) -> NotFound:
+    """Returns the error of a job that is missing."""
+    return NotFound(f"no job {job!r}; `hone ls` or GET /v1/jobs lists them")
+
+
 def how_to_install(extra: str) -> str:
     """Returns the command that installs an extra of pyproject.toml, from the repository: Hone is on
     no package index."""

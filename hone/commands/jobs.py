@@ -93,7 +93,7 @@ def resume(
         str | None, typer.Argument(help="a job's id, or its name for the newest of that name")
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="every job that is paused, also those that you paused")
+        bool, typer.Option("--all", help="every paused job, also jobs that you paused")
     ] = False,
     changes: Annotated[
         list[str] | None,

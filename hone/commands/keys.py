@@ -16,7 +16,7 @@ NO_KEYS = "no keys yet; `hone keys create NAME` makes one"
 group = typer.Typer(no_args_is_help=True)
 app.add_typer(group, name="keys", help="Make, list and revoke API keys (needs HONE_TOKEN).")
 
-NameArgument = Annotated[str, typer.Argument(help="a-z, 0-9 and -, for whoever has the key")]
+NameArgument = Annotated[str, typer.Argument(help="the name of the key, of a-z, 0-9 and -")]
 
 
 @command_of(group)

@@ -33,7 +33,7 @@ from services.orchestrator.store.submissions import Submission, fingerprint_of
 from services.orchestrator.store.used_models import UsedModels
 from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST, WorkerSide
 from services.orchestrator.tasks import stop
-from shared.errors import BadRequest, Conflict, Failed, NotFound
+from shared.errors import BadRequest, Conflict, Failed, NotFound, no_job
 from shared.job import JOB_ID, Job
 from shared.wire import (
     TERMINAL,
@@ -172,7 +172,7 @@ class Store(WorkerSide):
         """Returns the record without its place in the queue; raises as `get` does."""
         fields = await self._hash(keys.job(_known(job_id)))
         if not fields:
-            raise _no_job(job_id)
+            raise no_job(job_id)
         return record_of(job_id, fields)
 
     async def note(self, job_id: str) -> Note:
@@ -180,7 +180,7 @@ class Store(WorkerSide):
         Unreadable."""
         fields = await self._hash(keys.job(_known(job_id)))
         if not fields:
-            raise _no_job(job_id)
+            raise no_job(job_id)
         return note_of(job_id, fields)
 
     async def status(self, job_id: str) -> str | None:
@@ -261,7 +261,7 @@ class Store(WorkerSide):
         Raises Conflict for a job that has not ended."""
         before = await self._call("delete", id=_known(job_id), deleted_ttl_s=KEY_TTL_S)
         if not before:
-            raise _no_job(job_id)
+            raise no_job(job_id)
         if before != "deleted":
             raise _not_ended(job_id, before)
         return JobDeleted(id=job_id)
@@ -310,14 +310,14 @@ class Store(WorkerSide):
         obstacle."""
         fields = await self._hash(keys.job(job_id))
         if not fields:
-            raise _no_job(job_id)
+            raise no_job(job_id)
         return state_of(job_id, fields)
 
 
 def _known(job_id: str) -> str:
     """Returns the id; raises NotFound for an invalid id."""
     if not re.fullmatch(JOB_ID, job_id):
-        raise _no_job(job_id)
+        raise no_job(job_id)
     return job_id
 
 
@@ -333,10 +333,6 @@ def _same(key: str | None, answer: str, fingerprint: str) -> str:
             code="body_differs",
         )
     return job_id
-
-
-def _no_job(job_id: str) -> NotFound:
-    return NotFound(f"no job {job_id!r}; GET /v1/jobs lists them")
 
 
 def _not_ended(job_id: str, status: str) -> Conflict:

@@ -29,14 +29,15 @@ def test_each_trainer_has_its_own_samplers():
         "HONE_ROLLOUT_URL": "http://127.0.0.1:9002,http://127.0.0.1:9003",
     }
     named = Settings.model_validate(slots.places([first, second], url))
-    assert [(one.trainer_url, one.rollout_urls) for one in named.slots] == [
+    assert [(one.trainer_url, one.rollout_urls) for one in named.per_trainer] == [
         (url(7000), (url(9000), url(9001))),
         (url(7001), (url(9002), url(9003))),
     ]
 
 
 def test_a_port_of_two_services_is_named():
-    with pytest.raises(BadRequest, match="port 8002 would be that of trainer and of rollout-8002"):
+    taken = "port 8002 would be taken by both trainer and rollout-8002"
+    with pytest.raises(BadRequest, match=taken):
         slots.ports(Settings(rollout_replicas=2))
     with pytest.raises(BadRequest, match=r"port 8003 .* expected HONE_TRAINER_PORT"):
         slots.ports(Settings(trainers=2, rollout_port=9000))
