@@ -64,7 +64,7 @@ def test_a_job_that_cannot_be_read_is_cancelled_and_removed(client: Client, job:
 
 @pytest.mark.parametrize("job", ["", "../x", "demo-2/cancel", "demo-2?files=true", "demo-2\n"])
 def test_what_can_be_no_id_is_not_asked_for(client: Client, job: str) -> None:
-    with pytest.raises(NotFound, match="`hone ls` or GET .v1.jobs lists them"):
+    with pytest.raises(NotFound, match=r"`hone ls` or GET .v1.jobs lists them"):
         client.delete(job)
 
 
