@@ -37,7 +37,7 @@ from shared.job import JOB_ID
 if TYPE_CHECKING:  # imported where they are used, because most calls do not need them
     from hone.downloading import Downloaded, Progress
     from hone.resuming import Resumed
-    from shared.job import Job, RewardSpec
+    from shared.job import EvaluatedModel, Job, RewardSpec
 
 SUBMIT_DEADLINE_S = 1800.0
 REGRADE_DEADLINE_S = 3600.0
@@ -253,23 +253,18 @@ class AsyncClient:
     async def evaluate(
         self,
         job: Job | Mapping[str, Any],
-        models: Sequence[wire.EvaluatedModel],
-        progress: Callable[[wire.EvaluationState], None] = lambda _: None,
+        models: Sequence[EvaluatedModel | Mapping[str, Any]],
+        progress: Callable[[wire.JobProgress], None] = lambda _: None,
     ) -> wire.EvaluationReport:
-        """Returns each model's scores on the job's held-out problems, by its rewards and its
-        `[evaluation]`; no job is submitted. `progress` is called every second with the state. If
-        the call is interrupted, the evaluation ends. Raises Conflict while a job has the
-        samplers."""
+        """Returns the scores of at least one model on the job's held-out problems, by its rewards
+        and its `[evaluation]`. Submits a job of 0 steps for it, and waits for its end. `progress`
+        is called every two seconds with the state. If the call is interrupted, the job is
+        cancelled. Raises Failed if the job fails or is cancelled, and `hone.evaluating.Paused` if
+        it is paused."""
         from hone import evaluating
 
-        id = f"eval-{secrets.token_hex(6)}"
-        body = _body(wire.EvaluationRequest, id=id, models=models, job=_job(job))
-        try:
-            return await evaluating.evaluate(self._client, body, progress)
-        except BaseException:  # also a cancellation; raised again once the services are free
-            with contextlib.suppress(HoneError):  # the first error says more
-                await evaluating.end(self._client, body.id)
-            raise
+        submitted = await self.submit(evaluating.evaluation_of(_job(job), models))
+        return await evaluating.follow(self, submitted.id, progress)
 
     async def checkpoints(self, job: str) -> wire.CheckpointList:
         return await self._get(
@@ -349,9 +344,9 @@ class AsyncClient:
             record = await self.get(job_id)
             if _is_at_rest(record):
                 return record
+            at = f" at step {record.step} of {record.steps}" if record.steps else ""
             raise NotEnded(
-                f"job {job_id} is {record.status} at step {record.step} of {record.steps} after "
-                f"{timeout_s:g} s, and goes on"
+                f"job {job_id} is {record.status}{at} after {timeout_s:g} s, and goes on"
             ) from error
 
     async def create_key(self, name: str, access: wire.Access = "full") -> wire.CreatedKey:
@@ -486,8 +481,7 @@ def _blocking(
 
 class Client:
     """As `AsyncClient`, but its methods wait for the result. Ctrl-C first ends the call in an
-    orderly way, within seconds: a submission is withdrawn, an evaluation gives its samplers
-    back."""
+    orderly way, within seconds: a submission is withdrawn, an evaluation cancelled."""
 
     def __init__(self, url: str = URL, *, token: str | None = None) -> None:
         self._asynchronous = AsyncClient(url, token=token)

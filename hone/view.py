@@ -115,7 +115,7 @@ def job_table(records: Iterable[JobSummary]) -> Table:
         table.add_row(
             record.id,
             Text(_status(record), style=COLOURS[record.status]),
-            f"{record.step}/{record.steps}",
+            _step(record),
             "" if record.reward is None else f"{record.reward:.3f}",
             duration(time.time() - record.created_at),
             eta,
@@ -123,16 +123,23 @@ def job_table(records: Iterable[JobSummary]) -> Table:
     return table
 
 
+def _step(record: JobSummary) -> str:
+    return f"{record.step}/{record.steps}" if record.steps else "evaluates"
+
+
 def _status(record: JobSummary) -> str:
     return record.status if record.place is None else f"{record.status} ({record.place})"
 
 
-def job_details(record: JobRecord) -> Table:
+def job_details(record: JobRecord) -> Group:
+    """Returns the job's record as a table, and below it the report of a job of 0 steps."""
+    from hone import evaluating, evaluation_view
+
     table = Table("", "", box=None, show_header=False, pad_edge=False)
     rows: dict[str, Any] = {
         "job": record.id,
         "status": record.status,
-        "step": f"{record.step}/{record.steps}",
+        "step": _step(record),
         "reward": record.reward,
         "priority": record.job.priority or None,
         "place in the queue": record.place,
@@ -154,14 +161,17 @@ def job_details(record: JobRecord) -> Table:
     for name, value in rows.items():
         if value is not None:
             table.add_row(name, escape(str(value)))
-    return table
+    report = evaluating.report_in(record)
+    return Group(table, *(["", evaluation_view.report(report)] if report else []))
 
 
 def what_next(record: JobRecord) -> Text:
     """Returns commands that the user may run next with the job's results."""
     checkpoint = (record.summary or {}).get("checkpoint")
     commands: dict[str, str] = {}
-    if record.status == "succeeded":
+    if record.status == "succeeded" and not record.steps:
+        commands[f"hone get {record.id} -o json"] = "the report as JSON, in its summary"
+    elif record.status == "succeeded":
         commands[f"hone plot {record.id}"] = "its learning curve"
         commands[f"hone rollouts {record.id}"] = "what it answers, and what that earned"
         if checkpoint and record.job.evaluates:
@@ -184,6 +194,8 @@ def dry_run(tried: DryRun) -> Text:
     from hone.plan_view import plan_lines
 
     train = "a stream of problems" if tried.num_train is None else f"{tried.num_train} problems"
+    if not tried.job.trains:
+        train = f"it evaluates {len(tried.job.evaluated_models)} model(s)"
     sources = ", ".join(f"{name} {version}" for name, version in tried.data.items())
     lines = [
         f"job {tried.job.name!r} is valid: {train}, {tried.num_held_out} held out; nothing was "

@@ -105,7 +105,8 @@ def _check_turns(job: Job, flags: Flags) -> None:
 def _check_seen(job: Job) -> None:
     """Raises BadRequest for a file of this machine, because no container sees it."""
     sets = [held_out.source for held_out in job.evaluation.sets.values()]
-    named: list[Source | None] = [job.model, job.data.train, job.data.eval, *sets]
+    models = [each.model for each in job.evaluation.models]
+    named: list[Source | None] = [job.model, *models, job.data.train, job.data.eval, *sets]
     for name in filter(_is_path, named):
         if not str(name).startswith(f"{VOLUMES}/"):
             raise BadRequest(

@@ -1,4 +1,4 @@
-"""`hone eval`: models compared on held-out problems, without a job."""
+"""`hone eval`: models compared on held-out problems, by a job of 0 steps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from hone import evaluation_view
+from hone import evaluating, evaluation_view
 from hone.client import Client
-from hone.shell import Output, OutputOption, command, connect, err, job_in, show
+from hone.commands.submit import accepted
+from hone.shell import (
+    INTERRUPTED,
+    PAUSED,
+    Output,
+    OutputOption,
+    command,
+    connect,
+    err,
+    job_in,
+    show,
+)
 from shared.errors import BadRequest, NotFound
-from shared.job import JOB_ID, Job
+from shared.job import JOB_ID, EvaluatedModel, Job
 from shared.job.file import make_job
-from shared.wire import EvaluatedModel, EvaluationState
+from shared.wire import EvaluationReport
 
-ANY = {"name": "eval", "model": "any/model", "steps": 1}
-"""Keys that a job must have and an evaluation ignores."""
+ANY = {"name": evaluating.NAME, "model": "any/model", "steps": 0}
+"""Keys of a job without a file. Its model is replaced."""
 
 
 @command
@@ -60,7 +72,7 @@ def eval(
 ) -> None:
     """Compare models and checkpoints on held-out problems.
 
-    No job is submitted, and nothing is trained."""
+    Submits a job of 0 steps, which trains nothing, and waits for its report. Ctrl-C cancels it."""
     given = {
         "data.eval": data,
         "data.eval_split": split,
@@ -75,9 +87,27 @@ def eval(
     with connect() as client:
         job = _job(client, file, data, grader, changes)
         found = [_model(client, model) for model in models]
-        with err.status("evaluating") as status:
-            report = client.evaluate(job, found, lambda state: status.update(_progress(state)))
+        record = accepted(client, evaluating.evaluation_of(job, found), None, None)
+        for line in (*(f"warning: {each}" for each in record.warnings), f"job {record.id}"):
+            err.print(line, markup=False, highlight=False)
+        report = _followed(client, record.id)
     show(output, report, lambda: evaluation_view.report(report))
+
+
+def _followed(client: Client, job_id: str) -> EvaluationReport:
+    try:
+        with err.status("evaluating") as status:
+            return client.run(
+                lambda asynchronous: evaluating.follow(
+                    asynchronous, job_id, lambda told: status.update(escape(told.message))
+                )
+            )
+    except KeyboardInterrupt as error:
+        err.print(f"interrupted: job {job_id} is being cancelled", markup=False, highlight=False)
+        raise typer.Exit(INTERRUPTED) from error
+    except evaluating.Paused as error:
+        err.print(f"hone: {error.detail}", markup=False, highlight=False)
+        raise typer.Exit(PAUSED) from error
 
 
 def _job(
@@ -95,7 +125,7 @@ def _job(
             "name what to evaluate on: --job with a job file, or --data with problems and --grader "
             "with what grades them"
         )
-    document: dict[str, Any] = {**ANY, "data": {"train": data}}
+    document: dict[str, Any] = {**ANY, "data": {}}
     return make_job(document, [*rewards, *overrides], "hone eval")
 
 
@@ -129,8 +159,3 @@ def _checkpoint(client: Client, text: str) -> str | None:
             f"{', '.join(steps)}"
         )
     return steps[wanted]
-
-
-def _progress(state: EvaluationState) -> str:
-    done = f"{state.num_done} of {state.num_problems} problems"
-    return f"{state.model} ({state.number} of {state.num_models}): {done}"

@@ -55,14 +55,14 @@ def plan(
     pools = parse_gpus(gpus) if gpus is not None else planned_gpus(settings)
     known = Known(prompt_tokens, measured_in(measured) if measured else None)
     try:
-        model = find_model(job.model, job.model_revision)
-    except CannotPlan as error:
-        raise BadRequest(str(error)) from error
-    try:
         reward_service.check_rewards(job.rewards)
     except Failed as error:  # a plan is also made where that service is not installed
         err.print(f"the rewards are not checked: {error.detail}", markup=False, highlight=False)
-    planned = make_plan(job, model, settings, pools, known)
+    try:
+        model = find_model(job.model, job.model_revision)
+        planned = make_plan(job, model, settings, pools, known)
+    except CannotPlan as error:
+        raise BadRequest(str(error)) from error
     show(output, planned, lambda: "\n".join(plan_lines(planned)))
 
 

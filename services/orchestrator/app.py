@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from services.orchestrator.api import (
-    evaluations,
     files,
     history,
     jobs,
@@ -66,7 +65,6 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
     states.add_routes(service, settings, store, checks)
     history.add_routes(service, store)
     regrade.add_route(service, settings, store)
-    evaluations.add_routes(service, settings, store)
     recover.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
     files.add_routes(service, settings, store)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 def check(job: Job) -> None:
     """Raises ValueError for the first fault."""
     _ends_some_time(job)
+    _has_what_it_needs(job)
     _stops_at_what_is_measured(job)
     _keeps_the_best_of_what_is_measured(job)
     _skips_what_is_numbered(job)
@@ -29,8 +30,8 @@ def check(job: Job) -> None:
 
 
 def check_groups(job: Job) -> None:
-    """Raises BadRequest for groups of one. Only a job that is just evaluated may have them."""
-    if job.sampling.group_size == 1:
+    """Raises BadRequest for groups of one. Only a job that trains nothing may have them."""
+    if job.trains and job.sampling.group_size == 1:
         raise BadRequest(
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
             "2 or more"
@@ -38,12 +39,27 @@ def check_groups(job: Job) -> None:
 
 
 def _ends_some_time(job: Job) -> None:
-    if not job.steps and job.data.epochs is None:
+    if "steps" not in job.model_fields_set and job.data.epochs is None:
         raise ValueError("neither steps nor data.epochs is set; expected one of them")
     if job.data.epochs is not None and job.data.streaming:
         raise ValueError(
             f"data.epochs is {job.data.epochs:g} and data.streaming true; how many rows a stream "
             "has is not known, so expected steps in place of data.epochs"
+        )
+
+
+def _has_what_it_needs(job: Job) -> None:
+    if job.trains and job.data.train is None:
+        raise ValueError("'data.train' is missing; expected the training problems")
+    if job.trains and job.evaluation.models:
+        raise ValueError(
+            f"evaluation.models names {len(job.evaluation.models)} model(s) and the job trains; "
+            "expected none, or steps = 0: only a job that trains nothing compares models"
+        )
+    if not job.trains and not job.evaluates:
+        raise ValueError(
+            "steps is 0, so the job only evaluates, and there are no held-out problems; expected "
+            "data.eval, or evaluation.sets, or steps from 1 on"
         )
 
 

@@ -39,10 +39,11 @@ class DataSpec(Section):
     """Training and held-out problems, one per row. The columns beside the prompt go to the
     graders."""
 
-    train: Source
+    train: Source | None = None
     """The training problems: a `.jsonl`, `.json`, `.csv` or `.parquet` file on the orchestrator's
     host, the id of an uploaded file ("file-..."), a Hugging Face dataset id, or the rows themselves
-    as a list of tables (up to 1000, and 256 KiB)."""
+    as a list of tables (up to 1000, and 256 KiB). Only a job of 0 steps may be without, and does
+    not read them."""
 
     train_split: str = "train"
     """Split of a Hugging Face dataset to train on. Files have none."""

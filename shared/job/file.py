@@ -231,7 +231,10 @@ def _absolute(document: dict[str, Any]) -> None:
     data, evaluation = document.get("data"), document.get("evaluation")
     sets: Any = evaluation.get("sets") if _is_table(evaluation) else None
     held_out = [(each, "source") for each in sets.values()] if _is_table(sets) else []
-    for section, key in ((document, "model"), (data, "train"), (data, "eval"), *held_out):
+    models: Any = evaluation.get("models") if _is_table(evaluation) else None
+    compared = [(each, "model") for each in models] if _is_list(models) else []
+    named = ((document, "model"), (data, "train"), (data, "eval"), *held_out, *compared)
+    for section, key in named:
         value: Any = section.get(key) if _is_table(section) else None
         if _is_table(section) and isinstance(value, str) and value and Path(value).exists():
             section[key] = str(Path(value).resolve())

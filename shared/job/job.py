@@ -21,6 +21,7 @@ from shared.job.learning import (
 from shared.job.other_names import NOTES, OTHER_NAMES
 from shared.job.running import (
     CheckpointSpec,
+    EvaluatedModel,
     EvaluationSpec,
     MemorySpec,
     RolloutsSpec,
@@ -68,7 +69,8 @@ class Job(Section):
 
     model: str = Field(min_length=1)
     """The model that training begins with: a folder in Hugging Face format that trainer and sampler
-    both see, or a Hugging Face id."""
+    both see, or a Hugging Face id. A job of 0 steps evaluates it, unless `evaluation.models` names
+    others."""
 
     model_revision: str | None = None
     """Commit, tag or branch of a Hugging Face model. None: the newest one. Name a commit if the run
@@ -76,7 +78,8 @@ class Job(Section):
 
     steps: int = Field(default=0, ge=0, le=10**9)
     """Batches to train on, up to 1,000,000,000. Each is one optimizer step unless `training.epochs`
-    or `training.minibatches` make more of it. 0: as many as `data.epochs` takes."""
+    or `training.minibatches` make more of it. 0: as many as `data.epochs` takes; without
+    `data.epochs` the job trains nothing and only evaluates. It must then be written."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seeds the order of prompts, sampling, the split into minibatches and dropout. Below 2^63."""
@@ -200,6 +203,21 @@ class Job(Section):
     def evaluates(self) -> bool:
         """Whether there are held-out problems."""
         return self.data.eval is not None or bool(self.evaluation.sets)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the job trains. A job of 0 steps only evaluates."""
+        return self.steps > 0 or self.data.epochs is not None
+
+    @property
+    def evaluated_models(self) -> tuple[EvaluatedModel, ...]:
+        """The models that a job of 0 steps evaluates, in order."""
+        own = EvaluatedModel(model=self.model, revision=self.model_revision)
+        return self.evaluation.models or (own,)
+
+    def with_model(self, chosen: EvaluatedModel) -> Job:
+        """Returns the job with another model."""
+        return self.model_copy(update={"model": chosen.model, "model_revision": chosen.revision})
 
     @property
     def served_rank(self) -> int | None:

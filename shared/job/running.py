@@ -10,6 +10,8 @@ from pydantic import Field
 from shared.job.data import HeldOutSpec
 from shared.job.section import Section
 
+MAX_MODELS = 16
+
 
 class MemorySpec(Section):
     """How an update fits into memory. Nothing here changes its result, rounding apart."""
@@ -48,9 +50,32 @@ class MemorySpec(Section):
     communication and logging are taken; others are refused."""
 
 
+class EvaluatedModel(Section):
+    """A model that a job of 0 steps evaluates."""
+
+    model: str = Field(min_length=1, max_length=4096)
+    """The model: a folder in Hugging Face format that the samplers see, such as a checkpoint, or a
+    Hugging Face id."""
+
+    revision: str | None = Field(default=None, min_length=1, max_length=1000)
+    """Commit, tag or branch of a Hugging Face model. None: the newest one."""
+
+    name: str | None = Field(default=None, min_length=1, max_length=1000)
+    """The model's name in the report. None: `model` itself."""
+
+    @property
+    def label(self) -> str:
+        """The model's name in reports and messages."""
+        return self.name or self.model
+
+
 class EvaluationSpec(Section):
     """Held-out accuracy: the policy's scores on `data.eval` and on each of `sets`, before training,
     every `every` steps and after the last."""
+
+    models: tuple[EvaluatedModel, ...] = Field(default=(), max_length=MAX_MODELS)
+    """The models that a job of 0 steps compares, up to 16. Each later one is compared with the
+    first. Empty: the job's `model` alone. A job that trains has none."""
 
     every: int = Field(default=50, ge=1)
     """Steps between two evaluations."""

@@ -9,7 +9,7 @@ from shared.job import Job
 from shared.job.checks import check_groups
 from shared.plan import rates
 from shared.plan.gpus import Pool, parse_gpus, visible_gpus
-from shared.plan.model import Model
+from shared.plan.model import CannotPlan, Model
 from shared.plan.placement import Needs, placements
 from shared.plan.prices import Price, price_per_hour
 from shared.plan.remedies import enough_gpus, remedies
@@ -43,8 +43,11 @@ def make_plan(
     job: Job, model: Model, settings: Settings, pools: tuple[Pool, ...], known: Known | None = None
 ) -> Plan:
     """Returns the job's plan on these GPUs. Raises BadRequest for prices that cannot be read, for
-    prompts and completions beyond the model's context, and for groups of one."""
+    prompts and completions beyond the model's context, and for groups of one; CannotPlan for a job
+    of 0 steps."""
     check_groups(job)
+    if not job.trains:
+        raise CannotPlan("steps is 0: the job only evaluates, and plans are of training")
     known = known or Known()
     needs = _needs(job, model, settings, known)
     best, *others = placements(needs, pools)

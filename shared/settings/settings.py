@@ -109,10 +109,10 @@ class Settings(Documented):
     key submits the job; a file that is not allowed can be uploaded."""
 
     model_dirs: Annotated[tuple[Path, ...] | None, Listed] = None
-    """Folders whose model folders jobs and evaluations may name, with commas between several.
-    Folders below `runs_dir`, such as checkpoints, are always allowed. None: any folder while the
-    orchestrator listens on this machine only, and no other otherwise, or if an API key asks. A name
-    that is no folder is a Hugging Face id."""
+    """Folders whose model folders jobs may name, with commas between several. Folders below
+    `runs_dir`, such as checkpoints, are always allowed. None: any folder while the orchestrator
+    listens on this machine only, and no other otherwise, or if an API key asks. A name that is no
+    folder is a Hugging Face id."""
 
     max_file_mib: int = Field(default=512, gt=0)
     """Largest uploaded file, in MiB. The default is OpenAI's. `max_body_mib` bounds it too."""

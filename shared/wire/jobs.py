@@ -22,21 +22,16 @@ class WithdrawRequest(Wire):
 
 
 class Obstacle(Wire):
-    """Why a trainer takes no job now, one of three reasons: `job` has the trainer or one of its
-    samplers; `evaluation` has its samplers; `away` says why it is away."""
+    """Why a trainer takes no job now: `job` has the trainer or one of its samplers, or `away` says
+    why it is away."""
 
     job: JobId | None = None
-    evaluation: str | None = None
     away: str | None = None
 
     @property
     def why(self) -> str:
         """The reason, as part of a sentence about the trainer."""
-        if self.job:
-            return f"is taken by {self.job}"
-        if self.evaluation:
-            return f"waits for its samplers: evaluation {self.evaluation} has them"
-        return f"takes no job: {self.away}"
+        return f"is taken by {self.job}" if self.job else f"takes no job: {self.away}"
 
 
 class JobSummary(Wire):

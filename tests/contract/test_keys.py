@@ -220,12 +220,12 @@ async def test_a_models_folder_is_named_by_the_token_and_by_no_key(
         "data": {"train": [{"prompt": "1"}], "eval": [{"prompt": "1"}]},
         "rewards": [{"name": "r", "grader": "exact_match"}],
     }
-    evaluation = {"id": "e-1", "models": [{"name": "m", "model": model}], "job": job}
+    other = {"model": "owner/model", "steps": 0, "evaluation": {"models": [{"model": model}]}}
     key = bearer(await create(http, "bot", "full"))
     for path, body in (
         ("/v1/jobs/dry_run", {"job": job}),
         ("/v1/jobs/plan", {"job": job}),
-        ("/v1/evaluations", evaluation),
+        ("/v1/jobs/dry_run", {"job": job | other}),
     ):
         refused = await http.post(path, json=body, headers=key)
         assert refused.status_code == 422

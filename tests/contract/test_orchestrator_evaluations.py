@@ -1,75 +1,104 @@
-"""Models compared on held-out problems: what they got, and that no job is harmed by it."""
+"""Jobs of 0 steps, which compare models on held-out problems: their reports, and that they are
+jobs."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hone import evaluating
-from services.orchestrator.evals.comparison import Comparison
-from services.orchestrator.store import keys
-from services.orchestrator.store.leases import Lease, LeaseLost
-from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
-from shared.job import Job
+from hone.client import AsyncClient
+from services.orchestrator.api import history
+from services.orchestrator.store.submissions import Submission
+from shared.errors import BadRequest, Conflict, Failed, StateLost
+from shared.http.client import Client
+from shared.job import EvaluatedModel, Job
 from shared.job.file import parse_job
+from shared.settings import Settings
 from shared.wire import (
-    EvaluatedModel,
-    EvaluationEnded,
+    DryRun,
     EvaluationReport,
-    EvaluationRequest,
-    EvaluationState,
+    JobRecord,
+    ResumeRequest,
+    SubmitRequest,
 )
 from tests.support import orchestrator_stack
-from tests.support.orchestrator_stack import Stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, orchestrator, orchestrator_client, until_ended
 
 pytestmark = pytest.mark.slow
 
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 GOOD, BAD = "m/good", "m/bad"
+ROWS = [{"q": "1?", "answer": 1}, {"q": "2?", "answer": 2}, {"q": "3?", "answer": 3}]
+HARD = {"source": ROWS, "columns": {"prompt": "q"}, "num_prompts": 2}
+LEAST_S = 0.05
 
 
-def changed(job: Job, **sections: dict[str, Any]) -> Job:
-    document = job.model_dump(mode="json")
+def evaluation(job: Job, *models: str, **sections: dict[str, Any]) -> Job:
+    """Returns a job of 0 steps that evaluates the models; without any, the job's own."""
+    document = job.model_dump(mode="json") | {"steps": 0}
+    document["data"]["train"] = None
+    document["evaluation"]["models"] = [{"model": model} for model in models]
     for section, values in sections.items():
         document[section] = document[section] | values
     return parse_job(document)
 
 
-async def evaluate(
-    stack: Stack, *models: str, id: str | None = None, job: Job | None = None
-) -> EvaluationReport:
-    body = EvaluationRequest(
-        id=id or f"eval-{secrets.token_hex(4)}",
-        models=tuple(EvaluatedModel(name=model, model=model) for model in models or (GOOD,)),
-        job=job or stack.job,
-    )
-    return await stack.client.call("POST", "/v1/evaluations", body, EvaluationReport, deadline_s=30)
+async def evaluated(stack: Stack, *models: str, **sections: dict[str, Any]) -> EvaluationReport:
+    record = await stack.submit(evaluation(stack.job, *models, **sections))
+    return report_of(await stack.until(record.id))
 
 
-async def leases(stack: Stack) -> list[str]:
-    return await stack.store._redis.keys(f"{keys.LEASE}*")
+def report_of(record: JobRecord) -> EvaluationReport:
+    assert record.status == "succeeded", record.error
+    assert record.summary is not None
+    return EvaluationReport.model_validate(record.summary["evaluation"])
 
 
-async def samples_for_ever(stack: Stack) -> asyncio.Event:
-    """Makes /generate wait; returns what is set once it does."""
-    sampling = asyncio.Event()
+def stops_at(
+    fakes: FakeServices, model: str, number: int, act: Callable[[], Awaitable[Any]]
+) -> asyncio.Event:
+    """Lets `act` happen in place of answer `number` of the model, once; returns what is set
+    then."""
+    reached, asked = asyncio.Event(), list[int]()
 
-    async def wait(_: Any) -> None:
-        sampling.set()
-        await asyncio.sleep(60)
+    async def stop(_: Any) -> None:
+        if fakes.serving.model == model:
+            asked.append(1)
+            if len(asked) == number:
+                reached.set()
+                await act()
 
-    stack.fakes.fault["generate"] = wait
-    return sampling
+    fakes.fault["generate"] = stop
+    return reached
+
+
+async def for_ever() -> None:
+    await asyncio.sleep(60)
+
+
+async def until_doing(stack: Stack, job_id: str, text: str) -> JobRecord:
+    async with asyncio.timeout(20):
+        while text not in ((found := await stack.get(job_id)).doing or ""):
+            await asyncio.sleep(LEAST_S)
+    return found
+
+
+# --- the report ----------------------------------------------------------------------------------
 
 
 async def test_models_are_compared_on_the_same_problems(stack: Stack) -> None:
     stack.fakes.skills = {GOOD: 1.0, BAD: 0.0, "m/half": 0.5}
-    job = changed(stack.job, evaluation={"samples": 4, "temperature": 1.0})
-    report = await evaluate(stack, BAD, GOOD, "m/half", job=job)
+    report = await evaluated(
+        stack, BAD, GOOD, "m/half", evaluation={"samples": 4, "temperature": 1.0}
+    )
     (held_out,) = report.sets
     assert (held_out.name, held_out.num_problems, held_out.num_samples) == ("", 4, 4)
     bad, good, half = held_out.models
@@ -81,161 +110,29 @@ async def test_models_are_compared_on_the_same_problems(stack: Stack) -> None:
     assert found.low is not None and found.low < found.mean == half.metrics["pass@1"].mean
     assert half.metrics["pass@4"].mean >= half.metrics["pass@2"].mean >= found.mean
     assert (half.missing_rewards, half.errored_rollouts) == (0, 0)
+    assert stack.fakes.calls["job"] == stack.fakes.calls["train_step"] == 0, "no trainer is loaded"
 
 
 async def test_the_same_evaluation_again_draws_the_same_completions(stack: Stack) -> None:
-    stack.fakes.skills = {GOOD: 0.5}
-    job = changed(stack.job, evaluation={"samples": 8, "temperature": 1.0})
-    first, second = [await evaluate(stack, GOOD, GOOD, job=job) for _ in range(2)]
-    assert first.sets == second.sets
+    stack.fakes.skills = {GOOD: 0.5, BAD: 0.5}
+    sampled = {"samples": 8, "temperature": 1.0}
+    first, second = [await evaluated(stack, GOOD, BAD, evaluation=sampled) for _ in range(2)]
+    assert first.sets == second.sets and first.id != second.id
     of_both = first.sets[0].models
-    assert of_both[0].metrics == of_both[1].metrics
+    assert of_both[0].metrics == of_both[1].metrics, "the same seeds"
     same = of_both[1].differences["reward"]
     assert (same.mean, same.high) == (0, None)
-    other = await evaluate(stack, GOOD, job=job.model_copy(update={"seed": 5}))
-    assert other.sets[0].models[0].metrics != of_both[0].metrics
+    other = evaluation(stack.job, GOOD, evaluation=sampled).model_copy(update={"seed": 5})
+    record = await stack.until((await stack.submit(other)).id)
+    assert report_of(record).sets[0].models[0].metrics != of_both[0].metrics
 
 
 async def test_each_held_out_set_has_its_own_table(stack: Stack) -> None:
     stack.fakes.skills = {GOOD: 1.0}
-    rows = [{"q": "1?", "answer": 1}, {"q": "2?", "answer": 2}, {"q": "3?", "answer": 3}]
-    hard = {"source": rows, "columns": {"prompt": "q"}, "num_prompts": 2}
-    job = changed(stack.job, evaluation={"sets": {"hard": hard}})
-    report = await evaluate(stack, job=job)
-    assert [(held_out.name, held_out.num_problems) for held_out in report.sets] == [
-        ("", 4),
-        ("hard", 2),
-    ]
-    only = job.model_copy(update={"data": job.data.model_copy(update={"eval": None})})
-    assert [held_out.name for held_out in (await evaluate(stack, job=only)).sets] == ["hard"]
-
-
-async def test_an_id_sent_again_is_the_same_evaluation(stack: Stack) -> None:
-    both = await asyncio.gather(*(evaluate(stack, id="eval-1") for _ in range(2)))
-    assert both[0] == both[1] and stack.fakes.calls["model"] == 1
-    with pytest.raises(Conflict) as caught:
-        await evaluate(stack, BAD, id="eval-1")
-    assert caught.value.code == "body_differs"
-
-
-async def test_while_a_job_has_the_samplers_an_evaluation_is_refused(stack: Stack) -> None:
-    sampling = await samples_for_ever(stack)
-    running = await stack.submit()
-    await sampling.wait()
-    spec = stack.fakes.spec
-    with pytest.raises(Conflict, match=rf"job '{running.id}' trains .* `hone pause {running.id}`"):
-        await evaluate(stack)
-    assert stack.fakes.spec is spec, "no sampler was asked"
-    del stack.fakes.fault["generate"]
-    await stack.post(f"{running.id}/cancel")
-
-
-async def test_a_job_waits_for_an_evaluation_and_then_runs(stack: Stack) -> None:
-    sampling = await samples_for_ever(stack)
-    evaluating = asyncio.create_task(evaluate(stack, id="eval-1"))
-    await sampling.wait()
-    waiting = await stack.submit(stack.job.model_copy(update={"steps": 1}))
-    state = await stack.client.get("/v1/evaluations/eval-1", EvaluationState)
-    assert (state.model, state.number, state.num_done, state.num_problems) == (GOOD, 1, 0, 4)
-    await asyncio.sleep(0.5)  # several looks into the queue
-    found = await stack.get(waiting.id)
-    assert (found.status, found.place) == ("queued", 1)
-    assert [obstacle.evaluation for obstacle in found.waits_for.values()] == ["eval-1"]
-    assert stack.fakes.calls["job"] == 0
-    del stack.fakes.fault["generate"]
-    ended = await stack.client.call(
-        "DELETE", "/v1/evaluations/eval-1", None, EvaluationEnded, deadline_s=5
-    )
-    assert ended.ended
-    with pytest.raises(Failed, match="was ended"):
-        await evaluating
-    assert (await stack.until(waiting.id)).status == "succeeded"
-    with pytest.raises(NotFound, match="no evaluation 'eval-1' is under way"):
-        await stack.client.get("/v1/evaluations/eval-1", EvaluationState)
-
-
-async def test_after_an_evaluation_the_samplers_are_free_whatever_became_of_it(
-    stack: Stack,
-) -> None:
-    await evaluate(stack)
-    assert await leases(stack) == []
-
-    async def breaks(_: Any) -> None:
-        raise Failed("no memory for this model", code="out_of_memory")
-
-    stack.fakes.fault["model"] = breaks
-    with pytest.raises(Failed, match="no memory for this model"):
-        await evaluate(stack)
-    assert await leases(stack) == []
-
-
-async def test_an_evaluation_whose_lease_is_lost_stops(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sampling = await samples_for_ever(stack)
-
-    async def lost(_: Any) -> None:
-        raise LeaseLost("eval-1")
-
-    monkeypatch.setattr(stack.client, "_patience_s", 0.0)
-    evaluating = asyncio.create_task(evaluate(stack, id="eval-1"))
-    await sampling.wait()
-    monkeypatch.setattr(stack.store.loans, "beat", lost)
-    with pytest.raises(Unavailable, match="no longer lent to the evaluation"):
-        await evaluating
-
-
-async def test_a_result_is_kept_where_redis_is_emptied_as_the_evaluation_ends(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All was sampled and graded while the samplers were lent."""
-    stack.fakes.skills = {GOOD: 1.0}
-    give_back = Comparison._give_back
-
-    async def emptied(comparison: Comparison, lease: Lease) -> None:
-        await stack.store._redis.flushall()
-        await give_back(comparison, lease)
-
-    monkeypatch.setattr(Comparison, "_give_back", emptied)
-    (held_out,) = (await evaluate(stack)).sets
-    assert held_out.models[0].metrics["reward"].mean == 1
-
-
-async def test_two_evaluations_do_not_share_samplers(stack: Stack) -> None:
-    sampling = await samples_for_ever(stack)
-    first = asyncio.create_task(evaluate(stack, id="eval-1"))
-    await sampling.wait()
-    with pytest.raises(Conflict, match="another evaluation runs"):
-        await evaluate(stack, BAD)
-    await stack.client.call("DELETE", "/v1/evaluations/eval-1", None, EvaluationEnded, deadline_s=5)
-    with pytest.raises(Failed):
-        await first
-
-
-@pytest.mark.parametrize(
-    ("sections", "models", "sentence"),
-    [
-        ({"data": {"eval": None}}, [GOOD], "no held-out problems; expected data.eval"),
-        ({"data": {"eval": "/nowhere/x.jsonl"}}, [GOOD], "/nowhere/x.jsonl"),
-        ({}, ["/nowhere/model"], "no folder '/nowhere/model'"),
-        ({"evaluation": {"sets": {"a": {"source": [{"x": 1}]}}}}, [GOOD], "no column 'prompt'"),
-    ],
-)
-async def test_what_cannot_be_evaluated_is_a_sentence(
-    stack: Stack, sections: dict[str, Any], models: list[str], sentence: str
-) -> None:
-    with pytest.raises(BadRequest, match=sentence):
-        await evaluate(stack, *models, job=changed(stack.job, **sections))
-    assert stack.fakes.calls["model"] == 0 and await leases(stack) == []
-
-
-async def test_rewards_that_do_not_fit_the_problems_are_refused_before_anything_is_loaded(
-    stack: Stack,
-) -> None:
-    document = stack.job.model_dump(mode="json") | {"rewards": [{"grader": "lenght"}]}
-    with pytest.raises(BadRequest, match="did you mean 'length'"):
-        await evaluate(stack, job=parse_job(document))
-    assert stack.fakes.calls["model"] == 0
+    report = await evaluated(stack, GOOD, evaluation={"sets": {"hard": HARD}})
+    assert [(each.name, each.num_problems) for each in report.sets] == [("", 4), ("hard", 2)]
+    only = await evaluated(stack, GOOD, data={"eval": None}, evaluation={"sets": {"hard": HARD}})
+    assert [each.name for each in only.sets] == ["hard"]
 
 
 async def test_completions_that_went_wrong_are_counted_and_the_rest_scored(
@@ -243,26 +140,262 @@ async def test_completions_that_went_wrong_are_counted_and_the_rest_scored(
 ) -> None:
     stack.fakes.skills = {GOOD: 1.0}
     stack.fakes.errors = lambda body: "too long" if body.prompt == "1?" else None
-    (held_out,) = (await evaluate(stack)).sets
+    (held_out,) = (await evaluated(stack, GOOD)).sets
     (scores,) = held_out.models
     assert scores.errored_rollouts == 0.25
     assert (scores.metrics["reward"].mean, scores.metrics["reward"].num_problems) == (1, 3)
 
 
-async def test_the_python_client_hears_how_far_an_evaluation_is(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
+async def test_where_nothing_could_be_sampled_the_job_pauses_and_tries_again(
+    stack: Stack,
 ) -> None:
-    monkeypatch.setattr(evaluating, "PROGRESS_S", 0.05)
-    sampling = await samples_for_ever(stack)
-    states: list[EvaluationState] = []
-    body = EvaluationRequest(
-        id="eval-1", models=(EvaluatedModel(name="good", model=GOOD),), job=stack.job
+    stack.fakes.skills = {GOOD: 1.0}
+    stack.fakes.errors = lambda _: "too long"
+    record = await stack.submit(evaluation(stack.job, GOOD))
+    paused = await stack.until(record.id, "paused")
+    assert paused.error and "could be sampled and graded" in paused.error
+    stack.fakes.errors = lambda _: None
+    await stack.post(f"{record.id}/resume")
+    (held_out,) = report_of(await stack.until(record.id)).sets
+    assert held_out.models[0].metrics["reward"].mean == 1
+
+
+# --- it is a job ---------------------------------------------------------------------------------
+
+
+async def test_a_job_of_0_steps_evaluates_its_own_model(stack: Stack) -> None:
+    stack.fakes.skills = {"owner/model": 1.0}
+    record = await stack.submit(evaluation(stack.job))
+    done = await stack.until(record.id)
+    (held_out,) = report_of(done).sets
+    assert [model.name for model in held_out.models] == ["owner/model"]
+    assert (done.step, done.steps, report_of(done).id) == (0, 0, record.id)
+    events = await stack.events(record.id)
+    assert [event.message for event in events if event.type == "eval"] == [
+        "owner/model: held-out reward 1.000"
+    ]
+    assert [event.message for event in events if event.type == "status"] == [
+        "queued",
+        "running",
+        "succeeded",
+    ]
+
+
+async def test_it_waits_for_the_job_before_it_and_the_next_one_for_it(stack: Stack) -> None:
+    stack.fakes.skills = {GOOD: 1.0, BAD: 0.0}
+    reached = stops_at(stack.fakes, GOOD, 3, for_ever)
+    first = await stack.submit(stack.job.model_copy(update={"steps": 1}))
+    record = await stack.submit(evaluation(stack.job, BAD, GOOD))
+    next_one = await stack.submit(stack.job.model_copy(update={"steps": 1}))
+    await asyncio.wait_for(reached.wait(), 30)
+    assert (await stack.get(first.id)).status == "succeeded"
+    found = await until_doing(stack, record.id, "problems")
+    assert found.doing and found.doing.startswith("evaluating m/good (2 of 2): ")
+    assert " of 4 problems" in found.doing
+    waiting = await stack.get(next_one.id)
+    assert (waiting.status, waiting.place) == ("queued", 1)
+    assert [obstacle.job for obstacle in waiting.waits_for.values()] == [record.id]
+    assert (await stack.post(f"{record.id}/cancel")).cancel_requested
+    stack.fakes.fault.clear()
+    assert (await stack.until(record.id)).status == "cancelled"
+    assert (await stack.until(next_one.id)).status == "succeeded"
+
+
+async def test_after_a_pause_what_was_evaluated_is_not_sampled_again(stack: Stack) -> None:
+    """Two sets and two models; it is paused in the second model's first set."""
+    stack.fakes.skills = {GOOD: 1.0, BAD: 0.0}
+    reached = stops_at(stack.fakes, GOOD, 2, for_ever)
+    record = await stack.submit(
+        evaluation(stack.job, BAD, GOOD, evaluation={"sets": {"hard": HARD}})
     )
-    asked = asyncio.create_task(evaluating.evaluate(stack.client, body, states.append))
-    await sampling.wait()
-    while not any(state.number for state in states):
-        await asyncio.sleep(0.01)
-    assert (states[-1].model, states[-1].num_done, states[-1].num_problems) == ("good", 0, 4)
-    await stack.client.call("DELETE", "/v1/evaluations/eval-1", None, EvaluationEnded, deadline_s=5)
-    with pytest.raises(Failed, match="was ended"):
+    await asyncio.wait_for(reached.wait(), 30)
+    rows = stack.folder(record.id).scores()
+    assert [(row["model"], row["set"]) for row in rows] == [(BAD, ""), (BAD, "hard")]
+    assert [problem["reward"] for problem in rows[0]["problems"]] == [0, 0, 0, 0]
+    await stack.post(f"{record.id}/pause")
+    await stack.until(record.id, "paused")
+    stack.fakes.fault.clear()
+    sampled, loaded = stack.fakes.calls["generate"], stack.fakes.calls["model"]
+    await stack.post(f"{record.id}/resume")
+    report = report_of(await stack.until(record.id))
+    assert stack.fakes.calls["generate"] - sampled == 4 + 2, "the problems of the second model"
+    assert stack.fakes.calls["model"] - loaded == 1, "which alone was loaded"
+    assert [
+        [model.metrics["reward"].mean for model in held_out.models] for held_out in report.sets
+    ] == [[0, 1], [0, 1]]
+
+
+async def test_a_killed_orchestrator_costs_an_evaluation_only_what_was_under_way(
+    settings: Settings, redis_url: str, job: Job
+) -> None:
+    fakes = FakeServices(settings)
+    fakes.skills = {GOOD: 1.0, BAD: 0.0}
+    reached = stops_at(fakes, GOOD, 1, for_ever)
+    async with fakes.running(settings) as settings:
+        short = settings.model_copy(update={"lease_s": 1.0})
+        async with orchestrator_client(short, redis_url) as client:
+            body = SubmitRequest(job=evaluation(job, BAD, GOOD))
+            record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+            await asyncio.wait_for(reached.wait(), 30)
+        fakes.fault.clear()
+        sampled = fakes.calls["generate"]
+        async with orchestrator(short, redis_url) as (store, _):
+            found = await until_ended(store, record.id)
+    assert (found.attempts, fakes.calls["generate"] - sampled) == (2, 4)
+    (held_out,) = report_of(found).sets
+    assert [model.metrics["reward"].mean for model in held_out.models] == [0, 1]
+    rows = (Path(found.run_dir) / "evaluation.jsonl").read_text().splitlines()
+    assert [json.loads(row)["model"] for row in rows if row] == [BAD, GOOD]
+
+
+async def test_a_sampler_that_loses_its_model_is_given_it_again(stack: Stack) -> None:
+    stack.fakes.skills = {GOOD: 1.0, BAD: 0.0}
+
+    async def lose() -> None:
+        raise StateLost("the engine is gone")
+
+    stops_at(stack.fakes, GOOD, 2, lose)
+    (held_out,) = (await evaluated(stack, BAD, GOOD)).sets
+    assert [model.metrics["reward"].mean for model in held_out.models] == [0, 1]
+    assert stack.fakes.calls["model"] == 3, "the first model was evaluated by then"
+
+
+async def test_a_key_sent_again_submits_one_evaluation(stack: Stack) -> None:
+    job = evaluation(stack.job, GOOD)
+    both = [await stack.submit(job, key="one") for _ in range(2)]
+    assert both[0].id == both[1].id
+    with pytest.raises(Conflict) as caught:
+        await stack.submit(evaluation(stack.job, BAD), key="one")
+    assert caught.value.code == "body_differs"
+    await stack.until(both[0].id)
+
+
+async def test_a_dry_run_shows_held_out_prompts_and_plans_nothing(stack: Stack) -> None:
+    body = SubmitRequest(job=evaluation(stack.job, GOOD, evaluation={"sets": {"hard": HARD}}))
+    tried = await stack.client.call("POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=30)
+    assert (tried.num_train, tried.num_held_out, tried.plan) == (0, 6, None)
+    assert [prompt.content for prompt in tried.prompts] == ["0?", "1?", "1?", "2?"], "in turn"
+
+
+@pytest.mark.parametrize(
+    ("sections", "models", "sentence"),
+    [
+        ({"data": {"eval": "/nowhere/x.jsonl"}}, [GOOD], "/nowhere/x.jsonl"),
+        ({}, [GOOD, "/nowhere/model"], "no folder '/nowhere/model'"),
+        ({"evaluation": {"sets": {"a": {"source": [{"x": 1}]}}}}, [], "no column 'prompt'"),
+        ({"rewards": [{"grader": "lenght"}]}, [GOOD], "did you mean 'length'"),
+    ],
+)
+async def test_what_cannot_be_evaluated_is_refused_when_it_is_submitted(
+    stack: Stack, sections: dict[str, Any], models: list[str], sentence: str
+) -> None:
+    document = stack.job.model_dump(mode="json") | {"steps": 0}
+    for section, values in sections.items():
+        is_table = isinstance(values, dict)
+        document[section] = document[section] | values if is_table else values
+    document["evaluation"]["models"] = [{"model": model} for model in models]
+    with pytest.raises(BadRequest, match=sentence):
+        await stack.submit(parse_job(document))
+    assert stack.fakes.calls["model"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (("steps=3", "data.train=a/b"), r"changes what is learned"),
+        (('evaluation.models=[{model="a/b"}]',), r"got other models than the job began with"),
+    ],
+)
+async def test_a_paused_evaluation_stays_one_of_the_same_models(
+    stack: Stack, changes: tuple[str, ...], sentence: str
+) -> None:
+    submitted = await stack.store.submit(
+        Submission(evaluation(stack.job, GOOD), stack.settings.runs_dir)
+    )
+    await stack.post(f"{submitted.id}/pause")
+    await stack.until(submitted.id, "paused")
+    with pytest.raises(BadRequest, match=sentence):
+        await stack.post(f"{submitted.id}/resume", ResumeRequest(set=changes))
+
+
+async def test_a_job_that_trains_is_not_resumed_with_0_steps(stack: Stack) -> None:
+    submitted = await stack.store.submit(Submission(stack.job, stack.settings.runs_dir))
+    await stack.post(f"{submitted.id}/pause")
+    await stack.until(submitted.id, "paused")
+    with pytest.raises(BadRequest, match="steps: got 0, but the job began with 8; expected steps"):
+        await stack.post(f"{submitted.id}/resume", ResumeRequest(set=("steps=0",)))
+
+
+async def test_a_checkpoint_stays_while_a_job_that_evaluates_it_waits(stack: Stack) -> None:
+    ended = await stack.until((await stack.submit()).id)
+    step_4, step_8 = (f"{ended.run_dir}/checkpoints/step-00000{step}" for step in (4, 8))
+    job = evaluation(stack.job, "owner/other", step_4, step_8)
+    waiting = await stack.store.submit(Submission(job, stack.settings.runs_dir))
+    await stack.store.pause(waiting.id)
+    used = await stack.store.used_models.below(Path(ended.run_dir))
+    assert [(str(use.path), use.job_id) for use in used] == [
+        (str(Path(step_4).resolve()), waiting.id),
+        (str(Path(step_8).resolve()), waiting.id),
+    ]
+
+
+# --- the Python client ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(stack: Stack) -> AsyncClient:
+    client = AsyncClient("http://localhost")
+    client._client = Client("orchestrator", "http://localhost", transport=stack.http._transport)  # type: ignore[arg-type]
+    return client
+
+
+async def test_the_client_returns_the_report_and_hears_how_far_it_is(
+    stack: Stack, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "PROGRESS_S", LEAST_S)
+    stack.fakes.skills = {GOOD: 1.0}
+    gate, told = asyncio.Event(), list[str]()
+    reached = stops_at(stack.fakes, GOOD, 2, gate.wait)
+    models = [EvaluatedModel(model=GOOD, name="good")]
+    asked = asyncio.create_task(
+        client.evaluate(stack.job, models, lambda now: told.append(now.message))
+    )
+    await asyncio.wait_for(reached.wait(), 30)
+    (found,) = (await client.list(name="eval-demo")).jobs
+    await until_doing(stack, found.id, "of 4 problems")
+    await asyncio.sleep(2 * LEAST_S)  # the stream says it, too
+    gate.set()
+    report = await asked
+    assert report.sets[0].models[0].metrics["reward"].mean == 1
+    assert any(line.startswith("evaluating good (1 of 1): ") for line in told)
+    record = await stack.get(report.id)
+    assert (record.name, record.steps, record.job.data.train) == ("eval-demo", 0, None)
+
+
+async def test_an_interrupted_call_of_the_client_cancels_the_evaluation(
+    stack: Stack, client: AsyncClient
+) -> None:
+    reached = stops_at(stack.fakes, GOOD, 1, for_ever)
+    asked = asyncio.create_task(client.evaluate(stack.job, [{"model": GOOD}]))
+    await asyncio.wait_for(reached.wait(), 30)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await asked
+    (found,) = (await client.list(name="eval-demo")).jobs
+    assert found.cancel_requested or found.status == "cancelled"
+    stack.fakes.fault.clear()
+    assert (await stack.until(found.id)).status == "cancelled"
+
+
+async def test_the_client_says_that_the_evaluation_is_paused_or_cancelled(
+    stack: Stack, client: AsyncClient
+) -> None:
+    for action, kind in (("pause", evaluating.Paused), ("cancel", Failed)):
+        reached = stops_at(stack.fakes, GOOD, 1, for_ever)
+        asked = asyncio.create_task(client.evaluate(stack.job, [{"model": GOOD}]))
+        await asyncio.wait_for(reached.wait(), 30)
+        (found, *_) = (await client.list(name="eval-demo")).jobs
+        await stack.post(f"{found.id}/{action}")
+        with pytest.raises(kind, match=f"job {found.id} is {action}"):
+            await asked
+        stack.fakes.fault.clear()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.table import Table
 
 from hone import view
 from services.orchestrator.run import run as loop_run
@@ -193,7 +194,9 @@ async def test_a_job_that_has_cost_what_it_may_pauses_until_it_may_cost_more(
         found = metrics(paused, 1)
         assert found["total/cost"] == pytest.approx(1e6 * found["total/hours"])
         assert (paused.cost, paused.currency) == (pytest.approx(found["total/cost"]), "EUR")
-        assert f"{paused.cost:.2f} EUR" in str([*view.job_details(paused).columns[1].cells])
+        (table,) = view.job_details(paused).renderables
+        assert isinstance(table, Table)
+        assert f"{paused.cost:.2f} EUR" in str([*table.columns[1].cells])
         asked = fakes.calls.copy()
         again = await go_on(paused.id, "paused")
         assert again.error is not None and again.error.startswith("it has cost ")

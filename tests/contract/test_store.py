@@ -176,11 +176,12 @@ async def test_a_cut_off_job_goes_elsewhere_if_its_trainer_has_another_job(
     await store.halt(await take(store, "one:1"), None)
     await store.slots.note("one:1/a", "one:1", ["s:1"], None)
     assert await other.take("b", "two:1", 30) is None
-    assert await store.loans.lend("eval-1", ["s:1"], 30)
+    await submit(store)
+    assert await store.take("c", "three:1", 30, ["s:1"])
     assert (await take(other, "two:1")).job_id == cut
 
 
-async def test_a_job_that_waits_says_why_each_trainer_takes_none(store: Store, raw: Any) -> None:
+async def test_a_job_that_waits_says_why_each_trainer_takes_none(store: Store) -> None:
     running = await submit(store)
     assert await store.take("a", "one:1", 30, ["s1:1"])
     for name, samplers in (("one:1", "s1:1"), ("two:1", "s2:1"), ("three:1", "s1:1")):
@@ -188,20 +189,12 @@ async def test_a_job_that_waits_says_why_each_trainer_takes_none(store: Store, r
     await store.slots.note("four:1/a", "four:1", ["s4:1"], "no connection")
     for host, away in (("a", "no route"), ("b", None)):
         await store.slots.note(f"five:1/{host}", "five:1", ["s5:1"], away)
-    loan = await store.loans.lend("eval-1", ["s2:1"], 30)
     waiting = await submit(store)
     found = await store.get(waiting)
     taken = {"one:1": Obstacle(job=running), "three:1": Obstacle(job=running)}
     away = {"four:1": Obstacle(away="no connection")}
     assert found.place == 1
-    assert found.waits_for == {**taken, **away, "two:1": Obstacle(evaluation="eval-1")}
-    assert loan is not None
-    await raw.pexpire("hone:loan:" + str(loan.attempt), 100)
-    await store.loans.beat(loan)
-    assert await raw.pttl("hone:loan:" + str(loan.attempt)) > 20_000
-    await store.loans.end(loan)
-    assert (await store.get(waiting)).waits_for == {**taken, **away}
-    assert await raw.keys("hone:loan:*") == []
+    assert found.waits_for == {**taken, **away}
 
 
 @pytest.mark.parametrize("order", ["AB", "BA"])
@@ -1063,23 +1056,6 @@ async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:
         await store.beat(lease)
     assert time.monotonic() - began < 1, "a beat does not retry"
     await store.close()
-
-
-async def test_samplers_are_lent_only_while_no_job_has_them(store: Store, other: Store) -> None:
-    id = await submit(store)
-    loan = await store.loans.lend("eval-1", ["sampler-1:1", "sampler-2:1"], 30)
-    assert loan is not None
-    assert await other.loans.lend("eval-2", ["sampler-2:1"], 30) is None
-    assert await other.take("b", "trainer-1:1", 30, ["sampler-2:1", "sampler-3:1"]) is None
-    await store.loans.beat(loan)
-    await store.loans.end(loan)
-    lease = await other.take("b", "trainer-1:1", 30, ["sampler-2:1"])
-    assert lease is not None and (lease.job_id, lease.attempt > loan.attempt) == (id, True)
-    assert await store.loans.lend("eval-3", ["sampler-2:1"], 30) is None
-    with pytest.raises(LeaseLost):
-        await store.loans.beat(loan)
-    await store.loans.end(loan)  # what is another's by now is left alone
-    assert await other.beat(lease) is None
 
 
 # --- a Redis that refuses

@@ -54,9 +54,11 @@ class Checks:
         self._away: tuple[float, str] | None = None
 
     async def look(self, job: Job, *, showing: bool = False) -> Looked:
-        """Returns the findings about the job's data and model, as `looking.look`."""
-        await asyncio.to_thread(named_model_folder, job.model, self._settings)  # asks nobody
-        why_not = await self._fetched_model(job)
+        """Returns the findings about the job's data and models, as `looking.look`."""
+        jobs = looking.of_each_model(job)
+        for each in jobs:
+            await asyncio.to_thread(named_model_folder, each.model, self._settings)  # asks nobody
+        why_not = [await self._fetched_model(each) for each in jobs]
         return await self._run(job, looking.look, job, self._settings, why_not, showing)
 
     async def look_at_held_out(self, job: Job) -> None:

@@ -56,13 +56,20 @@ class Looked:
     not_counted: str = ""
 
 
-def look(job: Job, settings: Settings, why_not: str | None, showing: bool) -> Looked:
-    """Returns the findings about the job. `why_not` is why a model of the Hub could not be fetched.
-    Raises BadRequest for faults that would fail the job later, and Failed if the Hub cannot be
-    reached."""
-    folder = _model_looked_at(job, settings)
-    untried = not_tried(job.model, read_config(folder)) if folder else _shows_later(job, why_not)
-    warnings = [*([untried] if untried else []), *findings(job)]
+def of_each_model(job: Job) -> list[Job]:
+    """Returns the job with each model that it uses: its own, or the models of a job of 0 steps."""
+    return [job] if job.trains else [job.with_model(each) for each in job.evaluated_models]
+
+
+def look(job: Job, settings: Settings, why_not: Sequence[str | None], showing: bool) -> Looked:
+    """Returns the findings about the job. `why_not` is why each model of the Hub could not be
+    fetched. Raises BadRequest for faults that would fail the job later, and Failed if the Hub
+    cannot be reached. Prompts are measured with the tokenizer of the first model."""
+    jobs = of_each_model(job)
+    models = [_look_at_model(each, settings, why) for each, why in zip(jobs, why_not, strict=True)]
+    limits = [limit for _, limit in models if limit]
+    warnings = [*(untried for untried, _ in models if untried), *findings(job)]
+    job = jobs[0]
     try:
         prompts = load_prompts(job, settings)
         first = check_rows(job, prompts)
@@ -76,10 +83,19 @@ def look(job: Job, settings: Settings, why_not: str | None, showing: bool) -> Lo
         prompts.versions,
         first,
         tuple(warnings),
-        _cpu_limit(job, read_config(folder)) if folder else None,
+        limits[0] if limits else None,
         shown,
-        _not_looked_at(job, why_not) if why_not and showing else not_counted,
+        _not_looked_at(job, why_not[0]) if why_not[0] and showing else not_counted,
     )
+
+
+def _look_at_model(job: Job, settings: Settings, why_not: str | None) -> tuple[str | None, ...]:
+    """Returns a warning about the job's model, and why no sampler on a CPU can serve it."""
+    folder = _model_looked_at(job, settings)
+    if folder is None:
+        return _shows_later(job, why_not), None
+    config = read_config(folder)
+    return not_tried(job.model, config), _cpu_limit(job, config)
 
 
 def on_behalf_of(who: ApiKey | None, work: Callable[..., T], *args: Any) -> T:
@@ -107,7 +123,8 @@ def _model_looked_at(job: Job, settings: Settings) -> Path | None:
         check_config(folder, job.max_model_len)
     else:
         return None
-    check_rope(job.model, read_config(folder), job.max_model_len)
+    if job.trains:
+        check_rope(job.model, read_config(folder), job.max_model_len)
     return folder
 
 
@@ -126,7 +143,8 @@ def _not_looked_at(job: Job, why_not: str | None) -> str:
 
 def findings(job: Job) -> Sequence[str]:
     """Returns a sentence for each finding. It may take seconds: call it off the event loop."""
-    found = (_learns_nothing(job), _is_paid_nothing(job), missing_key(job))
+    of_training = (_learns_nothing(job), _is_paid_nothing(job)) if job.trains else ()
+    found = (*of_training, missing_key(job))
     return [said for said in found if said]
 
 

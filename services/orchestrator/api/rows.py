@@ -28,12 +28,12 @@ rows. If there are more, the first ones are tried."""
 
 
 def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
-    """Returns the first step's prompts. Raises BadRequest with the first row that makes no prompt,
+    """Returns the job's first prompts. Raises BadRequest with the first row that makes no prompt,
     cannot be sent, or is too long for the model, and the number of such rows. In a stream only the
     first step's rows are tried."""
     key = _key(job, prompts)
     if key in _PASSED:
-        return prompts.for_step(1)
+        return prompts.first()
     end = time.monotonic() + CHECK_S
     fit = fit_of(job)
     if prompts.train is not None:
@@ -42,7 +42,7 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
         name = f"evaluation.sets.{held_out.name}" if held_out.name else "data.eval"
         of_set = held_out_fit(fit, job) if fit else None
         _check(_Rows(name, held_out.problems, held_out.made_of, of_set), end)
-    first = prompts.for_step(1)
+    first = prompts.first()
     if prompts.train is None:
         for prompt in first:
             _check_sendable(prompt, "data.train")

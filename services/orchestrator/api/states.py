@@ -17,6 +17,7 @@ from services.orchestrator.store.noting import cancel
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict
 from shared.http.service import Service
+from shared.job import Job
 from shared.job.file import changed
 from shared.settings import Settings
 from shared.wire import JobDeleted, JobList, JobRecord, JobState, JobStatus, ResumeRequest
@@ -57,6 +58,20 @@ async def _check_unused(store: Store, job_id: str, run_dir: Path) -> None:
         )
 
 
+def _check_same_kind(old: Job, new: Job) -> None:
+    """Raises BadRequest if a job that trains would only evaluate, or the other way round, and if a
+    job would evaluate other models: nobody has checked these."""
+    if old.trains != new.trains:
+        kept = "steps from 1 on" if old.trains else "steps = 0"
+        raise BadRequest(
+            f"steps: got {new.steps}, but the job began with {old.steps}; expected {kept}"
+        )
+    if old.evaluation.models != new.evaluation.models:
+        raise BadRequest(
+            "evaluation.models: got other models than the job began with; submit another job"
+        )
+
+
 def _add_changing(service: Service, settings: Settings, store: Store, checks: Checks) -> None:
     app = service.app
 
@@ -93,8 +108,9 @@ def _add_changing(service: Service, settings: Settings, store: Store, checks: Ch
             return await store.resume(job_id)
         record = await store.get(job_id)
         job = changed(record.job, request.set)
-        if job.steps < max(record.step, 1):
+        if job.trains and job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
+        _check_same_kind(record.job, job)
         await asyncio.to_thread(price_for, job, settings)
         if job.evaluation.sets != record.job.evaluation.sets:
             await checks.look_at_held_out(job)

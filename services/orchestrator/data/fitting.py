@@ -81,15 +81,17 @@ def fit_of(job: Job) -> Fit | None:
         job.sampling.max_tokens,
         job.sampling.overlong_prompts,
     )
+    if not job.trains:
+        return held_out_fit(fit, job)
     _check_room(fit)
     return fit
 
 
 def held_out_fit(fit: Fit, job: Job) -> Fit:
     """Returns the same for the held-out problems."""
-    if (most := job.evaluation.max_tokens) is None:
-        return replace(fit, num_tried=0, num_fitting=0)
-    found = replace(fit, key="evaluation.max_tokens", max_tokens=most, num_tried=0, num_fitting=0)
+    found = replace(fit, num_tried=0, num_fitting=0)
+    if (most := job.evaluation.max_tokens) is not None:
+        found = replace(found, key="evaluation.max_tokens", max_tokens=most)
     _check_room(found)
     return found
 

@@ -89,14 +89,14 @@ def is_on_hub(source: Source) -> bool:
 def asks_of(
     job: Job, settings: Settings, versions: Mapping[str, str] | None = None
 ) -> dict[str, Ask]:
-    """Returns the job's sources, by the names of their versions: "train", "eval" and
-    "eval.<set>"."""
+    """Returns the sources that the job reads, by the names of their versions: "train", "eval" and
+    "eval.<set>". A job of 0 steps reads no "train"."""
     data, wanted = job.data, versions or {}
-    asks = {
-        "train": Ask(
+    asks: dict[str, Ask] = {}
+    if job.trains and data.train is not None:
+        asks["train"] = Ask(
             "data.train", data.train, data.train_split, data, settings, wanted.get("train")
         )
-    }
     if data.eval is not None:
         asks["eval"] = Ask(
             "data.eval", data.eval, data.eval_split, data, settings, wanted.get("eval")
@@ -110,20 +110,18 @@ def asks_of(
 
 def files_of(job: Job, settings: Settings) -> list[tuple[str, Path]]:
     """Returns the files on this host that the job needs, each with the key that names it: the
-    files with its problems, and the configuration of a model that is a folder."""
-    named: list[tuple[str, Source | None]] = [
-        ("data.train", job.data.train),
-        ("data.eval", job.data.eval),
-        *((f"evaluation.sets.{name}", each.source) for name, each in job.evaluation.sets.items()),
+    files with its problems, and the configuration of each model that is a folder."""
+    models = [job.model] if job.trains else [each.model for each in job.evaluated_models]
+    found = [
+        ("model", Path(model) / "config.json") for model in models if not HUB_ID.fullmatch(model)
     ]
-    found = [] if HUB_ID.fullmatch(job.model) else [("model", Path(job.model) / "config.json")]
-    for key, source in named:
-        if not isinstance(source, str):
+    for ask in asks_of(job, settings).values():
+        if not isinstance(ask.source, str):
             continue
-        if UPLOADED.fullmatch(source):
-            found.append((key, Uploads(settings.runs_dir).described_in(source)))
-        elif Path(source).suffix in FORMATS:
-            found.append((key, Path(source)))
+        if UPLOADED.fullmatch(ask.source):
+            found.append((ask.key, Uploads(settings.runs_dir).described_in(ask.source)))
+        elif Path(ask.source).suffix in FORMATS:
+            found.append((ask.key, Path(ask.source)))
     return found
 
 

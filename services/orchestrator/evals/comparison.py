@@ -1,252 +1,183 @@
-"""Compares models on held-out problems, without a job. The samplers load one model after the other,
-unchanged; each answers the same problems with the same seeds.
+"""Compares models on held-out problems: the work of a job of 0 steps. The samplers load one model
+after the other, unchanged; each answers the same problems with the same seeds.
 
-The samplers are lent (store/loans.py): no job begins meanwhile, and the evaluation is refused while
-a job has them. Its calls are fenced like a job's, with an epoch for each model.
+The scores of a model on a held-out set are in the run folder as soon as they are known. A later
+attempt does not sample them again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.orchestrator.data.allowed import named_model_folder
-from services.orchestrator.data.fetching import fetch
-from services.orchestrator.data.sources import asks_of
+from services.orchestrator.errors import MustPause
 from services.orchestrator.evals.estimates import differences, estimates, of_all
 from services.orchestrator.evals.held_out import Answers, sample_held_out, set_metrics
-from services.orchestrator.loop.prompts import HeldOut, load_held_out
+from services.orchestrator.loop.prompts import HeldOut
 from services.orchestrator.pool.services import Services
-from services.orchestrator.store import heartbeat
-from services.orchestrator.store.connection import StoreEmptied
-from services.orchestrator.store.leases import Lease, LeaseLost
-from services.orchestrator.store.lists import Wanted
-from services.orchestrator.store.resources import resource
-from services.orchestrator.store.store import Store
-from services.orchestrator.tasks import stop, to_the_end
-from shared.errors import BadRequest, Conflict, Failed, Unavailable
-from shared.host.logs import get_logger
-from shared.http.presence import Presence, tell_nobody
-from shared.job import Job
-from shared.model.check import check_model_folder
-from shared.settings import Settings
-from shared.wire import (
-    EvaluatedModel,
-    EvaluationReport,
-    EvaluationRequest,
-    EvaluationState,
-    ModelScores,
-    Prompt,
-    SetReport,
-)
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.journal import Journal
+from services.orchestrator.tasks import to_disk
+from shared.job import EvaluatedModel, Job
+from shared.wire import EvaluationReport, ModelScores, Prompt, SetReport, Wire
+
+ASKED = {"num_prompts", "samples", "temperature", "max_tokens", "pass_reward"}
+"""Keys of `[evaluation]` that decide the scores. A paused job may go on with other values."""
 
 
-@dataclass
-class Comparison:
-    """One evaluation under way."""
+class Scores(Wire):
+    """The scores of a model on a held-out set, as they are stored: the metrics of each problem
+    `[P]`, and the shares of completions that count nowhere. `key` identifies what was asked."""
 
-    request: EvaluationRequest
-    settings: Settings
-    store: Store
-    _number: int = field(default=0, init=False)
-    _num_done: int = field(default=0, init=False)
-    _num_problems: int = field(default=0, init=False)
-
-    @property
-    def state(self) -> EvaluationState:
-        models = self.request.models
-        return EvaluationState(
-            id=self.request.id,
-            model=models[max(self._number - 1, 0)].name,
-            number=self._number,
-            num_models=len(models),
-            num_done=self._num_done,
-            num_problems=self._num_problems,
-        )
-
-    async def run(self) -> EvaluationReport:
-        """Returns the models' scores. Raises BadRequest for models or problems that cannot be
-        evaluated, and Conflict while a job or another evaluation has the samplers."""
-        job = self.request.job
-        sets = await self._checked_sets()
-        self._num_problems = sum(len(held_out.problems) for held_out in sets)
-        asked_at = time.monotonic()
-        settings, lease = await self._borrow()
-        presence = Presence("Redis", tell_nobody)
-        beat = asyncio.create_task(heartbeat.keep(self.store.loans, lease, asked_at, presence))
-        work = asyncio.create_task(self._compare(settings, lease, sets))
-        try:
-            await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                await stop(work)
-                raise _lost(beat)
-            scores_MS = work.result()
-        finally:
-            await stop(work, beat)
-            await asyncio.gather(beat, return_exceptions=True)
-            await to_the_end(self._give_back(lease))
-        return EvaluationReport(
-            id=self.request.id,
-            temperature=job.evaluation.temperature,
-            seed=job.seed,
-            sets=tuple(
-                _report(held_out, [scores_S[number] for scores_S in scores_MS], self.request)
-                for number, held_out in enumerate(sets)
-            ),
-        )
-
-    async def _checked_sets(self) -> list[HeldOut]:
-        """Returns the held-out sets, after checking models, problems and rewards."""
-        job = self.request.job
-        if not job.evaluates:
-            raise BadRequest(
-                "the job has no held-out problems; expected data.eval, or evaluation.sets"
-            )
-        for model in self.request.models:
-            folder = await asyncio.to_thread(named_model_folder, model.model, self.settings)
-            if folder:
-                await asyncio.to_thread(check_model_folder, folder, job.max_model_len)
-        asks = asks_of(job, self.settings)
-        await fetch(ask for name, ask in asks.items() if name != "train")
-        sets = await asyncio.to_thread(load_held_out, job, self.settings)
-        services = Services(job, self.settings.per_trainer[0])
-        try:
-            for held_out in sets:
-                prompts = await asyncio.to_thread(held_out.prompts)
-                await services.validate_rewards(held_out.columns, prompts)
-        finally:
-            await services.close()
-        return sets
-
-    async def _borrow(self) -> tuple[Settings, Lease]:
-        """Returns a lease on the samplers of a free trainer, and the settings that name them."""
-        for settings in self.settings.per_trainer:
-            samplers = sorted({resource(url) for url in settings.rollout_urls})
-            lease = await self.store.loans.lend(self.request.id, samplers, settings.lease_s)
-            if lease:
-                return settings, lease
-        raise Conflict(f"the samplers are taken: {await self._who_has_them()}")
-
-    async def _who_has_them(self) -> str:
-        for job in (await self.store.list(None, 1, Wanted(status="running"))).jobs:
-            return (
-                f"job {job.id!r} trains (step {job.step} of {job.steps}); evaluate once it has "
-                f"ended, or `hone pause {job.id}` first, and `hone resume {job.id}` afterwards"
-            )
-        return "another evaluation runs, or what had them ended without giving them back; try again"
-
-    async def _give_back(self, lease: Lease) -> None:
-        try:
-            await self.store.loans.end(lease)
-        except (StoreEmptied, Unavailable) as error:  # the lease ends anyway; the result is valid
-            get_logger().warning("samplers not given back", reason=error.detail)
-
-    async def _compare(
-        self, settings: Settings, lease: Lease, sets: Sequence[HeldOut]
-    ) -> list[list[_Scores]]:
-        """Returns each model's scores on each set: `[M][S]`."""
-        prompts_S = [await asyncio.to_thread(held_out.prompts) for held_out in sets]
-        names = [held_out.name for held_out in sets]
-        return [
-            await self._answers(number, self._services(number, settings, lease), names, prompts_S)
-            for number in range(1, len(self.request.models) + 1)
-        ]
-
-    def _services(self, number: int, settings: Settings, lease: Lease) -> Services:
-        """Returns the services for model `number`, from 1, which is also its epoch."""
-        return Services(
-            _with_model(self.request.job, self.request.models[number - 1]),
-            settings,
-            lease.job_id,
-            lease.attempt,
-            registered=self.store.samplers.urls,
-            epoch=number,
-            identity=self.store.identity,
-        )
-
-    async def _answers(
-        self,
-        number: int,
-        services: Services,
-        sets: Sequence[str],
-        prompts_S: Sequence[Sequence[Prompt]],
-    ) -> list[_Scores]:
-        """Returns the model's scores on each set: `[S]`."""
-        self._number, self._num_done = number, 0
-        job = _with_model(self.request.job, self.request.models[number - 1])
-        try:
-            await services.serve_own_weights()
-            return [
-                _scores(await sample_held_out(job, name, prompts, services, 0, done=self._one_done))
-                for name, prompts in zip(sets, prompts_S, strict=True)
-            ]
-        finally:
-            await to_the_end(_close(services))
-
-    def _one_done(self) -> None:
-        self._num_done += 1
-
-
-async def _close(services: Services) -> None:
-    await services.abort()
-    await services.close()
-
-
-def _with_model(job: Job, model: EvaluatedModel) -> Job:
-    """Returns the job for sampling the model: seeded, so that only the model differs."""
-    sampling = job.sampling.model_copy(update={"repeatable": True})
-    return job.model_copy(
-        update={"model": model.model, "model_revision": model.revision, "sampling": sampling}
-    )
-
-
-def _lost(beat: asyncio.Task[object]) -> Unavailable:
-    error = beat.exception()
-    why = str(error) if isinstance(error, LeaseLost) else repr(error)
-    return Unavailable(f"the samplers are no longer lent to the evaluation: {why}; ask again")
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """A model's scores on a held-out set: the metrics of each problem `[P]`, and the shares of
-    completions that count nowhere."""
-
-    problems_P: list[dict[str, float]]
+    key: str
+    model: str
+    set: str
+    problems: tuple[dict[str, float], ...]
     missing_rewards: float
     errored_rollouts: float
 
 
-def _scores(answers_P: Sequence[Answers]) -> _Scores:
-    metrics = set_metrics(answers_P)
-    return _Scores(
-        of_all([answers.metrics for answers in answers_P]),
-        metrics["missing_rewards"],
-        metrics["errored_rollouts"],
+@dataclass
+class Comparison:
+    """The comparison in one attempt at the job. `tell` is called with a line that says what the
+    comparison does. Call `begin` first; then `evaluate` what is `next`, until that is None."""
+
+    job: Job
+    sets: Sequence[HeldOut]
+    services: Services
+    folder: RunFolder
+    journal: Journal
+    tell: Callable[[str], None]
+    _found: dict[str, Scores] = field(default_factory=dict[str, Scores], init=False)
+    _prompts: dict[str, tuple[Prompt, ...]] = field(
+        default_factory=dict[str, tuple[Prompt, ...]], init=False
     )
+    _loaded: EvaluatedModel | None = field(default=None, init=False)
 
+    async def begin(self) -> int:
+        """Reads the scores that earlier attempts stored, and returns their number."""
+        rows = await asyncio.to_thread(self.folder.scores)
+        stored = [Scores.model_validate(row, extra="ignore") for row in rows]
+        self._found = {scores.key: scores for scores in stored}
+        return len(self._found)
 
-def _report(
-    held_out: HeldOut, scores_M: Sequence[_Scores], request: EvaluationRequest
-) -> SetReport:
-    first = scores_M[0].problems_P
-    models = tuple(
-        ModelScores(
-            name=model.name,
-            metrics=estimates(scores.problems_P),
-            differences=differences(scores.problems_P, first) if number else {},
-            missing_rewards=scores.missing_rewards,
-            errored_rollouts=scores.errored_rollouts,
+    @property
+    def next(self) -> tuple[EvaluatedModel, HeldOut] | None:
+        """The next model and the held-out set on which its scores are not known; None: all are."""
+        pairs = itertools.product(self.job.evaluated_models, self.sets)
+        return next((pair for pair in pairs if self._key(*pair) not in self._found), None)
+
+    async def evaluate(self, model: EvaluatedModel, held_out: HeldOut) -> None:
+        """Samples and grades the set's problems with the model, and stores its scores."""
+        await self._load(model)
+        name = held_out.name
+        if name not in self._prompts:
+            self._prompts[name] = await asyncio.to_thread(held_out.prompts)
+        num_known, num_done = self._num_known(model), itertools.count()
+        total = sum(len(each.problems) for each in self.sets)
+
+        def tell() -> None:
+            done = f"{num_known + next(num_done)} of {total} problems"
+            self.tell(f"evaluating {self._named(model)}: {done}")
+
+        tell()
+        answers_P = await sample_held_out(
+            _seeded(self.job), name, self._prompts[name], self.services, 0, done=tell
         )
-        for number, (model, scores) in enumerate(zip(request.models, scores_M, strict=True))
-    )
-    if not any(scores.metrics for scores in models):
-        raise Failed(f"no completion on {held_out.where} could be sampled and graded")
-    return SetReport(
-        name=held_out.name,
-        source=held_out.where,
-        num_problems=len(held_out.problems),
-        num_samples=request.job.evaluation.samples,
-        models=models,
+        scores = _scores(self._key(model, held_out), model.label, name, answers_P)
+        if any(scores.problems):  # else nothing was sampled, and a later attempt tries again
+            await to_disk(self.folder.append_scores, scores.model_dump())
+        self._found[scores.key] = scores
+        await self.journal.evaluated(model.label, name, set_metrics(answers_P))
+
+    def report(self) -> EvaluationReport:
+        """Returns the report, once all scores are known. Raises MustPause if no model has any score
+        on a set."""
+        return EvaluationReport(
+            id=self.services.job_id,
+            temperature=self.job.evaluation.temperature,
+            seed=self.job.seed,
+            sets=tuple(self._of_set(held_out) for held_out in self.sets),
+        )
+
+    def _of_set(self, held_out: HeldOut) -> SetReport:
+        models = self.job.evaluated_models
+        scores_M = [self._found[self._key(model, held_out)] for model in models]
+        if not any(any(scores.problems) for scores in scores_M):
+            raise MustPause(
+                f"no completion on {held_out.where} could be sampled and graded; look into the "
+                "logs of the samplers and of the reward service"
+            )
+        first = scores_M[0].problems
+        reports = (
+            ModelScores(
+                name=model.label,
+                metrics=estimates(scores.problems),
+                differences=differences(scores.problems, first) if number else {},
+                missing_rewards=scores.missing_rewards,
+                errored_rollouts=scores.errored_rollouts,
+            )
+            for number, (model, scores) in enumerate(zip(models, scores_M, strict=True))
+        )
+        return SetReport(
+            name=held_out.name,
+            source=held_out.where,
+            num_problems=len(held_out.problems),
+            num_samples=self.job.evaluation.samples,
+            models=tuple(reports),
+        )
+
+    async def _load(self, model: EvaluatedModel) -> None:
+        if self._loaded == model:
+            return
+        self.tell(f"loading {self._named(model)} into the samplers")
+        await self.journal.log(f"loading {self._named(model)} into the samplers")
+        self.services.new_epoch()
+        await self.services.serve_own_weights(model)
+        self._loaded = model
+
+    def _named(self, model: EvaluatedModel) -> str:
+        models = self.job.evaluated_models
+        return f"{model.label} ({models.index(model) + 1} of {len(models)})"
+
+    def _num_known(self, model: EvaluatedModel) -> int:
+        """Returns the number of problems on which the model's scores are known."""
+        return sum(
+            len(each.problems) for each in self.sets if self._key(model, each) in self._found
+        )
+
+    def _key(self, model: EvaluatedModel, held_out: HeldOut) -> str:
+        """Returns a digest of everything that decides the scores and may differ between the models
+        and attempts of this job."""
+        spec = self.job.evaluation
+        of_set = spec.sets.get(held_out.name)
+        asked = (
+            model.model,
+            model.revision,
+            held_out.name,
+            spec.model_dump(mode="json", include=ASKED),
+            of_set.model_dump(mode="json") if of_set else None,
+        )
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def _seeded(job: Job) -> Job:
+    """Returns the job with seeded completions, so that only the model differs."""
+    sampling = job.sampling.model_copy(update={"repeatable": True})
+    return job.model_copy(update={"sampling": sampling})
+
+
+def _scores(key: str, model: str, name: str, answers_P: Sequence[Answers]) -> Scores:
+    metrics = set_metrics(answers_P)
+    return Scores(
+        key=key,
+        model=model,
+        set=name,
+        problems=tuple(of_all([answers.metrics for answers in answers_P])),
+        missing_rewards=metrics["missing_rewards"],
+        errored_rollouts=metrics["errored_rollouts"],
     )

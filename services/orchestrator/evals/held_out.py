@@ -41,9 +41,7 @@ async def evaluate(
     a named set), sampled by weights of at least `version`; empty without sets."""
     metrics: dict[str, float] = {}
     for name, prompts in held_out.items():
-        answers_P = await sample_held_out(
-            job, name, prompts, services, version, cache_for=services.job_id
-        )
+        answers_P = await sample_held_out(job, name, prompts, services, version)
         prefix = f"eval/{name}/" if name else "eval/"
         found = set_metrics(answers_P).items()
         metrics |= {prefix + metric: value for metric, value in found}
@@ -80,12 +78,10 @@ async def sample_held_out(
     services: Services,
     version: int,
     *,
-    cache_for: str | None = None,
     done: Callable[[], None] = lambda: None,
 ) -> list[Answers]:
     """Returns the answers to each problem `[P]` of the held-out set `name`, by weights of at least
-    `version`. Verdicts are cached in the run folder of `cache_for`, if given. `done` is called
-    after each problem."""
+    `version`. Verdicts are cached in the job's run folder. `done` is called after each problem."""
     spec = job.evaluation
     sampling = Sampling(
         n=spec.samples,
@@ -103,7 +99,7 @@ async def sample_held_out(
         seeded = sampling.model_copy(update={"seed": seed})
         async with room:
             group = await services.generate(prompt, version, key=key, sampling=seeded)
-            scores = await services.score(prompt, group, job_id=cache_for)
+            scores = await services.score(prompt, group, job_id=services.job_id)
         done()
         return Answers(scores, problem_metrics(GradedGroup(prompt, group, scores), job))
 

@@ -34,6 +34,9 @@ Content = str | tuple[dict[str, Any], ...]
 
 MAX_STEPS = 10**9
 
+NUM_FIRST = 8
+"""Held-out prompts of each set among the first prompts of a job of 0 steps."""
+
 
 @dataclass(frozen=True)
 class HeldOut:
@@ -64,13 +67,13 @@ class Prompts:
     Every problem, also held-out ones, has the `columns`. `versions` identify the sources' content,
     by "train", "eval" and "eval.<set>", if known. `train` are all training problems, None for a
     stream; `sets` are the held-out sets. `history` has the verdicts on earlier groups, for an order
-    that skips problems.
+    that skips problems. A job of 0 steps has no training problems, and no `order`.
     """
 
     def __init__(
         self,
         job: Job,
-        order: Order,
+        order: Order | None,
         held_out: Sequence[HeldOut] = (),
         *,
         columns: tuple[str, ...] = (),
@@ -104,7 +107,17 @@ class Prompts:
         that no earlier round of the step could have taken, so they are fewer than `[P]` once a
         small data set has no more.
         """
+        assert self._order is not None, "a job of 0 steps has no steps"
         return self.made_of(self._order.take(step, round))
+
+    def first(self) -> tuple[Prompt, ...]:
+        """Returns the prompts of the first step; of a job of 0 steps, the first held-out prompts,
+        taken from each set in turn."""
+        if self._order is not None:
+            return self.for_step(1)
+        firsts = [held_out.made_of(held_out.problems[:NUM_FIRST]) for held_out in self.sets]
+        rounds = itertools.zip_longest(*firsts)
+        return tuple(prompt for each in rounds for prompt in each if prompt is not None)
 
     def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:
         """Returns the prompts of training problems. Raises BadRow for a prompt that cannot be
@@ -135,23 +148,33 @@ def load_prompts(
     missing column; MustPause for a file that has changed; Unavailable while the Hub cannot be
     reached. Takes as long as reading the files; call it off the event loop.
     """
-    train = open_source(asks_of(job, settings, versions)["train"])
-    found = {"train": train.version}
-    history = history or History()
+    ask, history = asks_of(job, settings, versions).get("train"), history or History()
+    if ask is None:
+        held_out = load_held_out(job, settings, versions)
+        columns, found = _shared_columns(held_out[0].columns, held_out), _versions(held_out)
+        return Prompts(job, None, held_out, columns=columns, versions=found, train=())
+    train = open_source(ask)
     columns, order, problems = _ordered(job, train, history, settings.filter_cpu_s)
     held_out = load_held_out(job, settings, versions)
-    names = [name for name in columns.names if all(name in each.columns for each in held_out)]
-    found |= {_version_key(each.name): each.version for each in held_out}
+    found = {"train": train.version} if train.version else {}
     return Prompts(
         job,
         order,
         held_out,
-        columns=tuple(names),
+        columns=_shared_columns(columns.names, held_out),
         name=train.name,
-        versions={name: version for name, version in found.items() if version},
+        versions=found | _versions(held_out),
         train=problems,
         history=history,
     )
+
+
+def _shared_columns(names: Sequence[str], held_out: Sequence[HeldOut]) -> tuple[str, ...]:
+    return tuple(name for name in names if all(name in each.columns for each in held_out))
+
+
+def _versions(held_out: Sequence[HeldOut]) -> dict[str, str]:
+    return {_version_key(each.name): each.version for each in held_out if each.version}
 
 
 def with_steps(job: Job, num_train: int | None) -> Job:

@@ -148,6 +148,8 @@ class FineTuningJobs:
         disk."""
         document = mapping.job_document(request)
         job = asked = parse_job(document, "the job asked for")
+        if not job.trains:
+            raise BadRequest("'hone.steps' is 0, which trains nothing; expected steps from 1 on")
         key = request_key.get()
         if known := await accepted(self._store, asked, key):
             return await self.shown(known)

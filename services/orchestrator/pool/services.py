@@ -22,7 +22,7 @@ from shared.http import ownership
 from shared.http.client import Client
 from shared.http.polling import MAX_PAUSE_S
 from shared.http.presence import Tell, tell_nobody
-from shared.job import Job, SyncMethod
+from shared.job import EvaluatedModel, Job, SyncMethod
 from shared.settings import Settings
 from shared.wire import (
     AbortRequest,
@@ -183,11 +183,11 @@ class Services:
         await self._samplers.open(spec)
 
     @waits_for("rollout", "loading the model")
-    async def serve_own_weights(self) -> None:
-        """Loads the job's model into the samplers, to be sampled as it is, as version 0. Returns
-        once one of them serves it."""
-        spec = self._model_request().model_copy(update={"own_weights": True})
-        await self._samplers.open(spec)
+    async def serve_own_weights(self, model: EvaluatedModel) -> None:
+        """Loads a model into the samplers, to be sampled as it is, as version 0. Returns once one
+        of them serves it."""
+        chosen = {"model": model.model, "revision": model.revision, "own_weights": True}
+        await self._samplers.open(self._model_request().model_copy(update=chosen))
 
     async def free_gpu(self) -> None:
         """Leaves the GPU to the trainer until the next weights are pushed, if samplers share it."""

@@ -23,6 +23,7 @@ from services.orchestrator.data.difficulty import History
 from services.orchestrator.data.fetching import fetch
 from services.orchestrator.data.sources import asks_of
 from services.orchestrator.errors import MustPause, TooDear
+from services.orchestrator.evals.comparison import Comparison
 from services.orchestrator.loop.batches import Batches
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
@@ -38,7 +39,7 @@ from services.orchestrator.run.needs import DataFiles
 from services.orchestrator.run.outcome import Outcome, found_end
 from services.orchestrator.run.progress import Progress
 from services.orchestrator.run.stopping import Spent, reason_to_stop
-from services.orchestrator.run.summary import summarize
+from services.orchestrator.run.summary import summarize, summarize_evaluation
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.tracking import Tracker
 from services.orchestrator.runs.writable import ANSWERS_WITHIN_S
@@ -193,7 +194,8 @@ class Run:
         )
 
     async def _watched(self) -> dict[str, Any]:
-        """Trains, and watches meanwhile whether the services are there and the job moves."""
+        """Trains or evaluates. Watches meanwhile whether the services are there and the job
+        moves."""
         services = self._services
         stall_s, tell = self._settings.stall_s, self._journal.stalled
         services.waits.progress_at = time.monotonic()
@@ -268,6 +270,8 @@ class Run:
 
     async def _train(self) -> dict[str, Any]:
         after = self._after = self._after or await self._begin()
+        if not self._job.trains:
+            return await self._evaluate(after)
         state = await self._loading()
         if state.step > self._job.steps:  # it was paused before this step was recorded
             raise MustPause(
@@ -301,6 +305,23 @@ class Run:
             rows = await asyncio.to_thread(self._folder.metrics)
         versions = await self._services.versions()
         summary = summarize(self._record, rows, checkpoint, train_s, versions, ended.why)
+        await to_disk(self._folder.write_summary, summary)
+        return summary
+
+    async def _evaluate(self, after: AfterStep) -> dict[str, Any]:
+        """Evaluates the models of a job of 0 steps. Each model's scores on a held-out set count as
+        a step: the job has run once it has some, and new ones end a row of recoveries."""
+        sets, tell = after.prompts.sets, self._doing.begin
+        comparison = Comparison(self._job, sets, self._services, self._folder, self._journal, tell)
+        self._furthest = max(self._furthest, await comparison.begin())
+        while (asked := comparison.next) is not None:
+            if why := after.spent.beyond(self._job.stop):
+                raise TooDear(why)
+            await comparison.evaluate(*asked)
+            self._note_progress(self._furthest + 1)
+        summary = summarize_evaluation(
+            self._record, comparison.report(), await self._services.versions()
+        )
         await to_disk(self._folder.write_summary, summary)
         return summary
 
@@ -357,7 +378,7 @@ class Run:
                 prompts = await asyncio.to_thread(
                     load_prompts, self._job, settings, self._record.data, history
                 )
-                first = await asyncio.to_thread(prompts.for_step, 1)
+                first = await asyncio.to_thread(prompts.first)
         with _accepted("rewards"):
             await self._services.validate_rewards(prompts.columns, first)
         if not self._record.step:

@@ -1,4 +1,4 @@
-"""The summary of a job that has trained its last step: `summary.json`."""
+"""The summary of a job that has succeeded: `summary.json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from services.orchestrator.run.retention import best_step
 from shared.http.service import hone_version
-from shared.wire import Checkpoint, JobRecord, MetricsRow
+from shared.wire import Checkpoint, EvaluationReport, JobRecord, MetricsRow
 
 
 def summarize(
@@ -41,8 +41,26 @@ def summarize(
         "seconds_per_step": _seconds_per_step([row.metrics for row in rows if row.step]),
         "checkpoint": checkpoint.path,
         "best_step": best_step(record.job, rows),
-        "versions": {"hone": hone_version(), "python": platform.python_version(), **versions},
+        "versions": _versions(versions),
     }
+
+
+def summarize_evaluation(
+    record: JobRecord, report: EvaluationReport, versions: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the summary of a job of 0 steps."""
+    return {
+        "job": record.id,
+        "steps": 0,
+        "seed": record.job.seed,
+        "wall_s": round(time.time() - record.created_at, 3),
+        "evaluation": report.model_dump(mode="json"),
+        "versions": _versions(versions),
+    }
+
+
+def _versions(services: dict[str, Any]) -> dict[str, Any]:
+    return {"hone": hone_version(), "python": platform.python_version(), **services}
 
 
 def _seconds_per_step(steps: Sequence[dict[str, float]]) -> dict[str, float]:

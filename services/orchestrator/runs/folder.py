@@ -11,6 +11,8 @@
                hours           for how long the job has had the services, over all attempts
                difficulty.jsonl   which problems taught nothing, a line per step, if the job
                                   skips those
+               evaluation.jsonl   the scores of a job of 0 steps: a line for each model and
+                                  held-out set, with the metrics of each problem
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
                rollouts/000012.groups/            finished groups of a step that has no batch yet
@@ -59,7 +61,7 @@ NOTE, JOB, SUBMITTED = "record.json", "job.json", ".job.json"
 
 HOURS, COST = "hours", "cost"
 
-DIFFICULTY = "difficulty.jsonl"
+DIFFICULTY, EVALUATION = "difficulty.jsonl", "evaluation.jsonl"
 
 DELETED = "deleted"
 """The file that says that the job was deleted."""
@@ -227,21 +229,36 @@ class RunFolder:
         """Adds the verdicts on the step's groups to `difficulty.jsonl`. They replace an older line
         of the step."""
         row = {"step": step, "verdicts": {str(number): each for number, each in verdicts.items()}}
-        with self._writing(), (self.path / DIFFICULTY).open("ab") as file:
+        self._append(DIFFICULTY, row)
+
+    def verdicts(self) -> dict[int, dict[int, Any]]:
+        """Returns the verdicts on the groups of each step, by row number."""
+        return {
+            row["step"]: {int(number): each for number, each in row["verdicts"].items()}
+            for row in self._rows(DIFFICULTY)
+        }
+
+    def append_scores(self, row: dict[str, Any]) -> None:
+        """Adds the scores of a model on a held-out set to `evaluation.jsonl`."""
+        self._append(EVALUATION, row)
+
+    def scores(self) -> list[dict[str, Any]]:
+        """Returns the rows of `evaluation.jsonl`, oldest first."""
+        return self._rows(EVALUATION)
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        with self._writing(), (self.path / name).open("ab") as file:
             file.write(b"\n" + json.dumps(row).encode())  # begins a new line, after any cut one
             file.flush()
             os.fsync(file.fileno())
 
-    def verdicts(self) -> dict[int, dict[int, Any]]:
-        """Returns the verdicts on the groups of each step, by row number. Ignores a line that a
-        crash cut short."""
-        path = self.path / DIFFICULTY
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
-        found: dict[int, dict[int, Any]] = {}
-        for line in lines:
+    def _rows(self, name: str) -> list[dict[str, Any]]:
+        """Returns the file's rows. Ignores a line that a crash cut short."""
+        path = self.path / name
+        found: list[dict[str, Any]] = []
+        for line in path.read_bytes().split(b"\n") if path.exists() else ():
             with contextlib.suppress(json.JSONDecodeError):
-                row = json.loads(line)
-                found[row["step"]] = {int(number): each for number, each in row["verdicts"].items()}
+                found.append(json.loads(line))
         return found
 
     def append_sync(self, row: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ MAX_CONNECTIONS = 64
 MAX_BEAT_CONNECTIONS = 2
 """Heartbeats have connections of their own, so that they never wait for one."""
 
-BEATS = frozenset({"beat", "renew_loan"})
+BEATS = frozenset({"beat"})
 """The scripts that are heartbeats."""
 
 MAX_FOLLOWERS = 512

@@ -98,6 +98,14 @@ class Journal:
                 currency=currency,
             )
 
+    async def evaluated(self, model: str, held_out: str, metrics: Mapping[str, float]) -> None:
+        """Reports a model's scores on the held-out set `held_out`, in a job of 0 steps. They count
+        as progress, as a step does: the store counts attempts without progress."""
+        reward = f"{metrics['reward']:.3f}" if "reward" in metrics else "none"
+        message = f"{model}: held-out reward {reward}{f' ({held_out})' if held_out else ''}"
+        data = {"model": model, "set": held_out, "metrics": metrics}
+        await self._store.report(self._lease, "eval", message, data, tries=0)
+
 
 def _held_out_rewards(metrics: Mapping[str, float]) -> list[str]:
     """Returns the reward of each held-out set, as `0.512`, or `0.512 (hard)` for a named set."""

@@ -19,7 +19,6 @@
     hone:slot:<trainer>/<host>   string  the note of the worker on that host, as JSON; expires
     hone:noting                  hash    Unix milliseconds: `last`, of the newest note; `since`, of
                                          the first one after a time without any
-    hone:loan:<attempt>          string  the evaluation that has samplers by that attempt; expires
     hone:key:<idempotency key>   string  job id and fingerprint of its submission, or 'withdrawn';
                                          for a day
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
@@ -38,6 +37,7 @@ A job's hash has the fields of `wire.JobRecord`, and besides:
     furthest          the last of the steps that ever were done
     key, fingerprint  the idempotency key of its submission, and what it was used for
     openai            "1" if it was submitted in OpenAI's shape
+    models            the models that a job of 0 steps evaluates, as a JSON list
     files             the ids of the uploaded files that it names, with blanks between them
     last_step, last_eval   the newest step that has such an event
 """
@@ -60,7 +60,6 @@ SAMPLER = "hone:sampler:"
 SLOTS = "hone:slots"
 SLOT = "hone:slot:"
 NOTING = "hone:noting"
-LOAN = "hone:loan:"
 KEY = "hone:key:"
 CALL = "hone:call:"
 DELETED = "hone:deleted:"

@@ -1,4 +1,4 @@
-"""Leases: the right of a worker with its job, or of an evaluation, to use services for a while."""
+"""Leases: the right of a worker with its job to use services for a while."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ class LeaseLost(Exception):
 class Lease:
     """The right to work on a job with a trainer, for `lease_s` seconds from each heartbeat.
     `attempt` fences: it is larger than the attempt of any earlier lease. `tries` counts the
-    attempts in a row, this one included, that completed no new step. A lease without a trainer is
-    an evaluation's (`job_id` is its id), on these `samplers` alone."""
+    attempts in a row, this one included, that completed no new step."""
 
     job_id: str
     attempt: int
     trainer: str
     lease_s: float
-    samplers: tuple[str, ...] = ()
     tries: int = 1

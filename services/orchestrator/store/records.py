@@ -41,6 +41,7 @@ def fields_of(job: Job) -> dict[str, Any]:
         "steps": job.steps,
         "priority": job.priority,
         "metadata": json.dumps(job.metadata),
+        "models": None if job.trains else json.dumps([m.model for m in job.evaluated_models]),
         "openai": "1" if job.request else None,
         "files": " ".join(filter(UPLOADED.fullmatch, sources)),
     }

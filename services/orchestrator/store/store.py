@@ -16,7 +16,6 @@ from services.orchestrator.store import identity, keys, rebuilding
 from services.orchestrator.store.connection import Connection, StoreUnavailable
 from services.orchestrator.store.known_slots import KnownSlots
 from services.orchestrator.store.lists import Lists, Wanted
-from services.orchestrator.store.loans import Loans
 from services.orchestrator.store.records import (
     Unreadable,
     check_event_id,
@@ -57,18 +56,16 @@ REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "n
 
 class Store(WorkerSide):
     """All of the orchestrator's state, with the API's operations on it. `samplers` are the
-    registered samplers, `loans` the samplers that evaluations use, `slots` the heartbeats of all
-    trainers, `removals` the removed uploaded files, and `used_models` the models that jobs begin
-    with. Every method raises StoreUnavailable when Redis cannot be reached, and StoreEmptied when
-    it is not the jobs' Redis. The newest `keep_jobs` ended jobs are kept, and at least the newest
-    `keep_events` events of each job."""
+    registered samplers, `slots` the heartbeats of all trainers, `removals` the removed uploaded
+    files, and `used_models` the models that jobs use. Every method raises StoreUnavailable when
+    Redis cannot be reached, and StoreEmptied when it is not the jobs' Redis. The newest `keep_jobs`
+    ended jobs are kept, and at least the newest `keep_events` events of each job."""
 
     def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
         self._connection = connection = Connection(url, limits)
         super().__init__(connection)
         self.samplers = Registrations(connection)
-        self.loans = Loans(connection)
         self.slots = KnownSlots(connection)
         self.removals = Removals(connection, KEY_TTL_S)
         self.used_models = UsedModels(connection)

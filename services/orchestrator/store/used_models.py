@@ -1,4 +1,4 @@
-"""The models that jobs begin with: checkpoints of other jobs may be among them."""
+"""The models that jobs begin with or evaluate: checkpoints of other jobs may be among them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.orchestrator.store.connection import Connection
 
 @dataclass(frozen=True)
 class Use:
-    """The folder of a model, with a job that begins with it and has not ended."""
+    """The folder of a model, with a job that uses it and has not ended."""
 
     path: Path
     job_id: str

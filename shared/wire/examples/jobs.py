@@ -1,4 +1,4 @@
-"""Examples of the jobs API: records, plans, events, evaluations and keys."""
+"""Examples of the jobs API: records, plans, events and keys."""
 
 from __future__ import annotations
 
@@ -21,18 +21,6 @@ SUMMARY = {
     "attempts": 1,
     "metadata": {"team": "math"},
 }
-EVALUATION = {
-    "id": "eval-7f3a",
-    "models": [
-        {"name": "base", "model": JOB["model"]},
-        {"name": "demo:160", "model": f"/runs/{ID}/checkpoints/step-000160"},
-    ],
-    "job": {**JOB, "evaluation": {"samples": 4, "temperature": 0.6}},
-}
-SCORES = {"missing_rewards": 0.0, "errored_rollouts": 0.0}
-BEFORE = {"mean": 0.31, "low": 0.27, "high": 0.35, "num_problems": 200}
-AFTER = {"mean": 0.72, "low": 0.68, "high": 0.76, "num_problems": 200}
-BETTER = {"mean": 0.41, "low": 0.38, "high": 0.44, "num_problems": 200}
 GRADED = {
     "prompt_index": 17,
     "prompt": "12 47 -> 59:",
@@ -111,38 +99,6 @@ JOBS: dict[str, Any] = {
         "examples": [{"step": 1, "position": 12, "old": {**GRADED, "reward": 0.0}, "new": GRADED}],
     },
     "Recovered": {"jobs": [{"id": ID, "status": "paused", "step": 40, "steps": 160}]},
-    "EvaluationRequest": EVALUATION,
-    "EvaluationReport": {
-        "id": EVALUATION["id"],
-        "temperature": 0.6,
-        "seed": 0,
-        "sets": [
-            {
-                "name": "",
-                "source": "dataset 'owner/problems'",
-                "num_problems": 200,
-                "num_samples": 4,
-                "models": [
-                    {**SCORES, "name": "base", "metrics": {"pass@1": BEFORE}},
-                    {
-                        **SCORES,
-                        "name": "demo:160",
-                        "metrics": {"pass@1": AFTER},
-                        "differences": {"pass@1": BETTER},
-                    },
-                ],
-            }
-        ],
-    },
-    "EvaluationState": {
-        "id": EVALUATION["id"],
-        "model": "demo:160",
-        "number": 2,
-        "num_models": 2,
-        "num_done": 37,
-        "num_problems": 200,
-    },
-    "EvaluationEnded": {"id": EVALUATION["id"], "ended": True},
     "CreateKey": {"name": "dashboard", "access": "read"},
     "CreatedKey": {**KEY, "secret": "hone_dashboard_" + 43 * "x"},
     "KeyList": {"keys": [KEY]},

@@ -11,10 +11,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hone import cli, evaluation_view
+from hone import cli, evaluating, evaluation_view
 from hone.cli import app
 from hone.commands import eval as command
 from shared.errors import BadRequest, NotFound
+from shared.job import Job, StopSpec
+from shared.job.file import parse_job
 from shared.wire import (
     Checkpoint,
     CheckpointList,
@@ -24,6 +26,7 @@ from shared.wire import (
     ModelScores,
     SetReport,
 )
+from tests.support.job_records import JOB as JOB_RECORD
 from tests.support.job_records import record
 
 JOB = """
@@ -54,6 +57,16 @@ def scores(name: str, reward: float, margin: float | None, *, better: float = 0.
     )
 
 
+SUBMITTED = parse_job(
+    JOB_RECORD.model_dump(mode="json")
+    | {
+        "data": {"train": "t.jsonl", "eval": "held_out.jsonl"},
+        "stop": {"max_hours": 1.0},
+        "wandb": {"project": "p"},
+        "metadata": {"team": "math"},
+    }
+)
+
 REPORT = EvaluationReport(
     id="eval-1",
     temperature=0.6,
@@ -74,7 +87,8 @@ class FakeClient:
     """An orchestrator that has a job "demo" with two checkpoints."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.job: Any = None
+        self.raises: BaseException | None = None
 
     def __enter__(self) -> FakeClient:
         return self
@@ -93,10 +107,16 @@ class FakeClient:
     def get(self, job: str) -> JobRecord:
         if job != "demo":
             raise NotFound(f"no job {job!r}")
-        return record("succeeded")
+        return JobRecord.model_validate(record("succeeded").model_dump() | {"job": SUBMITTED})
 
-    def evaluate(self, job: Any, models: Any, progress: Any) -> EvaluationReport:
-        self.asked = [job, models]
+    def submit(self, job: Job, *, key: str) -> JobRecord:
+        self.job = job
+        found = record("queued").model_dump() | {"id": "eval-demo-1", "job": job}
+        return JobRecord.model_validate(found | {"warnings": ("the model was not looked at",)})
+
+    def run(self, _: Any) -> EvaluationReport:
+        if self.raises:
+            raise self.raises
         return REPORT
 
 
@@ -118,24 +138,27 @@ def test_a_job_file_says_what_to_evaluate_on_and_options_change_it(
     file.write_text(JOB)
     done = run("a/b", "--job", str(file), "-k", "4", "--temperature", "0.6", "--num-prompts", "9")
     assert done.exit_code == 0, done.output
-    job, _ = client.asked
+    job = client.job
     assert (job.data.eval, job.sampling.max_tokens) == ("test.jsonl", 7)
     assert (job.evaluation.samples, job.evaluation.temperature) == (4, 0.6)
     assert (job.evaluation.num_prompts, job.rewards[0].grader) == (9, "exact_match")
     run("a/b", "--job", str(file), "--grader", "math", "--data", "other.jsonl", "--seed", "5")
-    job, _ = client.asked
+    job = client.job
     assert (job.rewards[0].grader, job.data.eval, job.seed) == ("math", "other.jsonl", 5)
 
 
 def test_a_job_that_was_submitted_says_what_to_evaluate_on_by_its_name(client: FakeClient) -> None:
-    assert run("a/b", "demo", "--job", "demo", "--num-prompts", "9").exit_code == 0
-    job, _ = client.asked
-    assert job.model_copy(update={"evaluation": record("succeeded").job.evaluation}) == (
-        record("succeeded").job
-    )
-    assert job.evaluation.num_prompts == 9
+    """What is about its training alone is left out."""
+    assert run("a/b@v2", "demo", "--job", "demo", "--num-prompts", "9").exit_code == 0
+    job = client.job
+    assert (job.name, job.model, job.model_revision, job.steps) == ("eval-demo", "a/b", "v2", 0)
+    assert (job.data.train, job.data.eval) == (None, "held_out.jsonl")
+    assert (job.stop, job.wandb, job.rewards) == (StopSpec(), None, SUBMITTED.rewards)
+    assert (job.evaluation.num_prompts, job.metadata) == (9, {"team": "math"})
     refused = run("a/b", "--job", "other")
     assert refused.exit_code == 2 and "no job 'other'" in refused.output
+    refused = run("a/b", "--job", "demo", "--set", "data.eval=[]")
+    assert refused.exit_code == 2, refused.output
 
 
 def test_without_a_job_file_data_and_grader_do(client: FakeClient, tmp_path: Path) -> None:
@@ -143,7 +166,7 @@ def test_without_a_job_file_data_and_grader_do(client: FakeClient, tmp_path: Pat
     data.write_text("{}")
     done = run("a/b", "--data", str(data), "--grader", "math", "--set", "data.template={{ q }}")
     assert done.exit_code == 0, done.output
-    job, _ = client.asked
+    job = client.job
     assert (job.data.eval, job.data.template) == (str(data), "{{ q }}")
     refused = run("a/b", "--data", str(data))
     assert refused.exit_code == 2 and "--job with a job file, or --data" in refused.output
@@ -154,7 +177,7 @@ def test_a_model_is_a_folder_a_jobs_checkpoint_or_on_the_hub(
 ) -> None:
     data = ("--data", "x/y", "--grader", "math")
     run(str(tmp_path), "demo", "demo:50", "owner/name", "gpt2", "owner/name@abc", *data)
-    _, models = client.asked
+    models = client.job.evaluation.models
     assert [(model.model, model.revision) for model in models] == [
         (str(tmp_path.resolve()), None),
         ("/runs/100", None),
@@ -175,6 +198,31 @@ def test_a_model_is_a_folder_a_jobs_checkpoint_or_on_the_hub(
 def test_the_report_is_a_table_and_json(client: FakeClient) -> None:
     done = run("base", "demo:50", "--data", "x/y", "--grader", "math", "-o", "json")
     assert EvaluationReport.model_validate(json.loads(done.stdout)) == REPORT
+
+
+def test_the_job_is_named_at_once_with_what_is_probably_wrong(client: FakeClient) -> None:
+    done = run("base", "--data", "x/y", "--grader", "math")
+    assert done.stderr.splitlines() == ["warning: the model was not looked at", "job eval-demo-1"]
+    assert client.job.name == "eval"
+
+
+@pytest.mark.parametrize(
+    ("raised", "exit_code", "said"),
+    [
+        (
+            evaluating.Paused("job eval-demo-1 is paused: x"),
+            3,
+            "hone: job eval-demo-1 is paused: x",
+        ),
+        (KeyboardInterrupt(), 130, "interrupted: job eval-demo-1 is being cancelled"),
+    ],
+)
+def test_an_evaluation_without_a_report_says_what_became_of_its_job(
+    client: FakeClient, raised: BaseException, exit_code: int, said: str
+) -> None:
+    client.raises = raised
+    done = run("base", "--data", "x/y", "--grader", "math")
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (exit_code, said)
 
 
 def printed(shown: object) -> list[str]:

@@ -34,7 +34,6 @@ from tests.support.job_records import record
 WAITS_FOR = {
     "gpu-1:8002": Obstacle(job="demo-0"),
     "gpu-3:8002": Obstacle(away="no connection"),
-    "gpu-2:8002": Obstacle(evaluation="eval-7"),
 }
 
 
@@ -197,9 +196,8 @@ def test_a_queued_job_is_shown_with_its_place_and_who_has_the_trainer(
     monkeypatch.setattr(Orchestrator, "waits", waits)
     _, shown = run(monkeypatch, "queued", "ls")
     assert shown.splitlines()[1].split()[:3] == ["demo-1", "queued", "(2)"]
-    assert shown.splitlines()[2:5] == [
+    assert shown.splitlines()[2:4] == [
         "the trainer gpu-1:8002 is taken by demo-0",
-        "the trainer gpu-2:8002 waits for its samplers: evaluation eval-7 has them",
         "the trainer gpu-3:8002 takes no job: no connection",
     ]
     _, shown = run(monkeypatch, "queued", "get", "demo")
@@ -208,6 +206,26 @@ def test_a_queued_job_is_shown_with_its_place_and_who_has_the_trainer(
     assert any(
         line.startswith("waits because the trainer gpu-1:8002 is taken by") for line in lines
     )
+
+
+def test_a_job_of_0_steps_is_shown_with_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = {"name": "base", "missing_rewards": 0.0, "errored_rollouts": 0.0}
+    scores["metrics"] = {"reward": {"mean": 0.25, "num_problems": 8}}
+    held_out = {"name": "", "source": "'t.jsonl'", "num_problems": 8, "num_samples": 1}
+    report = {
+        "id": "eval-1",
+        "temperature": 0,
+        "seed": 0,
+        "sets": [held_out | {"models": [scores]}],
+    }
+    ended: dict[str, object] = {"step": 0, "steps": 0, "summary": {"evaluation": report}}
+    monkeypatch.setattr(Orchestrator, "waits", ended)
+    _, shown = run(monkeypatch, "succeeded", "ls")
+    assert shown.splitlines()[1].split()[:3] == ["demo-1", "succeeded", "evaluates"]
+    _, shown = run(monkeypatch, "succeeded", "get", "demo")
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "8 problems of 't.jsonl', 1 completion(s) each, temperature 0, seed 0" in lines
+    assert "base 8 0.250" in lines
 
 
 def test_a_job_that_waits_for_what_is_not_there_says_for_what(

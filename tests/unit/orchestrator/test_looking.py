@@ -36,6 +36,6 @@ def test_experts_are_a_warning_if_not_tried_and_not_reloaded_on_a_cpu(
         data={"train": str(tmp_path / "rows.jsonl"), "template": "{{ prompt }}"},
         weight_sync=weight_sync,
     )
-    looked = look(job, Settings(), None, False)
+    looked = look(job, Settings(), [None], False)
     assert len([said for said in looked.warnings if "mixture of experts" in said]) == num_warnings
     assert (looked.cpu_limit is None) == on_cpu

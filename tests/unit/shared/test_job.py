@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shared.errors import BadRequest
-from shared.job import Job
+from shared.job import EvaluatedModel, Job
 from shared.job import file as job_file
 from shared.job.file import load_job, parse_job, read_source
 from shared.job.job import same_learning
@@ -153,14 +153,49 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         load_job(write(tmp_path, MINIMAL.replace("name = ", "# ")))
 
 
-@pytest.mark.parametrize("steps", ["", "steps = 0"])
-def test_a_job_has_steps_or_epochs(tmp_path: Path, steps: str) -> None:
-    file = write(tmp_path, MINIMAL.replace("steps = 3", steps))
+def test_a_job_has_steps_or_epochs(tmp_path: Path) -> None:
+    file = write(tmp_path, MINIMAL.replace("steps = 3", ""))
     with pytest.raises(BadRequest, match=r"neither steps nor data\.epochs is set; expected one"):
         load_job(file)
     assert load_job(file, ["data.epochs=0.5"]).steps == 0
     with pytest.raises(BadRequest, match="how many rows a stream has is not known"):
         load_job(file, ["data.epochs=2", "data.streaming=true"])
+
+
+def test_a_job_of_0_steps_evaluates_its_model_or_those_that_it_names(tmp_path: Path) -> None:
+    file = write(tmp_path, MINIMAL.replace("steps = 3", "steps = 0"))
+    own = load_job(file, ["data.eval=owner/problems", "model_revision=v2"])
+    assert not own.trains and load_job(file, ["data.epochs=1"]).trains
+    assert own.evaluated_models == (EvaluatedModel(model=own.model, revision="v2"),)
+    folder = tmp_path / "step-000040"
+    folder.mkdir()
+    models = f'evaluation.models=[{{model="{folder}/../step-000040", name="new"}}, {{model="a/b"}}]'
+    new, other = load_job(file, ["data.eval=owner/problems", models]).evaluated_models
+    assert (new.model, new.label) == (str(folder.resolve()), "new"), "made absolute"
+    assert (other.label, other.revision) == ("a/b", None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["steps=0"], "there are no held-out problems; expected data.eval, or evaluation.sets"),
+        (['evaluation.models=[{model="a/b"}]'], "names 1 model.* trains; expected none, or steps"),
+        (["steps=0", "data.eval=a/b", "evaluation.models=[{}]"], "'evaluation.models.0.model' is"),
+        (["steps=0", "data.eval=a/b", 'evaluation.models=["a/b"]'], "expected a table"),
+    ],
+)
+def test_what_a_job_without_steps_lacks_is_said(
+    tmp_path: Path, overrides: list[str], sentence: str
+) -> None:
+    with pytest.raises(BadRequest, match=sentence):
+        load_job(write(tmp_path, MINIMAL), overrides)
+
+
+def test_only_a_job_that_trains_needs_problems_to_train_on(tmp_path: Path) -> None:
+    text = re.sub(r"(?m)^train = .*$", 'eval = "owner/problems"', MINIMAL)
+    assert load_job(write(tmp_path, text), ["steps=0"]).data.train is None
+    with pytest.raises(BadRequest, match=r"'data\.train' is missing; expected the training prob"):
+        load_job(write(tmp_path, text))
 
 
 @pytest.mark.parametrize(

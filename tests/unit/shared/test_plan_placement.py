@@ -9,6 +9,7 @@ import pytest
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.plan.gpus import parse_gpus
+from shared.plan.model import CannotPlan
 from shared.plan.planning import Known, make_plan
 from shared.plan.rates import Load, Sampling, Training, passes, rates_of, tabled
 from shared.settings import Settings
@@ -325,6 +326,12 @@ def test_a_job_of_unknown_steps_has_the_price_of_one() -> None:
     plan = planned("Qwen2.5-0.5B", "1xA100-80GB", epochs)
     assert plan.cost is not None and plan.cost.total is None and plan.cost.per_step > 0
     assert any("data.epochs" in note for note in plan.notes)
+
+
+def test_a_job_that_only_evaluates_is_not_planned() -> None:
+    evaluates = job(steps=0, data={"eval": "x"})
+    with pytest.raises(CannotPlan, match="steps is 0: the job only evaluates"):
+        planned("Qwen2.5-0.5B", "1xA100-80GB", evaluates)
 
 
 def test_gpus_without_a_price_are_said_to_have_none() -> None:

@@ -1,12 +1,19 @@
 -- Returns the models of all jobs that have not ended, as JSON: a list of [model, id, status], each
 -- with the oldest such job.
 
+-- The models that the job uses: its own, or the models that it evaluates.
+local function models(id)
+  local evaluated = field(id, 'models')
+  return evaluated and cjson.decode(evaluated) or {field(id, 'model')}
+end
+
 local found, known = {}, {}
 for _, id in ipairs(redis.call('ZRANGE', JOBS, 0, -1)) do
-  local model = is_job(id) and field(id, 'model')
-  if model and not known[model] and not has_ended(id) then
-    known[model] = true
-    found[#found + 1] = {model, id, field(id, 'status')}
+  for _, model in ipairs(is_job(id) and not has_ended(id) and models(id) or {}) do
+    if model and not known[model] then
+      known[model] = true
+      found[#found + 1] = {model, id, field(id, 'status')}
+    end
   end
 end
 return cjson.encode(found)

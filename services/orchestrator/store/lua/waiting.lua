@@ -1,7 +1,6 @@
 -- call: ids (with blanks between).
 -- Returns JSON: `obstacles`, why each trainer takes no job (a `job` has it or one of its samplers,
--- an `evaluation` has these, or it is `away`); and `places`, the place of each waiting job, 1 for
--- the job that is taken next.
+-- or it is `away`); and `places`, the place of each waiting job, 1 for the job that is taken next.
 
 local obstacles, places, begun, job_of = {}, {}, begun_waiting(), {}
 for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
@@ -11,13 +10,11 @@ for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
   end
 end
 
--- The job or evaluation that has a sampler of a free trainer.
+-- The job that has a sampler of a free trainer.
 local function holder(names)
   for name in string.gmatch(names, '%S+') do
     local attempt = redis.call('GET', LEASE .. name)
     if attempt and job_of[attempt] then return {job = job_of[attempt]} end
-    local evaluation = attempt and redis.call('GET', LOAN .. attempt)
-    if evaluation then return {evaluation = evaluation} end
   end
 end
 
