@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.types import ASGIApp
 
@@ -25,6 +25,9 @@ from shared.wire import (
     SharedWeights,
 )
 from shared.wire.packed import TokenIds
+
+if TYPE_CHECKING:
+    from services.rollout.weights.adapters import LoadedAdapters
 
 
 class BadPrompt(BadRequest):
@@ -49,16 +52,6 @@ class Adapter:
     number: int
     version: int
     folder: Path
-
-
-class Offers(Protocol):
-    """The adapters that callers of the OpenAI routes may name: `adapters.Adapters`."""
-
-    def names(self) -> dict[str, Adapter]: ...
-
-    def knows(self, name: str | None) -> bool: ...
-
-    def find(self, name: str | None) -> Adapter | None: ...
 
 
 @dataclass(frozen=True)
@@ -200,7 +193,7 @@ class Engine(Protocol):
 
     async def unload_adapter(self, adapter: Adapter) -> None: ...
 
-    def offer(self, offers: Offers) -> None:
+    def offer(self, adapters: LoadedAdapters) -> None:
         """Lets callers of `openai` name these adapters."""
         ...
 

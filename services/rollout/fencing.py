@@ -10,7 +10,7 @@ never stale.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from shared.wire import (
     GenerateRequest,
     ModelRequest,
     ServingWeights,
+    Span,
 )
 
 R = TypeVar("R")
@@ -35,6 +36,29 @@ Asker = Fenced | GenerateRequest | ModelRequest | ServingWeights
 def owner_of(asker: Asker) -> str:
     """Names whose weights are asked for or serve: job, attempt and epoch; "" without a job."""
     return f"{asker.job_id}:{asker.attempt}:{asker.epoch}" if asker.job_id else ""
+
+
+def label(owner: str, version: int) -> str:
+    """Returns what the engine writes beside every token that a version samples. The version alone
+    would not do, because after a rewind the same number names other weights."""
+    return f"{owner}/{version}"
+
+
+def spans(labels: Iterable[tuple[str, int]], owner: str) -> tuple[Span, ...]:
+    """Returns which weight versions sampled a completion, oldest first; none for weights that no
+    job has published. `labels` are each label with the first token that has it. Raises Conflict,
+    code "stale", if `owner` is a job and weights of another owner sampled some tokens."""
+    found: list[Span] = []
+    for text, start in labels:
+        of, separator, version = text.rpartition("/")
+        if owner and of != owner:
+            raise Conflict(
+                f"tokens from {start} on were sampled by weights of {text!r}, expected {owner!r}",
+                code="stale",
+            )
+        if separator:
+            found.append(Span(version=int(version), start=start))
+    return tuple(found)
 
 
 class Turn(GenerateRequest):

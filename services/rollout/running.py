@@ -1,36 +1,61 @@
-"""The engine that runs, what is known of the weights in it, and whether a request may be sampled by
-them."""
+"""The engine that runs, the weights that it is known to have, and whether it may sample a
+request."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from services.rollout.engine import Adapter, Engine
+from services.rollout.engine import Adapter, BadPrompt, Engine, Overlong, failed_rollout
 from services.rollout.fencing import owner_of
-from services.rollout.weights.adapters import Adapters
-from services.rollout.weights.canary import Seen
-from services.rollout.weights.proofs import Expected, differing, given_tensors
-from shared.errors import Conflict, HoneError, StateLost, Unavailable
-from shared.wire import CheckedWeights, EngineSpec, Published, ServingWeights
+from services.rollout.weights.adapters import LoadedAdapters
+from services.rollout.weights.proofs import Expected, Seen, differing, given_tensors
+from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
+from shared.http.health import Starting
+from shared.http.presence import since
+from shared.wire import (
+    CheckedWeights,
+    EngineSpec,
+    GenerateRequest,
+    Published,
+    RolloutGroup,
+    ServingWeights,
+)
+from shared.wire.packed import TokenIds
 
 ASLEEP = "the sampler sleeps while the trainer has its GPU; it wakes with the next weights"
 
 EXCHANGING = "the weights of the engine's model are being exchanged; ask again"
 
 
+@dataclass(frozen=True)
+class Start:
+    """The start of an engine for `model`, under way since `at` (Unix time)."""
+
+    model: str
+    at: float = field(default_factory=time.time)
+
+    def __str__(self) -> str:
+        return f"starting the engine for {self.model!r}"
+
+    @property
+    def told(self) -> Starting:
+        return Starting(f"{self}, {since(self.at)}")
+
+
 @dataclass
 class Running:
-    """An engine from its start to its end. `serving` is what it answers of itself, and `nothing`
-    what it answers while no version serves. `published` are the digests of the version's tensors,
-    and `seen` what the engine gave the last canary. `is_base`: the engine's model has its own
-    weights, beside which adapters may be loaded. `fault` says why its weights are unknown."""
+    """An engine from its start to its end. `serving` describes the weights that serve, and
+    `nothing` is the same while no version serves. `published` has the digests of the version's
+    tensors, and `seen` the engine's log-probs of the last canary. `is_base`: the model has its own
+    weights, so adapters may be loaded beside it. `fault` says why the weights are unknown."""
 
     engine: Engine
     spec: EngineSpec
     expected: Expected
-    adapters: Adapters
+    adapters: LoadedAdapters
     nothing: ServingWeights
     serving: ServingWeights
     published: dict[str, str] = field(default_factory=dict)
@@ -48,7 +73,8 @@ class Running:
         return await self.failure() or (ASLEEP if self.is_asleep else None)
 
     async def failure(self) -> str | None:
-        """Returns why only another engine, or another version, makes it useful; None: it is."""
+        """Returns why the engine needs to be replaced, or needs another version; None if it
+        works."""
         return await self.engine.failure() or self.fault
 
     async def check_alive(self) -> None:
@@ -57,8 +83,8 @@ class Running:
             raise StateLost(reason)
 
     async def check_ready(self) -> None:
-        """Raises Unavailable while it sleeps or may not be asked, and StateLost if it does not
-        sample from known weights."""
+        """Raises Unavailable while the engine sleeps or exchanges weights, and StateLost if it is
+        dead or its weights are unknown."""
         await self.check_alive()
         if self.is_exchanging:
             raise Unavailable(EXCHANGING)
@@ -82,19 +108,19 @@ class Running:
             )
 
     def check_goes_on(self, weights: ServingWeights, *, asked_by: str) -> None:
-        """Raises Conflict, code "stale", unless `weights` serve: of whichever version, but of their
-        job, attempt, epoch and engine."""
+        """Raises Conflict, code "stale", unless any version of the same job, attempt and epoch as
+        `weights` serves, on the same engine."""
         serving = self.serving
         if (owner_of(weights), weights.boot_id) != (owner_of(serving), serving.boot_id):
             raise Conflict(
-                f"{asked_by} began with weights of {_whose(weights)}, and those that serve are of "
-                f"{_whose(serving)}; begin another session",
+                f"{asked_by} began with weights of {_whose(weights)}, and now weights of "
+                f"{_whose(serving)} serve; begin another session",
                 code="stale",
             )
 
     def covers(self, spec: EngineSpec) -> bool:
-        """Returns whether the engine will do. Jobs that share one for their adapters may differ in
-        rank and in the seed, which each of their requests has of its own."""
+        """Returns whether this engine can serve `spec`. Jobs that share an engine for their
+        adapters may differ in rank, and in the seed, because their requests carry their own."""
         mine = self.spec
         if not (spec.max_lora_rank and mine.max_lora_rank):
             return spec == mine
@@ -126,16 +152,16 @@ class Running:
 
     @property
     def salt(self) -> str:
-        """What tells the cached prefixes of one version from those of others."""
+        """The key under which this version's prefixes are cached."""
         return f"{owner_of(self.serving)}:{self.serving.version}"
 
     def serving_adapter(self) -> AbstractContextManager[Adapter | None]:
-        """Keeps the adapter that serves loaded, if one does, for a request that names it."""
+        """Keeps the adapter that serves loaded during a request. None if no adapter serves."""
         return self.adapters.using(self.adapters.serving)
 
     async def checked(self) -> CheckedWeights:
-        """Returns in which tensors what the engine computes with is not the version that serves,
-        or the model that it was started with. With an adapter it is both of them."""
+        """Returns which of the engine's tensors are not those of the version that serves, or of the
+        model that it was started with. With an adapter both are compared."""
         published, found = self.published, await self.engine.digests()
         if self.is_base:
             base = await asyncio.to_thread(given_tensors, self.engine.folder, self.engine.dtype)
@@ -152,7 +178,7 @@ class Running:
         )
 
     def lose_base(self) -> None:
-        """Notes that other weights take the place of the model's own: no adapter is of these."""
+        """Other weights replace the model's own, and the loaded adapters do not fit them."""
         self.adapters.forget()
         self.is_base = False
 
@@ -165,6 +191,45 @@ class Running:
             self.fault = f"going to sleep failed ({sentence(error)}); PUT /model"
             raise StateLost(self.fault) from error
         self.is_asleep = True
+
+
+def prompt_ids(request: GenerateRequest, engine: Engine) -> tuple[list[int], bool]:
+    """Returns the prompt's token ids `[T]`, and whether its first tokens were cut off. Raises
+    BadPrompt if nothing can be sampled after it, and BadRequest for a request without a prompt or
+    with two."""
+    if (request.prompt is None) == (request.prompt_token_ids is None):
+        raise BadRequest("give one of 'prompt' and 'prompt_token_ids', not both or neither")
+    if request.prompt_token_ids is None:
+        assert request.prompt is not None
+        ids = engine.encode(request.prompt, request.template_args)
+    else:
+        ids = list(request.prompt_token_ids)
+    room = engine.max_model_len - request.sampling.max_tokens
+    is_cut = request.truncate_prompt and 0 < room < len(ids)
+    ids = ids[-room:] if is_cut else ids
+    _check_prompt(ids, request.sampling.max_tokens, engine)
+    return ids, is_cut
+
+
+def group_without_prompt(request: GenerateRequest, error: BadPrompt) -> RolloutGroup:
+    """Returns the group of a prompt after which nothing can be sampled. Each rollout says why."""
+    rollouts = (failed_rollout(error.detail),) * request.sampling.n
+    overlong = isinstance(error, Overlong)
+    return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=rollouts, overlong=overlong)
+
+
+def _check_prompt(ids: list[int], max_tokens: int, engine: Engine) -> None:
+    if not ids:
+        raise BadPrompt("the prompt has no tokens")
+    outside = min(ids) if min(ids) < 0 else max(ids)
+    if not 0 <= outside < engine.vocab_size:
+        raise BadPrompt(f"'prompt_token_ids': got {outside}, expected 0 to {engine.vocab_size - 1}")
+    total = len(ids) + max_tokens
+    if total > engine.max_model_len:
+        raise Overlong(
+            f"a prompt of {len(ids)} tokens with 'max_tokens' {max_tokens} makes {total}; the "
+            f"model holds {engine.max_model_len}"
+        )
 
 
 def sentence(error: BaseException) -> str:

@@ -9,15 +9,14 @@ READ FIRST.
                                           put_model succeeds
 
 A sampler that takes turns with the trainer on one GPU sleeps from `sleep` until the next version is
-loaded: it has no weights, and whoever asks for samples is to come again.
+loaded. Meanwhile it has no weights, and requests for samples are refused until later.
 
-What runs is one object, `Running`, which also answers whether a request may be sampled
-(`running.py`); how a version gets into it is in `weights/loading.py`; who may ask, and how what is
-under way ends, in `fencing.py`.
+`Running` (`running.py`) is the engine that runs, and decides whether it may sample a request.
+`weights/loading.py` loads versions into it. `fencing.py` decides who may ask, and ends requests.
 
-One lock orders everything that changes the engine or its weights. /generate takes no lock: vLLM
-queues what arrives while it is paused. Nothing is keyed by a remembered request: whether a PUT or a
-reload has been done is read off what serves now.
+One lock orders all calls that change the engine or its weights. /generate takes no lock: vLLM
+queues requests while it is paused. No request is remembered: whether a PUT or a reload was done is
+decided by the weights that serve now.
 """
 
 from __future__ import annotations
@@ -26,22 +25,19 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from services.rollout.engine import Answer, BadPrompt, Engine, Starter
 from services.rollout.fencing import Fences, Requests, Turn, owner_of, stale, taken
-from services.rollout.prompts import group_without_prompt, prompt_ids
-from services.rollout.running import ASLEEP, Running
-from services.rollout.weights.adapters import Adapters, one_call
+from services.rollout.running import ASLEEP, Running, Start, group_without_prompt, prompt_ids
+from services.rollout.weights.adapters import LoadedAdapters, one_call
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.loading import Load
 from services.rollout.weights.proofs import Expected, expected_of
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
 from shared.host.logs import get_logger
-from shared.http.health import Starting
 from shared.http.ownership import Ownership
-from shared.http.presence import since
 from shared.weights.meeting import memory_space
 from shared.wire import (
     Aborted,
@@ -60,29 +56,14 @@ from shared.wire import (
 )
 from shared.wire.packed import TokenIds
 
-
-@dataclass(frozen=True)
-class Start:
-    """The start of an engine for `model`, under way since `at` (Unix time)."""
-
-    model: str
-    at: float = field(default_factory=time.time)
-
-    def __str__(self) -> str:
-        return f"starting the engine for {self.model!r}"
-
-    @property
-    def told(self) -> Starting:
-        return Starting(f"{self}, {since(self.at)}")
-
-
 NO_MODEL = "no model is loaded; PUT /model loads one"
 
 
 class Sampler:
-    """Samples with one engine at a time. `weight_roots` are the folders that published weights may
-    lie in, and `copies` keeps those that are fetched; `replica` names this sampler in what it
-    answers, and `max_adapters` is of how many jobs its engines hold adapters."""
+    """Samples with one engine at a time. Published weights may lie in the folders `weight_roots`;
+    `copies` keeps fetched weights. `replica` is this sampler's name in its answers. Its engines
+    hold the adapters of at most `max_adapters` jobs. `refresh` makes files of other hosts
+    visible."""
 
     def __init__(
         self,
@@ -115,8 +96,8 @@ class Sampler:
 
     @property
     def told(self) -> ServingWeights:
-        """What serves, what takes long while an engine starts, and whether another orchestrator's
-        job has the sampler."""
+        """The weights that serve, the stage of an engine that starts, and the other orchestrator
+        whose job has the sampler."""
         doing = None
         if self._running is None and self._starting:
             stage = self._starter.stage()
@@ -127,8 +108,8 @@ class Sampler:
     # --- the engine ------------------------------------------------------------------------------
 
     def open(self, model: str | None) -> None:
-        """Begins to prepare for engines, and to start one for `model`, behind the first
-        requests."""
+        """Begins to import vLLM, and to start an engine for `model`, while requests are already
+        answered."""
         self._copies.clear()
         if model:
             self._starting = Start(model)
@@ -153,32 +134,32 @@ class Sampler:
             return await self._serve(request.spec)
 
     async def unready(self) -> str | None:
-        """Returns why /generate would be refused, or None. Without a model yet there is nothing to
-        wait for."""
+        """Returns why /generate would be refused, or None. Before the first model there is nothing
+        to wait for."""
         if self._running is None:
             return self._starting.told if self._starting else self._not_started
         return await self._running.unready()
 
     async def ready_engine(self) -> Engine:
-        """Returns the engine. Raises Unavailable while it starts, sleeps or may not be asked, and
-        StateLost if there is none that samples from known weights."""
+        """Returns the engine. Raises Unavailable while it starts, sleeps or exchanges weights, and
+        StateLost if no engine has known weights."""
         return (await self._ready()).engine
 
     def num_running(self) -> int:
         return self._running.engine.num_running() if self._running else 0
 
     def prompt_tokens(self) -> tuple[int, int]:
-        """Returns how many tokens the engine's prompts had, and how many of them were cached."""
+        """Returns how many tokens the engine's prompts had, and how many were cached."""
         return self._running.engine.prompt_tokens() if self._running else (0, 0)
 
     async def _ready(self) -> Running:
-        """Returns what may be asked for samples."""
+        """Returns the engine that may be asked for samples."""
         running = await self._alive()
         await running.check_ready()
         return running
 
     async def _alive(self) -> Running:
-        """Returns what runs, which may hold unknown weights."""
+        """Returns the engine that runs. Its weights may be unknown."""
         if self._running is None and self._starting:
             raise Unavailable(self._starting.told, code="starting")
         if self._running is None:
@@ -218,11 +199,11 @@ class Sampler:
         return running.serving
 
     async def _serve_own_weights(self, request: ModelRequest) -> ServingWeights:
-        """Serves the model as it is in its folder. An engine whose model has had other weights
-        loaded in place is stopped."""
+        """Serves the model with the weights of its folder. An engine into which other weights were
+        loaded is stopped."""
         if request.job_id is None:
             raise BadRequest(
-                "'own_weights' is true and there is no 'job_id'; expected whom they are to serve"
+                "'own_weights' is true and there is no 'job_id'; expected the job that they serve"
             )
         if self._running and not self._running.is_base:
             await self._stop_engine()
@@ -254,7 +235,7 @@ class Sampler:
             engine,
             spec,
             replace(expected, max_lora_rank=engine.max_lora_rank),
-            Adapters(engine, self._copies, self._max_adapters),
+            LoadedAdapters(engine, self._copies, self._max_adapters),
             nothing=serving,
             serving=serving,
         )
@@ -269,9 +250,9 @@ class Sampler:
     # --- sampling --------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> RolloutGroup:
-        """Returns the prompt's group `[G]`, sampled by weights of at least `min_version`, all of
-        the job's epoch. A prompt that nothing can be sampled after is data to a job: rollouts that
-        went wrong. A request by hand gets BadRequest."""
+        """Returns the prompt's group `[G]`, sampled by weights of the job's epoch and of at least
+        `min_version`. If nothing can be sampled after the prompt, a job gets failed rollouts as
+        data, and a request by hand gets BadRequest."""
         running = await self._ready()
         self._fences.check(request, running.serving)
         running.check_version(request.min_version)
@@ -300,8 +281,8 @@ class Sampler:
         )
 
     async def engine_with(self, weights: ServingWeights, *, asked_by: str) -> Engine:
-        """Returns the engine if it serves `weights`: of whichever version, but of their job,
-        attempt, epoch and engine. Raises Conflict, code "stale", if it does not."""
+        """Returns the engine if it serves any version of the same job, attempt and epoch as
+        `weights`, and is the same engine. Else raises Conflict, code "stale"."""
         return (await self._running_with(weights, asked_by)).engine
 
     async def answer(
@@ -312,8 +293,8 @@ class Sampler:
         *,
         asked_by: str,
     ) -> Answer:
-        """Returns the answer of a recorded conversation that is of `weights`. Raises Conflict, code
-        "stale", if others serve, or come to serve meanwhile."""
+        """Returns the answer in a recorded conversation that began with `weights`. Raises Conflict,
+        code "stale", if weights of another job, attempt or epoch serve now or before the end."""
         running = await self._running_with(weights, asked_by)
         asker = Turn(
             **running.serving.model_dump(include={"job_id", "attempt", "epoch"}), asked_by=asked_by
@@ -329,8 +310,8 @@ class Sampler:
             return await self._requests.run(asker, work)
 
     async def abort(self, request: AbortRequest) -> Aborted:
-        """Ends what the job has under way up to this fence, and refuses what comes of it later; or
-        only the requests of `request.keys`. Conversations go on: the weights still serve."""
+        """Ends the job's requests up to this fence, and refuses later ones; or ends only the
+        requests of `request.keys`. Conversations go on, because their weights still serve."""
         if request.keys:
             return Aborted(num_requests=self._requests.end_keys(request))
         self._fences.abort(request)
@@ -367,8 +348,8 @@ class Sampler:
         return running
 
     def _take_over(self, asker: Published | ModelRequest | SleepRequest) -> None:
-        """Supersedes all older attempts and epochs, requests under way included. Raises Conflict if
-        the asker is superseded itself."""
+        """Supersedes all older attempts and epochs, and ends their requests. Raises Conflict if the
+        asker is superseded itself."""
         if self._fences.take_over(asker):
             self._requests.end(lambda other: other.job_id is not None, taken)
         elif asker.job_id is not None:
@@ -379,9 +360,9 @@ class Sampler:
     # --- weights ---------------------------------------------------------------------------------
 
     async def reload_weights(self, request: WeightsRef) -> ServingWeights:
-        """Returns what serves once `request` does. The version serving already is answered at once,
-        unless it is to be loaded `again`; an older one of the same epoch is refused. Until the
-        version is proven nothing changes."""
+        """Loads this version and returns what serves then. If the version serves already, it is not
+        loaded, except with `again`. An older version of the same epoch is refused. Nothing changes
+        until the version is proven."""
         await self._alive()
         async with self._change:
             running, ref = await self._alive(), request.root
@@ -391,13 +372,13 @@ class Sampler:
             return await Load(running, self._requests, ref).run(self._copies)
 
     async def check_weights(self) -> CheckedWeights:
-        """Returns in which tensors what the engine computes with is not what serves."""
+        """Returns which of the engine's tensors are not those of the version that serves."""
         async with self._change:
             return await (await self._ready()).checked()
 
     async def sleep(self, request: SleepRequest) -> ServingWeights:
-        """Frees the GPU's memory until a version is loaded: then nothing serves, and what was under
-        way is lost. Asleep already, it stays so."""
+        """Frees the GPU's memory until a version is loaded. Until then nothing serves, and requests
+        under way are lost. A sampler that sleeps stays asleep."""
         async with self._change:
             running = await self._alive()
             self._take_over(request)

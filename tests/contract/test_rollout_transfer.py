@@ -117,7 +117,11 @@ async def test_what_was_half_received_never_samples_and_files_heal_it(
 @pytest.mark.parametrize(
     ("changes", "code", "message"),
     [
-        ({"digest": "0" * 64}, "digest_differs", "announces tensors that its digest 0+ is not of"),
+        (
+            {"digest": "0" * 64},
+            "digest_differs",
+            "announces tensors that do not have its digest 0+",
+        ),
         ({"tensors": {}}, "digest_differs", "announces tensors"),
     ],
 )

@@ -214,7 +214,7 @@ async def test_a_template_that_rewrites_answers_leaves_those_sampled_alone(
     chat.forgets = "after"
     await agent.say("and more")
     again = (await record(bench)).conversations[1]
-    assert again.because == "the chat template renders an answer otherwise once messages follow"
+    assert again.because == "the chat template renders an answer differently once messages follow"
     assert "one..." in text_of(again.prompt_token_ids) and len(again.turns) == 1
 
 
@@ -373,8 +373,8 @@ async def test_a_session_stays_with_the_weights_of_one_epoch_and_engine(
     with pytest.raises(openai.ConflictError) as stale:
         await agent.say("more")
     assert stale.value.body == {
-        "message": "session 's' began with weights of attempt 1, epoch 1 of job 'job', and those "
-        "that serve are of attempt 1, epoch 2 of job 'job'; begin another session",
+        "message": "session 's' began with weights of attempt 1, epoch 1 of job 'job', and now "
+        "weights of attempt 1, epoch 2 of job 'job' serve; begin another session",
         "type": "conflict",
         "code": "stale",
         "param": None,
@@ -383,7 +383,7 @@ async def test_a_session_stays_with_the_weights_of_one_epoch_and_engine(
     await other.say()
     assert len((await only(bench)).turns) == len((await only(bench, "other")).turns) == 1
     await bench.put(ModelRequest(model="other", attempt=2, job_id="job"))
-    with pytest.raises(openai.ConflictError, match="those that serve are of no job"):
+    with pytest.raises(openai.ConflictError, match="now weights of no job"):
         await other.say()
 
 

@@ -18,9 +18,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from services.rollout.app import create_service
-from services.rollout.engine import Adapter, BadPrompt, Offers
-from services.rollout.on_vllm.versions import label, spans
+from services.rollout.engine import Adapter, BadPrompt
+from services.rollout.fencing import label, spans
 from services.rollout.sampler import Sampler
+from services.rollout.weights.adapters import LoadedAdapters
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
 from shared.errors import BadRequest, StateLost
@@ -53,12 +54,6 @@ OTHER = ModelRequest(model="other")
 
 
 @dataclass
-class Labelled:
-    version: str
-    start: int
-
-
-@dataclass
 class FakeEngine:
     """Answers each prompt with its own last token, or with `outcome`. `calls` records what the
     service asked for, in order."""
@@ -85,7 +80,7 @@ class FakeEngine:
     loaded: dict[str, str] = field(default_factory=dict)
     adapters: dict[int, Adapter] = field(default_factory=dict)
     refuses_adapters: Exception | None = None
-    offers: Offers | None = None
+    offers: LoadedAdapters | None = None
     shift: float = 0.0
     samples: int = 0
     under_way: int = 0
@@ -130,13 +125,13 @@ class FakeEngine:
         adapter it is that one's."""
         self.samples += 1
         self.under_way += 1
-        labels = [Labelled(self.label, 0)]
+        labels = [(self.label, 0)]
         try:
             await self.frozen.wait()
         finally:
             self.under_way -= 1
-        if self.label != labels[0].version:
-            labels.append(Labelled(self.label, 1))
+        if self.label != labels[0][0]:
+            labels.append((self.label, 1))
         if adapter:
             assert adapter.number in self.adapters, "it would be loaded from its folder again"
             return (Span(version=adapter.version, start=0),)
@@ -173,8 +168,8 @@ class FakeEngine:
     async def unload_adapter(self, adapter: Adapter) -> None:
         del self.adapters[adapter.number]
 
-    def offer(self, offers: Offers) -> None:
-        self.offers = offers
+    def offer(self, adapters: LoadedAdapters) -> None:
+        self.offers = adapters
 
     async def adapter_digests(self, adapter: Adapter) -> dict[str, str]:
         return tensor_digests(stored_tensors(adapter.folder))

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from services.rollout.conversations.continuing import prompt_tokens, tokens_after
+from services.rollout.conversations.recording import prompt_tokens, tokens_after
 from services.rollout.engine import Answer
-from services.rollout.on_vllm.masks import Masking
 from shared.errors import BadRequest, Failed, NotFound
 from shared.settings import Settings
 from shared.wire import ChatRequest, EngineSpec
@@ -41,7 +40,6 @@ TEMPLATE = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 ADD = {"name": "add", "description": "adds", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": ADD}
-NO_MASKS = Masking(asked=False)
 CALL = 'Well.\n<tool_call>\n{"name": "add", "arguments": {"b":3, "a":2}}\n</tool_call>'
 
 
@@ -136,15 +134,13 @@ def engine(folder: Path) -> Scripted:
     return Scripted(folder)
 
 
-def chat_of(
-    engine: Scripted, tool_parser: str | None = "hermes", masking: Masking = NO_MASKS
-) -> VllmChat:
+def chat_of(engine: Scripted, tool_parser: str | None = "hermes", masks: bool = False) -> VllmChat:
     from services.rollout.on_vllm.chat import VllmChat
     from services.rollout.on_vllm.openai_routes import openai_app
 
     app = openai_app(cast(Any, engine), "tiny", tool_parser=tool_parser)
     serving = app.state.openai_serving_chat
-    return VllmChat(serving, engine.tokenizer, masking, lambda: "it died")
+    return VllmChat(serving, engine.tokenizer, masks, lambda: "it died")
 
 
 async def answer(chat: VllmChat, request: ChatRequest, ids: list[int]) -> Answer:
@@ -187,7 +183,7 @@ async def test_an_answer_says_what_its_tokens_were_drawn_from_if_it_was_asked_fo
 ) -> None:
     engine.replies, engine.mask = ["ab", "ab", "ab", "ab"], [[68, 69], [69]]
     asked = ChatRequest(messages=({"role": "user", "content": "a"},), top_p=0.9, temperature=0.7)
-    chat = chat_of(engine, masking=Masking(asked=True))
+    chat = chat_of(engine, masks=True)
     drawn = (await answer(chat, asked, [5])).rollout
     assert (drawn.kept_ids, drawn.kept_counts) == ([68, 69, 69], [2, 1])
     assert (engine.params.top_p, engine.params.top_k, engine.params.temperature) == (0.9, 0, 0.7)

@@ -1,8 +1,18 @@
-"""A conversation as it is recorded: messages as they were sent, and the tokens that they are.
+"""One conversation as it is recorded: its messages as they were sent, and their tokens.
 
-Tokens are in one row: the prompt, then answers as they were sampled, and between them what the chat
-template made of the messages of tools and users. After each answer the row is a state that the next
-request may go on from, if its messages begin with those of that state.
+The tokens are one row: the prompt, then the answers as they were sampled, and between the answers
+the messages of tools and users as the chat template writes them. After each answer the row is a
+state. The next request goes on from a state if its messages begin with the state's messages.
+
+Sampled tokens are never tokenized again. When a conversation goes on, only the text that the chat
+template writes after the last answer is tokenized, and appended to the row:
+
+    prompt  answer, as sampled  end of the answer, tool's message, head of the next answer
+                                ^ tokenized now
+
+The template renders whole conversations. So that text is the difference of two renderings: of the
+messages up to the answer, and of all messages. In both, a mark replaces the answer's text, because
+templates rewrite that text (they strip it, or drop thoughts), and so it is not what was sampled.
 """
 
 from __future__ import annotations
@@ -14,18 +24,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.rollout.engine import Answer
+from services.rollout.engine import Answer, Chat
 from shared.wire import ChatRequest, Conversation, Message, Rollout, Sampling, Span, Turn
 from shared.wire.packed import Logprobs, Mask, TokenIds
 
 COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id")
-"""What two messages are the same by. Clients add and drop other fields."""
+"""The fields in which two equal messages agree. Clients add and drop other fields."""
+
+MARK = "hone-answer-5b1f0c"
+"""Replaces the text of an answer. No template looks for it, and it has no spaces at its ends, which
+templates strip."""
 
 
 @dataclass(frozen=True)
 class State:
-    """A conversation up to an answer: its messages, how many tokens after its prompt, and the
-    last of them."""
+    """A conversation up to an answer: its number of messages, its number of tokens after the
+    prompt, and the last token."""
 
     num_messages: int
     num_tokens: int
@@ -33,7 +47,7 @@ class State:
 
 
 class Recorded:
-    """One conversation. `because` is why it does not go on from an earlier one."""
+    """One conversation. `because` says why it does not go on from an earlier one."""
 
     def __init__(self, request: ChatRequest, prompt_token_ids: list[int], because: str) -> None:
         self.messages: list[Message] = list(request.messages)
@@ -55,7 +69,7 @@ class Recorded:
 
     @property
     def size_bytes(self) -> int:
-        """About the memory that it takes."""
+        """About its memory."""
         columns = (
             self._prompt_token_ids,
             self._token_ids,
@@ -161,7 +175,7 @@ class Recorded:
 
 
 def json_bytes(value: Any) -> int:
-    """Returns about the memory that a JSON value takes."""
+    """Returns about the memory of a JSON value."""
     parts: tuple[Any, ...] = ()
     if isinstance(value, dict):
         parts = (*value.keys(), *value.values())
@@ -198,3 +212,58 @@ def _call(call: Any) -> Any:
         return (call.get("id"), function["name"], json.loads(function["arguments"]))
     except (TypeError, KeyError, AttributeError, ValueError):
         return call
+
+
+class CannotContinue(Exception):
+    """The chat template renders earlier messages differently once more messages follow."""
+
+
+async def prompt_tokens(chat: Chat, request: ChatRequest) -> list[int]:
+    """Returns the token ids `[T]` of all messages, ready for the answer."""
+    return chat.tokenize(await chat.render(request, request.messages, answering=True))
+
+
+async def tokens_after(
+    chat: Chat, request: ChatRequest, num_known: int, last_token: int
+) -> list[int]:
+    """Returns the token ids `[T]` between the answer that is message `num_known - 1`, whose last
+    sampled token is `last_token`, and the next answer. Raises CannotContinue."""
+    earlier, answer = request.messages[: num_known - 1], request.messages[num_known - 1]
+    marked = (*earlier, {**_without_thoughts(answer), "content": MARK})
+    known = _after_mark(await chat.render(request, marked, answering=False))
+    everything = (*marked, *request.messages[num_known:])
+    whole = _after_mark(await chat.render(request, everything, answering=True))
+    if not whole.startswith(known):
+        raise CannotContinue("the chat template renders an answer differently once messages follow")
+    ending = await _ending(chat, request, earlier, known, chat.special_text(last_token))
+    return chat.tokenize(ending + whole[len(known) :])
+
+
+async def _ending(
+    chat: Chat, request: ChatRequest, earlier: Sequence[Message], known: str, sampled_end: str
+) -> str:
+    """Returns the end of the answer as the template writes it, from where sampling ended. That is
+    after the answer's end token. If the answer was cut off, or ended with a token that the template
+    does not write, it is after the answer's text. In `known`, calls of tools may stand after the
+    mark, so then the answer is rendered without them."""
+    if sampled_end and sampled_end in known:
+        return known.rpartition(sampled_end)[2]
+    plain: Message = {"role": "assistant", "content": MARK}
+    text = await chat.render(request, (*earlier, plain), answering=False)
+    if MARK not in text:
+        raise CannotContinue("the chat template does not render the text of an answer")
+    return _after_mark(text)
+
+
+def _after_mark(text: str) -> str:
+    """Returns the text after the mark; all text if the template leaves out the text of an answer
+    that calls tools."""
+    return text.rpartition(MARK)[2]
+
+
+def _without_thoughts(message: Message) -> Message:
+    return {
+        name: value
+        for name, value in message.items()
+        if name not in ("reasoning", "reasoning_content")
+    }

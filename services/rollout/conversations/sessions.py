@@ -12,8 +12,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.rollout.conversations.continuing import CannotContinue, prompt_tokens, tokens_after
-from services.rollout.conversations.recording import Recorded, json_bytes
+from services.rollout.conversations.recording import (
+    CannotContinue,
+    Recorded,
+    json_bytes,
+    prompt_tokens,
+    tokens_after,
+)
 from services.rollout.engine import Chat, Overlong
 from services.rollout.sampler import Sampler
 from shared.errors import BadRequest, Busy, Conflict, NotFound

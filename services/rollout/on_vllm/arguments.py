@@ -1,11 +1,11 @@
-"""The arguments that vLLM is started with: those that make its log-probs those the trainer needs,
-on the hardware that is there."""
+"""What vLLM is started with: arguments for this machine, under which its log-probs are the ones
+that the trainer needs; and the model's tokenizer."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from vllm.config.lora import MaxLoRARanks
@@ -22,6 +22,7 @@ from services.rollout.on_vllm.inside.executors import (
 )
 from shared.errors import BadRequest
 from shared.model import architectures
+from shared.model.names import model_folder
 from shared.settings import Settings
 from shared.wire import (
     EngineSpec,
@@ -30,32 +31,37 @@ from shared.wire import (
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 CPU_SEQUENCES = 256
-"""What vLLM samples at once on a CPU, if nobody says."""
+"""The most completions at once on a CPU, without a setting."""
 
 LORA_RANKS = sorted(get_args(MaxLoRARanks))
-"""What vLLM can be started for."""
+"""The ranks of adapters that vLLM can be started for."""
 
 LORA_DTYPES = frozenset({"float16", "bfloat16"})
-"""What vLLM's kernels for adapters take on a GPU; they end the engine at another one. Those for a
-CPU take all."""
+"""The dtypes that vLLM's GPU kernels for adapters take. Another dtype ends the engine. The kernels
+for a CPU take all."""
 
 MAX_OLD_ADAPTERS = 65
-"""Versions of one adapter that requests may still name: one for each step of staleness. vLLM keeps
-them in host memory, and gives each a place on the device in its turn."""
+"""The most versions of one adapter that requests may still name: one for each step of staleness.
+vLLM keeps them in host memory and moves one to the device when a request needs it."""
+
+EMPTY = "<|endoftext|>"
+"""The only token that an empty byte-level tokenizer of transformers has."""
+
+EXPECTED = "expected tokenizer.json, or what it is made from, beside config.json"
 
 
 def engine_args(
     spec: EngineSpec, settings: Settings, weights: Path | None = None
 ) -> AsyncEngineArgs:
-    """Returns vLLM's arguments for `spec` on this machine, with the model in `weights`, if given,
-    in the place of its own."""
+    """Returns vLLM's arguments for `spec` on this machine. The weights are those in the folder
+    `weights`, if given, and else the model's own."""
     args = AsyncEngineArgs(
         model=str(weights) if weights else spec.model,
         revision=None if weights else spec.revision,
         tokenizer=spec.model,
         tokenizer_revision=spec.revision,
         dtype=choose_dtype(spec.dtype),
-        # vLLM's own default is None too
+        # vLLM's default is None too
         max_model_len=spec.max_model_len,  # pyright: ignore[reportArgumentType]
         seed=spec.seed,
         max_num_seqs=settings.max_num_seqs,
@@ -65,7 +71,7 @@ def engine_args(
         else ProcessPerDeviceExecutor,
         worker_extension_cls="services.rollout.on_vllm.inside.worker.WorkerExtension",
         logprobs_mode="processed_logprobs",
-        # A model's own sampling defaults would be a silent second source of temperature and top_p.
+        # Else the model's own defaults would silently set temperature and top_p.
         generation_config="vllm",
         enable_prefix_caching=True,
         scheduling_policy="priority",  # for the canary
@@ -77,8 +83,8 @@ def engine_args(
     if current_platform.is_cpu():
         args.enforce_eager = True
         args.max_num_seqs = settings.max_num_seqs or CPU_SEQUENCES
-        # Where a prompt is computed in parts, vLLM takes back what it drew for it in between, which
-        # the generators of seeded requests cannot do on a CPU: the engine would die.
+        # After each part of a prompt vLLM undoes the draw of a random number. The generators of
+        # seeded requests cannot do that on a CPU, and the engine would die.
         args.enable_chunked_prefill = False
         args.kv_cache_memory_bytes = settings.kv_cache_gib << 30
     else:
@@ -94,13 +100,13 @@ def engine_args(
 
 
 def start(args: AsyncEngineArgs) -> AsyncLLM:
-    """Returns vLLM once it can sample. On a GPU it takes as much at once as where a program
-    gives it all prompts together: the sizes of its server are for short waits."""
+    """Returns vLLM once it can sample. On a GPU it gets the batch sizes of vLLM's offline use,
+    where a program gives all prompts at once: the sizes of vLLM's server are for short waits."""
     context = UsageContext.ENGINE_CONTEXT if current_platform.is_cpu() else UsageContext.LLM_CLASS
     llm = AsyncLLM.from_engine_args(args, usage_context=context)
     if args.return_sampling_mask:
-        # With masks vLLM refuses a request without top_k, and a greedy one, for the size of theirs.
-        # Theirs are empty here (inside/masks.py).
+        # With masks vLLM refuses greedy requests and requests without top_k, because their masks
+        # would be large. Here these masks are empty (inside/executors.py).
         checks = copy.copy(llm.model_config)
         checks.return_sampling_mask = False
         llm.input_processor.model_config = checks
@@ -108,8 +114,8 @@ def start(args: AsyncEngineArgs) -> AsyncLLM:
 
 
 def check_devices(num_ranks: int, num_visible: int) -> None:
-    """Raises BadRequest where the model would be split over more GPUs than there are. That the
-    model can be split so, vLLM checks."""
+    """Raises BadRequest if the model would be split over more GPUs than there are. vLLM checks
+    whether the model can be split."""
     if num_ranks > num_visible:
         raise BadRequest(
             f"HONE_TENSOR_PARALLEL_SIZE is {num_ranks}, and the sampler sees {num_visible} GPU(s); "
@@ -118,7 +124,8 @@ def check_devices(num_ranks: int, num_visible: int) -> None:
 
 
 def takes_adapters(args: AsyncEngineArgs) -> bool:
-    """Returns whether vLLM has LoRA for the model's architecture, and for its dtype here."""
+    """Returns whether vLLM has LoRA for the model's architecture, and for its dtype on this
+    machine."""
     if not current_platform.is_cpu() and args.dtype not in LORA_DTYPES:
         return False
     config = args.create_model_config()
@@ -127,13 +134,13 @@ def takes_adapters(args: AsyncEngineArgs) -> bool:
 
 
 def can_sleep(settings: Settings) -> bool:
-    """Returns whether vLLM allocates memory in the way that lets it free it again."""
+    """Returns whether vLLM allocates its memory so that it can free it again."""
     return settings.sleep_mode or settings.colocate
 
 
 def ask_for_masks(args: AsyncEngineArgs) -> None:
-    """Asks for the tokens that each token was drawn from: of vLLM, or on a CPU, where its model
-    runner does not say it, of our executor. Raises BadRequest where neither can."""
+    """Turns on sampling masks: vLLM's own on a GPU, those of our executor on a CPU. Raises
+    BadRequest if neither is possible."""
     if not current_platform.is_cpu():
         args.return_sampling_mask = True
     elif args.tensor_parallel_size == 1:
@@ -148,7 +155,8 @@ def ask_for_masks(args: AsyncEngineArgs) -> None:
 
 
 def choose_dtype(asked: Dtype) -> Dtype:
-    """Returns the dtype to serve in here, by the rule that the trainer follows."""
+    """Returns the dtype to serve in on this hardware, by the same rule as the trainer
+    (`shared/model/dtype.py`)."""
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
     chosen = architectures.choose_dtype(
         asked,
@@ -157,3 +165,26 @@ def choose_dtype(asked: Dtype) -> Dtype:
         or torch.cpu._is_amx_tile_supported(),
     )
     return cast(Dtype, chosen)
+
+
+def load_tokenizer(spec: EngineSpec) -> Any:
+    """Returns the model's tokenizer. Raises BadRequest for a folder that has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(spec.model, revision=spec.revision)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        if model_folder(spec.model) is None:
+            raise  # the hub may be away
+        raise BadRequest(
+            f"the tokenizer in {spec.model!r} cannot be loaded: {type(error).__name__}: {error}; "
+            f"{EXPECTED}"
+        ) from error
+    # Without its files transformers makes an empty tokenizer, which has special tokens at most.
+    special = set(tokenizer.added_tokens_encoder) | set(tokenizer.all_special_tokens)
+    if set(tokenizer.get_vocab()) <= special | {EMPTY}:
+        raise BadRequest(
+            f"the model {spec.model!r} has no tokenizer: it knows no token but special ones; "
+            f"{EXPECTED}"
+        )
+    return tokenizer

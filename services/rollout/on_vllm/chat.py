@@ -1,5 +1,5 @@
-"""vLLM's chat completions as recorded conversations need them: prompts given as tokens, and answers
-with the tokens that they are of."""
+"""vLLM's chat completions as recorded conversations need them: the prompt is given as tokens, and
+the answer comes with its tokens."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from vllm.outputs import RequestOutput
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.rollout.engine import Adapter, Answer, BadPrompt
-from services.rollout.on_vllm.adapters import ALIAS, lora_request
+from services.rollout.on_vllm.completions import lora_request
 from services.rollout.on_vllm.completions import rollout as to_rollout
-from services.rollout.on_vllm.masks import Masking
 from shared.errors import BadRequest, Failed, NotFound, StateLost
 from shared.wire import ChatRequest, Message, Sampling
 
+ALIAS = "policy"
+"""The name by which callers may ask for the model that serves, whichever it is."""
+
 NOT_FOR_VLLM = {"user", "metadata", "store", "stream", "stream_options"}
-"""What means nothing here, and what the route sees to."""
+"""Fields that mean nothing to a sampler, and fields that the route handles."""
 
 
 class WatchedChat(OpenAIServingChat):
-    """vLLM's handler of chat completions, which keeps what the engine gave for the requests in
+    """vLLM's handler of chat completions. It keeps the engine's output for the requests in
     `watched`, by their ids."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -46,8 +48,8 @@ class WatchedChat(OpenAIServingChat):
         if request.request_id in self.watched:
             if request.extract_structured_outputs() is not None:
                 raise BadRequest(
-                    'a tool with "strict": true bounds what can be sampled, which training cannot '
-                    "compute again; expected tools without it in a recorded session"
+                    'a tool with "strict": true limits which tokens can be sampled, and training '
+                    "cannot compute that again; expected tools without it in a recorded session"
                 )
             result_generator = self._watch(request.request_id, result_generator)
         return await super().chat_completion_full_generator(
@@ -63,25 +65,25 @@ class WatchedChat(OpenAIServingChat):
 
 
 class VllmChat:
-    """`serving` answers; `masking` says which answers come with masks, and `why_dead` why the
-    engine died."""
+    """Answers by `serving`. `masks`: the engine returns sampling masks. `why_dead` returns why
+    the engine died."""
 
     def __init__(
         self,
         serving: WatchedChat,
         tokenizer: Any,
-        masking: Masking,
+        masks: bool,
         why_dead: Callable[[], str],
     ) -> None:
         self._serving = serving
         self._tokenizer = tokenizer
-        self._masking = masking
+        self._masks = masks
         self._why_dead = why_dead
 
     async def render(
         self, request: ChatRequest, messages: Sequence[Message], *, answering: bool
     ) -> str:
-        """Returns what vLLM itself would tokenize."""
+        """Returns the text that vLLM itself would tokenize."""
         asked = self._vllm_request(request, messages, add_generation_prompt=answering)
         tools = [tool.model_dump() for tool in asked.tools] if asked.tools else None
         params = asked.build_chat_params(None, "auto").with_defaults(
@@ -124,7 +126,7 @@ class VllmChat:
             kv_transfer_params={"prompt_token_ids": prompt_token_ids},
         )
         if adapter and self._serving.models.is_base_model(asked.model or ALIAS):
-            asked.model = adapter.name  # what serves, as without adapters
+            asked.model = adapter.name  # the one that serves, as without adapters
         watched = self._serving.watched
         watched[asked.request_id] = None
         try:
@@ -144,10 +146,10 @@ class VllmChat:
             raise Failed("vLLM sampled after other tokens than it was given")
         if output.lora_request != (lora_request(adapter) if adapter else None):
             raise BadRequest(
-                f"got model {request.model!r}, and a recorded session is of what serves; leave "
-                "'model' out, or name the job whose adapter serves"
+                f"got model {request.model!r}, but a recorded session samples the weights that "
+                "serve; leave 'model' out, or name the job whose adapter serves"
             )
-        masked = self._masking.gives(sampling)
+        masked = self._masks and sampling.truncates
         rollout = to_rollout(output.outputs[0], owner, adapter, masked=masked)
         if rollout.went_wrong:
             raise Failed(rollout.error or rollout.finish_reason)
@@ -163,9 +165,9 @@ class VllmChat:
     ) -> ChatCompletionRequest:
         if request.tools and request.tool_choice != "none" and not self._serving.enable_auto_tools:
             raise BadRequest(
-                "calls of tools are found by a parser, and this sampler has none: expected "
-                'HONE_TOOL_PARSER to name one (as "hermes"), or \'tool_choice\' "none", by which '
-                "they stay text"
+                "a parser finds the calls of tools, and this sampler has none: expected "
+                'HONE_TOOL_PARSER to name one (such as "hermes"), or \'tool_choice\' "none", which '
+                "leaves calls in the text"
             )
         given = request.model_dump(mode="json", exclude_none=True, exclude=NOT_FOR_VLLM)
         try:

@@ -1,33 +1,51 @@
-"""From a request's sampling to vLLM's parameters, and from vLLM's completion to a rollout."""
+"""A request as vLLM takes it, and vLLM's completion as a rollout.
+
+**Masks.** Under top-p, top-k or min-p the trainer needs the tokens that each token was drawn from:
+vLLM's sampling masks. On a GPU vLLM returns them if `return_sampling_mask` is set. On a CPU vLLM's
+model runner cannot, and `inside/executors.py` adds them. A token that was drawn from the whole
+vocabulary has an empty mask.
+
+**Text.** vLLM would make the text of a completion while it samples, and the text of each token
+that it returns a log-prob of. That takes a fifth of the front end's time, and nothing here reads
+it. Only stop strings need the text so far. Without stop strings vLLM is asked for tokens alone,
+and the text is made once the completion is done.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from vllm import SamplingParams
 from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from services.rollout.engine import (
-    Adapter,
-    failed_rollout,
-)
-from services.rollout.on_vllm.masks import packed
-from services.rollout.on_vllm.versions import spans
+from services.rollout.engine import Adapter, failed_rollout
+from services.rollout.fencing import spans
 from shared.errors import Failed
-from shared.wire import (
-    Rollout,
-    Sampling,
-    Span,
-)
+from shared.wire import Rollout, Sampling, Span
 from shared.wire.packed import Logprobs, TokenIds
+
+NUMBER = "#"
+"""Between an adapter's name and its number, in the name that vLLM knows it by."""
+
+PARAMS = SamplingParams()
+
+
+def lora_request(adapter: Adapter) -> LoRARequest:
+    """Returns the adapter as vLLM takes it. vLLM keys cached prefixes by this name."""
+    name = f"{adapter.name}{NUMBER}{adapter.number}"
+    return LoRARequest(name, adapter.number, str(adapter.folder))
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """Returns vLLM's parameters. `logprobs=0` is the sampled token's alone; flat ones are lists,
-    not one object per token."""
+    """Returns vLLM's parameters. `logprobs=0` asks for the log-prob of the sampled token alone.
+    Flat log-probs are lists, and not one object per token."""
     return SamplingParams(
         n=sampling.n,
         max_tokens=sampling.max_tokens,
@@ -52,10 +70,10 @@ def rollout(
     *,
     masked: bool = False,
 ) -> Rollout:
-    """Returns the completion as it was sampled, or one that says what went wrong with it: that it
-    was ended after `ended_s` seconds, for one. An adapter is of one version from the first token to
-    the last; of other weights vLLM noted it. Raises Failed unless there is one log-prob per token,
-    and with `masked` one list of the tokens that it could have been."""
+    """Returns the completion as it was sampled, or a rollout that says what went wrong, for example
+    that it was ended after `ended_s` seconds. An adapter has one version for all tokens; for other
+    weights vLLM's labels say the versions. Raises Failed unless there is one log-prob per token,
+    and with `masked` one mask per token."""
     token_ids, logprobs = completion.token_ids, _logprobs(completion)
     if len(logprobs) != len(token_ids):
         raise Failed(
@@ -65,11 +83,9 @@ def rollout(
     kept_ids, kept_counts = TokenIds(), TokenIds()
     if masked:
         kept_ids, kept_counts = packed(mask.token_ids if mask else [], len(token_ids))
-    sampled_by = (
-        (Span(version=adapter.version, start=0),)
-        if adapter
-        else spans(completion.weight_versions or (), owner)
-    )
+    labels = [(label.version, label.start) for label in completion.weight_versions or ()]
+    one = (Span(version=adapter.version, start=0),) if adapter else ()
+    sampled_by = one or spans(labels, owner)
     reason = completion.finish_reason
     if reason == "abort" and ended_s is not None:
         reason = "timeout"
@@ -92,9 +108,43 @@ def rollout(
 
 
 def _logprobs(completion: CompletionOutput) -> Sequence[float]:
-    """Returns the sampled tokens' log-probs, as vLLM keeps them for us or its OpenAI routes."""
+    """Returns the sampled tokens' log-probs: flat for `sample`, objects for vLLM's OpenAI
+    routes."""
     assert completion.logprobs is not None
     if isinstance(completion.logprobs, FlatLogprobs):
         return completion.logprobs.logprobs
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
     return [candidates[token].logprob for token, candidates in pairs]
+
+
+def packed(kept_T: Sequence[Sequence[int]], num_tokens: int) -> tuple[TokenIds, TokenIds]:
+    """Returns `kept_ids` and `kept_counts` of a rollout (shared/wire/rollouts.py). Raises
+    Failed unless there is one mask per token."""
+    if len(kept_T) != num_tokens:
+        raise Failed(
+            f"vLLM gave {len(kept_T)} sampling masks for {num_tokens} tokens, expected one each"
+        )
+    ids = TokenIds([token for kept in kept_T for token in kept])
+    return ids, TokenIds([len(kept) for kept in kept_T])
+
+
+def text_of(
+    tokenizer: Any, prompt_token_ids: list[int], token_ids: Sequence[int], *, stopped: bool
+) -> str:
+    """Returns the text of these tokens after the prompt, by vLLM's own detokenizer and so as vLLM
+    would make it: without special tokens, without bytes at the end that make no character yet, and,
+    if `stopped`, without the last token, which stopped the completion."""
+    request = EngineCoreRequest(
+        request_id="",
+        prompt_token_ids=prompt_token_ids,
+        mm_features=None,
+        sampling_params=PARAMS,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    detokenizer: Any = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    detokenizer.update(list(token_ids), stopped)
+    return detokenizer.output_text

@@ -24,22 +24,20 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.engine import Adapter, BadPrompt, Chat, Offers
-from services.rollout.on_vllm.adapters import lora_request
-from services.rollout.on_vllm.arguments import can_sleep, engine_args, start
+from services.rollout.engine import Adapter, BadPrompt, Chat
+from services.rollout.fencing import label
+from services.rollout.on_vllm.arguments import can_sleep, engine_args, load_tokenizer, start
 from services.rollout.on_vllm.chat import VllmChat
-from services.rollout.on_vllm.completions import rollout, sampling_params
-from services.rollout.on_vllm.masks import Masking
-from services.rollout.on_vllm.openai_routes import openai_app
-from services.rollout.on_vllm.processes import (
-    freeze_heap,
-    root_cause,
-    stop_children,
+from services.rollout.on_vllm.completions import (
+    lora_request,
+    rollout,
+    sampling_params,
+    text_of,
 )
-from services.rollout.on_vllm.receiving import meeting, sent_dtypes, updates
-from services.rollout.on_vllm.texts import text_of
-from services.rollout.on_vllm.tokenizers import load_tokenizer
-from services.rollout.on_vllm.versions import label
+from services.rollout.on_vllm.inside.transfer import told
+from services.rollout.on_vllm.openai_routes import openai_app
+from services.rollout.on_vllm.processes import freeze_heap, root_cause, stop_children
+from services.rollout.weights.adapters import LoadedAdapters
 from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost
 from shared.host.processes import in_own_thread
 from shared.settings import Settings
@@ -89,8 +87,7 @@ class VllmEngine:
         lora = self._llm.vllm_config.lora_config
         self.max_lora_rank: int = lora.max_lora_rank if lora else 0
         self.max_num_seqs: int = self._llm.vllm_config.scheduler_config.max_num_seqs
-        self._masking = Masking(spec.sampling_masks)
-        self._offers: Offers | None = None
+        self._adapters: LoadedAdapters | None = None
         self.openai: ASGIApp
         self.chat: Chat
         self.openai, self.chat = self._entrypoints()
@@ -101,8 +98,8 @@ class VllmEngine:
         found = await self._answer(self._llm.collective_rpc("gpu_uuid"))
         self.gpus = tuple(gpu for gpu in found if gpu)
 
-    def offer(self, offers: Offers) -> None:
-        self._offers = offers
+    def offer(self, adapters: LoadedAdapters) -> None:
+        self._adapters = adapters
         self.openai, self.chat = self._entrypoints()
 
     def encode(
@@ -143,7 +140,7 @@ class VllmEngine:
             if ending:
                 ending.cancel()
         ended_s = deadline_s if ending and ending.done() else None
-        masked = self._masking.gives(sampling)
+        masked = self._spec.sampling_masks and sampling.truncates
         rollouts: list[Rollout] = []
         for one in output.outputs:
             if not params.detokenize:
@@ -213,13 +210,13 @@ class VllmEngine:
 
     async def meet(self, ref: BroadcastWeights | SharedWeights) -> None:
         """Has each of vLLM's processes meet the trainer, in a thread."""
-        if wrong := sorted({dtype for dtype in sent_dtypes(ref) if dtype != self.dtype}):
+        host = urlsplit(self._settings.trainer_url).hostname or ""
+        tell = told(ref, host, self._settings.tensor_parallel_size)
+        if wrong := sorted(tell.dtypes - {self.dtype}):
             raise Failed(
                 f"the trainer sends {wrong[0]}, and the engine is {self.dtype}", code="not_met"
             )
-        num_ranks = self._settings.tensor_parallel_size
-        host = urlsplit(self._settings.trainer_url).hostname or ""
-        begin = (ref.method, meeting(ref, host, num_ranks))
+        begin = (tell.backend, tell.meeting, tell.updates)
         await self._answer(self._llm.collective_rpc("meet_trainer", args=begin))
         meeting_s = MEETING_DEADLINES * ref.deadline_s
         end = time.monotonic() + meeting_s
@@ -236,7 +233,7 @@ class VllmEngine:
 
     async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
         """Loads in place, in all of vLLM's processes. One that hangs is killed."""
-        call = self._llm.collective_rpc("receive_published", args=(updates(ref),))
+        call = self._llm.collective_rpc("receive_published")
         loading_s = LOADING_DEADLINES * ref.deadline_s
         try:
             problems = await asyncio.wait_for(self._answer(call), loading_s)
@@ -317,9 +314,9 @@ class VllmEngine:
         gc.unfreeze()  # of what is frozen as Python ends, nanobind says that it leaked
 
     def _entrypoints(self) -> tuple[ASGIApp, VllmChat]:
-        app = openai_app(self._llm, self._spec.model, self._offers, self._settings.tool_parser)
+        app = openai_app(self._llm, self._spec.model, self._adapters, self._settings.tool_parser)
         serving = app.state.openai_serving_chat
-        return app, VllmChat(serving, self._tokenizer, self._masking, self._why_it_died)
+        return app, VllmChat(serving, self._tokenizer, self._spec.sampling_masks, self._why_it_died)
 
     async def _last_output(
         self,

@@ -1,12 +1,13 @@
-"""OpenAI's `/models`, `/completions` and `/chat/completions`: vLLM's own handlers, on an app of
-ours without the rest of vLLM. A job's adapter is called by the job's id.
+"""OpenAI's `/models`, `/completions` and `/chat/completions`, by vLLM's own handlers. A job's
+adapter is called by the job's id.
 
-vLLM's server has some eighty routes, among them ones that sleep the engine, load adapters or reset
-caches. Here are three.
+The app has these three routes only. vLLM's own server has some eighty, and some of them put the
+engine to sleep, load adapters or reset caches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,28 +19,86 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.api_router import show_available_models
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
+from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 
-from services.rollout.engine import Offers
-from services.rollout.on_vllm.adapters import ALIAS, ServingModels
-from services.rollout.on_vllm.chat import WatchedChat
+from services.rollout.on_vllm.chat import ALIAS, WatchedChat
+from services.rollout.on_vllm.completions import NUMBER, lora_request
+from services.rollout.weights.adapters import LoadedAdapters
 from shared.errors import BadRequest
 
 
+class _Requests(Mapping[str | None, LoRARequest]):
+    """vLLM looks here for the adapter that a call names. A call without a name, or with the name
+    `policy`, gets the adapter that serves, and none if the model's own weights serve."""
+
+    def __init__(self, adapters: LoadedAdapters) -> None:
+        self._adapters = adapters
+
+    def __contains__(self, name: object) -> bool:
+        return self._adapters.knows(_own(name))
+
+    def __getitem__(self, name: str | None) -> LoRARequest:
+        adapter = self._adapters.find(_own(name))
+        if adapter is None:
+            raise KeyError(name)
+        return lora_request(adapter)
+
+    def __iter__(self) -> Iterator[str | None]:
+        return iter(self._adapters.names())
+
+    def __len__(self) -> int:
+        return len(self._adapters.names())
+
+
+def _own(name: object) -> str | None:
+    return None if name in (None, "", ALIAS) else str(name)
+
+
+class ServingModels(OpenAIServingModels):
+    """The base model and the adapters beside it, as vLLM's routes see them."""
+
+    def __init__(self, engine: EngineClient, model: str, adapters: LoadedAdapters) -> None:
+        super().__init__(engine, [BaseModelPath(name, model) for name in (model, ALIAS)])
+        self._adapters = adapters
+        self.lora_requests: Any = _Requests(adapters)
+
+    def model_name(self, lora_request: LoRARequest | None = None) -> str:
+        name = super().model_name(lora_request)
+        return name.partition(NUMBER)[0] if lora_request else name
+
+    async def show_available_models(self) -> ModelList:
+        models = await self.registry.show_available_models()
+        models.data += [
+            ModelCard(
+                id=job_id,
+                root=adapter.name,
+                parent=self.base_model_paths[0].name,
+                permission=[ModelPermission()],
+            )
+            for job_id, adapter in self._adapters.names().items()
+        ]
+        return models
+
+
 def openai_app(
-    engine: EngineClient, model: str, offers: Offers | None = None, tool_parser: str | None = None
+    engine: EngineClient,
+    model: str,
+    adapters: LoadedAdapters | None = None,
+    tool_parser: str | None = None,
 ) -> FastAPI:
-    """Returns the app that answers for `engine`, which is called `model` or `policy`, and for the
-    adapters that it offers. `tool_parser` finds calls of tools in answers. Raises BadRequest if
-    vLLM has none of that name."""
+    """Returns the app that answers for `engine`, by the names `model` and `policy`, and for its
+    `adapters`. `tool_parser` finds calls of tools in answers. Raises BadRequest if vLLM has no
+    parser of that name."""
     _check_parser(tool_parser)
     names = [BaseModelPath(name, model) for name in (model, ALIAS)]
     models = (
-        ServingModels(engine, model, offers)
-        if offers is not None
+        ServingModels(engine, model, adapters)
+        if adapters is not None
         else OpenAIServingModels(engine, names)
     )
     chat: dict[str, Any] = {

@@ -47,7 +47,7 @@ class Held:
     retired: bool = False
 
 
-class Adapters:
+class LoadedAdapters:
     """The adapters of one engine, for at most `limit` jobs. `serving` is the adapter that serves,
     None if the model's own weights do."""
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from services.rollout.fencing import Requests, not_serving, owner_of
 from services.rollout.running import EXCHANGING, Running, sentence
-from services.rollout.weights.canary import Seen
 from services.rollout.weights.copies import Copies
-from services.rollout.weights.methods import Proven, ProvenAdapter, ProvenLater, prove
-from services.rollout.weights.proofs import tensors_of
+from services.rollout.weights.methods import Proven, ProvenAdapter, prove
+from services.rollout.weights.proofs import Seen, tensors_of
 from shared.errors import Failed, StateLost, Unavailable
 from shared.host.logs import get_logger
 from shared.wire import AdapterWeights, AnyWeights, ServingWeights
@@ -60,8 +59,7 @@ class Load:
         """Loads between two tokens, and returns for how many seconds nothing was sampled. Jobs
         other than the version's are ended."""
         running, engine = self.running, self.running.engine
-        if isinstance(proven, ProvenLater):
-            await engine.meet(proven.ref)
+        await proven.meet(engine)
         self._end_others()
         start = time.monotonic()
         has_adapters = running.adapters.num_jobs > 0

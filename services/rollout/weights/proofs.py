@@ -1,6 +1,8 @@
-"""Whether a version is what was published, and fits the model: the digest of its bytes, and the
-name, shape and dtype of every tensor. vLLM leaves a parameter that a file lacks at its old value
-and only logs it, which would be a sync that silently did half of its work."""
+"""Proofs that a version is what was published and fits the model: the digest of its bytes, and the
+name, shape and dtype of every tensor; and by the canary that a load changed something.
+
+If a file lacks a parameter, vLLM keeps the old value and only logs it: such a sync would silently
+do half of its work."""
 
 from __future__ import annotations
 
@@ -9,18 +11,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.rollout.weights.adapter_files import adapter_shapes, read_config
+from pydantic import BaseModel, Field, ValidationError
+
 from shared.errors import Conflict, Failed
-from shared.weights.checkpoints import CONFIG, adapter_digests
+from shared.weights.checkpoints import CONFIG, PREFIX, adapter_digests
 from shared.weights.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
 from shared.wire import (
     AdapterWeights,
+    Canary,
     Published,
 )
+from shared.wire.packed import Logprobs
 
 TIED = "lm_head.weight"
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+SUFFIX = ".weight"
+
+MOVED_NATS = {"float32": 1e-5}
+"""If the trainer's log-probs of a canary differ by more nats than this, by the canary's dtype, the
+engine's log-probs cannot stay the same to the bit."""
+
+MOVED_ELSEWHERE_NATS = 5e-3
+"""The same for dtypes that round more."""
 
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -33,11 +47,11 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """What versions must be like: the `shapes` of the model's tensors, whether the output matrix is
-    `tied` to the embeddings, the folders (`roots`) that files may lie in, and the tensors' `dtypes`
-    where they are known: one kind of float may stand for another. `max_lora_rank` is the largest
-    rank of adapters that the engine takes; 0: none. `refresh` brings in what other hosts wrote into
-    those folders."""
+    """The properties that a version must have: the `shapes` of the model's tensors; `tied`, whether
+    the output matrix is the embedding; the folders (`roots`) in which files may lie; and the known
+    `dtypes` of tensors, of which one float type may replace another. `max_lora_rank` is the largest
+    rank of adapters that the engine takes; 0: none. `refresh` makes files that other hosts wrote
+    into those folders visible."""
 
     shapes: Shapes
     tied: bool
@@ -50,7 +64,7 @@ class Expected:
 def expected_of(
     model: Path, roots: Sequence[Path], refresh: Callable[[], None] = _nothing
 ) -> Expected:
-    """Returns what versions of the model in this folder must be like."""
+    """Returns the properties of versions of the model in this folder."""
     stored = stored_tensors(model)
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     tied = has_tied_embeddings(model)
@@ -95,11 +109,11 @@ def proven_adapter(ref: AdapterWeights, found: Path, expected: Expected) -> str:
 
 
 def announced_digest(ref: Published, tensors: Shapes, expected: Expected) -> str:
-    """Returns the digest of a version of which nothing came yet. Raises Failed if the tensors that
-    are to come are not the model's, or not those of the digest."""
+    """Returns the digest of a version that has not arrived yet. Raises Failed if the announced
+    `tensors` do not fit the model or the digest."""
     if digest(ref.tensors) != ref.digest or ref.tensors.keys() != tensors.keys():
         raise Failed(
-            f"version {ref.version} announces tensors that its digest {ref.digest} is not of; it "
+            f"version {ref.version} announces tensors that do not have its digest {ref.digest}; it "
             "was not loaded",
             code="digest_differs",
         )
@@ -155,8 +169,8 @@ def _first_difference(found: Mapping[str, str], published: Mapping[str, str]) ->
 
 
 def differing(found: Mapping[str, str], published: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the names of tensors whose digests are not those published. An output matrix that is
-    not among them is the embedding's, with which it is tied."""
+    """Returns the names of the tensors whose digests differ from the published ones. An output
+    matrix that was not published is tied to the embedding, and is compared with it."""
     embedding = next((name for name in published if name.endswith("embed_tokens.weight")), None)
     known = dict(published)
     if embedding and TIED not in known:
@@ -171,8 +185,8 @@ def shapes(tensors: Mapping[str, StoredTensor]) -> Shapes:
 def compare(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, tied: bool
 ) -> str | None:
-    """Returns how the tensors differ, or None. With `tied` embeddings the output matrix may be in
-    either, or in neither."""
+    """Returns how the tensors differ, or None. With `tied` embeddings the output matrix may be
+    missing on either side."""
     optional = {TIED} if tied else set[str]()
     missing = sorted(expected.keys() - found.keys() - optional)
     unknown = sorted(found.keys() - expected.keys() - optional)
@@ -187,7 +201,7 @@ def compare(
 
 
 def wrongly_typed(found: Mapping[str, StoredTensor], expected: Mapping[str, str]) -> str | None:
-    """Returns which tensor has a dtype that does not stand for the expected one, or None."""
+    """Returns which tensor has a dtype that cannot replace the expected one, or None."""
     for name in sorted(found.keys() & expected.keys()):
         got, wanted = found[name].dtype, expected[name]
         if got != wanted and not {got, wanted} <= FLOATS:
@@ -196,19 +210,83 @@ def wrongly_typed(found: Mapping[str, StoredTensor], expected: Mapping[str, str]
 
 
 def given_tensors(model: Path, dtype: str) -> dict[str, str]:
-    """Returns the digests of the model's own tensors, those that are served in the dtype that the
-    files have: a tensor that was rounded has another digest."""
+    """Returns the digests of the model's own tensors whose files have the served `dtype`: a tensor
+    that was rounded to it has another digest."""
     stored = stored_tensors(model)
     same = {name: t for name, t in stored.items() if DTYPES.get(t.dtype) == dtype}
     return tensor_digests(same)
 
 
 def tensors_of(ref: AdapterWeights) -> dict[str, str]:
-    """Returns what was published of an adapter, its configuration apart."""
+    """Returns the published digests of an adapter's tensors, without its configuration."""
     return {name: found for name, found in ref.tensors.items() if name != CONFIG}
 
 
 def has_tied_embeddings(model: Path) -> bool:
-    """Returns what the model's config.json says of its output matrix."""
+    """Returns whether the model's config.json ties the output matrix to the embedding."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     return bool(config.get("tie_word_embeddings", False))
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+class AdapterConfig(BaseModel):
+    """The part of PEFT's configuration that says which tensors an adapter has."""
+
+    r: int = Field(ge=1)
+    target_modules: tuple[str, ...] = Field(min_length=1)
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Raises Failed for a configuration that lacks rank or layers."""
+    try:
+        return AdapterConfig.model_validate_json((folder / CONFIG).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise Failed(
+            f"the adapter's {CONFIG} cannot be used: {' '.join(str(error).split())}",
+            code="tensors_differ",
+        ) from error
+
+
+def adapter_shapes(
+    config: AdapterConfig, model: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the adapter's tensors: for each layer that its configuration names, A
+    `[rank, in]` and B `[out, rank]`. `model` has the shapes of the model's tensors. As with PEFT,
+    the end of a layer's name is enough."""
+    wanted: dict[str, tuple[int, ...]] = {}
+    targets = set(config.target_modules)
+    for name, shape in model.items():
+        layer = name.removesuffix(SUFFIX)
+        if name.endswith(SUFFIX) and len(shape) == 2 and targets & _endings(layer):
+            wanted[f"{PREFIX}{layer}.lora_A{SUFFIX}"] = (config.r, shape[1])
+            wanted[f"{PREFIX}{layer}.lora_B{SUFFIX}"] = (shape[0], config.r)
+    return wanted
+
+
+def _endings(layer: str) -> set[str]:
+    """Returns "c", "b.c" and "a.b.c" for "a.b.c"."""
+    parts = layer.split(".")
+    return {".".join(parts[start:]) for start in range(len(parts))}
+
+
+# --- the canary ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A canary, and this engine's log-probs of it."""
+
+    canary: Canary
+    logprobs: Logprobs
+
+    def stands_still(self, before: Seen) -> bool:
+        """Returns whether the engine's log-probs are the same to the bit as before, although the
+        trainer's have changed: then the load did nothing."""
+        ours, theirs = self.canary, before.canary
+        if (ours.token_ids, ours.dtype) != (theirs.token_ids, theirs.dtype):
+            return False
+        gaps = (abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True))
+        floor_nats = MOVED_NATS.get(ours.dtype, MOVED_ELSEWHERE_NATS)
+        return self.logprobs == before.logprobs and max(gaps, default=0.0) > floor_nats

@@ -9,8 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from bench.sync_adapter import ATTENTION, EVERY, saving, share_by_shapes
-from services.rollout.weights.adapter_files import adapter_shapes, read_config
-from services.rollout.weights.proofs import shapes
+from services.rollout.weights.proofs import adapter_shapes, read_config, shapes
 from shared.weights.digest import stored_tensors
 
 

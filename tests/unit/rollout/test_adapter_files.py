@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.rollout.weights.adapter_files import AdapterConfig, adapter_shapes
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
 from services.rollout.weights.methods import ProvenAdapter, prove
-from services.rollout.weights.proofs import Expected
+from services.rollout.weights.proofs import AdapterConfig, Expected, adapter_shapes
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import BadRequest
 from shared.settings import Settings

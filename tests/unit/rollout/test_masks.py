@@ -11,7 +11,7 @@ from shared.wire import Sampling
 
 
 def test_masks_are_packed_token_by_token_and_one_that_is_missing_is_an_error():
-    from services.rollout.on_vllm.masks import packed
+    from services.rollout.on_vllm.completions import packed
 
     assert packed([[7, 30], [], [1, 9, 2]], 3) == ([7, 30, 1, 9, 2], [2, 0, 3])
     assert packed([], 0) == ([], [])
@@ -38,7 +38,7 @@ def vllm_masks(counts: list[int], kept: list[list[int]], vocab_size: int) -> Any
 def test_on_a_gpu_a_token_drawn_from_the_whole_vocabulary_has_an_empty_mask(monkeypatch):
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
-    from services.rollout.on_vllm.inside.masks import leave_out_whole_rows
+    from services.rollout.on_vllm.inside.executors import leave_out_whole_rows
 
     monkeypatch.setattr(SamplingMaskTensors, "tolists", SamplingMaskTensors.tolists)
     leave_out_whole_rows()

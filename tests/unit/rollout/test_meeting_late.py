@@ -37,7 +37,7 @@ def incoming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> transfer.Incomi
         SimpleNamespace(create_engine=lambda *_: engine),
     )
     worker = SimpleNamespace(vllm_config=None, device=None, get_model=lambda: None)
-    return transfer.Incoming(cast(Any, worker), "ipc", {})
+    return transfer.Incoming(cast(Any, worker), transfer.SHARED, {}, [])
 
 
 def test_one_that_meets_too_late_gives_back_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

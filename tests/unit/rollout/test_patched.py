@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from services.rollout.engine import Engine
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import ProvenFolder, prove
+from services.rollout.weights.methods import Proven, prove
 from services.rollout.weights.proofs import Expected
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import Failed, Unavailable
@@ -50,11 +52,18 @@ class Both:
             self.server.files[file.path] = path.read_bytes()
         return ref
 
-    async def load(self, ref: DeltaWeights) -> ProvenFolder:
+    loaded = Path()
+
+    async def load(self, ref: DeltaWeights) -> Proven:
         proven = await prove(ref, EXPECTED, self.copies)
-        assert isinstance(proven, ProvenFolder)
-        assert digest_of(proven.folder) == ref.digest == proven.digest
+        assert isinstance(proven, Proven)
+        await proven.load(cast(Engine, self))
+        assert digest_of(self.loaded) == ref.digest == proven.digest
         return proven
+
+    async def load_files(self, folder: Path) -> None:
+        """As an engine does."""
+        self.loaded = folder
 
 
 @pytest.fixture
@@ -125,8 +134,8 @@ async def test_a_delta_that_is_damaged_or_gone_is_made_up_for_by_the_whole(
 
 
 async def test_a_copy_that_was_changed_behind_its_back_is_not_built_upon(both: Both) -> None:
-    proven = await both.load(both.publish(0))
-    file = proven.folder / "model.safetensors"
+    await both.load(both.publish(0))
+    file = both.loaded / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

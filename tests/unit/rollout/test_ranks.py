@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.rollout.on_vllm.inside import ranks
+from services.rollout.on_vllm.inside import executors as ranks
 
 
 @pytest.mark.parametrize("few", [0, ranks.FEW], ids=["row by row", "at once"])

@@ -242,14 +242,14 @@ def test_experts_that_vllm_packs_for_a_cpu_are_unpacked_to_the_bit(dtype: str) -
     from vllm import _custom_ops
     from vllm.platforms import current_platform
 
-    from services.rollout.on_vllm.inside import experts
+    from services.rollout.on_vllm.inside import readback
 
     if not current_platform.is_cpu():
         pytest.skip("vLLM packs experts on a CPU only")
     plain = torch.randn(3, 128, 192).to(getattr(torch, dtype))  # 24,576 elements: 15 bits
     packed = _custom_ops.cpu_prepack_moe_weight(plain, "vec")
     assert not packed.equal(plain)
-    assert experts.unpacked(packed, "vec").equal(plain)
+    assert readback.unpacked(packed, "vec").equal(plain)
 
 
 def test_weights_are_read_back_in_turns_and_hashed_on_one_device(

@@ -44,7 +44,7 @@ def text_token_by_token(tokenizer: Any, prompt: list[int], ids: list[int], stopp
 
 
 def test_a_text_made_at_the_end_is_the_one_vllm_makes_token_by_token(tokenizer: Any) -> None:
-    from services.rollout.on_vllm.texts import text_of
+    from services.rollout.on_vllm.completions import text_of
 
     drawn = random.Random(0)
     for _ in range(200):
@@ -57,7 +57,7 @@ def test_a_text_made_at_the_end_is_the_one_vllm_makes_token_by_token(tokenizer: 
 
 @pytest.mark.parametrize("tokenizer", ["bytes"], indirect=True)
 def test_a_text_ends_with_its_last_whole_character(tokenizer: Any) -> None:
-    from services.rollout.on_vllm.texts import text_of
+    from services.rollout.on_vllm.completions import text_of
 
     ids = tokenizer.encode(f"ab{SMILE}", add_special_tokens=False)
     assert len(ids) == 2 + 4
@@ -69,6 +69,6 @@ def test_a_text_ends_with_its_last_whole_character(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize("tokenizer", ["spaces"], indirect=True)
 def test_a_text_after_a_prompt_keeps_the_space_before_its_first_word(tokenizer: Any) -> None:
-    from services.rollout.on_vllm.texts import text_of
+    from services.rollout.on_vllm.completions import text_of
 
     assert text_of(tokenizer, [1], [2, 3], stopped=False) == " cats"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.on_vllm.tokenizers import load_tokenizer
+from services.rollout.on_vllm.arguments import load_tokenizer
 from shared.errors import BadRequest
 from shared.wire import EngineSpec
 from tests.support.tiny_models import make_tiny_model

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
-from services.rollout.on_vllm.versions import label, spans
+from services.rollout.fencing import label, spans
 from shared.errors import Conflict
 from shared.wire import Span
 
 
-@dataclass
-class Labelled:
-    version: str
-    start: int
-
-
 def test_a_span_per_sync_says_where_it_begins() -> None:
-    labelled = [Labelled(label("job:2:1", 5), 0), Labelled(label("job:2:1", 6), 7)]
-    assert spans(labelled, "job:2:1") == (Span(version=5, start=0), Span(version=6, start=7))
+    labels = [(label("job:2:1", 5), 0), (label("job:2:1", 6), 7)]
+    assert spans(labels, "job:2:1") == (Span(version=5, start=0), Span(version=6, start=7))
 
 
 def test_weights_that_no_job_published_have_no_version() -> None:
-    assert spans([Labelled("default", 0)], "") == ()
+    assert spans([("default", 0)], "") == ()
 
 
 @pytest.mark.parametrize("other", [label("job:2:2", 5), label("next:2:1", 5), "default"])
 def test_tokens_of_another_life_are_never_a_jobs(other: str) -> None:
-    labelled = [Labelled(label("job:2:1", 5), 0), Labelled(other, 3)]
+    labels = [(label("job:2:1", 5), 0), (other, 3)]
     with pytest.raises(Conflict, match="tokens from 3 on were sampled by weights of") as caught:
-        spans(labelled, "job:2:1")
+        spans(labels, "job:2:1")
     assert caught.value.code == "stale"
 
 
 def test_by_hand_all_lives_are_taken() -> None:
-    labelled = [Labelled(label("job:2:1", 5), 0), Labelled(label("job:2:2", 3), 4)]
-    assert spans(labelled, "") == (Span(version=5, start=0), Span(version=3, start=4))
+    labels = [(label("job:2:1", 5), 0), (label("job:2:2", 3), 4)]
+    assert spans(labels, "") == (Span(version=5, start=0), Span(version=3, start=4))

@@ -13,8 +13,7 @@ from safetensors.numpy import save_file
 
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.folders import published_folder
-from services.rollout.weights.methods import LOADERS, prove
+from services.rollout.weights.methods import LOADERS, prove, published_folder
 from services.rollout.weights.proofs import (
     Expected,
     compare,

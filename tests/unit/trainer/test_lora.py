@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from services.rollout.weights.adapter_files import adapter_shapes, read_config
-from services.rollout.weights.proofs import shapes
+from services.rollout.weights.proofs import adapter_shapes, read_config, shapes
 from services.trainer.zero import lora
 from services.trainer.zero.internals import whole_weights
 from shared.errors import BadRequest

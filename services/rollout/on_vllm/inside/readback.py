@@ -1,20 +1,20 @@
-"""What the engine computes with, read back from vLLM's modules under the names of the checkpoint.
-Imported in vLLM's process.
+"""Reads back the weights that the engine computes with, from vLLM's modules, by the checkpoint's
+names. Imported in vLLM's process.
 
-vLLM keeps several matrices of a checkpoint in one, and on a CPU packs them for its kernels and
-drops the originals. So there a matrix is read by multiplying: what a layer makes of the rows of an
-identity matrix are its columns, exactly, for every product but one is 0. (Only the sign of a
-zero is lost.)
+vLLM keeps several matrices of a checkpoint in one. On a CPU it also packs them for its kernels and
+drops the originals. There a matrix is read by multiplication: a layer turns the rows of an identity
+matrix into the columns of its own matrix. This is exact, because all products but one are 0. (Only
+the sign of a zero is lost.)
 
-Split over several devices, each holds a part of most matrices: the parts are gathered, tensor by
-tensor, on all of them at once, and hashed on the first.
+If the model is split over several devices, each holds a part of most matrices. All devices gather
+the parts together, tensor by tensor, and the first one hashes them.
 
-It is done in turns, between which the engine samples: a turn is as many layers as have
-`TURN_BYTES`.
+The work is done in turns of `TURN_BYTES`, and the engine samples between two turns.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from vllm import _custom_ops
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -37,30 +42,40 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from services.rollout.on_vllm.inside import experts
 from shared.weights.checkpoints import CONFIG, PREFIX, WEIGHTS
 from shared.weights.digest import MAX_THREADS, digest_of_bytes
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 TURN_BYTES = 64 << 20
-"""So much is read back at a time, or one layer: on a GPU in about 20 ms."""
+"""Bytes that are read back in a turn, or one layer if it has more: about 20 ms on a GPU."""
+
+EXPERTS = ".routed_experts"
+"""What vLLM adds to the checkpoint's name of a layer's experts."""
+
+KEPT_AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels that keep the order in which the matrices were loaded."""
+
+BITS = {2: torch.int16, 4: torch.int32}
+DIGIT = 7
+"""Bits of an element's number that are packed at a time. So few bits are a finite number in any
+dtype."""
 
 Gather = Callable[[Tensor, int], Tensor]
-"""Returns the parts that all devices have of a tensor, put together along an axis."""
+"""Returns a whole tensor: the parts of all devices, joined along an axis."""
 
 
 def alone(tensor: Tensor, _: int) -> Tensor:
-    """Gathers on one device, which has all."""
+    """Gathers for one device, which has the whole tensor."""
     return tensor
 
 
 def digests(
     model: nn.Module, begin: int = 0, gather: Gather = alone, *, hashes: bool = True
 ) -> tuple[dict[str, str], int | None]:
-    """Returns the digests of tensors of the modules from number `begin` on, by their names in the
-    checkpoint (those of `shared/weights/digest.py`), and with which module the next turn begins;
-    None: all were read. A device that does not hash only gathers."""
+    """Returns the digests (`shared/weights/digest.py`) of the tensors in a turn's modules, from
+    module number `begin` on, by their names in the checkpoint, and the first module of the next
+    turn; None after the last. Only one device `hashes`; the others gather with it."""
     packed = getattr(model, "packed_modules_mapping", {})
     modules = list(model.named_modules())
     hashing: dict[str, Future[str]] = {}
@@ -88,7 +103,7 @@ def tensors(
 def of_module(
     path: str, module: nn.Module, packed: Mapping[str, list[str]], gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the whole tensors of a module, those of its submodules apart."""
+    """Yields the whole tensors of a module, without its submodules' tensors."""
     layer: Any = module
     name = path.replace(".base_layer", "")
     with torch.no_grad():
@@ -98,7 +113,7 @@ def of_module(
             own = _matrix(layer) if isinstance(module, ParallelLMHead) else layer.weight
             yield f"{name}.weight", gather(own, 0)[: layer.org_vocab_size]
         elif isinstance(module, RoutedExperts):
-            yield from experts.tensors(path, layer, gather)
+            yield from _of_experts(path, layer, gather)
         else:
             for last, tensor in module.named_parameters(recurse=False):
                 yield f"{name}.{last}", tensor
@@ -117,16 +132,16 @@ def _of_linear(
 
 
 def _sizes(layer: Any, num_parts: int) -> list[int]:
-    """Returns how many rows this device has of each of the matrices that are kept in one."""
+    """Returns this device's number of rows of each matrix that vLLM keeps in this layer's one."""
     sizes = layer.output_sizes if num_parts > 1 else [layer.output_size]
     num_devices = layer.tp_size if isinstance(layer, ColumnParallelLinear) else 1
     return [size // num_devices for size in sizes]
 
 
 def _whole(layer: Any, part: str, kind: str, own: Tensor, gather: Gather) -> Tensor:
-    """Returns all of a tensor. Layers are split by rows or by columns, and what is added to the
-    sum over columns is not split. Heads of keys and values that are fewer than the devices are on
-    several of them."""
+    """Returns the whole tensor. A layer is split by rows or by columns; the bias of a layer that is
+    split by columns is whole on each device. If there are fewer heads of keys and values than
+    devices, several devices have the same head."""
     if isinstance(layer, RowParallelLinear) and kind == "weight":
         return gather(own, 1)
     if not isinstance(layer, ColumnParallelLinear):
@@ -141,8 +156,8 @@ def _whole(layer: Any, part: str, kind: str, own: Tensor, gather: Gather) -> Ten
 @torch.no_grad()
 def adapter_digests(manager: Any, number: int, folder: Path) -> dict[str, str]:
     """Returns the digest of each tensor of the adapter `number`, by its name in the files of
-    `folder`: that of the file's tensor where vLLM computes with the same values, another where it
-    does not. vLLM rounds to the dtype it serves in, and puts alpha / rank into B."""
+    `folder`. It is the digest of the file's tensor if vLLM computes with the same values, and
+    another one if not. vLLM rounds to the dtype it serves in, and multiplies B by alpha / rank."""
     places, config = manager._adapter_manager, json.loads((folder / CONFIG).read_text())
     if number not in places.lora_index_to_id:
         places.activate_adapter(number)
@@ -164,8 +179,8 @@ def adapter_digests(manager: Any, number: int, folder: Path) -> dict[str, str]:
 
 
 def _held(places: Any, layer: str, which: str, slot: int) -> Tensor | None:
-    """Returns the matrix of the slot that is multiplied by, padded with zeros to the largest rank;
-    None for a layer that keeps it in another way."""
+    """Returns the slot's matrix that vLLM multiplies by, padded with zeros to the largest rank;
+    None for a layer that keeps it in another form."""
     for name, module in places.modules.items():
         parts = places.packed_modules.get(name, [name])
         if layer not in parts:
@@ -188,3 +203,83 @@ def _matrix(layer: Any) -> Tensor:
 def _digest(tensor: Tensor) -> str:
     data = tensor.contiguous().view(torch.uint8).numpy().data
     return digest_of_bytes(DTYPES[tensor.dtype], tuple(tensor.shape), data)
+
+
+def _of_experts(
+    path: str, layer: Any, gather: Callable[[Tensor, int], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the matrices of a mixture's experts by the checkpoint's names; nothing if the kernel's
+    order is not known here, or if each device has other experts.
+
+    vLLM keeps all experts of a layer in two tensors: `w13_weight` `[E, 2 * I, H]` has the gate and
+    up matrices, `w2_weight` `[E, H, I]` the down matrices. A kernel may reorder them. On a CPU they
+    are packed in blocks."""
+    matrices = _matrices(layer)
+    if matrices is None:
+        return
+    gates, ups, downs = matrices
+    parts = (
+        (layer.ckpt_gate_proj_name, gather(gates, 1)),
+        (layer.ckpt_up_proj_name, gather(ups, 1)),
+        (layer.ckpt_down_proj_name, gather(downs, 2)),
+    )
+    name = path.replace(".base_layer", "").removesuffix(EXPERTS)
+    for part, matrix_EOI in parts:
+        for expert, matrix_OI in enumerate(matrix_EOI):
+            yield f"{name}.{expert}.{part}.weight", matrix_OI
+
+
+def _matrices(layer: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Returns this device's part of the gate's, up and down matrices `[E, out, in]`, without the
+    padding that a kernel adds."""
+    sizes = layer.moe_config
+    is_whole = sizes.num_local_experts == sizes.num_logical_experts == sizes.num_experts
+    plain = _as_loaded(layer) if is_whole and sizes.is_act_and_mul else None
+    if plain is None:
+        return None
+    w13, w2 = plain
+    size = sizes.intermediate_size_per_partition_unpadded
+    gates, ups = w13[:, :, : sizes.hidden_dim_unpadded].chunk(2, dim=1)
+    return gates[:, :size], ups[:, :size], w2[:, : sizes.hidden_dim_unpadded, :size]
+
+
+def _as_loaded(layer: Any) -> tuple[Tensor, Tensor] | None:
+    """Returns both tensors in the order in which they were loaded; None if the kernel's order is
+    not known."""
+    method, w13, w2 = layer.quant_method, layer.w13_weight, layer.w2_weight
+    if not isinstance(method, UnquantizedFusedMoEMethod):
+        return None
+    if method.unquantized_backend in KEPT_AS_LOADED:
+        return w13, w2
+    if method.unquantized_backend is UnquantizedMoeBackend.FLASHINFER_CUTLASS:
+        return torch.cat(w13.chunk(2, dim=1)[::-1], dim=1), w2
+    if method.unquantized_backend is UnquantizedMoeBackend.CPU:
+        kernel: Any = method.moe_kernel
+        experts = kernel.fused_experts
+        if not experts._use_zentorch:
+            return unpacked(w13, experts.isa), unpacked(w2, experts.isa)
+    return None
+
+
+def unpacked(packed_EOI: Tensor, isa: str) -> Tensor:
+    """Returns the matrices that vLLM packed for the instruction set."""
+    order = _order(tuple(packed_EOI.shape[1:]), packed_EOI.dtype, isa)
+    plain = torch.empty_like(packed_EOI).flatten(1)
+    plain[:, order] = packed_EOI.detach().flatten(1)
+    return plain.view(packed_EOI.shape)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor:
+    """Returns for each packed element its index in the matrix, found by packing the indices
+    themselves."""
+    count = shape[0] * shape[1]
+    numbers = torch.arange(count)
+    order = torch.zeros_like(numbers)
+    bits = BITS[dtype.itemsize]
+    for shift in range(0, count.bit_length(), DIGIT):
+        digits = (numbers >> shift) & ((1 << DIGIT) - 1)
+        plain = digits.to(bits).view(dtype).view(1, *shape)
+        packed = _custom_ops.cpu_prepack_moe_weight(plain, isa)
+        order |= packed.view(bits).flatten().long() << shift
+    return order

@@ -1,16 +1,18 @@
-"""Weights that come from the trainer's device, received by engines of vLLM's weight transfer.
-Imported in vLLM's process.
+"""Receives weights from the trainer's device, in vLLM's processes. `told` is the service's part.
 
-First trainer and sampler meet, in a thread, while the engine samples: what cannot work is found out
-before anything changes. Both engines are ours and load by vLLM's code. vLLM's own for NCCL waits
-without a deadline for a trainer that does not come or dies, and only runs between GPUs; its own for
-IPC opens the trainer's memory when the old weights are already being replaced.
+First trainer and sampler meet, in a thread, while the engine samples. So a transfer that cannot
+work fails before anything changes. Then vLLM's own code loads the tensors.
+
+Both transfer engines are ours. vLLM's engine for NCCL waits without a deadline for a trainer that
+does not come or dies, and needs GPUs. vLLM's engine for IPC opens the trainer's memory only when
+the old weights are already being replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 import socket
 import threading
 import time
@@ -43,9 +45,10 @@ from shared.weights.meeting import (
     nth_asked,
     surviving_peers,
 )
+from shared.wire import BroadcastWeights, SharedWeights
 
-BACKENDS = {"nccl": "hone_broadcast", "ipc": "hone_shared"}
-"""The names of the engines in vLLM's table."""
+BROADCAST, SHARED = "hone_broadcast", "hone_shared"
+"""The names of our engines in vLLM's table."""
 
 Init = TypeVar("Init", bound=WeightTransferInitInfo)
 Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
@@ -53,7 +56,7 @@ Update = TypeVar("Update", bound=WeightTransferUpdateInfo)
 
 @dataclass
 class Meeting(WeightTransferInitInfo):
-    """Where the trainer is met, under which name, by a group of how many ranks of the sampler."""
+    """Where the sampler meets the trainer, by which name, and with how many ranks."""
 
     host: str
     port: int
@@ -65,7 +68,7 @@ class Meeting(WeightTransferInitInfo):
 
 @dataclass
 class Chunk(WeightTransferUpdateInfo):
-    """The tensors that one broadcast brings, packed."""
+    """The tensors that arrive, packed, by one broadcast."""
 
     names: list[str]
     dtypes: list[str]
@@ -86,8 +89,8 @@ class Opened(WeightTransferUpdateInfo):
 
 
 class LoadingEngine(WeightTransferEngine[Init, Update]):
-    """Loads layer by layer, as vLLM's own engines do. `meet_s` may pass until trainer and sampler
-    have met, from `began_at` on, which is set once nobody else is waited for."""
+    """Loads layer by layer, as vLLM's own engines do. Trainer and sampler have `meet_s` seconds to
+    meet, from `began_at` on. That is set when it is this sampler's turn."""
 
     meet_s = MEET_S
     began_at = math.inf
@@ -105,7 +108,7 @@ class LoadingEngine(WeightTransferEngine[Init, Update]):
 
 
 class BroadcastEngine(LoadingEngine[Meeting, Chunk]):
-    """Receives what `services/trainer/transfer/broadcast.py` sends."""
+    """Receives the tensors that the trainer's `transfer.py` broadcasts."""
 
     init_info_cls = Meeting
     update_info_cls = Chunk
@@ -114,7 +117,7 @@ class BroadcastEngine(LoadingEngine[Meeting, Chunk]):
         self._timeout = timedelta(seconds=init_info.deadline_s)
         self.meet_s = min(MEET_S, init_info.deadline_s)
         rank, size = self.parallel_config.rank, init_info.num_ranks + 1
-        # torch would try a trainer that is gone until the deadline
+        # First, because torch would try to reach a trainer that is gone until the deadline.
         trainer = init_info.host, init_info.port
         own_address = address_towards(trainer, self.meet_s)
         store = PrefixStore(
@@ -140,7 +143,7 @@ class BroadcastEngine(LoadingEngine[Meeting, Chunk]):
             own._timeout = self._timeout
             own._devices = [gloo.create_device(hostname=own_address)]
             return gloo(store, rank, size, own)
-        torch.cuda.set_device(self.device)  # this thread has chosen none yet
+        torch.cuda.set_device(self.device)  # this thread has no device yet
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         with surviving_peers():
@@ -165,7 +168,7 @@ class BroadcastEngine(LoadingEngine[Meeting, Chunk]):
 
 
 class SharedEngine(LoadingEngine[Handles, Opened]):
-    """Reads the tensors that `services/trainer/transfer/sharing.py` shares, where they are."""
+    """Reads the tensors in the trainer's memory, which its `transfer.py` shares."""
 
     init_info_cls = Handles
     update_info_cls = Opened
@@ -185,23 +188,69 @@ class SharedEngine(LoadingEngine[Handles, Opened]):
         self._weights = []
 
 
-WeightTransferEngineFactory.register_engine(BACKENDS["nccl"], BroadcastEngine)
-WeightTransferEngineFactory.register_engine(BACKENDS["ipc"], SharedEngine)
+WeightTransferEngineFactory.register_engine(BROADCAST, BroadcastEngine)
+WeightTransferEngineFactory.register_engine(SHARED, SharedEngine)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the service tells vLLM's processes of a version that comes from the trainer's device:
+    the `backend` that receives it, in vLLM's table; where it meets the trainer (`Meeting`,
+    `Handles`); and what it then loads, in order (`Chunk`s, `Opened`). `dtypes` are the tensors', by
+    torch's names."""
+
+    backend: str
+    meeting: dict[str, Any]
+    updates: list[dict[str, Any]]
+    dtypes: set[str]
+
+
+def told(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> Told:
+    """Returns what a sampler of `num_ranks` processes, whose trainer is at `host`, is told."""
+    if isinstance(ref, SharedWeights):
+        tensors = [tensor.model_dump(mode="json") for tensor in ref.shared]
+        meeting = {"gpu": ref.gpu, "shared": tensors}
+        return Told(SHARED, meeting, [{}], {tensor.dtype for tensor in ref.shared})
+    chunks = [
+        {
+            "names": [tensor.name for tensor in chunk],
+            "dtypes": [tensor.dtype for tensor in chunk],
+            "shapes": [list(tensor.shape) for tensor in chunk],
+        }
+        for chunk in ref.chunks
+    ]
+    meeting = {
+        "host": host,
+        "port": ref.port,
+        "key": ref.key,
+        "name": secrets.token_hex(8),
+        "num_ranks": num_ranks,
+        "deadline_s": ref.deadline_s,
+    }
+    dtypes = {tensor.dtype for chunk in ref.chunks for tensor in chunk}
+    return Told(BROADCAST, meeting, chunks, dtypes)
 
 
 class Incoming:
-    """A version that `worker` is to receive: begins to meet the trainer, in a thread. What hangs
-    there is left behind, for nothing ends a NCCL group that is being made."""
+    """A version that `worker` is to receive. It begins to meet the trainer in a thread. A thread
+    that hangs is left behind, because nothing ends a NCCL group that is being made."""
 
-    def __init__(self, worker: Any, method: str, meeting: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        worker: Any,
+        backend: str,
+        meeting: dict[str, Any],
+        updates: list[dict[str, Any]],
+    ) -> None:
         self._worker = worker
         self._engine: Any = WeightTransferEngineFactory.create_engine(
-            WeightTransferConfig(backend=BACKENDS[method]),
+            WeightTransferConfig(backend=backend),
             worker.vllm_config,
             worker.device,
             worker.get_model(),
         )
         self._meeting = meeting
+        self._updates = updates
         self._problem: str | None = None
         self._deciding = threading.Lock()
         threading.Thread(target=self._meet, daemon=True).start()
@@ -211,34 +260,34 @@ class Incoming:
         try:
             engine.init_transfer_engine(engine.parse_init_info(self._meeting))
             found = ""
-        except Exception as error:  # of torch or CUDA: the service decides what becomes of it
+        except Exception as error:  # from torch or CUDA; the service decides what follows
             found = said(error)
         with self._deciding:
             is_late = self._problem is not None
             self._problem = self._problem if is_late else found
-        if is_late and not found:  # the trainer and its memory wait for nobody
+        if is_late and not found:  # nothing of the trainer may stay in use
             engine.shutdown()
 
     def problem(self) -> str | None:
-        """Returns "" once they have met, why they do not, or None while that is to be seen."""
+        """Returns "" once they have met, why they cannot meet, or None while that is open."""
         meet_s = self._engine.meet_s
         with self._deciding:
             if self._problem is None and time.monotonic() > self._engine.began_at + meet_s:
                 self._problem = f"trainer and sampler did not meet within {meet_s:g} s"
             return self._problem
 
-    def load(self, updates: list[dict[str, Any]]) -> str | None:
-        """Loads what is sent into the worker's model, and returns what went wrong. The model can be
-        loaded into again then, and holds what must not be sampled with."""
+    def load(self) -> str | None:
+        """Loads the updates into the worker's model, and returns what went wrong, or None. After an
+        error the model has unknown weights, and another version can be loaded."""
         worker, engine = self._worker, self._engine
         worker.weight_transfer_engine = engine
         try:
             worker.start_weight_update()
-            for update in updates:
+            for update in self._updates:
                 worker.update_weights(update)
             worker.finish_weight_update()
-        except Exception as error:  # likewise, or of vLLM
-            # Layers that got nothing get their weights back; the first error says more.
+        except Exception as error:  # from torch, CUDA or vLLM
+            # Layers that received nothing get their old weights; the first error matters.
             with contextlib.suppress(Exception):
                 engine.finish_weight_update()
             return said(error)
@@ -249,7 +298,7 @@ class Incoming:
 
 
 def address_towards(trainer: tuple[str, int], within_s: float) -> str:
-    """Returns the address of this host by which it reaches the trainer's."""
+    """Returns the address of this host on the network that leads to the trainer."""
     try:
         with socket.create_connection(trainer, within_s) as connection:
             return connection.getsockname()[0]

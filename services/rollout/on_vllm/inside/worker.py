@@ -1,4 +1,4 @@
-"""What runs inside vLLM's model worker, beside vLLM's own methods; called by name through
+"""Methods of ours in vLLM's model worker. The service calls them by name through
 `collective_rpc`."""
 
 from __future__ import annotations
@@ -18,29 +18,31 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from services.rollout.on_vllm.inside import masks, readback, transfer
+from services.rollout.on_vllm.inside import readback, transfer
+from services.rollout.on_vllm.inside.executors import leave_out_whole_rows
 
 
 class WorkerExtension:
-    """vLLM adds this class to its worker's bases, hence the methods it calls without having
-    them."""
+    """vLLM adds this class to its worker's base classes, so `self` is vLLM's worker."""
 
     def load_published(self: Any, folder: str) -> None:
         """Loads the safetensors files of `folder` in place."""
         self.reload_weights(weights_path=folder)
         share_packed_output(self)
 
-    def meet_trainer(self: Any, method: str, meeting: dict[str, Any]) -> None:
-        """Begins to meet the trainer, while the engine samples."""
-        self.incoming = transfer.Incoming(self, method, meeting)
+    def meet_trainer(
+        self: Any, backend: str, meeting: dict[str, Any], updates: list[dict[str, Any]]
+    ) -> None:
+        """Begins to meet the trainer, while the engine samples: `transfer.Told`."""
+        self.incoming = transfer.Incoming(self, backend, meeting, updates)
 
     def trainer_met(self: Any) -> str | None:
-        """Returns "" once that is so, why it will not be, or None while that is to be seen."""
+        """Returns "" once they have met, why they cannot meet, or None while that is open."""
         return self.incoming.problem()
 
-    def receive_published(self: Any, updates: list[Any]) -> str | None:
-        """Loads what the trainer sends in place. Returns what went wrong."""
-        problem = self.incoming.load(updates)
+    def receive_published(self: Any) -> str | None:
+        """Loads the weights that the trainer sends, in place. Returns what went wrong, or None."""
+        problem = self.incoming.load()
         if problem is None:
             share_packed_output(self)
         return problem
@@ -56,8 +58,8 @@ class WorkerExtension:
         return readback.adapter_digests(self.model_runner.lora_manager, number, Path(folder))
 
     def loaded_digests(self: Any, begin: int) -> tuple[dict[str, str], int | None]:
-        """Returns the digests of tensors that the workers compute with, together, and where the
-        next turn begins; the digests on the first worker only."""
+        """Returns digests of the tensors that all workers together compute with, on the first
+        worker only, and where the next turn begins."""
         is_split = get_tensor_model_parallel_world_size() > 1
         return readback.digests(
             self.get_model(),
@@ -72,10 +74,11 @@ def gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def share_packed_output(worker: Any) -> None:
-    """On a CPU vLLM computes with packed copies of the matrices. Its reload renews the copy of
-    every matrix that it is given, which a tied output matrix is not: the logits would come from the
-    first weights for ever. They come from the embedding's copy instead, which nothing else reads.
-    """
+    """Makes a tied output matrix use the embedding's packed copy, which nothing else reads.
+
+    On a CPU vLLM computes with packed copies of the matrices. A reload renews the copies of the
+    matrices that it gets. A tied output matrix is not among them, so the logits would come from the
+    first weights for ever."""
     if not current_platform.is_cpu():
         return
     layers: list[Any] = [
@@ -93,4 +96,4 @@ def share_packed_output(worker: Any) -> None:
 
 
 if not current_platform.is_cpu():
-    masks.leave_out_whole_rows()
+    leave_out_whole_rows()
