@@ -118,12 +118,11 @@ def make_examples(task: Task) -> list[Example]:
 def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
     """Returns what `services/trainer/zero/update.py` does between two optimizer steps, less
     DeepSpeed."""
-    from services.trainer.learning.correction import resolve
+    from services.trainer.learning.batch import plan
+    from services.trainer.learning.correction import loss_inputs, resolve
     from services.trainer.learning.head import _Score  # pyright: ignore[reportPrivateUsage]
     from services.trainer.learning.loss import total_loss
     from services.trainer.learning.metrics import StepMetrics
-    from services.trainer.learning.minibatches import plan
-    from services.trainer.learning.objective import loss_inputs
     from services.trainer.learning.policy import Policy
 
     budget = task.rows * (longest(examples, "prompt_token_ids") + longest(examples, "token_ids"))

@@ -9,8 +9,7 @@ import tempfile
 from pathlib import Path
 
 from services.trainer.processes.launch_folder import LaunchFolder
-from services.trainer.processes.launcher import Launcher
-from services.trainer.processes.nodes import check_nodes
+from services.trainer.processes.launcher import Launcher, check_nodes
 from shared.host import disk, nvidia
 from shared.host.processes import check_port
 from shared.host.startup import run_main

@@ -8,11 +8,12 @@ command at a time, and answer a repeated command again.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from pydantic import BaseModel
 
 from services.trainer.disk.weights import published_file
+from services.trainer.trainer import Trainer
 from shared.http.ownership import asking
 from shared.http.service import Check, Service
 from shared.http.streams import DOWNLOADED, DownloadedFile
@@ -54,21 +55,13 @@ GAUGES: tuple[tuple[str, str, Callable[[TrainerState], float]], ...] = (
 )
 
 
-class TrainerView(Protocol):
-    """The part of the trainer that can be read while a command runs."""
-
-    def state(self) -> TrainerState: ...
-
-    def list_checkpoints(self) -> CheckpointList: ...
-
-
 async def _always_ready() -> str | None:
     return None  # HTTP starts once the ranks have met, and ends with any of them
 
 
 def create_service(
     settings: Settings,
-    trainer: TrainerView,
+    trainer: Trainer,
     run: Run,
     versions: dict[str, Any],
     problem: Problem = lambda _job: None,
@@ -91,9 +84,7 @@ def create_service(
     return service
 
 
-def _add_job(
-    service: Service, trainer: TrainerView, run: Run, doing: Callable[[], str | None]
-) -> None:
+def _add_job(service: Service, trainer: Trainer, run: Run, doing: Callable[[], str | None]) -> None:
     ownership = service.ownership
 
     async def load_job(request: TrainerJob) -> TrainerState:
@@ -140,7 +131,7 @@ def _add_training(service: Service, run: Run) -> None:
     service.operation("POST", "/publish_weights", publish_weights)
 
 
-def _add_checkpoints(service: Service, trainer: TrainerView, run: Run) -> None:
+def _add_checkpoints(service: Service, trainer: Trainer, run: Run) -> None:
     async def write_checkpoint(request: CheckpointRequest) -> Checkpoint:
         """Writes a Hugging Face checkpoint of the last applied step, from which training can
         resume. Old checkpoints are removed."""

@@ -87,11 +87,11 @@ class Engine(Protocol):
 
     def load_state(self, folder: Path) -> None: ...
 
-    def rest(self) -> None:
-        """Offloads the states that only an update needs from the device, if possible."""
+    def offload(self) -> None:
+        """Moves the states that only an update needs off the device, if possible."""
         ...
 
-    def rise(self) -> None:
+    def reload(self) -> None:
         """Moves the offloaded states back to the device."""
         ...
 

@@ -1,16 +1,25 @@
-"""The loaded job: its engine, and its progress."""
+"""The loaded job: its engine, its progress, and how its checkpoints are written.
+
+If the nodes share a volume that needs commands to show new files, each node commits its own files
+and refreshes the others' before it uses them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 
-from services.trainer.disk.checkpoints import FORMAT, Manifest
-from services.trainer.disk.resume import Found
+from services.trainer.disk import checkpoints
+from services.trainer.disk.checkpoints import FORMAT, Found, Manifest
+from services.trainer.disk.folders import written_aside
 from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine
+from services.trainer.processes.together import Ranks, SaveAll
+from shared.host.disk import run_for_volume
+from shared.settings import Settings
 from shared.weights.checkpoints import STATE, StoredFile
-from shared.wire import Canary, StepResult, TrainerJob
+from shared.wire import Canary, Checkpoint, CheckpointRequest, StepResult, TrainerJob
 
 
 @dataclass
@@ -63,3 +72,77 @@ class Loaded:
         if self.publisher is not None:
             self.publisher.close()
         self.engine.close()
+
+
+@dataclass(frozen=True)
+class RunsVolume:
+    """The volume of the run folders, as one rank sees it, and the commands that commit and refresh
+    it, if it needs any. One rank of each node runs them."""
+
+    commit: str | None
+    refresh: str | None
+    is_shared: bool
+    speaks: bool
+
+    @classmethod
+    def of(cls, settings: Settings, rank: int) -> RunsVolume:
+        return cls(
+            settings.runs_commit,
+            settings.runs_refresh,
+            is_shared=settings.trainer_nodes > 1,
+            speaks=rank % settings.trainer_ranks == 0,
+        )
+
+    def keep(self) -> None:
+        """Commits this node's files. Raises Failed if that fails."""
+        if self.speaks:
+            run_for_volume(self.commit, "the checkpoint cannot be committed")
+
+    def show(self) -> None:
+        """Commits this node's files, so that other nodes see them after `look`."""
+        if self.is_shared:
+            self.keep()
+
+    def look(self) -> None:
+        """Shows this node the files of the others."""
+        if self.is_shared and self.speaks:
+            run_for_volume(self.refresh, "the other nodes' part of a checkpoint cannot be seen")
+
+
+def save_checkpoint(
+    ranks: Ranks, loaded: Loaded, path: Path, request: CheckpointRequest, runs: RunsVolume
+) -> Checkpoint | None:
+    """Writes a checkpoint of the loaded job to `path`, and removes old ones. Returns it on rank 0,
+    None elsewhere."""
+    engine = loaded.engine
+
+    def lead(save_all: SaveAll) -> Checkpoint:
+        with written_aside(path, checkpoint_bytes(engine), durable=True) as aside:
+            runs.show()
+            shares: list[dict[str, StoredFile]] = save_all(aside)
+            files = {name: file for share in shares for name, file in share.items()}
+            checkpoints.write_manifest(aside, loaded.manifest(ranks.num_ranks, files))
+        runs.keep()
+        checkpoints.remove_old(path.parent, loaded.request.job.checkpoints, request.keep)
+        return checkpoints.described(path, request.step)
+
+    def save_state(aside: Path) -> None:
+        (aside / STATE).mkdir(exist_ok=True)
+        engine.save_state(aside / STATE)
+
+    return ranks.write(
+        lead,
+        lambda _: runs.look(),
+        lambda aside: checkpoints.check_seen(aside, ranks.rank),
+        engine.save_checkpoint,
+        save_state,
+        lambda _: runs.show(),
+        lambda _: runs.look(),
+        lambda aside: checkpoints.measured(aside, slice(ranks.rank, None, ranks.num_ranks)),
+    )
+
+
+def checkpoint_bytes(engine: Engine) -> int:
+    """Returns the approximate bytes of a checkpoint: the export, and for each trained parameter the
+    float32 master and Adam's two moments."""
+    return engine.weights_bytes + 12 * engine.num_trainable

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.trainer.disk import checkpoints
+from services.trainer.disk.checkpoints import Found, newest_whole
 from services.trainer.disk.folders import sweep
-from services.trainer.disk.resume import Found, newest_whole
-from services.trainer.disk.saving import RunsVolume, save_checkpoint
-from services.trainer.disk.weights import Publisher, volume_dir
+from services.trainer.disk.weights import METHODS, Publisher, volume_dir
 from services.trainer.engine import Engine, OutOfMemory, Update
 from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.schedule import learning_rate
-from services.trainer.loaded import Loaded
+from services.trainer.loaded import Loaded, RunsVolume, save_checkpoint
 from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks, SaveAll
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
@@ -182,13 +181,13 @@ class Trainer:
                 f"got version {request.version}, expected {loaded.step}, the last applied step",
                 code="out_of_order",
             )
-        if request.method == "lora" and loaded.request.job.lora is None:
+        is_adapter = METHODS[request.method].is_adapter
+        if is_adapter and loaded.request.job.lora is None:
             raise BadRequest(
-                f"got method 'lora' for job {request.job_id!r}, which has no [lora] and so no "
-                "adapter to publish"
+                f"got method {request.method!r} for job {request.job_id!r}, which has no [lora] "
+                "and so no adapter to publish"
             )
         engine, publisher = loaded.engine, loaded.publisher
-        is_adapter = request.method == "lora"
         size_bytes = 4 * engine.num_trainable if is_adapter else engine.weights_bytes
 
         def lead(save_all: SaveAll) -> AnyWeights:
@@ -201,7 +200,7 @@ class Trainer:
             published = self._ranks.write(lead, save)
         finally:  # on every rank, also where rank 0 alone failed: the sampler takes its turn
             if self._settings.colocate:
-                self._ranks.together(engine.rest)
+                self._ranks.together(engine.offload)
         return published and published.model_copy(update={"canary": canary})
 
     def _canary(self, loaded: Loaded) -> Canary | None:
@@ -339,7 +338,7 @@ class Trainer:
         if loaded.publisher is not None:
             loaded.publisher.stop_sending()  # what is sent must not change
         if self._settings.colocate:
-            loaded.engine.rise()
+            loaded.engine.reload()
         if request.examples:
             try:
                 update = loaded.engine.update(

@@ -90,7 +90,7 @@ class TrainingSpec(Section):
     start."""
 
     kl: Literal["k1", "k2", "k3", "k3_true"] = "k3"
-    """How that divergence is estimated (services/trainer/learning/kl.py). "k3" is GRPO's; the
+    """How that divergence is estimated (services/trainer/learning/loss.py). "k3" is GRPO's; the
     gradient of "k1" is zero in expectation, the gradient of "k3_true" is the divergence's own."""
 
     epochs: int = Field(default=1, ge=1)

@@ -49,9 +49,9 @@ def allocated_around_rest(model: Path) -> tuple[int, int, int, int]:
         examples = some_examples(model)
         engine.update(examples, 1e-3)
         before = torch.cuda.memory_allocated(device)
-        engine.rest()
+        engine.offload()
         resting = torch.cuda.memory_allocated(device)
-        engine.rise()
+        engine.reload()
         after = torch.cuda.memory_allocated(device)
         engine.update(examples, 1e-3)
         return before, resting, after, engine.num_trainable

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from services.trainer.disk import tensor_file
-from services.trainer.zero.host_copies import HostCopies
+from services.trainer.zero.host_memory import HostCopies
 from tests.support.trainer_on_device import (
     QWEN_05B,
     QWEN_7B,

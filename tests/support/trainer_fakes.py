@@ -102,11 +102,11 @@ class FakeEngine:
         own = folder / f"rank-{self.rank}"
         self.num_updates = int((own if own.exists() else folder / "rank-0").read_text())
 
-    def rest(self) -> None:
-        self.turns.append("rest")
+    def offload(self) -> None:
+        self.turns.append("offload")
 
-    def rise(self) -> None:
-        self.turns.append("rise")
+    def reload(self) -> None:
+        self.turns.append("reload")
 
     def close(self) -> None:
         self.closed = True

@@ -309,11 +309,11 @@ async def test_a_group_that_nothing_ends_is_found_out_in_seconds_while_it_sample
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As NCCL's is, where one side cannot connect to the other: the trainer never joins."""
-    from services.trainer.transfer import broadcast
+    from services.trainer import transfer
 
     await agree(pair, "shm")
     before, hung = pair.sampler.serving, threading.Event()
-    monkeypatch.setattr(broadcast, "joined", lambda member: hung.wait())
+    monkeypatch.setattr(transfer, "joined", lambda member: hung.wait())
     pair.trainer.step(0.1)
     ref = pair.trainer.publish("nccl")
     engine = await pair.sampler.ready_engine()
@@ -336,7 +336,7 @@ async def test_a_trainer_that_dies_while_it_sends_is_healed_by_files(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some layers are new, some old and some half: nothing is sampled, until files replace all."""
-    from services.trainer.transfer import broadcast
+    from services.trainer import transfer
 
     def dying(tensor: Any) -> Any:
         if tensor.shape == dying_at.shape and tensor.equal(dying_at):
@@ -345,10 +345,10 @@ async def test_a_trainer_that_dies_while_it_sends_is_healed_by_files(
 
     await agree(pair, "shm")
     pair.trainer.step(0.1)
-    as_bytes = broadcast.as_bytes
-    monkeypatch.setattr(broadcast, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(broadcast, "as_bytes", dying)
-    monkeypatch.setattr(broadcast.chunks, "__defaults__", (1,))
+    as_bytes = transfer.as_bytes
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(transfer, "as_bytes", dying)
+    monkeypatch.setattr(transfer.chunks, "__defaults__", (1,))
     dying_at = pair.trainer.network.state_dict()["model.layers.1.mlp.up_proj.weight"]
     ref = pair.trainer.publish("nccl")
     assert isinstance(ref, SentWeights)

@@ -23,8 +23,8 @@ class Engine:
     num_parameters, num_trainable = 1, 1
     def __init__(self, job): pass
     def live_weights(self): return {}
-    def rest(self): pass
-    def rise(self): pass
+    def offload(self): pass
+    def reload(self): pass
     def close(self): pass
     def update(self, examples, learning_rate, totals=None, version=None):
         if dist.get_rank() == 1 and "life-0" in sys.argv[1]:

@@ -7,31 +7,45 @@ which training also goes on.
     trainer/...                                 the state of each rank (state.py)
 
 A folder of that name is complete and on disk, because it is written aside and renamed. A checkpoint
-that was damaged later is detected by its manifest and renamed to `damaged-step-000100`. `resume.py`
-chooses the checkpoint to resume from.
+that was damaged later is detected by its manifest and renamed to `damaged-step-000100`.
+
+A job resumes from the newest complete checkpoint. A checkpoint of another job or model is refused,
+with both values. The job's keys that do not change learning (memory, length, logs and the like) and
+the number of ranks may have changed. Every rank checks a share of the files, and all make the same
+choice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
 
 from services.trainer.disk.folders import discard, files_in, size_of
+from services.trainer.processes.together import Ranks
 from shared.errors import Conflict, Failed
+from shared.host.logs import get_logger
 from shared.job import CheckpointSpec, Job
+from shared.job.job import differences, same_learning
 from shared.weights.checkpoints import MANIFEST, StoredFile, folder_name, step_of
-from shared.wire import Checkpoint, JobId, StepResult, Wire
+from shared.wire import Checkpoint, JobId, StepResult, TrainerJob, Wire
 
 DAMAGED = "damaged-"
 
 FORMAT = 1
 """Version of the manifest and of the files in `trainer/`. It grows by 1 with each change that older
 versions of Hone would misread."""
+
+SHOWN_DIFFERENCES = 3
+
+END_BYTES = 1 << 20
 
 
 class Manifest(Wire):
@@ -156,3 +170,107 @@ def set_aside(path: Path) -> Path:
     aside = path.with_name(DAMAGED + path.name)
     discard(aside)
     return path.replace(aside)
+
+
+# --- the checkpoint to resume from ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to resume from, or None, and sentences about damaged ones."""
+
+    path: Path | None
+    manifest: Manifest | None
+    damaged: tuple[str, ...]
+
+
+def newest_whole(ranks: Ranks, folder: Path, request: TrainerJob, model: str) -> Found:
+    """Returns, on every rank, the checkpoint in `folder` to resume from. Raises Conflict if it is
+    of another job or model.
+
+    `model` is the fingerprint of the job's model.
+    """
+    damaged: list[str] = []
+    while True:
+        step = ranks.from_rank_0(
+            lambda: max((checkpoint.step for checkpoint in listed(folder)), default=None)
+        )
+        if step is None:
+            return Found(None, None, tuple(damaged))
+        path = path_of(folder, step)
+        manifest, fault = _examined(ranks, path, request, model)
+        if manifest is not None:
+            return Found(path, manifest, tuple(damaged))
+        aside = ranks.from_rank_0(lambda path=path: set_aside(path))
+        damaged.append(
+            f"the checkpoint {path.name} of job {request.job_id!r} is damaged: {fault}; it is now "
+            f"{str(aside)!r}"
+        )
+        get_logger().error(
+            "damaged checkpoint",
+            job=request.job_id,
+            path=str(path),
+            fault=fault,
+            renamed_to=str(aside),
+        )
+
+
+def _examined(
+    ranks: Ranks, path: Path, request: TrainerJob, model: str
+) -> tuple[Manifest | None, str | None]:
+    """Returns the checkpoint's manifest, or None and the first fault found by any rank. Raises
+    Conflict on all ranks."""
+
+    def examine() -> tuple[Manifest | None, str | None]:
+        check_seen(path, ranks.rank)
+        try:
+            manifest = read_manifest(path)
+            check_ours(path, manifest, request, model)
+            check_files(path, manifest, slice(ranks.rank, None, ranks.num_ranks))
+        except Damaged as fault:
+            return None, str(fault)
+        return manifest, None
+
+    findings = ranks.together(examine)
+    fault = next((fault for _, fault in findings if fault), None)
+    return (None, fault) if fault else findings[0]
+
+
+def check_ours(path: Path, manifest: Manifest, request: TrainerJob, model: str) -> None:
+    """Raises Conflict, with both values, for a checkpoint of another job or model."""
+    begin = f"training cannot go on from the checkpoint {str(path)!r}: it"
+    away = "move it away to begin anew"
+    if manifest.job_id != request.job_id:
+        raise Conflict(
+            f"{begin} is of job {manifest.job_id!r}, and this is job {request.job_id!r}; {away}"
+        )
+    if not same_learning(manifest.job, request.job):
+        different = differences(manifest.job, request.job)
+        raise Conflict(
+            f"{begin} is of the same job id with another job: "
+            f"{'; '.join(different[:SHOWN_DIFFERENCES])}; {away}"
+        )
+    if manifest.model != model:
+        raise Conflict(
+            f"{begin} began with another model: what is in {request.job.model!r} had the "
+            f"fingerprint {manifest.model!r}, and now "
+            f"has {model!r}; put the model back, or {away}"
+        )
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """Returns 16 hex digits that differ for another configuration, other tensors, or other weights
+    in any file's first or last MiB.
+
+    `files` are the model's configuration and weights, whole. A safetensors file begins with the
+    names, shapes and places of all its tensors.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(files, key=lambda file: file.name):
+        size_bytes = file.stat().st_size
+        digest.update(f"{file.name} {size_bytes}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(END_BYTES))
+            stream.seek(max(0, size_bytes - END_BYTES), os.SEEK_SET)
+            digest.update(stream.read(END_BYTES))
+    return digest.hexdigest()[:16]

@@ -1,19 +1,19 @@
-"""Published weights: how a version of a job gets to where samplers load it.
+"""Published weights: how a version of a job gets to a place from which samplers load it.
 
     shm      <shm_dir>/<job>/v<version>/            shared memory, for a sampler on this host
     http     the same files, fetched by GET /weights/<job>/v<version>/<file>
-    delta    what changed since the versions before, fetched likewise (deltas.py)
-    lora     <shm_dir>/<job>/a<version>/            the adapter alone (adapters.py), fetched by
-                                                    samplers that do not see it
-    disk     <runs_dir>/<job>/weights/v<version>/   a shared volume; `latest` beside it names the
-                                                    newest folder
-    reload   as disk, loaded after the engine's memory was freed
-    restart  as disk, loaded by a new engine
-    nccl     sent from device to device, without files (services/trainer/transfer)
-    ipc      read by the sampler where they are on the GPU, without files (likewise)
+    delta    the changes since earlier versions, fetched likewise (deltas.py)
+    lora     <shm_dir>/<job>/a<version>/            the adapter alone; samplers that do not see the
+                                                    folder fetch it
+    disk     <runs_dir>/<job>/weights/v<version>/   a shared volume; the file `latest` beside it
+                                                    names the newest folder
+    reload   as disk; the sampler frees its engine's memory before it loads
+    restart  as disk; the sampler loads by a new engine
+    nccl     sent from device to device, without files (services/trainer/transfer.py)
+    ipc      read by the sampler in the GPU's memory, without files (the same)
 
-One entry per method in `METHODS`; a new method is one more entry and its function. With LoRA the
-weights are the merged ones, but for "lora".
+`METHODS` has a row for each method; a new method is a row and its function. For a job with LoRA the
+weights are the merged ones, except for "lora".
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.trainer.disk.adapters import Adapters
 from services.trainer.disk.deltas import Deltas
 from services.trainer.disk.folders import ASIDE, reuse, size_of, written_aside
 from shared.errors import Failed, NotFound
@@ -33,7 +32,7 @@ from shared.host.disk import run_for_volume, write_file
 from shared.job import JOB_ID, SyncMethod
 from shared.settings import Settings
 from shared.weights import digest
-from shared.weights.checkpoints import CONFIG, FILES
+from shared.weights.checkpoints import CONFIG, FILES, adapter_digests
 from shared.wire import (
     AdapterWeights,
     AnyWeights,
@@ -48,7 +47,7 @@ from shared.wire import (
 )
 
 KEEP_VERSIONS = 2
-"""A sampler may still be reading the version before the newest."""
+"""How many versions stay: a sampler may still be reading the one before the newest."""
 
 SPARE = ASIDE + "spare"
 
@@ -57,9 +56,28 @@ Save = Callable[[Path], dict[str, str]]
 `config.json` into a folder; returns the digest of each tensor."""
 
 
+def model_digests(folder: Path) -> dict[str, str]:
+    return digest.tensor_digests(digest.stored_tensors(folder))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of published folders: the first letter of their names, how the digests of their
+    tensors are computed, and which files count in their size. `has_spare`: see `Folders`."""
+
+    letter: str
+    digests: Callable[[Path], dict[str, str]]
+    counted: str
+    has_spare: bool = False
+
+
+MODEL = Kind("v", model_digests, "*.safetensors", has_spare=True)
+ADAPTER = Kind("a", adapter_digests, "*")
+
+
 @dataclass(frozen=True)
 class Sealed:
-    """What a sampler has to find of a version: the digest of each tensor, and of all."""
+    """The proof of a version, which a sampler compares: the digest of each tensor, and of all."""
 
     tensors: dict[str, str]
     size_bytes: int
@@ -77,33 +95,36 @@ class Written(Sealed):
     """A version in `folder`."""
 
     folder: Path
+    kind: Kind
 
     def is_whole(self) -> bool:
-        """Returns whether the files still are what was written."""
+        """Returns whether the files are still what was written."""
         try:
-            return digest.digest_of(self.folder) == self.digest
+            return self.kind.digests(self.folder) == self.tensors
         except (OSError, Failed):
             return False
 
 
 class Folders:
-    """One folder per version, complete or absent; the last `KEEP_VERSIONS` published stay.
-    `durable`: on a disk, and flushed to it, rather than in memory. `commit` is the command that
-    shows other hosts what was written.
+    """One folder for each version, complete or absent; the last `KEEP_VERSIONS` published stay.
+    `durable`: on a disk, and flushed to it, instead of in memory. `commit` is the command that
+    makes new files visible to other hosts.
 
-    In memory the one before those stays too, under the name `SPARE`: the next version is written
-    over its files, for new memory takes the kernel longer than all the rest of a publish. That is
-    no more than there is anyway while a version is written.
-    """
+    In memory an older version stays too, as `SPARE`, if the kind `has_spare`: the next version is
+    written over its files, because new memory costs the kernel more time than the rest of a
+    publish. That is no more memory than is used anyway while a version is written."""
 
-    def __init__(self, folder: Path, *, durable: bool, commit: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, kind: Kind = MODEL, *, durable: bool = False, commit: str | None = None
+    ) -> None:
         self._folder = folder
+        self._kind = kind
         self._durable = durable
         self._commit = commit
         self._written: dict[int, Written] = {}
 
     def write(self, version: int, size_bytes: int, save: Save) -> Written:
-        """Returns the version, written unless it is there already and undamaged."""
+        """Returns the version. It is written unless it exists and is undamaged."""
         known = self._written.get(version)
         if known is None or not known.is_whole():
             known = self._write(version, size_bytes, save)
@@ -124,33 +145,36 @@ class Folders:
             self._written = {}
 
     def _write(self, version: int, size_bytes: int, save: Save) -> Written:
-        folder, spare = self._folder / f"v{version}", self._folder / SPARE
-        new_bytes = max(size_bytes - size_of(spare), 0)
+        folder, spare = self._folder / f"{self._kind.letter}{version}", self._folder / SPARE
+        spare_bytes = size_of(spare) if self._kind.has_spare else 0
+        new_bytes = max(size_bytes - spare_bytes, 0)
         with written_aside(folder, new_bytes, durable=self._durable) as aside:
-            reuse(spare, aside)
+            if self._kind.has_spare:
+                reuse(spare, aside)
             tensors = save(aside)
-            size_bytes = sum(file.stat().st_size for file in aside.glob("*.safetensors"))
+            size_bytes = sum(file.stat().st_size for file in aside.glob(self._kind.counted))
         if self._durable:
             write_file(self._folder / "latest", f"{folder.name}\n".encode())
-        return Written(tensors, size_bytes, folder)
+        return Written(tensors, size_bytes, folder, self._kind)
 
     def _forget_old(self) -> None:
         self._written = dict(list(self._written.items())[-KEEP_VERSIONS:])
         kept = {written.folder.name for written in self._written.values()}
-        for folder in self._folder.glob("v*"):
+        for folder in self._folder.glob(f"{self._kind.letter}*"):
             if folder.name in kept:
+                continue
+            if self._durable or not self._kind.has_spare:
+                shutil.rmtree(folder, ignore_errors=True)
                 continue
             spare = self._folder / SPARE
             shutil.rmtree(spare, ignore_errors=True)
-            if self._durable:
-                shutil.rmtree(folder, ignore_errors=True)
-            else:
-                folder.rename(spare)
+            folder.rename(spare)
 
 
 class Device:
-    """The newest version where it is trained: `live` returns its tensors, by a checkpoint's names,
-    which stay as they are until the next update. `host` is the address to send from."""
+    """The newest version on the device where it is trained. `live` returns its tensors by the
+    checkpoint's names; they do not change until the next update. `host` is the address to send
+    from."""
 
     def __init__(self, live: Callable[[], Mapping[str, Any]], host: str, deadline_s: float) -> None:
         self._live = live
@@ -164,7 +188,7 @@ class Device:
         return {name: live[name] for name in sorted(live)}
 
     def sealed(self, version: int) -> Sealed:
-        """Returns what the version is, hashed once."""
+        """Returns the proof of the version, which is hashed once."""
         from services.trainer.disk import tensor_file
 
         if version not in self._sealed:
@@ -174,8 +198,9 @@ class Device:
         return self._sealed[version]
 
     def send(self) -> Any:
-        """Returns what sends the version to whoever asks, until it is to stop."""
-        from services.trainer.transfer.broadcast import Broadcast
+        """Begins to send the version to every sampler that asks, until `stop`, and returns the
+        sender."""
+        from services.trainer.transfer import Broadcast
 
         self.stop()
         self._sending = Broadcast(self.tensors(), self._host, self.deadline_s)
@@ -190,19 +215,27 @@ class Device:
 
 @dataclass(frozen=True)
 class Places:
-    """Where one job's versions lie: in shared memory, as the changes between them, as adapters, on
-    the shared volume, and on the device."""
+    """The places of one job's versions: shared memory, the changes between versions, adapters, the
+    shared volume, and the device."""
 
     memory: Folders
     deltas: Deltas
-    adapters: Adapters
+    adapters: Folders
     volume: Folders
     device: Device
 
 
-Method = Callable[[Places, PublishRequest, int, Save], AnyWeights]
-"""Returns the reference of the version, written by the `Save`, if it goes as files, unless it is
-there already; the number is its size in bytes, about."""
+Publish = Callable[[Places, PublishRequest, int, Save], AnyWeights]
+"""Returns the reference of a version of about so many bytes. `Save` writes it, if it goes as files
+and is not written already."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of `METHODS`. `is_adapter`: it publishes the adapter alone."""
+
+    publish: Publish
+    is_adapter: bool = False
 
 
 def shared_memory(
@@ -258,9 +291,9 @@ def broadcast(places: Places, request: PublishRequest, _: int, __: Save) -> Broa
 
 
 def shared(places: Places, request: PublishRequest, _: int, __: Save) -> SharedWeights:
-    from services.trainer.transfer import sharing
+    from services.trainer.transfer import share
 
-    gpu, tensors = sharing.shared(places.device.tensors())
+    gpu, tensors = share(places.device.tensors())
     return SharedWeights(
         **request.model_dump(),
         **places.device.sealed(request.version).proof(),
@@ -271,12 +304,14 @@ def shared(places: Places, request: PublishRequest, _: int, __: Save) -> SharedW
 
 
 def adapter(places: Places, request: PublishRequest, size_bytes: int, save: Save) -> AdapterWeights:
-    written = places.adapters.write(request.version, size_bytes, save)
+    def saved(folder: Path) -> dict[str, str]:
+        save(folder)
+        return adapter_digests(folder)
+
+    written = places.adapters.write(request.version, size_bytes, saved)
     return AdapterWeights(
         **request.model_dump(),
-        digest=digest.digest(written.tensors),
-        tensors=written.tensors,
-        size_bytes=written.size_bytes,
+        **written.proof(),
         path=str(written.folder),
         files=tuple(_fetchable(request.job_id, written.folder / name) for name in FILES),
         adapter=f"{request.job_id}/v{request.version}-{request.attempt}.{request.epoch}",
@@ -284,29 +319,29 @@ def adapter(places: Places, request: PublishRequest, size_bytes: int, save: Save
 
 
 METHODS: dict[SyncMethod, Method] = {
-    "shm": shared_memory,
-    "disk": shared_volume,
-    "http": fetched,
-    "delta": changes,
-    "lora": adapter,
-    "reload": shared_volume,
-    "restart": shared_volume,
-    "nccl": broadcast,
-    "ipc": shared,
+    "shm": Method(shared_memory),
+    "disk": Method(shared_volume),
+    "http": Method(fetched),
+    "delta": Method(changes),
+    "lora": Method(adapter, is_adapter=True),
+    "reload": Method(shared_volume),
+    "restart": Method(shared_volume),
+    "nccl": Method(broadcast),
+    "ipc": Method(shared),
 }
 
 
 class Publisher:
-    """The published weights of one job. Only rank 0 has one: it writes what all ranks gather.
-    `live` returns the tensors where they are trained."""
+    """The published weights of one job. Only rank 0 has a publisher, and writes what all ranks
+    gather. `live` returns the tensors on the device where they are trained."""
 
     def __init__(
         self, settings: Settings, job_id: str, live: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
         self._places = Places(
-            memory=Folders(settings.shm_dir / job_id, durable=False),
+            memory=Folders(settings.shm_dir / job_id),
             deltas=Deltas(settings.shm_dir / job_id),
-            adapters=Adapters(settings.shm_dir / job_id),
+            adapters=Folders(settings.shm_dir / job_id, ADAPTER),
             volume=Folders(
                 volume_dir(settings.runs_dir, job_id),
                 durable=True,
@@ -316,21 +351,19 @@ class Publisher:
         )
 
     def publish(self, request: PublishRequest, size_bytes: int, save: Save) -> AnyWeights:
-        """Returns the reference of the version, written by `save(folder)` if it goes as files and
-        is not published already."""
-        return METHODS[request.method](self._places, request, size_bytes, save)
+        """Returns the reference of the version. `save(folder)` writes it, if it goes as files and
+        is not written already."""
+        return METHODS[request.method].publish(self._places, request, size_bytes, save)
 
     def stop_sending(self) -> None:
-        """Returns once no sampler reads the weights where they are trained. They may change
-        then."""
+        """Returns once no sampler receives weights from the device. Then they may change."""
         self._places.device.stop()
 
     def close(self) -> None:
-        """Frees the shared memory of this job, whoever wrote it: an earlier life of this process
-        may have been killed."""
+        """Frees the shared memory of this job, also what a killed process has left."""
         self._places.device.stop(wait=False)
         self._places.deltas.forget()
-        self._places.adapters.forget()
+        self._places.adapters.free()
         self._places.memory.free()
 
 

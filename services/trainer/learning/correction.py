@@ -1,9 +1,9 @@
-"""Weights that correct the loss for the difference between sampler and trainer: other kernels,
-other precision, or older weights.
+"""The loss's inputs of a micro-batch: the ratio's denominators, and weights that correct the loss
+for the difference between sampler and trainer (other kernels, other precision, or older weights).
 
-They are functions of w = exp(trainer's log-prob - sampler's), with the trainer's log-probs from
-before the first update of the batch. The two sequence methods use W, the product or the geometric
-mean of w over the sequence (`sequence_ratio`):
+The weights are functions of w = exp(trainer's log-prob - sampler's), with the trainer's log-probs
+from before the first update of the batch. The two sequence methods use W, the product or the
+geometric mean of w over the sequence (`sequence_ratio`):
 
     token_tis        clamp(w, low, high)              truncated importance sampling:
                                                       fengyao.notion.site/off-policy-rl
@@ -29,9 +29,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from services.trainer.learning.loss import sequence_sums
+from services.trainer.learning.batch import MicroBatch
+from services.trainer.learning.loss import Denominators, LossInputs, sequence_sums
 from shared.errors import BadRequest
-from shared.job import CorrectionSpec
+from shared.job import CorrectionSpec, TrainingSpec
 
 Method = Literal["none", "token_tis", "sequence_tis", "sequence_mask", "icepop"]
 
@@ -122,3 +123,44 @@ def log_ratios(
     if not resolved.geometric:
         return sums_N
     return sums_N / sequence_sums(torch.ones_like(sums_N), sequences_N, num_sequences)
+
+
+def loss_inputs(
+    batch: MicroBatch,
+    logprobs_N: Tensor,
+    *,
+    before_N: Tensor | None = None,
+    first: bool = False,
+    reference_N: Tensor | None = None,
+    correction: Resolved,
+    denominators: Denominators,
+    training: TrainingSpec,
+) -> LossInputs:
+    """Returns the loss's inputs. `before_N` are the trainer's log-probs before the first update of
+    the batch; None: this is the first update, and they are `logprobs_N`.
+
+    `first`: this is the first update, so its ratio is taken to `logprobs_N` and is exactly 1. With
+    `before_N`, dropout's noise would be clipped as if training had changed the policy.
+    """
+    now_N = logprobs_N.detach()
+    trainer_N = now_N if first or before_N is None else before_N
+    before_N = now_N if before_N is None else before_N
+    sampler_N = known_sampler_logprobs(batch, before_N)
+    return LossInputs(
+        logprobs_N=logprobs_N,
+        old_logprobs_N=sampler_N if correction.ratio_base == "sampler" else trainer_N,
+        reference_logprobs_N=reference_N,
+        advantages_N=batch.advantages_N,
+        weights_N=correction_weights(
+            before_N, sampler_N, batch.sequences_N, batch.num_sequences, correction
+        ),
+        sequences_N=batch.sequences_N,
+        lengths_N=batch.lengths_N,
+        denominators=denominators,
+        training=training,
+    )
+
+
+def known_sampler_logprobs(batch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
+    """Returns the sampler's log-probs `[N]`, and the trainer's where they were not measured."""
+    return torch.where(batch.measured_N, batch.sampler_logprobs_N, trainer_logprobs_N)

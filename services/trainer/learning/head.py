@@ -2,7 +2,7 @@
 vocabulary]` never whole.
 
 For hidden states h_n, head weight W (and bias b), temperature T and target t_n, with logits x_nv =
-z_nv / T, z_nv = h_n . W_v + b_v, or c tanh(z_nv / c) / T where a model caps them (`logits.py`):
+z_nv / T, z_nv = h_n . W_v + b_v, or c tanh(z_nv / c) / T where a model caps them (`LogitRule`):
 
     logprob_n = x_n,t - log sum_v e^x_nv
     entropy_n = log sum_v e^x_nv - sum_v p_nv x_nv,  p_nv = softmax(x_n)_v
@@ -42,6 +42,15 @@ matrix units busy (256 MiB)."""
 
 LOWEST = -1e30
 """Below every logit, and finite, so that a difference of two is never NaN."""
+
+CAP = "final_logit_softcapping"
+
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+"""Configuration keys with the factor or divisor of logits, or of the head's hidden states."""
+
+MULTIPLIES = "hyperclovax"
+"""The `model_type` that multiplies by this value where others divide."""
 
 
 @dataclass(frozen=True)
@@ -296,3 +305,40 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.float(), right.float())
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """How a model turns its head's products z into logits before the softmax. At most one is set:
+
+        logits = scale * z        logits = cap * tanh(z / cap)
+
+    Cohere and Granite scale; Gemma 2, 3n and 4 cap (arXiv 2408.00118, section 2). A scale is a
+    temperature of 1 / scale. vLLM does the same before it divides by the temperature."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logits(self, output: Tensor) -> Tensor:
+        """Returns the logits, in float32."""
+        logits = output.float()
+        if self.cap is not None:
+            logits = self.cap * (logits / self.cap).tanh()
+        return logits * self.scale
+
+
+AS_THEY_ARE = LogitRule()
+
+
+def rule_of(config: Any) -> LogitRule:
+    """Returns the rule in a model's configuration. `check_head` compares it with the model
+    itself."""
+    text = config.get_text_config()
+    multiplies = getattr(text, "model_type", None) == MULTIPLIES
+    scale = 1.0
+    for key in MULTIPLIERS:
+        scale *= getattr(text, key, None) or 1.0
+    for key in DIVISORS:
+        divisor = getattr(text, key, None) or 1.0
+        scale *= divisor if multiplies else 1 / divisor
+    return LogitRule(scale, getattr(text, CAP, None))

@@ -62,11 +62,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.learning.batch import MicroBatch
-from services.trainer.learning.correction import Resolved, log_ratios
+from services.trainer.learning.correction import Resolved, known_sampler_logprobs, log_ratios
 from services.trainer.learning.examples import UNKNOWN
-from services.trainer.learning.kl import KL
-from services.trainer.learning.loss import LOSSES, LossInputs, importance_ratios
-from services.trainer.learning.objective import known_sampler_logprobs
+from services.trainer.learning.loss import KL, LOSSES, LossInputs, importance_ratios
 from shared.job import TrainingSpec
 
 MAX_RAW_LOG_RATIO = 300.0

@@ -19,7 +19,7 @@ layers does not either (`checkpoint_body`).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -29,8 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.learning.batch import MicroBatch, collate
-from services.trainer.learning.head import Kept, as_scoring_head
-from services.trainer.learning.logits import AS_THEY_ARE, LogitRule, rule_of
+from services.trainer.learning.head import AS_THEY_ARE, Kept, LogitRule, as_scoring_head, rule_of
 from shared.errors import BadRequest
 from shared.host.logs import get_logger
 from shared.wire import Example
@@ -46,6 +45,12 @@ CANARY_LENGTHS = (5, 8)
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """How much two computations of the same hidden state may differ, relative to its norm, by rounding
 through all layers. A token that attends to a wrong position changes by more."""
+
+Reference = Callable[[MicroBatch], Tensor]
+"""The model that the job began with, for the KL term: returns the log-probs `[N]` of a
+micro-batch's completion tokens, in nats, without gradient. With LoRA it is the policy with its
+adapters off, which costs no memory. Without LoRA it is a second copy, partitioned over the ranks if
+the policy is."""
 
 
 class Policy(nn.Module):
@@ -293,3 +298,25 @@ def _difference_from_alone(model: Any, batch: MicroBatch) -> float:
 
 def _vocab_size(head: nn.Module) -> int:
     return int(getattr(head, "out_features", 0)) or 1 << 18
+
+
+def adapters_off(wrapped: Any, policy: Policy) -> Reference:
+    """Returns the reference of a policy with adapters. `wrapped` is PEFT's wrapper of its model."""
+
+    @torch.no_grad()
+    def logprobs(batch: MicroBatch) -> Tensor:
+        with wrapped.disable_adapter():
+            return policy(batch)[0]
+
+    return logprobs
+
+
+def frozen_copy(policy: Policy) -> Reference:
+    """Freezes `policy`, and returns it as the reference."""
+    policy.requires_grad_(False)
+
+    @torch.no_grad()
+    def logprobs(batch: MicroBatch) -> Tensor:
+        return policy(batch)[0]
+
+    return logprobs

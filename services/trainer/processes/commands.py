@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel
 
+from services.trainer.processes.rendezvous import Notes
 from services.trainer.processes.together import Ranks, as_hone_error
 from services.trainer.trainer import Trainer
 from shared.errors import HoneError, Unavailable, from_problem
@@ -52,12 +53,6 @@ class RanksMustEnd(Exception):
     def __init__(self, error: HoneError) -> None:
         super().__init__(error.detail)
         self.error = error
-
-
-class Board(Protocol):
-    """Where failed ranks leave notes for ranks that wait for them: `Notes`."""
-
-    def standing(self) -> HoneError | None: ...
 
 
 @dataclass(frozen=True)
@@ -167,7 +162,7 @@ def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel 
     return error
 
 
-def watch(notes: Board, end: Callable[[HoneError], None]) -> None:
+def watch(notes: Notes, end: Callable[[HoneError], None]) -> None:
     """Calls `end` with the error of a failed rank while another rank is still inside the command.
     Runs in a thread of rank 0.
 

@@ -5,7 +5,7 @@ life's folder in the run folder>`.
     HTTP thread     rank 0: uvicorn, so /healthz and GET /state answer during a training step
     signal thread   rank 0: SIGTERM ends it even while the main thread waits inside a collective
     watch thread    rank 0: a rank that failed where others wait for it ends the service
-    heartbeats      a thread each, with several nodes: whether the others live (heartbeat.py)
+    heartbeats      a thread each, with several nodes: whether the others live
 
 Any rank that dies ends all ranks of its node (torchrun), and so the ranks of the other nodes. The
 launchers start them again, and rank 0 loads the previous job from its newest checkpoint.
@@ -29,17 +29,26 @@ import torch.distributed as dist
 import uvicorn
 
 from services.trainer.app import create_service
-from services.trainer.disk.fingerprint import fingerprint
-from services.trainer.processes import heartbeat
-from services.trainer.processes.channel import COLLECTIVE_TIMEOUT, READ_TIMEOUT, Channel, Notes
+from services.trainer.disk.checkpoints import fingerprint
 from services.trainer.processes.commands import Inbox, RanksMustEnd, Readiness, follow, watch
 from services.trainer.processes.extensions import compiling
 from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
-from services.trainer.processes.rendezvous import Meeting, Place, meet, tell_libraries
+from services.trainer.processes.rendezvous import (
+    COLLECTIVE_TIMEOUT,
+    READ_TIMEOUT,
+    Channel,
+    Meeting,
+    Notes,
+    Place,
+    meet,
+    send_heartbeats,
+    tell_libraries,
+    watch_heartbeats,
+)
 from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
-from services.trainer.transfer.sharing import gpu_of
-from services.trainer.zero.out_of_memory import first_line
+from services.trainer.transfer import gpu_of
+from services.trainer.zero.memory import first_line
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import logs, nvidia, tracing
 from shared.host.logs import get_logger
@@ -79,7 +88,7 @@ def main() -> None:
         lead(settings, trainer_of(channel), channel, notes, folder, meeting)
     else:
         if place.node_rank and place.local_rank == 0:
-            start_thread(heartbeat.send, meeting.heartbeats, place, abandon)
+            start_thread(send_heartbeats, meeting.heartbeats, place, abandon)
         try:
             follow(trainer_of(channel), channel, None)
         except RanksMustEnd as end:
@@ -157,8 +166,8 @@ def trainer_maker(
     """Imports the heavy libraries, and returns the function that makes this rank's trainer."""
     # These import deepspeed, which reads DS_ACCELERATOR.
     from services.trainer.zero.deepspeed_engine import quiet_libraries, start_engine
+    from services.trainer.zero.memory import Gpu, check_fits, needs_of
     from services.trainer.zero.models import check_model, choose_dtype, model_files
-    from services.trainer.zero.placement import Gpu, check_fits, needs_of
     from shared.plan.memory import GIB, Ranks
     from shared.plan.model import CannotPlan, find_model
 
@@ -234,7 +243,7 @@ def lead(
     stopper = start_thread(stop_on_signal, server, http, stopping, trainer)
     start_thread(watch, notes, end_because)
     if settings.trainer_nodes > 1:
-        start_thread(heartbeat.listen, meeting.heartbeats, settings.trainer_nodes, end)
+        start_thread(watch_heartbeats, meeting.heartbeats, settings.trainer_nodes, end)
     try:
         follow(trainer, channel, inbox)
     except RanksMustEnd as must_end:

@@ -1,24 +1,34 @@
-"""Where the ranks meet: through a file on one node, through a TCP store on node 0
-(`HONE_TRAINER_RENDEZVOUS`) if there are several.
+"""Where the ranks meet, and how they then talk to each other.
 
-The store listens on that address only; torchrun's own would listen on every interface. A rank that
-restarts while the others are still in their previous life finds its name taken there. It tells them
-so, and waits for the store of the next life.
+**Meeting.** On one node the ranks meet through a file, on several nodes through a TCP store on node
+0 (`HONE_TRAINER_RENDEZVOUS`). The store listens on that address only; torchrun's own would listen
+on every interface. A rank that restarts while the others still run finds its name taken in the
+store. It leaves a note for them, and waits for the store of the next start.
+
+**Talking.** A gloo group carries commands and outcomes (`Channel`). A rank that fails while others
+wait for it leaves a note in a store (`Notes`). Nodes send heartbeats, because the sockets of a node
+that lost power or network stay open for a long time. Within a node torchrun sees every death, and a
+process that dies on another node closes its sockets, which ends the others' collectives.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from services.trainer.processes.channel import Notes
-from shared.errors import Failed, Unavailable
+from services.trainer.processes.together import Ranks
+from shared.errors import Failed, HoneError, Unavailable, from_problem
 from shared.host.logs import get_logger
 from shared.settings import Settings
 
@@ -27,6 +37,13 @@ STORE_TIMEOUT = timedelta(seconds=30)
 POLL_S = 1.0
 SAY_S = 15.0
 BACKLOG = 1024
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+READ_TIMEOUT = timedelta(seconds=10)
+
+HEARTBEAT_S = 2.0
+SILENCE_S = 30.0
+"""Seconds between heartbeats, and without one until a node counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -194,3 +211,96 @@ def tell_libraries(place: Place) -> None:
     """Sets the variables from which DeepSpeed reads this rank, because torchrun has counted this
     node's ranks only."""
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place.rank), str(place.num_ranks)
+
+
+# --- how they then talk ---------------------------------------------------------------------------
+
+
+class Notes:
+    """Why a rank will not join the collective in which others wait: at most one note per rank, in a
+    store that all ranks reach.
+
+    The store has a connection of its own, because notes are read while the process group's
+    connection may be waiting.
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
+        self._store = store
+        self._own = f"note-{rank}"
+        self._all = [f"note-{other}" for other in range(num_ranks)]
+
+    def leave(self, error: HoneError) -> None:
+        self._store.set(self._own, json.dumps(error.problem()))
+
+    def clear(self) -> None:
+        self._store.delete_key(self._own)
+
+    def standing(self) -> HoneError | None:
+        """Returns the uncleared note of the lowest rank; None if there is none."""
+        for key in self._all:
+            if self._store.check([key]):
+                with contextlib.suppress(RuntimeError):  # cleared just now
+                    problem = json.loads(self._store.get(key))
+                    return from_problem(problem["status"], problem, "a rank")
+        return None
+
+
+class Channel(Ranks):
+    """The ranks of torch.distributed, which is initialized. Commands go over a gloo `group`, and so
+    over the CPU, with any backend of the engine."""
+
+    def __init__(self, notes: Notes, group: Any) -> None:
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
+        self._notes = notes
+        self._group = group
+
+    @classmethod
+    def open(cls, notes: Notes) -> Channel:
+        """Returns the channel, its group made: a collective."""
+        return cls(notes, dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT))
+
+    def broadcast(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def leave_note(self, error: HoneError) -> None:
+        self._notes.leave(error)
+
+    def clear_note(self) -> None:
+        self._notes.clear()
+
+
+def send_heartbeats(store: Store, place: Place, end: Callable[[str], None]) -> None:
+    """Sends this node's heartbeats until node 0 cannot be reached, and then calls `end`."""
+    while True:
+        try:
+            store.add(_heartbeat(place.node_rank), 1)
+        except RuntimeError as error:  # raised by a store when its server goes away
+            end(f"node 0 is gone: {str(error).splitlines()[0]}")
+            return
+        time.sleep(HEARTBEAT_S)
+
+
+def watch_heartbeats(store: Store, num_nodes: int, end: Callable[[str], None]) -> None:
+    """Calls `end` once another node has been silent for `SILENCE_S` seconds. Runs on node 0."""
+    seen = {node: (0, time.monotonic()) for node in range(1, num_nodes)}
+    while True:
+        for node, (count, since) in seen.items():
+            now = store.add(_heartbeat(node), 0)
+            if now != count:
+                seen[node] = now, time.monotonic()
+            elif time.monotonic() - since > SILENCE_S:
+                end(f"node {node} has sent no heartbeat for {SILENCE_S:g} s")
+                return
+        time.sleep(HEARTBEAT_S)
+
+
+def _heartbeat(node: int) -> str:
+    return f"heartbeat-{node}"

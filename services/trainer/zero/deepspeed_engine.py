@@ -21,14 +21,22 @@ from torch import Tensor
 
 from services.trainer.disk import tensor_file
 from services.trainer.engine import Update
-from services.trainer.learning import reference
 from services.trainer.learning.batch import collate
 from services.trainer.learning.examples import allowed_versions, check
 from services.trainer.learning.noise import rounding_noise
-from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_packing
-from services.trainer.zero import lora, state
+from services.trainer.learning.policy import (
+    Policy,
+    Reference,
+    adapters_off,
+    check_head,
+    checkpoint_body,
+    choose_packing,
+    frozen_copy,
+)
+from services.trainer.zero import internals, lora, state
 from services.trainer.zero import stages as zero
-from services.trainer.zero.internals import bring_back, offload, whole_weights
+from services.trainer.zero.internals import whole_weights
+from services.trainer.zero.memory import Planned
 from services.trainer.zero.models import (
     as_kept,
     as_saved,
@@ -36,7 +44,6 @@ from services.trainer.zero.models import (
     copy_tokenizer,
     load_on_all_ranks,
 )
-from services.trainer.zero.out_of_memory import Planned
 from services.trainer.zero.update import Updater
 from shared.errors import BadRequest
 from shared.job import Job
@@ -124,18 +131,18 @@ def _planned(model: Any, job: Job, dtype: torch.dtype, device: torch.device) -> 
 
 def start_reference(
     job: Job, policy: Policy, wrapped: Any, dtype: torch.dtype, device: torch.device
-) -> reference.Reference | None:
+) -> Reference | None:
     """Returns the model that the KL term keeps the policy near to; None if nothing does."""
     if job.training.beta == 0:
         return None
     if wrapped is not None:
-        return reference.adapters_off(wrapped, policy)
+        return adapters_off(wrapped, policy)
     spread = job.memory.zero_stage == 3
     model = load_on_all_ranks(job, dtype, device, spread=spread)
     copy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
     if spread:
         zero.start_frozen(copy, job, dtype)
-    return reference.frozen_copy(copy)
+    return frozen_copy(copy)
 
 
 class DeepSpeedEngine:
@@ -230,15 +237,15 @@ class DeepSpeedEngine:
         """Goes on from what `save_state` wrote."""
         state.load(self._parts.zero, folder)
 
-    def rest(self) -> None:
-        """Moves master weights and optimizer into the host's memory. The weights stay: samplers may
-        be reading them, and checkpoints are written of them."""
-        offload(self._parts.zero)
+    def offload(self) -> None:
+        """Moves master weights and optimizer into the host's memory. The weights stay on the
+        device: samplers may be reading them, and checkpoints are made from them."""
+        internals.offload(self._parts.zero)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def rise(self) -> None:
-        bring_back(self._parts.zero)
+    def reload(self) -> None:
+        internals.reload(self._parts.zero)
 
     def close(self) -> None:
         """Frees the memory of model and optimizer."""

@@ -1,27 +1,28 @@
-"""Reaching into DeepSpeed where it offers no way: whole weights, forgetting half an update, taking
-an update back.
+"""Access to DeepSpeed's internals, for things that it has no interface for: whole weights,
+offloading between updates, the float32 master weights, dropping gradients, and undoing an update.
 
-All of this knows DeepSpeed's insides, at the pinned version; the tests run it at every stage.
+This depends on the pinned version of DeepSpeed; the tests run it at every stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from services.trainer.zero.host_copies import HostCopies, HostCopy
-from services.trainer.zero.masters import gather_persistent, masters, masters_to_weights
-from services.trainer.zero.random_numbers import restore_random_state
+from services.trainer.zero.host_memory import HostCopies, HostCopy
 
 INITIAL_MICRO_STEP = -1
 """What ZeRO-1 and 2 count micro-batches from: the first one's gradient is copied, later ones' are
@@ -58,18 +59,20 @@ def whole_weights(
     }
 
 
-RESTING = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states)
-"""What DeepSpeed moves off the device between two updates: 12 bytes for each trained parameter."""
+OFFLOADED = (OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states)
+"""The states that DeepSpeed moves off the device between two updates: 12 bytes for each trained
+parameter."""
 
 
 def offload(zero: Any) -> None:
-    """Moves master weights and optimizer states into the host's memory: at ZeRO-1 to 3, where they
-    are not there for good."""
+    """Moves master weights and optimizer states into the host's memory, at ZeRO-1 to 3, unless they
+    are always there."""
     if _can_offload(zero) and not zero.optimizer.offloaded_states:
-        zero.offload_states(include=RESTING, pin_memory=torch.cuda.is_available())
+        zero.offload_states(include=OFFLOADED, pin_memory=torch.cuda.is_available())
 
 
-def bring_back(zero: Any) -> None:
+def reload(zero: Any) -> None:
+    """Moves offloaded states back to the device."""
     if _can_offload(zero) and zero.optimizer.offloaded_states:
         zero.reload_states()
 
@@ -82,8 +85,7 @@ def _can_offload(zero: Any) -> bool:
 
 @torch.no_grad()
 def drop_gradients(zero: Any) -> None:
-    """Forgets every gradient since the last step, those of a forward or backward pass that broke
-    off included."""
+    """Drops every gradient since the last step, also those of a pass that broke off."""
     optimizer = zero.optimizer
     for parameter in zero.module.parameters():
         parameter.grad = None
@@ -130,16 +132,15 @@ def _drop_stage_3(optimizer: Any) -> None:
 
 @dataclass(frozen=True)
 class Undo:
-    """What takes an update back: this rank's random numbers and, if it steps more than once, its
-    weights and optimizer. A step that was never taken, or that DeepSpeed refused, has changed
+    """Undoes an update: this rank's random numbers and, if the update has several steps, its
+    weights and optimizer. A step that was not taken, or that DeepSpeed refused, has changed
     neither."""
 
     random: dict[str, Any]
     snapshot: Snapshot | None = None
 
     def apply(self, zero: Any) -> None:
-        """Makes all as if the update had never come: with several ranks and a snapshot, a
-        collective."""
+        """Restores the state before the update: with several ranks and a snapshot, a collective."""
         drop_gradients(zero)
         if self.snapshot is not None:
             self.snapshot.restore(zero)
@@ -157,7 +158,7 @@ class Snapshot:
     @staticmethod
     @torch.no_grad()
     def take(zero: Any, copies: HostCopies) -> Snapshot:
-        """Returns it in the memory of `copies`, in the place of the one before."""
+        """Returns a snapshot in the memory of `copies`, which replaces the previous one."""
         copies.begin()
         tensors = masters(zero)
         states = [zero.basic_optimizer.state.get(master, {}) for master in tensors]
@@ -174,7 +175,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self, zero: Any) -> None:
-        """Makes weights and optimizer what they were: a collective."""
+        """Restores weights and optimizer: a collective."""
         tensors = masters(zero)
         for master, saved, state in zip(tensors, self.masters, self.states, strict=True):
             saved.restore(master)
@@ -191,6 +192,145 @@ class Snapshot:
 
 
 def _wait(tensors: list[Tensor]) -> None:
-    """Returns once they are copied: DeepSpeed uses streams of its own."""
+    """Returns once the tensors are copied: DeepSpeed uses streams of its own."""
     if tensors and tensors[0].is_cuda:
         torch.cuda.synchronize(tensors[0].device)
+
+
+# --- master weights -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The elements `[start, start + numel)` of the flattened parameter `name` that this rank's
+    optimizer updates. They are `[offset, offset + numel)` of the master `flat`, and of each of its
+    tensors of optimizer state."""
+
+    name: str
+    start: int
+    numel: int
+    flat: Tensor
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns this fragment's view of `flat` or of a tensor of its shape."""
+        return tensor.detach().view(-1)[self.offset : self.offset + self.numel]
+
+
+def masters(zero: Any) -> list[Tensor]:
+    """Returns the tensors that this rank's optimizer updates: float32, flat if ZeRO partitions
+    them."""
+    optimizer = zero.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return list(optimizer.single_partition_of_fp32_groups)
+    return [
+        parameter for group in zero.basic_optimizer.param_groups for parameter in group["params"]
+    ]
+
+
+def every_rank_has_all(zero: Any) -> bool:
+    """Whether every rank has all masters (ZeRO stage 0), and they are not partitioned."""
+    return not isinstance(
+        zero.optimizer, DeepSpeedZeroOptimizer_Stage3 | DeepSpeedZeroOptimizer | BF16_Optimizer
+    )
+
+
+def fragments(zero: Any) -> Iterator[Fragment]:
+    """Yields the fragments in this rank's masters, parameter by parameter."""
+    optimizer = zero.optimizer
+    trained = [(name, p) for name, p in zero.module.named_parameters() if p.requires_grad]
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        yield from _of_stage_3(optimizer, trained)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        yield from _of_flat_groups(masters(zero), trained)
+    else:
+        own = _own_masters(optimizer)
+        for name, parameter in trained:
+            flat = own[id(parameter)] if own else parameter
+            yield Fragment(name, 0, parameter.numel(), flat, 0)
+
+
+def _of_stage_3(optimizer: Any, trained: list[tuple[str, Any]]) -> Iterator[Fragment]:
+    """Each parameter is cut into as many equal parts as there are ranks, the last ones padded."""
+    for name, parameter in trained:
+        group, offset, part = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = part * dist.get_rank()
+        numel = min(part, parameter.ds_numel - start)
+        if numel > 0:
+            flat = optimizer.fp32_partitioned_groups_flat[group]
+            yield Fragment(name, start, numel, flat, offset)
+
+
+def _of_flat_groups(flats: list[Tensor], trained: list[tuple[str, Any]]) -> Iterator[Fragment]:
+    """The parameters of a group lie one after the other, and the whole is cut into equal parts."""
+    for name, parameter in trained:
+        place = parameter._hp_mapping
+        if place is not None:
+            at, of_master = place.lp_fragment_address, place.hp_fragment_address
+            flat = flats[place.param_group_index]
+            yield Fragment(name, at.start, at.numel, flat, of_master.start)
+
+
+def _own_masters(optimizer: Any) -> dict[int, Tensor]:
+    """Returns the masters of parameters with a master of their own, by the parameter's id."""
+    if not isinstance(optimizer, FP16_UnfusedOptimizer):
+        return {}
+    return {
+        id(weight): master
+        for weights, group in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        for weight, master in zip(weights, group, strict=True)
+    }
+
+
+def masters_to_weights(zero: Any) -> None:
+    """Copies the masters to the model's weights: a collective."""
+    optimizer = zero.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        optimizer._partition_all_parameters()
+        for group in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        gather_persistent(optimizer)
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        optimizer.update_lp_params()
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for group, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+            for master, weight in zip(group, weights, strict=True):
+                weight.data.copy_(master.data)
+
+
+def gather_persistent(optimizer: Any) -> None:
+    """Gathers again the small parameters that every rank holds in spite of ZeRO-3."""
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the state of this rank's random number generators, as plain numbers and tensors."""
+    numpy_name, numpy_keys, *numpy_rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (
+            str(numpy_name),
+            torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)),
+            *numpy_rest,
+        ),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Sets this rank's random number generators to a result of `random_state`. CUDA's generators
+    stay if either side has none."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

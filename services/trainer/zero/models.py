@@ -205,14 +205,14 @@ def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_kept(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns what `as_saved` does, each tensor where the model has it. Raises Conflict if it has
-    others than its checkpoint, as a mixture of experts, whose experts are one tensor in each
-    layer."""
+    """Returns the tensors of `as_saved`, but in the model's own memory. Raises Conflict if the
+    checkpoint has other tensors than the model, as for a mixture of experts, which has all experts
+    of a layer in one tensor."""
     names, changed = _in_checkpoint(model, _without_unsaved(model, weights))
     if changed:
         raise Conflict(
-            f"{len(changed)} tensors of the version are others while they are trained, the first "
-            f'is {changed[0]!r}: weight_sync "nccl" and "ipc" cannot send them'
+            f"{len(changed)} tensors have another form in training than in a checkpoint, the first "
+            f"is {changed[0]!r}: they cannot be sent from device to device"
         )
     return {name: weights[name] for name in names}
 

@@ -27,13 +27,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from services.trainer.zero.masters import (
+from services.trainer.zero.internals import (
     Fragment,
     every_rank_has_all,
     fragments,
     masters_to_weights,
+    random_state,
+    restore_random_state,
 )
-from services.trainer.zero.random_numbers import random_state, restore_random_state
 from shared.errors import Conflict
 
 MASTER = "master"

@@ -37,20 +37,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.engine import OutOfMemory, Update
-from services.trainer.learning.batch import MicroBatch
-from services.trainer.learning.correction import resolve
+from services.trainer.learning.batch import MicroBatch, Minibatch, plan
+from services.trainer.learning.correction import loss_inputs, resolve
 from services.trainer.learning.loss import total_loss
 from services.trainer.learning.metrics import StepMetrics
-from services.trainer.learning.minibatches import Minibatch, plan
-from services.trainer.learning.objective import loss_inputs
-from services.trainer.learning.policy import Policy
-from services.trainer.learning.reference import Reference
+from services.trainer.learning.policy import Policy, Reference
 from services.trainer.zero import host_memory
 from services.trainer.zero import stages as zero_stages
-from services.trainer.zero.host_copies import HostCopies
-from services.trainer.zero.internals import Snapshot, Undo
+from services.trainer.zero.host_memory import HostCopies
+from services.trainer.zero.internals import Snapshot, Undo, random_state
 from services.trainer.zero.lora import set_dropout
-from services.trainer.zero.out_of_memory import (
+from services.trainer.zero.memory import (
     Planned,
     first_line,
     half_budget,
@@ -58,7 +55,6 @@ from services.trainer.zero.out_of_memory import (
     knobs,
     usage,
 )
-from services.trainer.zero.random_numbers import random_state
 from shared.errors import Failed
 from shared.host.logs import get_logger
 from shared.job import Job

@@ -22,9 +22,9 @@ from torch import Tensor
 from bench import trainer_side
 from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.examples import step_totals, to_examples
+from services.trainer.learning.batch import plan
 from services.trainer.learning.correction import correction_weights, resolve
 from services.trainer.learning.loss import Denominators, LossInputs
-from services.trainer.learning.minibatches import plan
 from shared.job import CorrectionSpec, Job, TrainingSpec
 from shared.wire import Batch
 from shared.wire.packed import Logprobs, TokenIds

@@ -23,8 +23,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from services.trainer.disk import tensor_file
 from services.trainer.disk.weights import Publisher
 from services.trainer.processes.launcher import rank_environment
-from services.trainer.transfer.broadcast import Broadcast, Member, chunks, joined
-from services.trainer.transfer.sharing import location, shared
+from services.trainer.transfer import Broadcast, Member, chunks, joined, location, share
 from services.trainer.zero.models import as_kept, as_saved
 from shared.errors import BadRequest, Conflict
 from shared.settings import Settings
@@ -140,7 +139,7 @@ LISTENING = """
 from datetime import timedelta
 import psutil, torch
 from torch.distributed import HashStore
-from services.trainer.transfer.broadcast import Member, joined
+from services.trainer.transfer import Member, joined
 
 alone = Member(HashStore(), 1, torch.device("cpu"), "127.0.0.2", timedelta(seconds=30))
 group = joined(alone)
@@ -228,7 +227,7 @@ def test_a_mixture_whose_experts_are_one_tensor_cannot_be_sent(tmp_path, kind) -
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(make_tiny_experts(kind, tmp_path / "model"))
-    with pytest.raises(Conflict, match="tensors of the version are others while they are trained"):
+    with pytest.raises(Conflict, match="tensors have another form in training than"):
         as_kept(model, dict(model.state_dict()))
 
 
@@ -253,7 +252,7 @@ def test_the_memory_of_a_cpu_cannot_be_shared_as_a_gpus(publisher) -> None:
     with pytest.raises(BadRequest, match="computes on 'cpu'"):
         publisher.publish(request("ipc"), 5, never)
     with pytest.raises(BadRequest):
-        shared(TENSORS)
+        share(TENSORS)
 
 
 def test_where_a_tensor_lies_is_what_torch_calls_it() -> None:

@@ -17,8 +17,8 @@ import pytest
 from services.trainer.disk import checkpoints, folders
 from services.trainer.disk.checkpoints import check_seen as seen
 from services.trainer.disk.checkpoints import expendable
-from services.trainer.disk.saving import checkpoint_bytes
 from services.trainer.engine import OutOfMemory
+from services.trainer.loaded import checkpoint_bytes
 from shared.errors import Conflict, Failed, Unavailable
 from shared.job import CheckpointSpec, EvaluationSpec, MemorySpec, WandbSpec
 from shared.wire import CheckpointRequest, PublishRequest

@@ -11,7 +11,6 @@ from torch.distributed import HashStore
 
 from services.trainer.engine import OutOfMemory
 from services.trainer.processes import commands
-from services.trainer.processes.channel import Channel, Notes
 from services.trainer.processes.commands import (
     Inbox,
     RanksMustEnd,
@@ -20,6 +19,7 @@ from services.trainer.processes.commands import (
     perform,
     watch,
 )
+from services.trainer.processes.rendezvous import Channel, Notes
 from services.trainer.processes.together import Ranks, as_hone_error
 from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.host.logs import of_request, request_id

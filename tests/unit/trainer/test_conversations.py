@@ -10,10 +10,9 @@ import transformers
 from torch import Tensor, nn
 
 from services.trainer.learning.batch import MicroBatch, collate
-from services.trainer.learning.correction import resolve
+from services.trainer.learning.correction import loss_inputs, resolve
 from services.trainer.learning.loss import Denominators, LossInputs, total_loss
 from services.trainer.learning.metrics import StepMetrics
-from services.trainer.learning.objective import loss_inputs
 from services.trainer.learning.policy import Policy
 from shared.job import CorrectionSpec, TrainingSpec
 from shared.wire import Example

@@ -85,14 +85,14 @@ def train_and_rest(job: Job, batches, learning_rate: float, folder: Path) -> set
     seen = set[str]()
     for batch in batches:
         engine.update(batch, learning_rate)
-        engine.rest()
-        engine.rest()
+        engine.offload()
+        engine.offload()
         seen |= {f"{tensor.device}, {tensor.dtype}" for tensor in engine.live_weights().values()}
         engine.canary()
         (folder / "state").mkdir(parents=True, exist_ok=True)
         engine.save_state(folder / "state")
-        engine.rise()
-        engine.rise()
+        engine.reload()
+        engine.reload()
     engine.save_weights(folder)
     engine.close()
     return seen
@@ -126,7 +126,7 @@ def test_epochs_and_minibatches_equal_a_plain_torch_transcription(
 ):
     import torch
 
-    from services.trainer.learning.minibatches import deal
+    from services.trainer.learning.batch import deal
 
     beta, rate, decay = 0.05, 0.1, 0.1
     training = {"epochs": 2, "minibatches": 3, "beta": beta, "weight_decay": decay, **LINEAR}
@@ -496,7 +496,7 @@ def twice(job: Job, good, folder: Path) -> str:
 def test_a_batch_with_a_nan_changes_nothing_and_is_refused_or_skipped(
     rank, tmp_path, stage, dtype, minibatches
 ):
-    from services.trainer.learning.minibatches import deal
+    from services.trainer.learning.batch import deal
 
     model = model_with_a_nan(tmp_path / "broken")
     good = batch_without_a_nan()

@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 from transformers import AutoModelForCausalLM
 
-from services.trainer.disk.fingerprint import fingerprint
+from services.trainer.disk.checkpoints import fingerprint
 from services.trainer.zero.models import model_files
 from shared.errors import BadRequest
 from tests.support.tiny_models import make_tiny_model

@@ -29,12 +29,12 @@ def some_tensors():
 
 @pytest.mark.parametrize("block_bytes", [64, 1 << 20])
 def test_a_copy_gives_back_what_was_copied_over_any_blocks(monkeypatch, block_bytes: int):
-    from services.trainer.zero import host_copies
+    from services.trainer.zero import host_memory
 
-    monkeypatch.setattr(host_copies, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", block_bytes)
     tensors = some_tensors()
     expected = [tensor.clone() for tensor in tensors]
-    copies = host_copies.HostCopies(pinned=False)
+    copies = host_memory.HostCopies(pinned=False)
     kept = [copies.copy(tensor) for tensor in tensors]
     for tensor in tensors:
         tensor.zero_()
@@ -46,10 +46,10 @@ def test_a_copy_gives_back_what_was_copied_over_any_blocks(monkeypatch, block_by
 
 
 def test_the_next_copies_lie_where_the_ones_before_lay(monkeypatch):
-    from services.trainer.zero import host_copies
+    from services.trainer.zero import host_memory
 
-    monkeypatch.setattr(host_copies, "BLOCK_BYTES", 256)
-    copies = host_copies.HostCopies(pinned=False)
+    monkeypatch.setattr(host_memory, "BLOCK_BYTES", 256)
+    copies = host_memory.HostCopies(pinned=False)
     places = []
     for _ in range(3):
         copies.begin()

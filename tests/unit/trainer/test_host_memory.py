@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from services.trainer.zero.host_memory import is_worth_giving_back, room_bytes
-from services.trainer.zero.out_of_memory import Planned
+from services.trainer.zero.memory import Planned
 from shared.plan.memory import Ranks
 from tests.support.plan_models import job, model
 

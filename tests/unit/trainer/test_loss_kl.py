@@ -1,4 +1,4 @@
-"""The KL estimators: values by hand, and that gradients are what kl.py says they are, in exact
+"""The KL estimators: values by hand, and that gradients are what `KL` says they are, in exact
 expectation over a small policy."""
 
 import dataclasses
@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.trainer.learning.kl import KL
-from services.trainer.learning.loss import LOSSES, total_loss
+from services.trainer.learning.loss import KL, LOSSES, total_loss
 from shared.job import TrainingSpec
 from tests.support.loss_batches import by_ratio, loss_and_gradient
 

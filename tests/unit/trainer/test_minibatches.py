@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.trainer.learning.batch import plan
 from services.trainer.learning.loss import Denominators
-from services.trainer.learning.minibatches import plan
 from shared.errors import BadRequest
 from shared.wire import Example, StepTotals
 from tests.support.engine_ranks import a_job

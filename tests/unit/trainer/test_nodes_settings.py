@@ -3,8 +3,7 @@ expected."""
 
 import pytest
 
-from services.trainer.processes.launcher import rank_environment
-from services.trainer.processes.nodes import check_nodes
+from services.trainer.processes.launcher import check_nodes, rank_environment
 from services.trainer.processes.rendezvous import Place
 from shared.errors import BadRequest
 from shared.settings import Settings

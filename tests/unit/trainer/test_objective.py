@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from services.trainer.learning.batch import MicroBatch, collate
-from services.trainer.learning.correction import resolve
+from services.trainer.learning.correction import loss_inputs, resolve
 from services.trainer.learning.loss import Denominators, importance_ratios, total_loss
-from services.trainer.learning.objective import loss_inputs
 from shared.job import CorrectionSpec, TrainingSpec
 from shared.wire import Example
 

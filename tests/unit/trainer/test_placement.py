@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from services.trainer.zero.placement import Gpu, Needs, check_fits, needs_of
+from services.trainer.zero.memory import Gpu, Needs, check_fits, needs_of
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.plan.memory import GIB, Ranks

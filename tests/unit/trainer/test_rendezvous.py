@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from services.trainer.processes import heartbeat, rendezvous
-from services.trainer.processes.channel import Notes
-from services.trainer.processes.rendezvous import Place, meet
+from services.trainer.processes import rendezvous
+from services.trainer.processes.rendezvous import Notes, Place, meet
 from shared.errors import Failed, Unavailable
 from shared.host.processes import free_port
 from shared.settings import Settings
@@ -103,10 +102,12 @@ def test_a_rank_that_begins_anew_tells_the_life_before_and_waits_for_the_next(tm
 
 
 def test_a_node_that_falls_silent_is_named(monkeypatch):
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(heartbeat, "SILENCE_S", 0.5)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(rendezvous, "SILENCE_S", 0.5)
     store, ended, alive = HashStore(), list[str](), threading.Event()
-    listener = threading.Thread(target=heartbeat.listen, args=(store, 3, ended.append), daemon=True)
+    listener = threading.Thread(
+        target=rendezvous.watch_heartbeats, args=(store, 3, ended.append), daemon=True
+    )
 
     def live(key: str, until: threading.Event) -> None:
         while not until.wait(0.05):
@@ -133,5 +134,5 @@ def test_a_node_whose_store_is_gone_ends():
             raise RuntimeError("Broken pipe\nframe #0: ...")
 
     ended: list[str] = []
-    heartbeat.send(Gone(), node(1, 1)[1], ended.append)  # pyright: ignore[reportArgumentType]
+    rendezvous.send_heartbeats(Gone(), node(1, 1)[1], ended.append)  # pyright: ignore[reportArgumentType]
     assert ended == ["node 0 is gone: Broken pipe"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.trainer.zero.random_numbers import random_state, restore_random_state
+from services.trainer.zero.internals import random_state, restore_random_state
 from services.trainer.zero.state import Saved
 from shared.errors import Conflict
 

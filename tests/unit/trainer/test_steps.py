@@ -211,7 +211,7 @@ def test_only_the_current_version_can_be_published(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("colocate", "turns"), [(True, ["rest", "rise", "rest", "rise"]), (False, [])]
+    ("colocate", "turns"), [(True, ["offload", "reload", "offload", "reload"]), (False, [])]
 )
 def test_a_trainer_that_takes_turns_rests_from_publishing_to_the_next_step(
     tmp_path, colocate, turns
@@ -233,7 +233,7 @@ def test_all_ranks_rest_though_rank_0_could_not_publish(tmp_path, monkeypatch):
     monkeypatch.setattr(Publisher, "publish", full)
     with pytest.raises(Failed, match="no space left"):
         trainer.publish_weights(PublishRequest(job_id="a", version=0, method="shm"))
-    assert engines[0].turns == ["rest"]
+    assert engines[0].turns == ["offload"]
 
 
 def test_shared_memory_is_freed_when_a_job_is_replaced(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from deepspeed.comm.torch import build_shm_op
 
-from services.trainer.learning.minibatches import deal
-from services.trainer.zero.out_of_memory import (
+from services.trainer.learning.batch import deal
+from services.trainer.zero.memory import (
     Planned,
     first_line,
     is_out_of_memory,

@@ -1,5 +1,6 @@
-"""Messages for running out of memory: what was tried, how much memory there is, and which setting
-to change to which value."""
+"""A GPU's memory: whether a job fits beside the sampler, from sizes alone and before anything is
+loaded; and when a step runs out of memory, how much there is and which setting to change to which
+value."""
 
 from __future__ import annotations
 
@@ -9,8 +10,17 @@ from pathlib import Path
 
 import torch
 
+from shared.errors import BadRequest
 from shared.job import Job, LoraSpec
-from shared.plan.memory import GIB, Ranks, pass_bytes, trainer_memory
+from shared.plan.memory import (
+    GIB,
+    Ranks,
+    Serving,
+    pass_bytes,
+    sampler_memory,
+    state_bytes,
+    trainer_memory,
+)
 from shared.plan.model import Model
 from shared.wire import TrainerMemory
 
@@ -146,7 +156,7 @@ def _toml(value: int | bool) -> str:
 
 
 def gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB"
+    return _gib(num_bytes / GIB)
 
 
 def first_line(error: BaseException) -> str:
@@ -163,3 +173,89 @@ def _kib_of(file: Path, *names: str) -> dict[str, int]:
     """Returns the named values of a file of "Name: 123 kB" lines, in bytes; 0 for missing ones."""
     found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", file.read_text(), re.MULTILINE))
     return {name: int(found.get(name, 0)) * 1024 for name in names}
+
+
+# --- does a job fit beside the sampler? ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU: its memory in GiB, the sampler's share, and whether sampler and trainer take turns on
+    it."""
+
+    total_gib: float
+    sampler_share: float
+    takes_turns: bool
+
+
+@dataclass(frozen=True)
+class Needs:
+    """GiB on each GPU: the trainer's weights, its training states, and the sampler's weights with
+    the cache of one sequence. `resting` is the part of the training states that stays while the
+    sampler has its turn."""
+
+    weights: float
+    training: float
+    sampler: float
+    resting: float = 0
+
+
+def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> Needs:
+    """Returns the job's needs, by the numbers of `hone plan`."""
+    trainer = trainer_memory(model, job, ranks)
+    one = Serving(
+        tensor_parallel=tensor_parallel,
+        max_sequences=1,
+        sequences=1,
+        sequence_tokens=1,
+        max_adapters=0,
+        itemsize=ranks.itemsize,
+        device=ranks.device,
+    )
+    sampler = sampler_memory(model, job, one)
+    return Needs(
+        weights=trainer.weights_gib,
+        training=trainer.gradients_gib + trainer.optimizer_gib,
+        sampler=sampler.weights_gib + sampler.least_cache_gib,
+        resting=state_bytes(model, job, ranks).resting / GIB,
+    )
+
+
+def check_fits(needs: Needs, gpu: Gpu) -> None:
+    """Raises BadRequest, with the numbers, if trainer and sampler cannot share the GPU. Activations
+    and CUDA's own memory are not counted, so a refused job could not have worked."""
+    sampler_gib = gpu.total_gib * gpu.sampler_share
+    trainer = (
+        f"the trainer needs {_gib(needs.weights)} for weights and {_gib(needs.training)} for "
+        "gradients, master weights and Adam's moments"
+    )
+    if needs.sampler > sampler_gib:
+        raise BadRequest(
+            f"the sampler needs {_gib(needs.sampler)} for weights and the cache of one sequence, "
+            f"and has {_gib(sampler_gib)} of the GPU's {_gib(gpu.total_gib)} "
+            "(HONE_GPU_MEMORY_UTILIZATION); raise that, or lower max_model_len"
+        )
+    if gpu.takes_turns:
+        if needs.weights + needs.training > gpu.total_gib:
+            raise BadRequest(
+                f"{trainer}, and the GPU has {_gib(gpu.total_gib)}; use more GPUs, "
+                "memory.offload_optimizer or lora"
+            )
+        if needs.weights + needs.resting + sampler_gib > gpu.total_gib:
+            states = f" and {_gib(needs.resting)} of optimizer states" if needs.resting else ""
+            way_out = ", or use memory.zero_stage 2" if needs.resting else ""
+            raise BadRequest(
+                f"the trainer keeps {_gib(needs.weights)} of weights{states} while the sampler has "
+                f"{_gib(sampler_gib)} of the GPU's {_gib(gpu.total_gib)}; lower "
+                f"HONE_GPU_MEMORY_UTILIZATION{way_out}"
+            )
+    elif needs.weights + needs.training > gpu.total_gib - sampler_gib:
+        raise BadRequest(
+            f"{trainer}, and the sampler leaves {_gib(gpu.total_gib - sampler_gib)} of the "
+            f"GPU's {_gib(gpu.total_gib)}; lower HONE_GPU_MEMORY_UTILIZATION, let the two take "
+            "turns (HONE_COLOCATE=1), or give them GPUs of their own"
+        )
+
+
+def _gib(size: float) -> str:
+    return f"{size:.2f} GiB"

@@ -1,11 +1,14 @@
-"""`weight_sync = "nccl"`: a version goes from the trainer's device to the samplers' devices, by
-NCCL between GPUs and gloo between CPUs.
+"""Moves a version from the trainer's device to the samplers, without files: `Broadcast` sends it to
+other devices, `share` lets a sampler read it in the memory of the same GPU.
 
-Each sampler that asks gets a process group of its own, with this process as rank 0 and its own
-ranks after it, so that one that comes late, dies or hangs is no other's concern. They are served
-one after another. They meet in a store of torch's (`shared/weights/meeting.py`).
+**Broadcast**, by NCCL between GPUs and by gloo between CPUs. Each sampler gets a process group of
+its own: this process is rank 0, and the sampler's processes are the other ranks. So a sampler that
+is late, dies or hangs does not disturb the others. Samplers are served one after another. They meet
+the trainer in one of torch's stores (`shared/weights/meeting.py`).
 
-The other side is `services/rollout/on_vllm/inside/transfer.py`, in vLLM's process.
+**Shared memory.** Nothing is sent: a CUDA IPC handle says where a tensor lies.
+
+The sampler's side is `services/rollout/on_vllm/inside/transfer.py`, in vLLM's processes.
 """
 
 from __future__ import annotations
@@ -25,20 +28,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore
+from torch.multiprocessing.reductions import reduce_tensor
 
+from shared.errors import BadRequest
 from shared.host.logs import get_logger
 from shared.weights.meeting import ASKED, MEET_S, TURN, nth_asked, surviving_peers
-from shared.wire import SentTensor
+from shared.wire import SentTensor, SharedTensor
 
 CHUNK_BYTES = 256 << 20
-"""About how much goes at once: both sides hold that much in addition to the weights."""
+"""About the bytes of one broadcast. Both sides need that much memory in addition to the weights."""
 
 POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Member:
-    """What this process is in a sampler's group: its first rank, on `device`, at `host`."""
+    """This process as the first rank of a sampler's group, on `device`, at the address `host`."""
 
     store: Store
     num_ranks: int
@@ -48,9 +53,9 @@ class Member:
 
 
 class Broadcast:
-    """Sends `tensors` to every sampler that asks, from `start` until `stop`. They must not change
-    meanwhile. A sampler that has not met this process within `meet_s` seconds is given up, and
-    later one that does not do its part for `deadline_s`. `join` makes a group."""
+    """Sends `tensors` to every sampler that asks, from `start` until `stop`. The tensors must not
+    change meanwhile. A sampler has `meet_s` seconds to join, and then `deadline_s` for each
+    broadcast; otherwise it gets nothing. `join` makes a group."""
 
     def __init__(
         self,
@@ -74,13 +79,13 @@ class Broadcast:
 
     @property
     def layout(self) -> tuple[tuple[SentTensor, ...], ...]:
-        """What each chunk is made of."""
+        """The tensors of each chunk, in order."""
         return tuple(
             tuple(described(name, self._tensors[name]) for name in chunk) for chunk in self._chunks
         )
 
     def start(self) -> None:
-        """Listens on a free port of the trainer's address, and only there."""
+        """Listens on a free port, on the trainer's address only."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listener = socket.create_server((self._host, 0), family=family)
         self.port = listener.getsockname()[1]
@@ -99,7 +104,7 @@ class Broadcast:
         self._thread.start()
 
     def stop(self) -> None:
-        """Takes no further sampler, and returns once none is being served."""
+        """Accepts no further sampler, and returns once the last transfer has ended."""
         self._stopping.set()
         if self._thread is None:
             return
@@ -108,7 +113,7 @@ class Broadcast:
             get_logger().error("weights are still being sent", port=self.port)
 
     def leave(self) -> None:
-        """Takes no further sampler, and does not wait."""
+        """Accepts no further sampler, and does not wait."""
         self._stopping.set()
 
     def _serve(self, store: Store) -> None:
@@ -121,7 +126,7 @@ class Broadcast:
                     own = PrefixStore(name, store)
                     own.set(TURN, "")
                     self._send(own, int(num_ranks))
-                except (RuntimeError, ValueError, TimeoutError) as error:  # of peers that are gone
+                except (RuntimeError, ValueError, TimeoutError) as error:  # the sampler is gone
                     reason = str(error).splitlines()[0]
                     get_logger().warning("weights not sent", port=self.port, reason=reason)
 
@@ -129,21 +134,21 @@ class Broadcast:
     def _send(self, store: Store, num_ranks: int) -> None:
         device = self._tensors[self._chunks[0][0]].device
         member = Member(store, num_ranks + 1, device, self._host, self._timeout)
-        join = self._join  # what may be left behind in a thread must not hold the tensors
+        join = self._join  # a thread that hangs in it must not keep the tensors
         group = within(self._meet_s, lambda: met(join, member))
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # this thread has chosen none yet
+            torch.cuda.set_device(device)  # this thread has no device yet
         try:
             for chunk in self._chunks:
                 packed = torch.cat([as_bytes(self._tensors[name]) for name in chunk])
                 group.broadcast([packed], dist.BroadcastOptions()).wait(self._timeout)
         finally:
             if device.type == "cuda":
-                group.abort()  # a plain end would wait for a peer that is gone
+                group.abort()  # an orderly end would wait for a sampler that is gone
 
 
 def met(join: Callable[[Member], Any], member: Member) -> Any:
-    """Returns the group once every rank of it has taken part in a first collective."""
+    """Returns the group once all its ranks have taken part in a first collective."""
     group = join(member)
     one = torch.ones(1, device=member.device)
     group.allreduce([one], dist.AllreduceOptions()).wait(member.timeout)
@@ -153,8 +158,8 @@ def met(join: Callable[[Member], Any], member: Member) -> Any:
 
 
 def within(seconds: float, act: Callable[[], Any]) -> Any:
-    """Returns what `act` returns. Raises TimeoutError after so many seconds, and leaves it behind
-    in a thread of its own: what makes a NCCL group waits for the others without a deadline, and
+    """Returns the result of `act`, which runs in a thread. Raises TimeoutError after `seconds`, and
+    leaves the thread behind: making a NCCL group waits for the other ranks without a deadline, and
     nothing ends it."""
     result: Future[Any] = Future()
 
@@ -172,10 +177,10 @@ def within(seconds: float, act: Callable[[], Any]) -> Any:
 
 
 def joined(member: Member) -> Any:
-    """Returns a process group that is no part of torch's default one."""
+    """Returns a process group that is independent of torch's default group."""
     if member.device.type != "cuda":
         return joined_by_gloo(member)
-    torch.cuda.set_device(member.device)  # likewise
+    torch.cuda.set_device(member.device)  # this thread has no device yet
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = member.timeout
     with surviving_peers():
@@ -183,8 +188,8 @@ def joined(member: Member) -> Any:
 
 
 def joined_by_gloo(member: Member) -> Any:
-    """Likewise. It listens where the trainer does, and not on the ranks' own interface, which is
-    the loopback's (GLOO_SOCKET_IFNAME)."""
+    """Returns a group that listens on the trainer's address. The ranks' own groups listen on the
+    loopback (GLOO_SOCKET_IFNAME)."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = member.timeout
@@ -205,8 +210,8 @@ def is_everywhere(host: str) -> bool:
 
 
 def chunks(tensors: Mapping[str, Tensor], max_bytes: int = CHUNK_BYTES) -> list[list[str]]:
-    """Returns the names in order, in chunks of one dtype, so that each tensor begins at a multiple
-    of its elements' size. A tensor that is larger than `max_bytes` is a chunk of its own."""
+    """Returns the names in order, in chunks. A chunk has one dtype, so that each tensor begins at a
+    multiple of its element's size. A tensor of more than `max_bytes` is a chunk of its own."""
     found: list[list[str]] = []
     size_bytes = 0
     for name, tensor in tensors.items():
@@ -226,3 +231,47 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def described(name: str, tensor: Tensor) -> SentTensor:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return SentTensor(name=name, dtype=dtype, shape=tuple(tensor.shape))
+
+
+def gpu_of(device: torch.device) -> str | None:
+    """Returns the UUID of a GPU, which names it in every process; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def share(tensors: Mapping[str, Tensor]) -> tuple[str, tuple[SharedTensor, ...]]:
+    """Returns the GPU, and where each tensor lies in its memory. The tensors must not change or be
+    freed until the sampler has read them. Raises BadRequest on a CPU."""
+    device = next(iter(tensors.values())).device
+    gpu = gpu_of(device)
+    if gpu is None:
+        raise BadRequest(
+            "a sampler can read the weights only in a GPU's memory, and the trainer computes on "
+            f'{str(device)!r}; expected weight_sync "shm"'
+        )
+    torch.cuda.synchronize(device)
+    return gpu, tuple(_shared(name, tensor) for name, tensor in tensors.items())
+
+
+def _shared(name: str, tensor: Tensor) -> SharedTensor:
+    _, args = reduce_tensor(tensor.detach())
+    return SharedTensor(**described(name, tensor).model_dump(), **location(args))
+
+
+def location(args: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns where a tensor lies: the arguments of torch's `rebuild_cuda_tensor` that another
+    process cannot know by itself."""
+    (_, _, stride, offset, _, _, _, handle, size_bytes, offset_bytes, _, *counter) = args
+    counter_handle, counter_offset, event_handle, event_sync_required = counter
+    return {
+        "stride": tuple(stride),
+        "offset": offset,
+        "handle": handle.hex(),
+        "storage_size_bytes": size_bytes,
+        "storage_offset_bytes": offset_bytes,
+        "ref_counter_handle": counter_handle.hex(),
+        "ref_counter_offset": counter_offset,
+        "event_handle": event_handle.hex(),
+        "event_sync_required": event_sync_required,
+    }
