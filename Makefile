@@ -63,8 +63,7 @@ format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.ready ## write docs/graders.md and the picture of the rooms anew, from the code
-	$(BIN)/python -m deploy.grader_page
-	$(BIN)/python -m deploy.rooms
+	$(BIN)/python -m deploy.pages
 
 lock: $(VENV)/.ready ## pin requirements/ again from pyproject.toml
 	sh requirements/lock.sh

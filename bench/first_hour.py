@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.report import Figure, finish, table
-from deploy.slots import on_free_ports
+from deploy.machine import on_free_ports
 
 MOST_SILENCE_S = 5.0
 ROOT = Path(__file__).parents[1]

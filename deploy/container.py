@@ -14,9 +14,9 @@ import socket
 import sys
 from pathlib import Path
 
-from deploy import devices
+from deploy import machine
+from deploy.machine import SERVICES
 from deploy.probe import URL
-from deploy.slots import SERVICES
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.http.urls import url_at
 from shared.settings import Settings
@@ -35,7 +35,7 @@ def main() -> None:
         name = sys.argv[1] if len(sys.argv) > 1 else ""
         if name not in SERVICES:
             raise BadRequest(f"{name!r} is no service; expected one of {', '.join(SERVICES)}")
-        settings, visible = load_settings(), devices.visible_devices()
+        settings, visible = load_settings(), machine.visible_devices()
         if name == "rollout":
             place = take_place(PLACES, num_places(settings, visible))
             host = os.environ.get("ADVERTISE_HOST") or socket.gethostname()
@@ -58,7 +58,7 @@ def of_trainer(settings: Settings, visible: tuple[str, ...]) -> dict[str, str]:
     HONE_TRAINER_RANKS is set."""
     if settings.trainer_devices and "trainer_ranks" not in settings.model_fields_set:
         settings = settings.model_copy(update={"trainer_ranks": len(settings.trainer_devices)})
-    plan = devices.plan(visible, settings)
+    plan = machine.plan(visible, settings)
     if plan is None:
         return {}
     return plan.environment("trainer") | {"HONE_TRAINER_RANKS": str(settings.trainer_ranks)}
@@ -77,7 +77,7 @@ def of_sampler(
         return variables
     size = settings.tensor_parallel_size
     own = (settings.rollout_devices or visible)[place * size : (place + 1) * size]
-    return variables | devices.plan_sampler(own, settings).environment("rollout")
+    return variables | machine.plan_sampler(own, settings).environment("rollout")
 
 
 def num_places(settings: Settings, visible: tuple[str, ...]) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deploy import local, slots, supervisor
+from deploy import local, machine, supervisor
 from deploy.plot import plot_learning_curve
 from hone import Client, Job, load_job
 from hone.rollout_view import rollout_table
@@ -116,7 +116,7 @@ def _model(seed: int) -> Generator[Callable[[], None]]:
 def _stack(num_samplers: int) -> Generator[str]:
     """A stack of the demo's own, on free ports; yields the orchestrator's URL and leaves nothing
     running."""
-    for name, port in slots.on_free_ports(samplers=num_samplers).items():
+    for name, port in machine.on_free_ports(samplers=num_samplers).items():
         os.environ.setdefault(name, port)
     os.environ["HONE_ROLLOUT_REPLICAS"] = str(num_samplers)
     folder = STACK.resolve()

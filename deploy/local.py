@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.slots import SERVICES
+from deploy.machine import SERVICES
 from deploy.supervisor import STOP_DEADLINE_S, TRAINER_STOP_DEADLINE_S, running
 from shared.errors import BadRequest, Failed, HoneError
 from shared.host import disk

@@ -25,10 +25,9 @@ from urllib.parse import quote
 
 import httpx2 as httpx
 
-from deploy import devices, neighbours, redis_server, slots
-from deploy.child import Child
-from deploy.neighbours import STACK_LINK
-from deploy.slots import SERVICES, Slot
+from deploy import machine
+from deploy.child import Child, redis_command, redis_socket
+from deploy.machine import SERVICES, STACK_LINK, Slot
 from shared.errors import BadRequest, Failed, HoneError
 from shared.host import disk
 from shared.host.processes import check_port
@@ -103,13 +102,13 @@ class Supervisor:
     def _state(self) -> dict[str, Any]:
         urls = {name: self._url(port) for name, port in self._ports().items()}
         state = {"pid": os.getpid(), "urls": urls, "logs": str(self._folder / "logs")}
-        return state | {"settings": slots.places(self._slots(), self._url, self._services)}
+        return state | {"settings": machine.places(self._slots(), self._url, self._services)}
 
     def _slots(self) -> list[Slot]:
-        return slots.slots(self._settings)
+        return machine.slots(self._settings)
 
     def _ports(self) -> dict[str, int]:
-        ports = slots.ports(self._settings)
+        ports = machine.ports(self._settings)
         return {name: port for name, port in ports.items() if _service(name) in self._services}
 
     def _shm(self) -> Path:
@@ -154,7 +153,7 @@ class Supervisor:
             try:
                 check_port(self._settings.host, port, _service(name))
             except BadRequest as error:
-                raise neighbours.told(self._settings, port) or error from error
+                raise machine.told(self._settings, port) or error from error
 
     def _check_elsewhere(self) -> None:
         """Raises BadRequest for a service that the orchestrator needs, if it is neither started
@@ -179,20 +178,20 @@ class Supervisor:
         data = self._settings.redis_dir or own
         for folder in (own, data):
             folder.mkdir(parents=True, exist_ok=True)
-        self._add("redis", redis_server.command(data, path), dict(os.environ))
+        self._add("redis", redis_command(data, path), dict(os.environ))
         self._wait_for("redis", lambda: _connects(path))
 
     def _has_redis(self) -> bool:
         return self._settings.redis_url is None and "orchestrator" in self._services
 
     def _redis_socket(self) -> Path:
-        return redis_server.socket_path(self._folder / "redis")
+        return redis_socket(self._folder / "redis")
 
     def _start_service(self, name: str) -> None:
         environment = dict(os.environ) | {
             f"HONE_{other.upper()}_URL": self._url(self._port(other)) for other in self._services
         }
-        environment |= slots.variables(self._slots(), self._url, self._services)
+        environment |= machine.variables(self._slots(), self._url, self._services)
         environment["HONE_RUNS_DIR"] = str(self._settings.runs_dir.resolve())
         environment["HONE_SHM_DIR"] = str(self._shm())
         if self._has_redis():
@@ -207,26 +206,26 @@ class Supervisor:
         for slot in self._slots():
             environment |= self._of_slot(slot)
             for port in slot.samplers if name == "rollout" else (slot.trainer,):
-                child = name if port == self._port(name) else slots.beside(name, port)
+                child = name if port == self._port(name) else machine.beside(name, port)
                 self._add(child, command, environment | {f"HONE_{name.upper()}_PORT": str(port)})
 
     def _of_slot(self, slot: Slot) -> dict[str, str]:
         """Returns the variables of a trainer and its samplers. Each trainer has shared memory of
         its own: it frees the memory of its last job, which another trainer may have by then."""
         settings, num = self._settings, self._settings.trainers
-        variables = slots.variables([slot], self._url, self._services)
+        variables = machine.variables([slot], self._url, self._services)
         variables["HONE_SHM_DIR"] = str(self._shm_of(slot))
         if num > 1 and settings.trainer_threads is None:
             cores = len(os.sched_getaffinity(0))
             variables["HONE_TRAINER_THREADS"] = str(max(cores // num // settings.trainer_ranks, 1))
         return variables
 
-    def _plan(self) -> devices.Plan | None:
+    def _plan(self) -> machine.Plan | None:
         """Returns who gets which GPUs; None if only one of sampler and trainer is started, because
         it gets all."""
         if not {"rollout", "trainer"} <= {*self._services}:
             return None
-        return devices.plan(devices.visible_devices(), self._settings)
+        return machine.plan(machine.visible_devices(), self._settings)
 
     def _check_alone(self) -> None:
         """Raises BadRequest for several trainers or samplers on a machine with GPUs."""
@@ -345,7 +344,7 @@ def running(folder: Path) -> dict[str, Any] | None:
 
 
 def _service(process: str) -> str:
-    """Returns the service of a process by the process's name: see slots.beside."""
+    """Returns the service of a process by the process's name: see machine.beside."""
     return process.partition("-")[0]
 
 

@@ -1,4 +1,5 @@
-"""The calls of the trainer's Function: the last one, and how it ended."""
+"""Asks Modal for the last call of the trainer's Function and how it ended, and for the URLs of
+deployed services."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import modal
 
 from deploy.modal.common import DAY_S, SETTINGS
-from shared.errors import Failed, HoneError
+from shared.errors import Failed, HoneError, Unavailable
 
 APP = f"{SETTINGS.modal_name}-trainer"
 LAST = "work"
@@ -91,3 +92,30 @@ async def forget() -> None:
 
 def _kept() -> Any:
     return modal.Dict.from_name(f"{SETTINGS.modal_name}-calls", create_if_missing=True)
+
+
+def places() -> dict[str, str]:
+    """Returns the settings that name the reward service and the samplers. Raises Unavailable if one
+    is not deployed."""
+    name = SETTINGS.modal_name
+    samplers = [
+        url(f"{name}-rollout", f"Sampler{number}") for number in range(SETTINGS.modal_rollouts)
+    ]
+    return {
+        "HONE_REWARD_URL": url(f"{name}-reward", "Reward"),
+        "HONE_ROLLOUT_URL": ",".join(samplers),
+    }
+
+
+def url(app: str, server: str) -> str:
+    """Returns the URL of a Server."""
+    try:
+        found = modal.Server.from_name(app, server).get_url()
+    except modal.exception.NotFoundError as error:
+        raise Unavailable(
+            f"no Server {server!r} of the app {app!r} is deployed on Modal; `hone modal up` "
+            "deploys all"
+        ) from error
+    if not found:
+        raise Unavailable(f"the Server {server!r} of the app {app!r} has no URL on Modal")
+    return found

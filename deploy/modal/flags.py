@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.slots import SERVICES
+from deploy.machine import SERVICES
 from shared.errors import BadRequest
 from shared.job import Job, Source
 from shared.job.file import load_job

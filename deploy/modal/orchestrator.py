@@ -20,12 +20,12 @@ from deploy.modal.common import (
     REDIS_SECRET,
     RUNS,
     SETTINGS,
+    START_S,
     data,
     image,
     runs,
     secrets,
 )
-from deploy.modal.inside import START_S
 
 app = modal.App(f"{SETTINGS.modal_name}-orchestrator")
 
@@ -45,7 +45,7 @@ OPTIONS: dict[str, Any] = {
 def api() -> Any:
     """The jobs API. `work` of the trainer's app runs the jobs that it accepts."""
     from deploy.modal.api import make_api
-    from deploy.modal.places import places
+    from deploy.modal.calls import places
 
     return make_api(places(), runs, data, call_watch)
 
@@ -60,7 +60,7 @@ async def watch() -> None:
     """Starts the trainer if a job waits, even if nobody asks about the job: the trainer's Function
     may have ended. If it failed, its jobs are paused."""
     from deploy.modal.api import bring_trainer, give_up, gone_s, open_store
-    from deploy.modal.places import places
+    from deploy.modal.calls import places
     from shared.settings.environment import load_settings
 
     settings = load_settings()

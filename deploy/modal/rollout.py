@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import modal
 
-from deploy.modal import inside, resources
+from deploy.modal import inside
 from deploy.modal.common import (
     CACHES,
     ROLLOUT_GPU,
@@ -18,6 +18,7 @@ from deploy.modal.common import (
     caches,
     image,
     runs,
+    sampler_resources,
     secrets,
     server_options,
 )
@@ -43,7 +44,7 @@ def _server(number: int) -> modal.Server:
     return app.server(
         image=IMAGE,
         gpu=ROLLOUT_GPU,
-        **resources.sampler(ROLLOUT_GPU),
+        **sampler_resources(ROLLOUT_GPU),
         volumes={RUNS: runs.with_mount_options(read_only=True), CACHES: caches},
         secrets=secrets("huggingface"),
         env={"HONE_ROLLOUT_REPLICA": own.__name__.lower()},

@@ -14,14 +14,16 @@ from typing import Any
 
 import modal
 
-from deploy.modal import inside, resources, rollout
+from deploy.modal import inside, rollout
 from deploy.modal.common import (
     CACHES,
     DATA,
     DAY_S,
     RUNS,
     SETTINGS,
+    START_S,
     TRAINER_GPU,
+    all_resources,
     caches,
     check_one_machine,
     data,
@@ -40,11 +42,11 @@ app = modal.App(f"{SETTINGS.modal_name}-train").include(rollout.app)
 @app.function(
     image=image("orchestrator", "rollout", "trainer", "reward", "modal", "redis", cuda=True),
     gpu=TRAINER_GPU,
-    **resources.everything(TRAINER_GPU),
+    **all_resources(TRAINER_GPU),
     volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
     secrets=secrets("huggingface", "wandb", "judge"),
     timeout=DAY_S,
-    startup_timeout=inside.START_S,
+    startup_timeout=START_S,
     retries=modal.Retries(max_retries=10, initial_delay=0.0),
     single_use_containers=True,
 )
@@ -60,7 +62,7 @@ def train(
     }
     if samplers:
         environment["HONE_ROLLOUT_URL"] = ",".join(samplers)
-    if why := inside.why_away(samplers, inside.START_S):
+    if why := inside.why_away(samplers, START_S):
         return {"id": run, "status": "paused", "error": why, "summary": None}
     with inside.stack(placement.services, environment) as client:
         return inside.train(client, Job.model_validate(job), run)
@@ -116,7 +118,7 @@ def main(
     chosen, placement = checked(flags, TRAINER_GPU)
     samplers = [str(server.get_url()) for server in rollout.servers[: placement.num_samplers]]
     run = resume or f"{chosen.name}-{random.token_hex(4)}"
-    function = train.with_options(gpu=placement.gpu, **resources.everything(placement.gpu))
+    function = train.with_options(gpu=placement.gpu, **all_resources(placement.gpu))
     call = function.spawn(run, chosen.model_dump(mode="json"), placement, samplers)
     print(f"run {run} on {placement.gpu}, {len(samplers)} samplers beside it: {call.object_id}")
     ended = call.get()

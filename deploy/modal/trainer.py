@@ -13,7 +13,8 @@ from typing import Any
 
 import modal
 
-from deploy.modal import calls, cluster, inside, resources
+from deploy.modal import calls, inside
+from deploy.modal.calls import places
 from deploy.modal.common import (
     CACHES,
     DATA,
@@ -23,6 +24,7 @@ from deploy.modal.common import (
     RETRIES,
     RUNS,
     SETTINGS,
+    START_S,
     TRAINER_GPU,
     TRAINER_NODES,
     caches,
@@ -30,8 +32,8 @@ from deploy.modal.common import (
     image,
     runs,
     secrets,
+    trainer_resources,
 )
-from deploy.modal.places import places
 
 app = modal.App(f"{SETTINGS.modal_name}-trainer")
 IN_CLUSTER = TRAINER_NODES > 1
@@ -46,11 +48,11 @@ def in_cluster(function: Any) -> Any:
 @app.function(
     image=image("trainer", "orchestrator", "modal", cuda=True, packages=RDMA),
     gpu=TRAINER_GPU,
-    **resources.trainer(TRAINER_GPU),
+    **trainer_resources(TRAINER_GPU),
     volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
     secrets=[*secrets("huggingface", "wandb"), REDIS_SECRET],
     timeout=DAY_S,
-    startup_timeout=inside.START_S,
+    startup_timeout=START_S,
     retries=modal.Retries(max_retries=RETRIES, initial_delay=0.0),
     single_use_containers=True,
     max_containers=TRAINER_NODES,
@@ -65,11 +67,11 @@ def work() -> None:
 
 
 def _work() -> None:
-    node = cluster.own_node()
+    node = inside.own_node()
     if node.number:
-        cluster.follow(node, node.environment())
+        inside.follow(node, node.environment())
         return
-    with cluster.leading(node):
+    with inside.leading(node):
         found = places()
         if inside.why_away(",".join(found.values()).split(","), inside.AWAKE_S):
             return

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import modal
 
-from deploy.modal import inside, resources
+from deploy.machine import SERVICES
+from deploy.modal import inside
 from deploy.modal.common import (
     CACHES,
     DATA,
     RUNS,
     SETTINGS,
     TRAINER_GPU,
+    all_resources,
     caches,
     data,
     image,
@@ -26,7 +28,6 @@ from deploy.modal.common import (
     server_options,
 )
 from deploy.modal.flags import one_container
-from deploy.slots import SERVICES
 
 FOLDER = f"{RUNS}/trial"
 OWN = {
@@ -41,7 +42,7 @@ app = modal.App(f"{SETTINGS.modal_name}-trial")
 @app.server(
     image=image("orchestrator", "rollout", "trainer", "reward", "modal", "redis", cuda=True),
     gpu=TRAINER_GPU,
-    **resources.everything(TRAINER_GPU),
+    **all_resources(TRAINER_GPU),
     volumes={RUNS: runs, CACHES: caches, DATA: data.with_mount_options(read_only=True)},
     secrets=secrets("huggingface", "wandb", "judge"),
     min_containers=1,

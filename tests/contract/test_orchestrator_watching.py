@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy import redis_server
+from deploy.child import redis_command, redis_socket
 from services.orchestrator.pool import services as services_module
 from services.orchestrator.pool.services import Services
 from services.orchestrator.run import run, worker
@@ -118,20 +118,20 @@ class Redis:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir()
-        self.url = f"unix://{redis_server.socket_path(folder)}"
+        self.url = f"unix://{redis_socket(folder)}"
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        command = redis_server.command(self._folder)
+        command = redis_command(self._folder)
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while not redis_server.socket_path(self._folder).exists():
+        while not redis_socket(self._folder).exists():
             await asyncio.sleep(0.01)
 
     def kill(self) -> None:
         assert self._process
         self._process.kill()
         self._process.wait()
-        redis_server.socket_path(self._folder).unlink(missing_ok=True)
+        redis_socket(self._folder).unlink(missing_ok=True)
 
 
 async def test_a_redis_that_is_killed_in_mid_job_and_comes_back_needs_nobody(

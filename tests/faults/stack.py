@@ -18,8 +18,7 @@ from pathlib import Path
 import httpx2 as httpx
 import psutil
 
-from deploy import redis_server
-from deploy.child import Child
+from deploy.child import Child, redis_command, redis_socket
 from deploy.supervisor import SERVICES
 from shared.host.processes import free_port
 from shared.http.client import Client
@@ -47,7 +46,7 @@ class Stack:
         data, socket = self.folder / "redis", self.folder / "link.sock"
         self._links_at = {name: free_port() for name in ("trainer", "rollout", "reward")}
         self.links = {name: Link(self.ports[name], at, seen) for name, at in self._links_at.items()}
-        self.links["redis"] = Link(redis_server.socket_path(data), socket)
+        self.links["redis"] = Link(redis_socket(data), socket)
         self._redis_url = f"unix://{socket}"
         self._open = contextlib.AsyncExitStack()
         self.held: set[str] = set()
@@ -87,7 +86,7 @@ class Stack:
         (self.folder / "redis").mkdir()
         for link in self.links.values():
             await self._open.enter_async_context(link)
-        self._add("redis", redis_server.command(self.folder / "redis"), dict(os.environ))
+        self._add("redis", redis_command(self.folder / "redis"), dict(os.environ))
         for name in SERVICES:
             self._add(name, [sys.executable, "-m", f"services.{name}"], self._environment(name))
         self._keeper = asyncio.create_task(self._keep())

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy import redis_server
+from deploy.child import redis_command, redis_socket
 
 if TYPE_CHECKING:
     import uvicorn
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def running_redis(folder: Path) -> Generator[str]:
     """A real redis-server with the product's own settings; yields its URL."""
     folder.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(redis_server.command(folder), stdout=subprocess.DEVNULL)
-    path = redis_server.socket_path(folder)
+    process = subprocess.Popen(redis_command(folder), stdout=subprocess.DEVNULL)
+    path = redis_socket(folder)
     try:
         deadline = time.monotonic() + 20
         while not path.exists():

@@ -21,7 +21,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from deploy.slots import on_free_ports
+from deploy.machine import on_free_ports
 from services.orchestrator.loop.prompts import load_prompts
 from services.orchestrator.runs.folder import RunFolder
 from shared.errors import HoneError

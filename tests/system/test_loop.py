@@ -26,7 +26,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from deploy.slots import on_free_ports
+from deploy.machine import on_free_ports
 from services.orchestrator.app import create_service
 from services.orchestrator.store.store import Store
 from shared.http import codec

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy import redis_server
-from deploy.slots import on_free_ports
+from deploy.child import find_redis_server
+from deploy.machine import on_free_ports
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Unavailable
 from shared.host.processes import free_port
@@ -121,7 +121,7 @@ def forgetful_redis(tmp_path: Path) -> Iterator[str]:
     """A real redis-server as it comes: without an append-only file."""
     port = free_port()
     command = [
-        str(redis_server.find_redis_server()),
+        str(find_redis_server()),
         "--port",
         str(port),
         "--dir",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deploy.slots import on_free_ports
+from deploy.machine import on_free_ports
 from shared.http.client import Client
 from shared.job.file import load_job
 from shared.wire import TERMINAL, JobRecord, SubmitRequest

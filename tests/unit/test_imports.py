@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import rooms
+from deploy import pages
 
 ROOT = Path(__file__).parents[2]
 OURS = {"hone", "shared", "services", "deploy"}
@@ -72,14 +72,14 @@ def test_a_part_imports_only_what_it_may(part: str) -> None:
 
 
 def test_rooms_of_the_orchestrator_import_only_rooms_below() -> None:
-    for file, room in rooms.imports():
-        own = file.relative_to(rooms.ORCHESTRATOR).parts[0]
-        assert rooms.ROOMS.index(own) < rooms.ROOMS.index(room), f"{file} imports {room}"
+    for file, room in pages.imports():
+        own = file.relative_to(pages.ORCHESTRATOR).parts[0]
+        assert pages.ROOMS.index(own) < pages.ROOMS.index(room), f"{file} imports {room}"
 
 
 def test_the_picture_of_the_rooms_is_as_the_code_is() -> None:
-    page = rooms.PAGE.read_text()
-    assert rooms.drawn(page) == page, "run `make docs`"
+    page = pages.ARCHITECTURE.read_text()
+    assert pages.drawn(page) == page, "run `make docs`"
 
 
 def test_no_relative_imports() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.devices import Plan, plan, visible_devices
+from deploy.machine import Plan, plan, visible_devices
 from shared.errors import BadRequest
 from shared.settings import Settings
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from deploy.modal import cluster
-from deploy.modal.cluster import Node
+from deploy.modal import inside
+from deploy.modal.inside import Node
 from services.trainer.processes import launcher
 from shared.errors import Failed, Unavailable
 from shared.host.processes import free_port
@@ -56,9 +56,9 @@ class Ranks:
         program = folder / "ranks.sh"
         program.write_text(f"#!/bin/sh\ntrap 'touch {self.stopped}; exit 0' TERM\n{code}")
         program.chmod(0o755)
-        monkeypatch.setattr(cluster.sys, "executable", str(program))
-        monkeypatch.setattr(cluster, "LIFE_PORT", free_port())
-        monkeypatch.setattr(cluster, "LOOK_S", 0.05)
+        monkeypatch.setattr(inside.sys, "executable", str(program))
+        monkeypatch.setattr(inside, "LIFE_PORT", free_port())
+        monkeypatch.setattr(inside, "LOOK_S", 0.05)
 
     def wait(self) -> None:
         deadline = time.monotonic() + 30
@@ -75,9 +75,9 @@ def test_a_node_trains_until_the_first_one_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = Ranks(tmp_path, monkeypatch, LONG.replace("RUNS", str(tmp_path / "runs")))
-    follower = threading.Thread(target=cluster.follow, args=(NODE, {}))
+    follower = threading.Thread(target=inside.follow, args=(NODE, {}))
     follower.start()  # before the first one: it waits for it
-    with pytest.raises(ZeroDivisionError), cluster.leading(Node(0, NODE.addresses)):
+    with pytest.raises(ZeroDivisionError), inside.leading(Node(0, NODE.addresses)):
         ranks.wait()
         assert follower.is_alive() and not ranks.stopped.exists()
         raise ZeroDivisionError
@@ -90,17 +90,17 @@ def test_a_node_whose_ranks_end_before_the_first_one_does_fails(
 ) -> None:
     Ranks(tmp_path, monkeypatch, "exit 7")
     with (
-        cluster.leading(Node(0, NODE.addresses)),
+        inside.leading(Node(0, NODE.addresses)),
         pytest.raises(Failed, match="the ranks of node 1 ended with exit code 7"),
     ):
-        cluster.follow(NODE, {})
+        inside.follow(NODE, {})
 
 
 def test_a_node_without_a_first_one_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Ranks(tmp_path, monkeypatch, "exit 7")
-    monkeypatch.setattr(cluster, "FIRST_S", 0.1)
+    monkeypatch.setattr(inside, "FIRST_S", 0.1)
     with pytest.raises(Failed, match="node 0 does not answer at ::1"):
-        cluster.follow(NODE, {})
+        inside.follow(NODE, {})
 
 
 class SlowRanks:
@@ -136,19 +136,19 @@ def test_a_nodes_ranks_may_finish_their_checkpoint_and_take_no_longer(
     needed_s: float, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SlowRanks(needed_s)
-    monkeypatch.setattr(cluster, "LIFE_PORT", free_port())
-    monkeypatch.setattr(cluster.subprocess, "Popen", lambda *_, **__: slow)
-    monkeypatch.setattr(cluster, "_has_ended", lambda _: True)
-    with cluster.leading(Node(0, NODE.addresses)):
-        cluster.follow(NODE, {})
+    monkeypatch.setattr(inside, "LIFE_PORT", free_port())
+    monkeypatch.setattr(inside.subprocess, "Popen", lambda *_, **__: slow)
+    monkeypatch.setattr(inside, "_has_ended", lambda _: True)
+    with inside.leading(Node(0, NODE.addresses)):
+        inside.follow(NODE, {})
     assert slow.done == done
 
 
 def test_a_first_node_whose_machine_vanishes_is_noticed_within_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cluster, "LIFE_PORT", free_port())
-    with cluster.leading(Node(0, NODE.addresses)), cluster._first(NODE) as first:
+    monkeypatch.setattr(inside, "LIFE_PORT", free_port())
+    with inside.leading(Node(0, NODE.addresses)), inside._first(NODE) as first:
         assert first.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         silent_s, probe_s, num_probes = (
             first.getsockopt(socket.IPPROTO_TCP, option)
@@ -168,7 +168,7 @@ def test_a_look_that_ends_without_a_word_is_no_lost_connection() -> None:
 
     def has_ended(error: OSError) -> bool:
         connection: Any = Connection(error)
-        return cluster._has_ended(connection)
+        return inside._has_ended(connection)
 
     vanished = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
     assert type(vanished) is TimeoutError, "as that of the look, which has no number"

@@ -175,26 +175,26 @@ def test_containers_with_gpus_ask_for_cores_and_memory_of_the_host(
 def test_what_is_asked_for_is_sized_by_the_gpus(
     gpus: str, of_trainer: tuple[float, float], of_sampler: tuple[float, float]
 ) -> None:
-    from deploy.modal import resources
+    from deploy.modal import common
 
     for made, (cores, gib) in (
-        (resources.trainer(gpus), of_trainer),
-        (resources.sampler(gpus), of_sampler),
+        (common.trainer_resources(gpus), of_trainer),
+        (common.sampler_resources(gpus), of_sampler),
     ):
         assert made == {"cpu": cores, "memory": round(gib) * 1024}
 
 
 def test_every_gpu_of_modal_has_its_memory() -> None:
-    from deploy.modal import resources
+    from deploy.modal import common
     from deploy.modal.common import GPU_TYPES
 
-    assert all(resources.sampler(gpu)["memory"] > 8 * 1024 for gpu in GPU_TYPES)
+    assert all(common.sampler_resources(gpu)["memory"] > 8 * 1024 for gpu in GPU_TYPES)
 
 
 def test_settings_ask_for_other_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deploy.modal import resources
+    from deploy.modal import common
 
-    settings = resources.SETTINGS.model_copy(
+    settings = common.SETTINGS.model_copy(
         update={
             "modal_trainer_cpu": 16.0,
             "modal_trainer_memory_gib": 320,
@@ -202,10 +202,10 @@ def test_settings_ask_for_other_cores_and_memory(monkeypatch: pytest.MonkeyPatch
             "modal_rollout_memory_gib": 12,
         }
     )
-    monkeypatch.setattr(resources, "SETTINGS", settings)
-    for made in (resources.trainer("H100"), resources.everything("H100")):
+    monkeypatch.setattr(common, "SETTINGS", settings)
+    for made in (common.trainer_resources("H100"), common.all_resources("H100")):
         assert made == {"cpu": 16.0, "memory": 320 * 1024}
-    assert resources.sampler("A10G") == {"cpu": 0.5, "memory": 12 * 1024}
+    assert common.sampler_resources("A10G") == {"cpu": 0.5, "memory": 12 * 1024}
 
 
 def test_the_trainer_is_a_long_function_that_is_started_again(

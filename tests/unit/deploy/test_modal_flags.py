@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.devices import plan
+from deploy.machine import plan
 from deploy.modal.flags import OVERRIDES, Flags, job_of, one_container, placement_of
 from shared.errors import BadRequest
 from shared.job import LoraSpec

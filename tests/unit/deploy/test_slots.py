@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy import slots
+from deploy import machine
 from shared.errors import BadRequest
 from shared.settings import Settings
 
@@ -13,7 +13,7 @@ def url(port: int) -> str:
 
 def test_each_trainer_has_its_own_samplers():
     settings = Settings(trainers=2, rollout_replicas=2, trainer_port=7000, rollout_port=9000)
-    assert slots.ports(settings) == {
+    assert machine.ports(settings) == {
         "reward": 8003,
         "trainer": 7000,
         "rollout": 9000,
@@ -23,12 +23,12 @@ def test_each_trainer_has_its_own_samplers():
         "rollout-9002": 9002,
         "rollout-9003": 9003,
     }
-    first, second = slots.slots(settings)
-    assert slots.variables([second], url) == {
+    first, second = machine.slots(settings)
+    assert machine.variables([second], url) == {
         "HONE_TRAINER_URL": "http://127.0.0.1:7001",
         "HONE_ROLLOUT_URL": "http://127.0.0.1:9002,http://127.0.0.1:9003",
     }
-    named = Settings.model_validate(slots.places([first, second], url))
+    named = Settings.model_validate(machine.places([first, second], url))
     assert [(one.trainer_url, one.rollout_urls) for one in named.per_trainer] == [
         (url(7000), (url(9000), url(9001))),
         (url(7001), (url(9002), url(9003))),
@@ -38,6 +38,6 @@ def test_each_trainer_has_its_own_samplers():
 def test_a_port_of_two_services_is_named():
     taken = "port 8002 would be taken by both trainer and rollout-8002"
     with pytest.raises(BadRequest, match=taken):
-        slots.ports(Settings(rollout_replicas=2))
+        machine.ports(Settings(rollout_replicas=2))
     with pytest.raises(BadRequest, match=r"port 8003 .* expected HONE_TRAINER_PORT"):
-        slots.ports(Settings(trainers=2, rollout_port=9000))
+        machine.ports(Settings(trainers=2, rollout_port=9000))

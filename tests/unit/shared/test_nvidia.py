@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.devices import visible_devices
+from deploy.machine import visible_devices
 from hone.commands import doctor
 from services.trainer.processes.ranks import has_gpu
 from shared.errors import Failed
