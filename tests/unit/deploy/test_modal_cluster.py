@@ -58,7 +58,7 @@ class Ranks:
         program.chmod(0o755)
         monkeypatch.setattr(inside.sys, "executable", str(program))
         monkeypatch.setattr(inside, "LIFE_PORT", free_port())
-        monkeypatch.setattr(inside, "LOOK_S", 0.05)
+        monkeypatch.setattr(inside, "NODE_LOOK_S", 0.05)
 
     def wait(self) -> None:
         deadline = time.monotonic() + 30
@@ -98,7 +98,7 @@ def test_a_node_whose_ranks_end_before_the_first_one_does_fails(
 
 def test_a_node_without_a_first_one_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Ranks(tmp_path, monkeypatch, "exit 7")
-    monkeypatch.setattr(inside, "FIRST_S", 0.1)
+    monkeypatch.setattr(inside, "FIRST_NODE_S", 0.1)
     with pytest.raises(Failed, match="node 0 does not answer at ::1"):
         inside.follow(NODE, {})
 
