@@ -1,8 +1,8 @@
-"""A control plane for the Modal client that answers on this machine: what `modal deploy` and `modal
-run` send is kept, and nothing runs.
+"""A control plane for the Modal client, on this machine. It keeps what `modal deploy`, `modal run`
+and `modal app` send, and runs nothing.
 
-It speaks the private protocol of the pinned version of the client, as far as these two commands
-use it: every other call gets an empty answer, and is kept too.
+It speaks the private protocol of the pinned version of the client, as far as these commands need
+it. Every other call gets an empty answer, and is kept too.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class ControlPlane:
-    """Answers at `url` while it is entered. `calls` has the messages it got, as dictionaries, by
-    the name of the call; `functions`, `images` and `mounts` what was made; `inputs` the
-    arguments of Functions that were called, each of which returns `result`, or runs on while that
-    is None; who asks how a call ended is told the next of `endings` first, a status and a sentence,
-    or None for a call that runs. Secrets in `missing` do not exist; `urls` are of functions that
-    are elsewhere than the plane would say, and `apps` those deployed before, with how many
-    containers each has."""
+    """Answers at `url` while it is entered. `calls` has the received messages, as dictionaries, by
+    the name of the call. `functions`, `images` and `mounts` are the objects that were made;
+    `inputs` are the arguments of called Functions, which return `result`. Secrets in `missing` do
+    not exist. `urls` are functions' URLs that differ from the default ones. `apps` are apps that
+    were deployed before, with their numbers of containers."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -44,9 +42,7 @@ class ControlPlane:
         self.mounts: dict[str, list[str]] = {}
         self.inputs: list[Any] = []
         self.result: Any = None
-        self.endings: list[tuple[str, str] | None] = []
         self.apps: dict[str, int] = {}
-        self.entries: dict[bytes, bytes] = {}
         self.urls: dict[str, str] = {}
         self.missing: set[str] = set()
         self.url = ""
@@ -107,7 +103,7 @@ class ControlPlane:
     def _id(self, prefix: str) -> str:
         return f"{prefix}-{next(self._numbers)}"
 
-    # What needs more than an empty answer. Objects are named by what was asked for.
+    # Calls that need more than an empty answer. An object is named by its request.
 
     def answer_AppCreate(self, _: Any) -> Any:
         return api_pb2.AppCreateResponse(app_id=self._id("ap"))
@@ -210,18 +206,6 @@ class ControlPlane:
         app = f"ap-{request.name}" if request.name in self.apps else ""
         return api_pb2.AppGetByDeploymentNameResponse(app_id=app, environment_name="main")
 
-    def answer_DictUpdate(self, request: Any) -> Any:
-        self.entries |= {entry.key: entry.value for entry in request.updates}
-        return api_pb2.DictUpdateResponse(created=True)
-
-    def answer_DictGet(self, request: Any) -> Any:
-        value = self.entries.get(request.key)
-        return api_pb2.DictGetResponse(found=value is not None, value=value)
-
-    def answer_DictPop(self, request: Any) -> Any:
-        value = self.entries.pop(request.key, None)
-        return api_pb2.DictPopResponse(found=value is not None, value=value)
-
     def answer_FunctionBindParams(self, _: Any) -> Any:
         return api_pb2.FunctionBindParamsResponse(bound_function_id=self._id("fu"))
 
@@ -232,17 +216,6 @@ class ControlPlane:
         return api_pb2.FunctionMapResponse(function_call_id=self._id("fc"), pipelined_inputs=[put])
 
     def answer_FunctionGetOutputs(self, _: Any) -> Any:
-        ending = self.endings.pop(0) if self.endings else None
-        if ending is not None:
-            status, sentence = ending
-            ended = api_pb2.GenericResult(
-                status=getattr(api_pb2.GenericResult, f"GENERIC_STATUS_{status}"),
-                exception=sentence,
-            )
-            output = api_pb2.FunctionGetOutputsItem(result=ended, input_id="in-1")
-            return api_pb2.FunctionGetOutputsResponse(outputs=[output])
-        if self.result is None:
-            return api_pb2.FunctionGetOutputsResponse(num_unfinished_inputs=1)
         done = api_pb2.GenericResult(
             status=api_pb2.GenericResult.GENERIC_STATUS_SUCCESS, data=pickle.dumps(self.result)
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import pickle
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,67 +13,15 @@ import pytest
 
 from deploy.modal import calls, trainer
 from shared.errors import Unavailable
-from tests.support.modal_control_plane import PINNED, ControlPlane
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        importlib.metadata.version("modal") != PINNED,
-        reason=f"the control plane speaks the private protocol of modal {PINNED}",
-    ),
-]
-
-CALLS = """
-import asyncio
-from deploy.modal import calls, trainer
-from shared.errors import Unavailable
-
-async def show():
-    call = await calls.last()
-    print(call.is_running, call.failure, call.called_at > 0)
-
-async def main():
-    await show()
-    await calls.start()
-    for _ in range(4):
-        await show()
-    calls.DAY_S = -1.0
-    await show()
-    await calls.forget()
-    await show()
-
-asyncio.run(main())
-"""
 
 
-def test_a_call_runs_or_failed_or_is_over_until_it_is_forgotten() -> None:
-    out_of_time = ("TIMEOUT", "it timed out")
-    with ControlPlane() as plane:
-        plane.endings = [
-            *(None, ("FAILURE", "no CUDA"), out_of_time, ("INTERNAL_FAILURE", "lost")),
-            out_of_time,
-        ]
-        ended = plane.python("-c", CALLS)
-    assert ended.returncode == 0, ended.stderr
-    none = "False None False"
-    assert ended.stdout.splitlines() == [
-        none,
-        "True None True",
-        "False RemoteError: no CUDA True",
-        "False it timed out True",
-        "False InternalFailure: lost True",
-        none,
-        none,
-    ]
-    (called,) = plane.calls["FunctionGet"]
-    assert (called["app_name"], called["object_tag"]) == ("hone-trainer", "work")
-
-
-def ask(monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> calls.Call:
-    """Returns how the last call went, of which Modal's client raises this when it is asked."""
+def ask(
+    monkeypatch: pytest.MonkeyPatch, raised: BaseException, called_at: float = 0.0
+) -> calls.Call:
+    """Returns how the last call went, if Modal's client raises this when it is asked about it."""
 
     async def known(_: str) -> tuple[str, float]:
-        return "fc-1", 0.0
+        return "fc-1", called_at
 
     async def get(timeout: float) -> Any:
         raise raised
@@ -82,6 +30,18 @@ def ask(monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> calls.Call:
     monkeypatch.setattr(calls, "_kept", lambda: SimpleNamespace(get=SimpleNamespace(aio=known)))
     monkeypatch.setattr(modal.FunctionCall, "from_id", lambda _: call)
     return asyncio.run(calls.last())
+
+
+def test_a_call_runs_or_has_failed_or_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, exceptions = time.time(), modal.exception
+    runs = ask(monkeypatch, TimeoutError(), now)
+    assert runs == calls.Call(is_running=True, called_at=now)
+    failed = ask(monkeypatch, exceptions.RemoteError("no CUDA"), now)
+    assert failed == calls.Call(False, "RemoteError: no CUDA", now)
+    timed_out = exceptions.FunctionTimeoutError("it timed out")
+    assert ask(monkeypatch, timed_out, now) == calls.Call(False, "it timed out", now)
+    assert ask(monkeypatch, timed_out, now - calls.DAY_S - 1) == calls.NONE
+    assert ask(monkeypatch, exceptions.OutputExpiredError("long ago"), now) == calls.NONE
 
 
 @pytest.mark.parametrize("error", calls.OF_MODAL)
