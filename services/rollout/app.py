@@ -74,7 +74,7 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
         return group
 
     async def abort(request: AbortRequest) -> Aborted:
-        """Ends what a job has under way, and refuses what comes of it later."""
+        """Ends the job's requests, and refuses its later ones."""
         return await sampler.abort(request)
 
     async def put_model(request: ModelRequest) -> ServingWeights:
@@ -118,7 +118,7 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
 
 
 class _Counts:
-    """What was sampled since the start, and what serves."""
+    """The counters of sampled tokens, and the gauges."""
 
     def __init__(self, service: Service, sampler: Sampler) -> None:
         self._tokens = Counter(
@@ -138,7 +138,7 @@ class _Counts:
             lambda: sampler.prompt_tokens()[0]
         )
         service.gauge(
-            "cached_prompt_tokens", "Those of them that the prefix cache held"
+            "cached_prompt_tokens", "Prompt tokens that the prefix cache held"
         ).set_function(lambda: sampler.prompt_tokens()[1])
         service.gauge(
             "weight_version", "Version of the weights that serve; NaN without one"
@@ -152,8 +152,9 @@ class _Counts:
 
 
 def by_state(_: BaseModel) -> str:
-    """Caches no result: what was done is read off what serves now. A cached "version 5 is loaded"
-    would still be answered after another engine took its place."""
+    """Returns no key, so that no result is cached: the weights that serve now decide whether a
+    request was done. A cached "version 5 is loaded" would be wrong after the engine was
+    replaced."""
     return ""
 
 
@@ -166,8 +167,8 @@ def engine_versions() -> dict[str, Any]:
 
 
 class _OpenAI:
-    """Hands the call to the engine's own OpenAI app, which is another one after each PUT /model;
-    one that names a session, to what records it."""
+    """Passes a call to the engine's own OpenAI app, which each PUT /model replaces. A call that
+    names a session is answered and recorded by the session."""
 
     def __init__(self, service: Service, sampler: Sampler, sessions: Sessions) -> None:
         self._service = service

@@ -1,8 +1,8 @@
-"""What the rollout service needs of a sampling engine. The one real engine is vLLM's, in
-`on_vllm/engine.py`, and what starts it in `on_vllm/starter.py`.
+"""The interface of a sampling engine. The only real engine is vLLM's: `on_vllm/engine.py`, started
+by `on_vllm/starter.py`.
 
-This seam exists so that the service's own rules (versions, idempotency, faults) are tested without
-loading vLLM, and so that nothing heavy is imported before the settings are known to be good.
+The interface exists so that the service's own rules (versions, idempotency, faults) are tested
+without vLLM, and so that the settings are checked before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class BadPrompt(BadRequest):
-    """Nothing can be sampled after this prompt: one prompt's fault, not the caller's."""
+    """Nothing can be sampled after this prompt. It is the prompt's fault, not the caller's."""
 
 
 class Overlong(BadPrompt):
@@ -39,14 +39,15 @@ class Overlong(BadPrompt):
 
 
 def failed_rollout(error: str) -> Rollout:
-    """Returns a rollout that went wrong, and why: data, so that the rest of its group is kept."""
+    """Returns a failed rollout with its error. It is data, so that the rest of its group is
+    kept."""
     return Rollout(text="", token_ids=TokenIds(), finish_reason="error", error=error)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter, PEFT's files in `folder`, as it is asked of an engine. `name` is the one it
-    was published under; `number` is of this load of it alone."""
+    """A LoRA adapter for an engine: PEFT's files in `folder`. `name` is its published name, and
+    `number` belongs to one load of it."""
 
     name: str
     number: int
@@ -56,8 +57,8 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was answered in a chat: `body` to OpenAI's client, `rollout` as tokens. `message` is
-    that of the body."""
+    """An answer in a chat: `body` is for OpenAI's client, `message` is the message in it, and
+    `rollout` has its tokens."""
 
     body: dict[str, Any]
     message: Message
@@ -65,14 +66,14 @@ class Answer:
 
 
 class Chat(Protocol):
-    """What recorded conversations need of an engine, in OpenAI's shapes."""
+    """The part of an engine for recorded conversations, with OpenAI's types."""
 
     async def render(
         self, request: ChatRequest, messages: Sequence[Message], *, answering: bool
     ) -> str:
-        """Returns what the chat template makes of the messages, with the request's tools and
-        arguments; if `answering`, ready for the answer. Raises BadPrompt where that does not
-        work."""
+        """Returns the messages as the chat template renders them, with the request's tools and
+        arguments; if `answering`, with the head of the next answer. Raises BadPrompt if the
+        template fails."""
         ...
 
     def tokenize(self, text: str) -> list[int]:
@@ -93,18 +94,17 @@ class Chat(Protocol):
         adapter: Adapter | None = None,
     ) -> Answer:
         """Returns the answer that is sampled after exactly these tokens; the request's messages
-        mean nothing here. `owner`, `salt` and `adapter` are those of `Engine.sample`. Raises
-        BadRequest or NotFound for what the engine refuses, and Failed for a completion that went
-        wrong."""
+        are not used. `owner`, `salt` and `adapter` are as in `Engine.sample`. Raises BadRequest or
+        NotFound if the engine refuses the request, and Failed if the completion went wrong."""
         ...
 
 
 class Engine(Protocol):
     """A started engine. It samples `max_num_seqs` completions at once, and its cache holds
-    `kv_cache_tokens` tokens of all of them together. `openai`
-    answers `/models`, `/completions` and `/chat/completions` under wherever it is mounted.
-    `max_lora_rank` is the largest rank of adapters that it takes; 0: it takes none. Whatever is
-    asked of one whose process has died raises StateLost."""
+    `kv_cache_tokens` tokens of all of them together. `openai` answers `/models`, `/completions` and
+    `/chat/completions` below its mount point. `max_lora_rank` is the largest rank of adapters that
+    the engine takes; 0: none. After the engine's process has died, every method raises
+    StateLost."""
 
     max_model_len: int
     max_lora_rank: int
@@ -121,7 +121,7 @@ class Engine(Protocol):
         self, prompt: str | tuple[Message, ...], template_args: Mapping[str, Any]
     ) -> list[int]:
         """Returns the prompt's token ids `[T]`; messages are rendered by the model's chat template,
-        with `template_args`, ready for the answer. Raises BadPrompt where that does not work."""
+        with `template_args`, up to the head of the answer. Raises BadPrompt if it fails."""
         ...
 
     async def sample(
@@ -134,11 +134,10 @@ class Engine(Protocol):
         deadline_s: float | None = None,
         adapter: Adapter | None = None,
     ) -> tuple[Rollout, ...]:
-        """Returns `sampling.n` completions `[G]`, by the model with the adapter on, if one is
-        given. Prompts share cached prefixes only under the same `salt`. Raises Conflict, code
-        "stale", if weights of another `owner` sampled any token; "" takes all. Completions that are
-        not done after `deadline_s` seconds end there, as "timeout". Cancelling it ends the
-        sampling."""
+        """Returns `sampling.n` completions `[G]`, sampled with the adapter, if one is given.
+        Prompts share cached prefixes only under the same `salt`. Raises Conflict, code "stale", if
+        weights of another `owner` sampled any token; "" accepts all. Completions that are not done
+        after `deadline_s` seconds end with "timeout". Cancelling the call ends the sampling."""
         ...
 
     async def logprobs(self, token_ids: list[int], adapter: Adapter | None = None) -> list[float]:
@@ -158,53 +157,53 @@ class Engine(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Frees the memory of weights and cache; on a CPU nothing is freed. All that is under way
-        ends. Raises BadRequest where it is not set up to."""
+        """Frees the memory of weights and cache, except on a CPU. All requests end. Raises
+        BadRequest if the settings do not allow it."""
         ...
 
     async def wake_weights(self) -> None:
-        """Takes memory for weights again, which are to be loaded then."""
+        """Allocates memory for weights again. Then they must be loaded."""
         ...
 
     async def wake_cache(self) -> None:
-        """Takes memory for the cache again, once the weights are loaded."""
+        """Allocates memory for the cache again, after the weights were loaded."""
         ...
 
     async def meet(self, ref: BroadcastWeights | SharedWeights) -> None:
-        """Meets the trainer, while it samples. Raises Failed, code "not_met", if that cannot be:
-        then nothing has changed."""
+        """Meets the trainer, while the engine samples. Raises Failed, code "not_met", if they
+        cannot meet; then nothing has changed."""
         ...
 
     async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
-        """Loads in place what the trainer sends, once they have met. Raises Failed, code
-        "not_loaded", if something else is loaded then, and StateLost if the engine had to be
-        ended."""
+        """Loads the weights that the trainer sends, in place, after they have met. Raises Failed,
+        code "not_loaded", if the engine's weights are unknown then, and StateLost if the engine had
+        to be ended."""
         ...
 
     async def restart(self, folder: Path) -> None:
-        """Starts anew from the model in `folder`, with the same tokenizer. What is under way is
-        lost."""
+        """Starts a new engine process with the weights in `folder` and the same tokenizer. All
+        requests are lost."""
         ...
 
     async def load_adapter(self, adapter: Adapter) -> None:
-        """Loads an adapter beside those that it has, while it samples. Raises Conflict, code
-        "no_adapters", and is as it was, if it does not take it."""
+        """Loads one more adapter, while the engine samples. Raises Conflict, code "no_adapters",
+        and changes nothing, if the engine does not take it."""
         ...
 
     async def unload_adapter(self, adapter: Adapter) -> None: ...
 
     def offer(self, adapters: LoadedAdapters) -> None:
-        """Lets callers of `openai` name these adapters."""
+        """Makes these adapters available by name to callers of `openai`."""
         ...
 
     async def adapter_digests(self, adapter: Adapter) -> dict[str, str]:
-        """Returns the digest of each tensor of the adapter that it computes with, by PEFT's names,
-        and without those that cannot be read back."""
+        """Returns the digest of each tensor of the adapter that the engine computes with, by PEFT's
+        names. Tensors that cannot be read back are left out."""
         ...
 
     async def digests(self) -> dict[str, str]:
-        """Returns the digest of each tensor that it computes with, by the checkpoint's names. May
-        take seconds. Raises BadRequest where they cannot be read back."""
+        """Returns the digest of each tensor that the engine computes with, by the checkpoint's
+        names. May take seconds. Raises BadRequest if they cannot be read back."""
         ...
 
     async def set_version(self, owner: str, version: int) -> None:
@@ -216,8 +215,8 @@ class Engine(Protocol):
         ...
 
     def prompt_tokens(self) -> tuple[int, int]:
-        """Returns how many tokens the prompts that `sample` was given had, and how many of them
-        were in the prefix cache."""
+        """Returns the number of prompt tokens given to `sample`, and how many of them were in the
+        prefix cache."""
         ...
 
     def num_running(self) -> int:
@@ -231,8 +230,7 @@ class Starter(Protocol):
     """Finds models and starts engines for them."""
 
     async def preload(self) -> None:
-        """Does ahead what the first start would otherwise do. Raises Failed if no engine can start
-        here."""
+        """Does a part of the first start in advance. Raises Failed if no engine can start here."""
         ...
 
     async def find_model(self, spec: EngineSpec) -> Path:
@@ -246,7 +244,7 @@ class Starter(Protocol):
         ...
 
     def stage(self) -> str | None:
-        """Returns what an engine that starts is at; None: not known."""
+        """Returns the stage of an engine that starts; None if it is not known."""
         ...
 
     def close(self) -> None: ...

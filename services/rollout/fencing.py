@@ -1,10 +1,10 @@
-"""Who may ask of the sampler, and what they have under way.
+"""Who may use the sampler, the requests under way, and which weights sampled which tokens.
 
-A job's worker is superseded by a newer attempt, and the weights it loaded by a newer epoch. Whoever
-is superseded is refused (Conflict, code "stale"), and what it has under way ends with the same
-error: so no group mixes weights of two epochs. A job of another orchestrator than the one that owns
-the sampler is refused, too (`shared/http/ownership.py`). Requests by hand belong to no job and are
-never stale.
+A newer attempt supersedes a job's worker, and a newer epoch the weights that the worker loaded.
+Requests of a superseded worker are refused (Conflict, code "stale"), and its requests under way end
+with the same error. So no group mixes weights of two epochs. A job of another orchestrator than the
+owner of the sampler is refused too (`shared/http/ownership.py`). Requests by hand belong to no job
+and are never stale.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Asker = Fenced | GenerateRequest | ModelRequest | ServingWeights
 
 
 def owner_of(asker: Asker) -> str:
-    """Names whose weights are asked for or serve: job, attempt and epoch; "" without a job."""
+    """Returns whose weights they are: job, attempt and epoch; "" without a job."""
     return f"{asker.job_id}:{asker.attempt}:{asker.epoch}" if asker.job_id else ""
 
 
@@ -62,14 +62,15 @@ def spans(labels: Iterable[tuple[str, int]], owner: str) -> tuple[Span, ...]:
 
 
 class Turn(GenerateRequest):
-    """A turn of a recorded conversation: it is of the weights that the conversation began with, and
-    no job asks for it, so it goes on when theirs has ended. `asked_by` names the session."""
+    """A turn of a recorded conversation. It belongs to the weights that the conversation began
+    with. No job asks for it, so it goes on after their job has ended. `asked_by` names the
+    session."""
 
     asked_by: str
 
 
 class Fences:
-    """The newest fence that weights or a model were asked for with, and what was aborted."""
+    """The newest fence that loaded weights or a model, and the fences that were aborted."""
 
     def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
@@ -97,7 +98,7 @@ class Fences:
         self._aborted[request.job_id] = max(aborted, request.fence)
 
     def check(self, request: GenerateRequest, serving: ServingWeights) -> None:
-        """Raises Conflict unless the job asks of its own weights of its own epoch."""
+        """Raises Conflict unless the weights that serve belong to the job and its epoch."""
         if request.job_id is None:
             return
         self._ownership.check()
@@ -126,7 +127,7 @@ def stale(asker: Fencing, job_id: str) -> Conflict:
 
 
 def taken(asker: GenerateRequest) -> Conflict:
-    """Returns the error of what was under way when another orchestrator took the sampler."""
+    """Returns the error of a request that ends because another orchestrator took the sampler."""
     if isinstance(asker, Turn):
         return _replaced(asker)
     return Conflict(
@@ -138,7 +139,7 @@ def taken(asker: GenerateRequest) -> Conflict:
 
 def _replaced(turn: Turn) -> Conflict:
     return Conflict(
-        f"a turn of {turn.asked_by} was ended: other weights take the place of those of job "
+        f"a turn of {turn.asked_by} was ended: other weights replace those of job "
         f"{turn.job_id!r} that it began with; begin another session",
         code="stale",
     )

@@ -1,4 +1,4 @@
-"""A sampler registers itself at the orchestrator and renews its lease, until it is asked to end."""
+"""Registers the sampler with the orchestrator and renews its lease, until the service ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RETRY_S = 1.0
 """Seconds between two attempts while the orchestrator refuses or cannot be reached."""
 
 ANSWER_S = 5.0
-"""Seconds that it has to answer."""
+"""Seconds that the orchestrator has to answer."""
 
 GOODBYE_S = 2.0
 """Seconds that unregistering may take when the service ends; after that the lease expires."""
@@ -29,7 +29,7 @@ GOODBYE_S = 2.0
 async def registered(
     settings: Settings, serving: Callable[[], ServingWeights], draining: Draining
 ) -> AsyncGenerator[None]:
-    """Keeps the sampler registered, if its settings say where it is, until the service drains.
+    """Keeps the sampler registered until the service drains, if its settings have its URL.
     `serving` returns what serves now, and the sampler's name."""
     if settings.rollout_advertise_url is None:
         yield

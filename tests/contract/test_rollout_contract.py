@@ -472,7 +472,7 @@ async def test_a_load_that_did_nothing_is_told_however_little_it_would_have_chan
         with pytest.raises(Failed, match="the canary did not change at all") as caught:
             await serving.reload(ref)
         assert caught.value.code == "not_loaded"
-    with pytest.raises(StateLost, match="the weights it left in the engine are unknown"):
+    with pytest.raises(StateLost, match="so the engine's weights are unknown"):
         await serving.generate()
     serving.engine.shift = 1e-4
     assert (await serving.reload(published(2, -1.0001))).version == 2

@@ -106,7 +106,7 @@ async def test_what_was_half_received_never_samples_and_files_heal_it(
     with pytest.raises(Failed, match=whys[fault]) as caught:
         await serving.reload(ref)
     assert caught.value.code == "not_loaded"
-    with pytest.raises(StateLost, match="the weights it left in the engine are unknown"):
+    with pytest.raises(StateLost, match="so the engine's weights are unknown"):
         await serving.generate()
     serving.engine.fail_load = None
     healed = await serving.reload(serving.publish(2).model_copy(update={"again": True}))

@@ -399,7 +399,7 @@ async def test_a_newer_epoch_ends_a_turn_under_way(bench: RolloutBench) -> None:
         await asking
     assert ended.value.code == "stale"
     assert (
-        "a turn of session 's' was ended: other weights take the place of those of job 'job' that "
+        "a turn of session 's' was ended: other weights replace those of job 'job' that "
         "it began with; begin another session"
     ) in str(ended.value)
 

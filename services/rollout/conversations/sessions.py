@@ -27,14 +27,14 @@ from shared.settings import Settings
 from shared.wire import ChatRequest, Fencing, Sampling, ServingWeights, SessionRecord
 
 MAX_FORGOTTEN = 65_536
-"""Forgotten sessions of which the reason is kept, so that a further turn is refused: the earlier
-turns would be missing in the record."""
+"""The most forgotten sessions whose reason is kept. Further turns of them are refused, because the
+earlier turns would be missing in the record."""
 
 
 @dataclass
 class Session:
-    """`weights` are those of its first answer. `last` is the newest request and what it was
-    answered, for a client that sends it again."""
+    """`weights` sampled its first answer. `last` is the newest request with its answer, for a
+    client that sends the request again."""
 
     weights: ServingWeights
     used_at: float
@@ -59,8 +59,9 @@ class Session:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the next answer is sampled after: `prompt_token_ids`, of which `between` are new to the
-    conversation that goes on; None: a new one begins, `because` of something."""
+    """The tokens after which the next answer is sampled: `prompt_token_ids`. Of these, `between`
+    are new to the conversation that goes on. If `goes_on` is None, a new conversation begins, and
+    `because` says why."""
 
     prompt_token_ids: list[int]
     goes_on: Recorded | None = None
@@ -85,8 +86,8 @@ class Sessions:
         return sum(session.size_bytes for session in self._sessions.values())
 
     async def answer(self, id: str, request: ChatRequest, *, again: bool) -> dict[str, Any]:
-        """Returns the answer in OpenAI's shape, once it is recorded. `again`: the client sends the
-        request once more, and gets the answer there is."""
+        """Returns the answer in OpenAI's format, once it is recorded. `again`: the client repeats
+        the request, and gets the recorded answer."""
         session = self._open(id)
         session.num_waiting += 1
         try:
@@ -101,8 +102,8 @@ class Sessions:
                 self._sessions.pop(id, None)
 
     def record(self, id: str) -> SessionRecord:
-        """Returns the session's conversations. Raises NotFound for a session that is not (any more)
-        there."""
+        """Returns the session's conversations. Raises NotFound for a session that does not exist
+        (any more)."""
         self._forget_idle()
         session = self._sessions.get(id)
         if session is None or not session.conversations:
@@ -150,8 +151,9 @@ class Sessions:
         return answer.body
 
     async def _plan(self, chat: Chat, session: Session, request: ChatRequest) -> Plan:
-        """Goes on from the latest answer that the request's messages extend: in its conversation if
-        that is the conversation's last one, and else in a new one that begins with its tokens."""
+        """Goes on from the latest answer that the request's messages extend. If it is the last
+        answer of its conversation, that conversation goes on; else a new one begins with its
+        tokens."""
         if not session.conversations:
             return Plan(await prompt_tokens(chat, request))
         newest = session.conversations[-1]
@@ -198,8 +200,8 @@ class Sessions:
     # --- how many are kept -----------------------------------------------------------------------
 
     def _open(self, id: str) -> Session:
-        """Returns the session, a new one if there was none. Raises NotFound for one that was
-        forgotten, and Busy if as many as are kept have a turn under way."""
+        """Returns the session, which is new if it did not exist. Raises NotFound if it was
+        forgotten, and Busy if the most sessions that may be kept all have a turn under way."""
         self._forget_idle()
         if id in self._forgotten:
             raise NotFound(self._forgotten[id])
@@ -221,8 +223,8 @@ class Sessions:
         return self._sessions[id]
 
     def _make_room(self) -> None:
-        """Forgets those that were idle longest, if a session with its first answer is one too
-        many, or all take too much memory."""
+        """Forgets the sessions that were idle longest, while there are too many or they take too
+        much memory."""
         idle = [id for id, each in self._sessions.items() if not each.num_waiting]
         for id in sorted(idle, key=lambda id: self._sessions[id].used_at):
             if (why := self._too_much()) is None:
@@ -230,7 +232,7 @@ class Sessions:
             self._forget(id, f"it was idle longest when {why}")
 
     def _too_much(self) -> str | None:
-        """Returns which bound the kept sessions exceed."""
+        """Returns which limit the kept sessions exceed, or None."""
         limit, mib = self._settings.max_sessions, self._settings.sessions_mib
         if sum(bool(each.conversations) for each in self._sessions.values()) > limit:
             return f"another one began, and {limit} are kept (setting HONE_MAX_SESSIONS)"
@@ -253,7 +255,8 @@ class Sessions:
 
 
 def _sampling(request: ChatRequest, room: int) -> Sampling:
-    """Returns how the answer is to be sampled: without `max_tokens`, as far as there is room."""
+    """Returns the answer's sampling. Without `max_tokens` the answer may fill the model's
+    length."""
     fields = {"temperature", "top_p", "top_k", "min_p", "stop_token_ids", "seed"}
     given = request.model_dump(include=fields, exclude_none=True)
     stop = (request.stop,) if isinstance(request.stop, str) else request.stop or ()

@@ -156,7 +156,7 @@ def ask_for_masks(args: AsyncEngineArgs) -> None:
 
 def choose_dtype(asked: Dtype) -> Dtype:
     """Returns the dtype to serve in on this hardware, by the same rule as the trainer
-    (`shared/model/dtype.py`)."""
+    (`shared/model/architectures.py`)."""
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
     chosen = architectures.choose_dtype(
         asked,

@@ -55,17 +55,17 @@ R = TypeVar("R")
 
 
 STOP_S = 15.0
-"""An engine that is asked to end takes a second or two, and ten on a busy machine."""
+"""Seconds for an engine to end in order. It takes a second or two, and ten on a busy machine."""
 
 AHEAD = -1
-"""vLLM's priority of a request that waits behind none of the samples."""
+"""vLLM's priority for the canary, ahead of all samples."""
 
 
 MEET_CHECK_S = 0.05
-"""How often it is asked whether vLLM's processes have met the trainer."""
+"""Seconds between two questions whether vLLM's processes have met the trainer."""
 
 LIFE_CHECK_S = 0.25
-"""How often a call that vLLM's process has to answer checks that the process lives."""
+"""Seconds between two checks that vLLM's process lives, while a call waits for its answer."""
 
 
 class VllmEngine:
@@ -112,7 +112,7 @@ class VllmEngine:
         options = {"add_generation_prompt": True, **template_args, "tokenize": False}
         try:
             text = self._tokenizer.apply_chat_template(list(prompt), **options)
-        except Exception as error:  # the template is code of the model's, run on a job's data
+        except Exception as error:  # the template is the model's code, on a job's data
             raise BadPrompt(
                 f"the model's chat template refused the messages: {type(error).__name__}: {error}"
             ) from error
@@ -155,7 +155,7 @@ class VllmEngine:
         return text_of(tokenizer, prompt_token_ids, completion.token_ids, stopped=stopped)
 
     async def _end_after(self, name: int, deadline_s: float) -> None:
-        """Ends a request, which then gives what it has."""
+        """Ends a request, which then returns the tokens so far."""
         await asyncio.sleep(deadline_s)
         await self._llm.abort(str(name))
 
@@ -174,8 +174,7 @@ class VllmEngine:
         return output.prompt_logprobs.logprobs
 
     async def pause(self, *, abort: bool = False) -> None:
-        # AsyncLLM.pause_generation does this and then sleeps 20 ms, which only makes the order of
-        # events more intuitive, as it says.
+        # AsyncLLM.pause_generation does the same and then sleeps 20 ms, without need.
         mode = "abort" if abort else "keep"
         core = self._llm.engine_core
         await self._answer(core.pause_scheduler_async(mode=mode, clear_cache=True))
@@ -184,8 +183,7 @@ class VllmEngine:
         await self._answer(self._llm.resume_generation())
 
     async def load_files(self, folder: Path) -> None:
-        """Loads in place. Raises Failed if prefixes cached under the old weights could not be
-        forgotten."""
+        """Loads in place. Raises Failed if the prefix cache of the old weights stays."""
         await self._answer(self._llm.collective_rpc("load_published", args=(str(folder),)))
         if not await self._answer(self._llm.reset_prefix_cache()):
             raise Failed("vLLM did not reset its prefix cache")
@@ -209,7 +207,7 @@ class VllmEngine:
             await self._answer(self._llm.wake_up(tags=["kv_cache"]))
 
     async def meet(self, ref: BroadcastWeights | SharedWeights) -> None:
-        """Has each of vLLM's processes meet the trainer, in a thread."""
+        """Makes each of vLLM's processes meet the trainer, in a thread."""
         host = urlsplit(self._settings.trainer_url).hostname or ""
         tell = told(ref, host, self._settings.tensor_parallel_size)
         if wrong := sorted(tell.dtypes - {self.dtype}):
@@ -232,7 +230,7 @@ class VllmEngine:
         raise Failed(f"the trainer did not send version {ref.version}: {problem}", code="not_met")
 
     async def receive(self, ref: BroadcastWeights | SharedWeights) -> None:
-        """Loads in place, in all of vLLM's processes. One that hangs is killed."""
+        """Loads in place, in all of vLLM's processes. An engine that hangs is killed."""
         call = self._llm.collective_rpc("receive_published")
         loading_s = LOADING_DEADLINES * ref.deadline_s
         try:
@@ -240,7 +238,7 @@ class VllmEngine:
         except TimeoutError as error:
             await self.stop()
             raise StateLost(
-                f"the engine was ended, for it hung for {loading_s:g} s while it received "
+                f"the engine was ended, because it hung for {loading_s:g} s while it received "
                 "weights; PUT /model starts a new one"
             ) from error
         if problem := next(filter(None, problems), None):
@@ -281,7 +279,7 @@ class VllmEngine:
     async def digests(self) -> dict[str, str]:
         found: dict[str, str] = {}
         begin: int | None = 0
-        while begin is not None:  # in turns, between which it samples
+        while begin is not None:  # between two turns the engine samples
             call = self._llm.collective_rpc("loaded_digests", args=(begin,))
             read, begin = (await self._answer(call))[0]
             found |= read
@@ -300,8 +298,7 @@ class VllmEngine:
         return self._llm.get_num_unfinished_requests()
 
     async def stop(self) -> None:
-        """Ends the engine. Nobody listens to it any more by then, or vLLM would log that it
-        died."""
+        """Ends the engine. Its listener ends first, or vLLM would log that the engine died."""
         if listener := self._llm.output_handler:
             listener.cancel()
         self._llm.output_processor.propagate_error(EngineDeadError())
@@ -310,8 +307,8 @@ class VllmEngine:
     def shut_down(self) -> None:
         """Ends the engine's processes, killing them if they take longer than `STOP_S` seconds."""
         self._llm.shutdown(timeout=STOP_S)
-        stop_children()  # vLLM does not wait for those that it kills
-        gc.unfreeze()  # of what is frozen as Python ends, nanobind says that it leaked
+        stop_children()  # vLLM does not wait for processes that it kills
+        gc.unfreeze()  # nanobind reports objects that are frozen when Python ends as leaks
 
     def _entrypoints(self) -> tuple[ASGIApp, VllmChat]:
         app = openai_app(self._llm, self._spec.model, self._adapters, self._settings.tool_parser)
@@ -351,8 +348,8 @@ class VllmEngine:
         return last
 
     async def _answer(self, call: Coroutine[Any, Any, R]) -> R:
-        """Returns what vLLM's process answers. Raises StateLost if it dies before: vLLM itself
-        leaves such a call waiting for ever."""
+        """Returns the answer of vLLM's process. Raises StateLost if the process dies: vLLM itself
+        would wait for ever."""
         task = asyncio.create_task(call)
         try:
             while not (await asyncio.wait({task}, timeout=LIFE_CHECK_S))[0]:

@@ -1,5 +1,4 @@
-"""What surrounds vLLM's processes: their environment, their logs, why they died, their end. Imports
-nothing heavy."""
+"""The environment, logs, causes of death and end of vLLM's processes. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -17,17 +16,17 @@ from typing import IO
 from shared.host import nvidia
 
 SERVICE_PID = "ROLLOUT_SERVICE_PID"
-"""The variable that tells every process below the service which one it must not outlive: see
+"""The variable with the process that vLLM's processes must not outlive: see
 `inside/executors.py`."""
 
 NOISY = ("vllm.model_executor.model_loader.reload.layerwise", "vllm.model_executor.models.utils")
-"""Warn at each reload of modules without weights, and of each tensor whose dtype differs;
-tensors are compared before they are loaded."""
+"""Loggers that warn at each reload of modules without weights and of tensors with another dtype.
+Hone compares the tensors before it loads them."""
 
 
 SWEEPING = "ignore::UserWarning:multiprocessing.resource_tracker"
-"""Python's tracker warns of each semaphore of a process that it removes for it, at an orderly end
-of vLLM's too."""
+"""Python's tracker warns of each semaphore that it removes for a process, also when vLLM ends in
+order."""
 
 STAGES = {
     "Starting to load model": "reading the weights",
@@ -37,7 +36,7 @@ STAGES = {
     "Graph capturing": "recording CUDA graphs",
     "init engine": "sampling for the first time",
 }
-"""What vLLM logs while an engine starts, and what it is at from then on."""
+"""Log lines of vLLM while an engine starts, and the stage that begins with each."""
 
 TELLING = (
     "vllm.v1.engine.core",
@@ -46,12 +45,12 @@ TELLING = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.model_loader.default_loader",
 )
-"""The loggers that say so."""
+"""The loggers of these lines."""
 
 
 class TemporaryFolder:
-    """A folder for what vLLM writes, up to hundreds of MB. `make` also removes those of services
-    that were killed before they could: the owner of one holds a lock on a file in it."""
+    """A folder for vLLM's files, up to hundreds of MB. `make` also removes the folders of killed
+    services: the owner of a folder holds a lock on a file in it."""
 
     def __init__(self, prefix: str = "hone-vllm-") -> None:
         # A short prefix: a socket's path has at most 107 bytes.
@@ -120,7 +119,7 @@ def root_cause(errors: Path) -> str | None:
 
 
 def stage_of(progress: Path) -> str | None:
-    """Returns what the engine is at that starts, by what vLLM logged last; None: not known."""
+    """Returns the stage of an engine that starts, by vLLM's last log lines; None if not known."""
     if not progress.exists():
         return None
     for line in reversed(progress.read_text(errors="replace").splitlines()):
@@ -139,9 +138,9 @@ def stop_children() -> None:
 
 
 def freeze_heap() -> None:
-    """Keeps the garbage collector from what there is now, half a million objects of vLLM and torch:
-    it went through all of them again and again while an engine sampled, half a second each time.
-    What was frozen before and is not used any more is collected."""
+    """Excludes all present objects, half a million of vLLM and torch, from garbage collection. The
+    collector would visit all of them again and again while an engine samples, half a second each
+    time. Objects that were frozen earlier and are not used any more are collected."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -1,5 +1,5 @@
-"""Finds models and starts vLLM for them, without keeping the event loop waiting and without
-importing it before it is needed."""
+"""Finds models and starts vLLM for them. The event loop does not wait for it, and vLLM is imported
+only when it is needed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ class VllmStarter:
         return folder or await in_own_thread(lambda: _hub_folder(spec))
 
     async def start(self, spec: EngineSpec, folder: Path) -> Engine:
-        """Returns a started engine. Raises Failed with the sentence of what went wrong in whichever
-        process."""
+        """Returns a started engine. Raises Failed with the first error of any of its processes."""
         self._errors.unlink(missing_ok=True)
         self._progress.unlink(missing_ok=True)
         try:

@@ -1,10 +1,10 @@
-"""The LoRA adapters that an engine holds beside its model: of each job the newest, and older ones
-for as long as requests name them.
+"""The LoRA adapters that an engine holds beside its model: the newest of each job, and older ones
+as long as requests use them.
 
-    loaded --a newer one of the job, or too many jobs--> retired --no request names it--> unloaded
+    loaded --a newer one of the job, or too many jobs--> retired --no request uses it--> unloaded
 
-A job's adapter stays after the job has ended, and is called by the job's id. Under an adapter of
-another load nothing may be taken from a cache, so every load has a number of its own.
+A job's adapter stays after the job has ended, and is called by the job's id. Every load has its own
+number, so that no cached prefix of another load is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _call: ContextVar[contextlib.ExitStack | None] = ContextVar("call", default=None
 
 @contextlib.contextmanager
 def one_call() -> Iterator[None]:
-    """Until it ends, every adapter that is found by its name in it stays loaded."""
+    """Every adapter that is found by name inside this block stays loaded until the block ends."""
     with contextlib.ExitStack() as stack:
         token = _call.set(stack)
         try:
@@ -38,7 +38,8 @@ def one_call() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Held:
-    """An adapter in the engine. `num_users` requests name it; a `retired` one gets no more."""
+    """An adapter in the engine, used by `num_users` requests. A `retired` one gets no new
+    requests."""
 
     adapter: Adapter
     job_id: str
@@ -56,7 +57,7 @@ class LoadedAdapters:
         self._copies = copies
         self._limit = limit
         self._newest: dict[str, Held] = {}  # by job; the one loaded longest ago is first
-        self._held: dict[str, Held] = {}  # by the adapter's name, those that requests name too
+        self._held: dict[str, Held] = {}  # by the adapter's name, older ones too
         self._numbers = itertools.count(1)
         self._unloading: set[asyncio.Task[None]] = set()
         self.serving: Held | None = None
@@ -80,14 +81,14 @@ class LoadedAdapters:
             self._retire(held)
 
     def forget(self) -> None:
-        """Retires all: the weights that they were trained on are replaced."""
+        """Retires all adapters: the weights that they were trained on are replaced."""
         gone, self._newest, self.serving = [*self._newest.values()], {}, None
         for held in gone:
             self._retire(held)
 
     @contextlib.contextmanager
     def using(self, held: Held | None) -> Iterator[Adapter | None]:
-        """Keeps the adapter loaded for a request that names it."""
+        """Keeps the adapter loaded during a request."""
         if held is None:
             yield None
             return
@@ -99,15 +100,15 @@ class LoadedAdapters:
             self._unload_unused(held)
 
     def names(self) -> dict[str, Adapter]:
-        """Returns the adapters that can be called, by their jobs' ids."""
+        """Returns the newest adapters by their jobs' ids."""
         return {job_id: held.adapter for job_id, held in self._newest.items()}
 
     def knows(self, name: str | None) -> bool:
         return self._named(name) is not None
 
     def find(self, name: str | None) -> Adapter | None:
-        """Returns the adapter of a job's id or of an adapter's own name; None: the one that serves.
-        It stays loaded until `one_call` ends."""
+        """Returns the adapter by a job's id or its own name; for None the adapter that serves. It
+        stays loaded until `one_call` ends."""
         held, stack = self._named(name), _call.get()
         if held and stack:
             stack.enter_context(self.using(held))

@@ -15,25 +15,24 @@ from shared.weights.digest import StoredTensor, stored_tensors
 from shared.wire import AdapterWeights, DeltaStep, DeltaWeights, HttpWeights
 
 ADAPTERS = "adapters"
-"""The folder of adapters, a copy for each load of one."""
+"""The folder of adapters, with a copy for each load."""
 
 DELTAS = "deltas"
-"""The folder of what was fetched to update a copy."""
+"""The folder of fetched deltas."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """The files of a version, not proven yet, and how many bytes came over the network for
-    them."""
+    """The files of a version that is not proven yet, and the bytes that came over the network."""
 
     folder: Path
     received_bytes: int
 
 
 class Copies:
-    """At most one version at a time: a folder named by its digest, so that a transfer that was cut
-    goes on when the same version is asked for again. One that was proven can be kept, as the base
-    of deltas. Adapters are small, and each has a copy until it is unloaded."""
+    """At most one version at a time, in a folder named by its digest, so that a transfer that was
+    cut goes on when the same version is fetched again. A proven version can be kept as the base of
+    deltas. Adapters are small, and each has a copy until it is unloaded."""
 
     def __init__(self, folder: Path, fetcher: Fetcher) -> None:
         self._folder = folder
@@ -41,18 +40,18 @@ class Copies:
         self._kept: tuple[str, Path] | None = None
 
     def clear(self) -> None:
-        """Removes all copies, those of an earlier life of this sampler included."""
+        """Removes all copies, also those of an earlier process of this sampler."""
         self._kept = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
     async def fetched(self, ref: HttpWeights | DeltaWeights) -> Copy:
-        """Returns the version's files as the trainer has them."""
+        """Fetches all files of the version from the trainer."""
         self._kept = None
         folder = self._folder / ref.digest[:32]
         return Copy(folder, await asyncio.to_thread(self._fetch, ref, folder))
 
     async def adapter(self, ref: AdapterWeights, source: Path | None) -> Copy:
-        """Returns a new copy of the adapter's files: of those in `source`, or fetched."""
+        """Returns a new copy of the adapter's files, copied from `source` or fetched."""
         folder = self._folder / ADAPTERS / secrets.token_hex(8)
         if source is None:
             return Copy(folder, await asyncio.to_thread(self._fetcher.fetch, ref.files, folder))
@@ -73,16 +72,17 @@ class Copies:
         shutil.rmtree(copy.folder, ignore_errors=True)
 
     def remove_adapters(self) -> None:
-        """Removes the copies of all adapters, of which no engine has any more."""
+        """Removes the copies of all adapters, which no engine holds any more."""
         shutil.rmtree(self._folder / ADAPTERS, ignore_errors=True)
 
     def can_update(self, ref: DeltaWeights) -> bool:
-        """Returns whether the kept copy is this version, or one that its deltas begin with."""
+        """Returns whether the kept copy is this version, or a version from which its deltas lead to
+        it."""
         return self._kept is not None and self._steps(ref, self._kept[0]) is not None
 
     async def updated(self, ref: DeltaWeights) -> Copy:
-        """Returns the kept copy, made this version in place; it is not kept any more. Raises Failed
-        for deltas that are gone or damaged, and may leave a copy that is neither."""
+        """Turns the kept copy into this version, in place, and returns it; it is not kept any more.
+        Raises Failed for deltas that are gone or damaged, and may leave a broken copy."""
         assert self._kept is not None, "can_update"
         digest, folder = self._kept
         steps = self._steps(ref, digest) or ()

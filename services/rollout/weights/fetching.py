@@ -1,7 +1,7 @@
-"""Files of published versions, fetched from the trainer. A transfer that is cut goes on where it
-broke off, also in a later call.
+"""Fetches files of published versions from the trainer. A transfer that was cut goes on where it
+ended, also in a later call.
 
-Only the trainer of `HONE_TRAINER_URL` is asked: a reference says which file, never which host, and
+Only the trainer of `HONE_TRAINER_URL` is asked: a reference names a file and never a host, and
 redirects are not followed.
 """
 
@@ -38,7 +38,7 @@ class Fetcher:
 
     def fetch(self, files: tuple[WeightFile, ...], folder: Path) -> int:
         """Puts the files into `folder`, which is made, and returns how many bytes came over the
-        network. Raises Failed for files that are not there any more, or not of their size."""
+        network. Raises Failed for files that are gone or have another size."""
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(files, folder)
         headers = {"x-request-id": request_id()}
@@ -79,8 +79,7 @@ class Fetcher:
     def _attempt(
         self, http: httpx.Client, file: WeightFile, target: Path, have_bytes: int
     ) -> Unavailable | None:
-        """Appends to the file what the trainer sends, and returns why it stopped early, if it
-        did."""
+        """Appends the trainer's bytes to the file. Returns an error if the transfer ended early."""
         headers = {"range": f"bytes={have_bytes}-"} if have_bytes else {}
         try:
             with http.stream("GET", file.path, headers=headers) as response:
@@ -108,7 +107,7 @@ class Fetcher:
         return None
 
     def _refused(self, response: httpx.Response) -> Unavailable:
-        """Returns the answer as an error to try again after; raises any other."""
+        """Returns the answer's error if another attempt may help, and raises it if not."""
         try:
             problem = response.json()
         except ValueError:

@@ -1,6 +1,9 @@
-"""A proven version into the engine that runs: between two tokens, or an adapter beside the model
-while sampling goes on. Until a version is proven nothing changes, and what fails halfway leaves
-weights that nothing is sampled from."""
+"""Loads a proven version into the engine that runs. READ FIRST.
+
+Weights replace the model's between two tokens; an adapter is loaded beside the model while sampling
+goes on. Nothing changes until the version is proven. If a load fails halfway, the weights are
+unknown, and nothing is sampled with them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from shared.wire.packed import Logprobs
 
 @dataclass(frozen=True)
 class Load:
-    """The load of one version, `ref`. `requests` are those under way meanwhile."""
+    """The load of the version `ref`. `requests` are the sampler's requests under way."""
 
     running: Running
     requests: Requests
@@ -56,8 +59,8 @@ class Load:
     # --- weights in the place of the model's -----------------------------------------------------
 
     async def _load_weights(self, proven: Proven) -> float:
-        """Loads between two tokens, and returns for how many seconds nothing was sampled. Jobs
-        other than the version's are ended."""
+        """Loads between two tokens, and returns for how many seconds nothing was sampled. Requests
+        of other jobs end."""
         running, engine = self.running, self.running.engine
         await proven.meet(engine)
         self._end_others()
@@ -85,9 +88,9 @@ class Load:
     # --- an adapter beside it --------------------------------------------------------------------
 
     async def _load_adapter(self, ref: AdapterWeights, proven: ProvenAdapter) -> float:
-        """Loads while sampling goes on: requests under way keep the adapter that they began with.
-        Returns for how many seconds nothing was sampled, if the model's own weights had to come
-        back."""
+        """Loads while sampling goes on; a request keeps the adapter that it began with. If other
+        weights have replaced the model's own, these are loaded first. Returns for how many seconds
+        nothing was sampled."""
         running, start = self.running, time.monotonic()
         if is_base := running.is_base:
             await running.adapters.load(ref, proven.copy)
@@ -100,7 +103,7 @@ class Load:
         return 0.0 if is_base else time.monotonic() - start
 
     async def _bring_base_back(self, ref: AdapterWeights, proven: ProvenAdapter) -> None:
-        """The same after other weights have taken the place of the model's own."""
+        """Loads the model's own weights again, and then the adapter."""
         running = self.running
         self._exchange()
         try:
@@ -134,13 +137,13 @@ class Load:
             await self.running.engine.resume()
 
     def _exchange(self) -> None:
-        """Ends what is under way, and refuses what comes: it would be sampled by the model's
-        weights with the adapter of others, or without its own. Clients ask for it again."""
+        """Ends all requests and refuses new ones: they would be sampled with an adapter on other
+        weights than its own, or without their adapter. Clients ask again."""
         self.running.is_exchanging = True
         self.requests.end(lambda _: True, lambda _: Unavailable(EXCHANGING))
 
     def _end_others(self) -> None:
-        """Ends what is under way of other jobs, attempts and epochs."""
+        """Ends the requests of other jobs, attempts and epochs."""
         self.requests.end(
             lambda asker: asker.job_id is not None and owner_of(asker) != owner_of(self.ref),
             lambda asker: not_serving(asker, self.ref),
@@ -149,9 +152,9 @@ class Load:
     # --- when it fails ---------------------------------------------------------------------------
 
     async def _give_up(self, error: BaseException) -> None:
-        """Refuses to sample, and raises why: as Failed, code "not_loaded", where another way to
-        load may do, else as StateLost. What is no Exception, as the end of the service, is the
-        caller's to raise."""
+        """Refuses to sample from now on, and raises the reason: Failed, code "not_loaded", if
+        another method may load the version, else StateLost. The caller raises what is not an
+        Exception, such as the service's end."""
         reason = await self._distrust(error)
         if isinstance(error, Failed) and error.code == "not_loaded":
             raise Failed(reason, code=error.code) from error
@@ -159,12 +162,12 @@ class Load:
             raise StateLost(reason) from error
 
     async def _distrust(self, error: BaseException) -> str:
-        """Refuses to sample, ends what was under way, and returns why."""
+        """Refuses to sample from now on, ends all requests, and returns the reason."""
         running, ref = self.running, self.ref
         running.fault = (
             f"loading version {ref.version} of job {ref.job_id!r} failed halfway "
-            f"({sentence(error)}), so the weights it "
-            "left in the engine are unknown; reload a version, or PUT /model"
+            f"({sentence(error)}), so the engine's weights are unknown; reload a version, or PUT "
+            "/model"
         )
         running.serving = running.nothing
         get_logger().error(
@@ -178,8 +181,8 @@ class Load:
     # --- the canary ------------------------------------------------------------------------------
 
     async def _measure_canary(self) -> None:
-        """Notes what the weights that serve give the canary, the adapter's if it is one. Raises
-        Failed if it is what others gave it before: the load did nothing."""
+        """Keeps the log-probs of the canary by the weights or the adapter that serve. Raises Failed
+        if they are the same as before: then the load did nothing."""
         running, canary = self.running, self.ref.canary
         if canary is None or running.is_paused:
             return
