@@ -33,7 +33,7 @@ class Engine:
         return Update(1.0, 2.0, {})
 
 if __name__ == "__main__":
-    commands.NOTE_GRACE_S = 2.0
+    commands.FAILURE_GRACE_S = 2.0
     nothing = lambda *_: None
     ranks.trainer_maker = lambda settings, place, folder: lambda channel: Trainer(
         settings,

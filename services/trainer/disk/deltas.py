@@ -1,11 +1,10 @@
-"""What changed from one published version to the next, as files that samplers fetch.
+"""The changes from one published version to the next, as files that samplers fetch.
 
     <shm_dir>/<job>/d<version>/delta.safetensors    a packed frame per tensor that
                                                     changed
 
-Both versions are read from their published files, so what is sent is the difference between what
-samplers have and the trainer's weights as they would be published whole: rounding never adds up
-from version to version.
+Both versions are read from their published files. So a delta leads from the weights that samplers
+have exactly to the weights that a whole version would have, and rounding never adds up.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from shared.weights import delta
 from shared.weights.digest import StoredTensor, stored_tensors
 
 KEEP_STEPS = 4
-"""So many versions may a sampler miss and still catch up by deltas."""
+"""The most versions that a sampler may miss and still catch up by deltas."""
 
 MAX_SHARE = 0.5
-"""A delta larger than this share of the whole version is not worth its while: the whole is sent."""
+"""The largest delta, as a share of the whole version. Instead of a larger one the whole is sent."""
 
 MAX_THREADS = 8
 
@@ -46,7 +45,7 @@ class Delta:
 
 
 class Deltas:
-    """The newest of one job, in order and each leading to the next."""
+    """The newest deltas of one job, in order; each leads to the next."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -18,15 +18,15 @@ from shared.errors import Failed
 from shared.host import disk
 
 ASIDE = ".tmp-"
-"""What the names of folders begin with that are being written or removed. One that no process works
-on is left over."""
+"""The beginning of the name of a folder that is being written or removed. If no process works on
+the folder, it is left over."""
 
 
 @contextlib.contextmanager
 def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[Path]:
-    """Yields an empty folder that becomes `target` at the end, replacing it; after an error nothing
-    of it is left. Of several who write the same target each has a folder of its own: a trainer
-    that was superseded as it wrote goes on until it is done.
+    """Yields an empty folder, which replaces `target` at the end; after an error nothing of it is
+    left. Several writers of the same target have a folder each: a trainer that is superseded while
+    it writes goes on until it is done.
 
     `size_bytes` is what will be written, checked against the free space first. `durable` waits for
     the disk. Raises Failed with the path, what was needed and what there was.
@@ -54,7 +54,7 @@ def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[P
 
 
 def discard(folder: Path) -> None:
-    """Removes `folder`, if it is there, so that no half of it is ever seen under its name."""
+    """Removes `folder`, if it exists. Nobody ever sees half of it under its name."""
     aside = _aside(folder)
     with contextlib.suppress(FileNotFoundError):
         folder.replace(aside)
@@ -62,10 +62,10 @@ def discard(folder: Path) -> None:
 
 
 def reuse(spare: Path, folder: Path) -> None:
-    """Moves the weight files of `spare`, if it is there, into `folder`, to be written over, and
-    removes what else is in it. A file that some process still reads or maps is removed too: that
-    process goes on with what it was. Moved first, so that nobody can open it by the name that it
-    had once it was found to be unused."""
+    """Moves the weight files of `spare`, if it exists, into `folder`, to be written over, and
+    removes the rest of it. A file that a process still reads or maps is removed too, and that
+    process goes on with the old content. A file is moved before it is checked, so that nobody can
+    open it by its old name after the check."""
     for file in spare.glob("*.safetensors"):
         moved = file.rename(folder / file.name)
         if not _is_unused(moved):
@@ -74,9 +74,9 @@ def reuse(spare: Path, folder: Path) -> None:
 
 
 def _is_unused(file: Path) -> bool:
-    """Returns whether nobody has the file open: only then the kernel gives a write lease on it
-    (fcntl(2), F_SETLEASE). To whoever has the lease while another process opens the file it sends a
-    signal: SIGURG, which does nothing, in the place of SIGIO, which ends the process."""
+    """Returns whether no process has the file open: only then the kernel grants a write lease on it
+    (fcntl(2), F_SETLEASE). If another process opens the file during the lease, the kernel sends
+    this process a signal: SIGURG, which does nothing, instead of SIGIO, which would end it."""
     with file.open("r+b") as stream:
         try:
             fcntl.fcntl(stream, fcntl.F_SETSIG, signal.SIGURG)
@@ -88,8 +88,8 @@ def _is_unused(file: Path) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what a killed process left aside in `folder`. Only for one that no process writes
-    into, but one that was superseded: what it writes is moved away first, and fails."""
+    """Removes the unfinished folders of killed processes in `folder`. Only a superseded process may
+    still write there: its folder is moved away first, and its write fails."""
     for leftover in folder.glob(ASIDE + "*") if folder.is_dir() else ():
         discard(leftover)
 

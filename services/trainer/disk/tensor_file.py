@@ -1,8 +1,8 @@
-"""Tensors into one safetensors file, each hashed while its bytes are on their way.
+"""Writes tensors into one safetensors file, and hashes each while it is written.
 
-The safetensors library copies every tensor in memory before it writes, and whoever wants a digest
-then reads the file again. Here a block of a tensor is hashed and written while the processor's
-cache holds it, and several tensors at a time. What a GPU has comes through pinned buffers that are
+The safetensors library copies every tensor in memory before it writes it, and a digest would need
+another reading of the file. Here each block of a tensor is hashed and written while the processor's
+cache holds it, several tensors at a time. Tensors of a GPU come through pinned buffers, which are
 kept for the next version. The format is 8 bytes of length, a JSON header, and the tensors one after
 the other.
 """
@@ -105,8 +105,7 @@ def _hashed(tensor: Tensor, take: Callable[[memoryview], None]) -> str:
 
 
 def _in_host_memory(plain: Tensor) -> Iterator[memoryview]:
-    """Yields the bytes in order, those of a GPU in pieces, each good until the next is asked
-    for."""
+    """Yields the bytes in order; those of a GPU in pieces, each valid until the next one."""
     if plain.device.type == "cpu":
         yield plain.numpy().data
         return
@@ -118,8 +117,8 @@ def _in_host_memory(plain: Tensor) -> Iterator[memoryview]:
 
 
 class Staging:
-    """Buffers in host memory, one for each thread that writes at a time, for the life of the
-    process. Pinned, so that a GPU copies into them without a copy of its own."""
+    """Buffers in host memory, one for each thread that writes at the same time, kept until the
+    process ends. They are pinned, so that a GPU copies into them directly."""
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         self._size_bytes = size_bytes

@@ -1,5 +1,5 @@
-"""torchrun, with three differences: a request to stop is not an error; the run folder gets a note
-which rank died and of what; and the run folder is removed if the launcher is gone.
+"""torchrun, with three differences: a request to stop is not an error; the launch folder keeps
+which rank died and of what; and the launch folder is removed if the launcher is gone.
 
 `python -m services.trainer.processes.agent <torchrun's arguments> <this life's folder in the run
 folder>`.
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     except SignalException:
         sys.exit(0)
     except ChildFailedError as error:
-        folder.note_failure(describe(error.failures, Place.of(load_settings(), 0).rank))
+        folder.remember_failure(describe(error.failures, Place.of(load_settings(), 0).rank))
         sys.exit(1)
     finally:
         if os.getppid() != launcher:

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.trainer.processes.rendezvous import Notes
+from services.trainer.processes.rendezvous import Failures
 from services.trainer.processes.together import Ranks, as_hone_error
 from services.trainer.trainer import Trainer
 from shared.errors import HoneError, Unavailable, from_problem
@@ -35,8 +35,8 @@ IDLE_S = 30.0
 """Seconds without a command after which rank 0 sends an empty one, because the other ranks' wait is
 bounded."""
 
-NOTE_GRACE_S = 10.0
-NOTE_POLL_S = 0.5
+FAILURE_GRACE_S = 10.0
+FAILURE_POLL_S = 0.5
 
 BODIES: dict[str, type[Wire]] = {
     "load_job": TrainerJob,
@@ -162,19 +162,20 @@ def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel 
     return error
 
 
-def watch(notes: Notes, end: Callable[[HoneError], None]) -> None:
+def watch(failures: Failures, end: Callable[[HoneError], None]) -> None:
     """Calls `end` with the error of a failed rank while another rank is still inside the command.
     Runs in a thread of rank 0.
 
-    A note younger than `NOTE_GRACE_S` seconds does not count: its ranks may be about to meet.
+    A failure reported less than `FAILURE_GRACE_S` seconds ago does not count: its ranks may be
+    about to meet.
     """
-    note, since = None, 0.0
-    while note is None or time.monotonic() - since < NOTE_GRACE_S:
-        time.sleep(NOTE_POLL_S)
-        standing = notes.standing()
-        if standing is None or note is None or standing.detail != note.detail:
-            note, since = standing, time.monotonic()
-    end(note)
+    failure, since = None, 0.0
+    while failure is None or time.monotonic() - since < FAILURE_GRACE_S:
+        time.sleep(FAILURE_POLL_S)
+        found = failures.first()
+        if found is None or failure is None or found.detail != failure.detail:
+            failure, since = found, time.monotonic()
+    end(failure)
 
 
 def _attempt(trainer: Trainer, name: str, body: Wire, rank: int) -> Any:

@@ -82,7 +82,7 @@ class LaunchFolder:
             return asked
         return min(asked, int(tokens)) if key == _budget_key(request) else asked
 
-    def note_failure(self, sentence: str) -> None:
+    def remember_failure(self, sentence: str) -> None:
         """Keeps why the ranks end, unless a reason is kept already: the first one knows best."""
         if self.failure() is None:
             _replace(self.path / "failure", sentence.encode())

@@ -37,8 +37,8 @@ from services.trainer.processes.rendezvous import (
     COLLECTIVE_TIMEOUT,
     READ_TIMEOUT,
     Channel,
+    Failures,
     Meeting,
-    Notes,
     Place,
     meet,
     send_heartbeats,
@@ -78,21 +78,23 @@ def main() -> None:
     try:
         meeting = join(settings, place, life, folder)
         trainer_of = trainer_maker(settings, place, folder)
-    except Exception as error:  # the last resort of the process: noted, and raised again
-        folder.note_failure(f"rank {place.rank} could not start: {type(error).__name__}: {error}")
+    except Exception as error:  # the last resort of the process: remembered, and raised again
+        folder.remember_failure(
+            f"rank {place.rank} could not start: {type(error).__name__}: {error}"
+        )
         raise
-    meeting.notes.set_timeout(READ_TIMEOUT)
-    notes = Notes(meeting.notes, place.rank, place.num_ranks)
-    channel = Channel.open(notes)
+    meeting.failures.set_timeout(READ_TIMEOUT)
+    failures = Failures(meeting.failures, place.rank, place.num_ranks)
+    channel = Channel.open(failures)
     if place.rank == 0:
-        lead(settings, trainer_of(channel), channel, notes, folder, meeting)
+        lead(settings, trainer_of(channel), channel, failures, folder, meeting)
     else:
         if place.node_rank and place.local_rank == 0:
             start_thread(send_heartbeats, meeting.heartbeats, place, abandon)
         try:
             follow(trainer_of(channel), channel, None)
         except RanksMustEnd as end:
-            folder.note_failure(end.error.detail)
+            folder.remember_failure(end.error.detail)
             abandon(end.error.detail)  # a normal exit would wait for the failed device
 
 
@@ -206,7 +208,7 @@ def lead(
     settings: Settings,
     trainer: Trainer,
     channel: Channel,
-    notes: Notes,
+    failures: Failures,
     folder: LaunchFolder,
     meeting: Meeting,
 ) -> None:
@@ -232,7 +234,7 @@ def lead(
         leave(1, trainer)
 
     def end_because(error: HoneError) -> NoReturn:
-        folder.note_failure(error.detail)
+        folder.remember_failure(error.detail)
         told = type(error)(f"{error.detail}; {COMES_BACK}", code=error.code)
         end_with(told, error.detail)
 
@@ -241,7 +243,7 @@ def lead(
 
     http = start_thread(serve, server, stopping, end)
     stopper = start_thread(stop_on_signal, server, http, stopping, trainer)
-    start_thread(watch, notes, end_because)
+    start_thread(watch, failures, end_because)
     if settings.trainer_nodes > 1:
         start_thread(watch_heartbeats, meeting.heartbeats, settings.trainer_nodes, end)
     try:

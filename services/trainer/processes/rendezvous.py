@@ -3,13 +3,13 @@
 **Meeting.** On one node the ranks meet through a file, on several nodes through a TCP store on node
 0 (`HONE_TRAINER_RENDEZVOUS`). The store listens on that address only; torchrun's own would listen
 on every interface. A rank that restarts while the others still run finds its name taken in the
-store. It leaves a note for them, and waits for the store of the next start.
+store. It reports a failure to them, and waits for the store of the next start.
 
 **Talking.** A gloo group carries commands and outcomes (`Channel`). A rank that fails while others
-wait for it leaves a note in a store (`Notes`). Nodes send heartbeats, because the sockets of a node
-that lost power or network stay open for a long time. Within a node torchrun sees every death, and a
-process that dies on another node closes its sockets, which ends the others' collectives.
-"""
+wait for it reports the failure in a store (`Failures`). Nodes send heartbeats, because the sockets
+of a node that lost power or network stay open for a long time. Within a node torchrun sees every
+death, and a process that dies on another node closes its sockets, which ends the others'
+collectives. """
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Meeting:
     blocks others on its connection."""
 
     group: Store
-    notes: Store
+    failures: Store
     heartbeats: Store
 
 
@@ -94,7 +94,7 @@ def meet(settings: Settings, place: Place, life: Path, last_failure: str | None)
         return Meeting(
             *(
                 FileStore(str(life / name), place.num_ranks)
-                for name in ("store", "notes", "heartbeats")
+                for name in ("store", "failures", "heartbeats")
             )
         )
     host, port = address_of(settings)
@@ -156,7 +156,7 @@ def _join(host: str, port: int, place: Place, last_failure: str | None) -> Store
             if store.add(_key(place.rank), 1) == 1:
                 return store
             why = f"rank {place.rank} was started again: {last_failure or 'its node was'}"
-            Notes(store, place.rank, place.num_ranks).leave(Unavailable(why))
+            Failures(store, place.rank, place.num_ranks).report(Unavailable(why))
         except RuntimeError as error:  # raised by a store when its server goes away
             get_logger().warning("node 0 went away", reason=str(error).splitlines()[0])
         time.sleep(POLL_S)
@@ -216,27 +216,27 @@ def tell_libraries(place: Place) -> None:
 # --- how they then talk ---------------------------------------------------------------------------
 
 
-class Notes:
-    """Why a rank will not join the collective in which others wait: at most one note per rank, in a
-    store that all ranks reach.
+class Failures:
+    """Reports of ranks that will not join the collective in which others wait: at most one for each
+    rank, in a store that all ranks reach.
 
-    The store has a connection of its own, because notes are read while the process group's
+    The store has a connection of its own, because failures are read while the process group's
     connection may be waiting.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
         self._store = store
-        self._own = f"note-{rank}"
-        self._all = [f"note-{other}" for other in range(num_ranks)]
+        self._own = f"failure-{rank}"
+        self._all = [f"failure-{other}" for other in range(num_ranks)]
 
-    def leave(self, error: HoneError) -> None:
+    def report(self, error: HoneError) -> None:
         self._store.set(self._own, json.dumps(error.problem()))
 
     def clear(self) -> None:
         self._store.delete_key(self._own)
 
-    def standing(self) -> HoneError | None:
-        """Returns the uncleared note of the lowest rank; None if there is none."""
+    def first(self) -> HoneError | None:
+        """Returns the uncleared failure of the lowest rank; None if there is none."""
         for key in self._all:
             if self._store.check([key]):
                 with contextlib.suppress(RuntimeError):  # cleared just now
@@ -249,16 +249,16 @@ class Channel(Ranks):
     """The ranks of torch.distributed, which is initialized. Commands go over a gloo `group`, and so
     over the CPU, with any backend of the engine."""
 
-    def __init__(self, notes: Notes, group: Any) -> None:
+    def __init__(self, failures: Failures, group: Any) -> None:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
-        self._notes = notes
+        self._failures = failures
         self._group = group
 
     @classmethod
-    def open(cls, notes: Notes) -> Channel:
+    def open(cls, failures: Failures) -> Channel:
         """Returns the channel, its group made: a collective."""
-        return cls(notes, dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT))
+        return cls(failures, dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT))
 
     def broadcast(self, value: Any) -> Any:
         values = [value]
@@ -270,11 +270,11 @@ class Channel(Ranks):
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def leave_note(self, error: HoneError) -> None:
-        self._notes.leave(error)
+    def report_failure(self, error: HoneError) -> None:
+        self._failures.report(error)
 
-    def clear_note(self) -> None:
-        self._notes.clear()
+    def clear_failure(self) -> None:
+        self._failures.clear()
 
 
 def send_heartbeats(store: Store, place: Place, end: Callable[[str], None]) -> None:

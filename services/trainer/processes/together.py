@@ -2,8 +2,8 @@
 single rank; `Channel` is several ranks, over torch.distributed.
 
 An error on one rank is an error of all. A rank that fails while others wait for it inside one of
-the engine's collectives cannot tell them by another collective. So it first leaves a note in a
-store that rank 0 watches (`commands.watch`).
+the engine's collectives cannot tell them by another collective. So it first reports the failure
+in a store that rank 0 watches (`commands.watch`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Ranks:
         """Returns every rank's value, by rank."""
         return [value]
 
-    def leave_note(self, error: HoneError) -> None:
-        """Leaves a note why this rank will not join the collective in which others may wait."""
+    def report_failure(self, error: HoneError) -> None:
+        """Reports why this rank will not join the collective in which others may wait."""
 
-    def clear_note(self) -> None:
-        """Removes the note: the ranks are in step again."""
+    def clear_failure(self) -> None:
+        """Clears the report: the ranks are in step again."""
 
     def together(self, act: Callable[[], T]) -> list[T]:
         """Runs `act` on every rank and returns all results, by rank, once it is done everywhere.
@@ -104,9 +104,9 @@ class Ranks:
         """Returns every rank's problem (or None) and result, by rank."""
         if error is None:
             return self.gather((None, result))
-        self.leave_note(error)
+        self.report_failure(error)
         outcomes = self.gather((error.problem(), None))
-        self.clear_note()
+        self.clear_failure()
         return outcomes
 
 

@@ -270,8 +270,7 @@ def canary_ids(config: Any, max_model_len: int | None) -> TokenIds:
 
 
 def quiet_libraries() -> None:
-    """Leaves the libraries' warnings and errors, and none of their progress bars and notes on how
-    things go."""
+    """Silences the libraries, except for warnings and errors."""
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     bf16_optimizer.see_memory_usage = lambda *_, **__: None  # it prints

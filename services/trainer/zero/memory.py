@@ -120,9 +120,9 @@ def knobs(
     def turn(text: str, after: Job) -> None:
         turns.append((text, planned.saving(job, after) if planned else ""))
 
-    def turn_memory(key: str, value: int | bool, note: str = "", **also: int) -> None:
+    def turn_memory(key: str, value: int | bool, remark: str = "", **also: int) -> None:
         before = getattr(memory, key)
-        text = f"memory.{key} from {_toml(before)} to {_toml(value)}{note}"
+        text = f"memory.{key} from {_toml(before)} to {_toml(value)}{remark}"
         after = memory.model_copy(update={key: value, **also})
         turn(text, job.model_copy(update={"memory": after}))
 

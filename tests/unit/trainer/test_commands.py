@@ -19,7 +19,7 @@ from services.trainer.processes.commands import (
     perform,
     watch,
 )
-from services.trainer.processes.rendezvous import Channel, Notes
+from services.trainer.processes.rendezvous import Channel, Failures
 from services.trainer.processes.together import Ranks, as_hone_error
 from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.host.logs import of_request, request_id
@@ -33,11 +33,11 @@ class OtherRank(Ranks):
     def __init__(self, other: Failed | None, rank: int = 0) -> None:
         self.rank = rank
         self.other = other
-        self.notes: list[HoneError] = []
+        self.failures: list[HoneError] = []
 
     def settle(self, error, result=None):
         if error is not None:
-            self.leave_note(error)
+            self.report_failure(error)
         return [
             (error.problem() if error else None, result),
             (self.other.problem() if self.other else None, None),
@@ -46,8 +46,8 @@ class OtherRank(Ranks):
     def together(self, act):
         return [act()]
 
-    def leave_note(self, error):
-        self.notes.append(error)
+    def report_failure(self, error):
+        self.failures.append(error)
 
 
 def test_success_everywhere_is_rank_0s_result(tmp_path):
@@ -93,7 +93,7 @@ def test_an_error_all_ranks_agree_on_leaves_the_job(tmp_path):
     outcome = perform(trainer, ranks, "train_step", step_request(5))
     assert isinstance(outcome, Conflict) and outcome.detail == "got step 5, expected 1"
     assert trainer.state().job_id == "a"
-    assert [note.detail for note in ranks.notes] == ["got step 5, expected 1"]
+    assert [failure.detail for failure in ranks.failures] == ["got step 5, expected 1"]
 
 
 def test_running_out_of_memory_on_all_ranks_leaves_the_step_to_be_tried_again(tmp_path):
@@ -137,29 +137,31 @@ def test_a_rank_out_of_memory_is_unavailable_if_smaller_micro_batches_may_help()
 
 def test_a_note_is_seen_by_another_rank_until_it_is_cleared():
     store = HashStore()
-    own, other = Notes(store, 3, 4), Notes(store, 0, 4)
-    assert other.standing() is None
-    own.leave(Failed("rank 3 has no memory", code="out_of_memory"))
-    note = other.standing()
-    assert isinstance(note, Failed)
-    assert (note.detail, note.code) == ("rank 3 has no memory", "out_of_memory")
+    own, other = Failures(store, 3, 4), Failures(store, 0, 4)
+    assert other.first() is None
+    own.report(Failed("rank 3 has no memory", code="out_of_memory"))
+    found = other.first()
+    assert isinstance(found, Failed)
+    assert (found.detail, found.code) == ("rank 3 has no memory", "out_of_memory")
     own.clear()
-    assert other.standing() is None
+    assert other.first() is None
 
 
 def test_a_rank_that_others_wait_for_in_vain_ends_the_wait_with_its_sentence(monkeypatch):
-    monkeypatch.setattr(commands, "NOTE_GRACE_S", 0.3)
-    monkeypatch.setattr(commands, "NOTE_POLL_S", 0.01)
+    monkeypatch.setattr(commands, "FAILURE_GRACE_S", 0.3)
+    monkeypatch.setattr(commands, "FAILURE_POLL_S", 0.01)
     store, ended = HashStore(), list[HoneError]()
-    watcher = threading.Thread(target=watch, args=(Notes(store, 0, 2), ended.append), daemon=True)
+    watcher = threading.Thread(
+        target=watch, args=(Failures(store, 0, 2), ended.append), daemon=True
+    )
     watcher.start()
-    notes = Notes(store, 1, 2)
-    notes.leave(Failed("rank 1 is about to meet the others"))
+    failures = Failures(store, 1, 2)
+    failures.report(Failed("rank 1 is about to meet the others"))
     time.sleep(0.1)
-    notes.clear()
+    failures.clear()
     time.sleep(0.1)
-    assert watcher.is_alive(), "a note that was cleared in time ends nothing"
-    notes.leave(Unavailable("rank 1 has no memory"))
+    assert watcher.is_alive(), "a failure that was cleared in time ends nothing"
+    failures.report(Unavailable("rank 1 has no memory"))
     watcher.join(5)
     assert [str(error) for error in ended] == ["rank 1 has no memory"]
     assert isinstance(ended[0], Unavailable)
@@ -214,7 +216,7 @@ async def test_commands_cross_the_channel_whole_and_idling_is_no_error(
 
     def main_thread() -> None:
         with pytest.raises(EndOfTest):
-            follow(trainer, Channel.open(Notes(HashStore(), 0, 1)), inbox)
+            follow(trainer, Channel.open(Failures(HashStore(), 0, 1)), inbox)
 
     thread = threading.Thread(target=main_thread)
     thread.start()

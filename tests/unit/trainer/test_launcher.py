@@ -175,8 +175,8 @@ def test_the_run_folder_keeps_the_job_and_the_first_reason(tmp_path):
     folder = LaunchFolder(tmp_path)
     assert folder.job() is None
     folder.remember_job(job_request("a"))
-    folder.note_failure("rank 1 has no memory")
-    folder.note_failure("rank 0 was killed by SIGTERM")
+    folder.remember_failure("rank 1 has no memory")
+    folder.remember_failure("rank 0 was killed by SIGTERM")
     assert (LaunchFolder(tmp_path).job(), folder.failure()) == (
         job_request("a"),
         "rank 1 has no memory",

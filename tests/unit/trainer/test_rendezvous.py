@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from services.trainer.processes import rendezvous
-from services.trainer.processes.rendezvous import Notes, Place, meet
+from services.trainer.processes.rendezvous import Failures, Place, meet
 from shared.errors import Failed, Unavailable
 from shared.host.processes import free_port
 from shared.settings import Settings
@@ -37,7 +37,7 @@ def test_ranks_meet_in_any_order_and_share_their_stores(tmp_path):
         first = pool.submit(meet, *node(port, 0), tmp_path, None)
         one, two = first.result(20), second.result(20)
     one.group.set("key", "value")
-    assert two.notes.get("key") == b"value"
+    assert two.failures.get("key") == b"value"
 
 
 def test_the_store_listens_on_the_rendezvous_address_only(tmp_path):
@@ -84,10 +84,10 @@ def test_a_rank_that_begins_anew_tells_the_life_before_and_waits_for_the_next(tm
         lives = [pool.submit(meet, *node(port, rank), tmp_path, None) for rank in range(2)]
         one, two = (life.result(20) for life in lives)
         again = pool.submit(meet, *node(port, 1), tmp_path, "rank 1 was killed by SIGKILL")
-        one.notes.wait(["note-1"])
-        note = Notes(one.notes, 0, 2).standing()  # as rank 0 looks for them
-        assert isinstance(note, Unavailable)
-        assert note.detail == "rank 1 was started again: rank 1 was killed by SIGKILL"
+        one.failures.wait(["failure-1"])
+        found = Failures(one.failures, 0, 2).first()  # as rank 0 looks for them
+        assert isinstance(found, Unavailable)
+        assert found.detail == "rank 1 was started again: rank 1 was killed by SIGKILL"
         assert not again.done()
         lives.clear()
         del one, two  # node 0's ranks end, and its store with them
