@@ -1,9 +1,12 @@
-"""Hone on Modal: an app per service, and `train.py`, which is one run by itself.
+"""Hone on Modal: an app for each service, and `train.py`, which is one run by itself.
 
-modal deploy deploy/modal/rollout.py samplers, each a Server with GPUs of its own modal deploy
-deploy/modal/reward.py grading; programs run in Modal Sandboxes modal deploy deploy/modal/trainer.py
-the trainer and the training loop, while there are jobs modal deploy deploy/modal/orchestrator.py
-the jobs API, which starts the trainer modal deploy deploy/modal/trial.py instead of these four:
-everything in one container modal run deploy/modal/train.py --model ... one job, and nothing that
-stays
+    modal deploy deploy/modal/rollout.py         samplers, each a Server with GPUs of its own
+    modal deploy deploy/modal/reward.py          grading; programs run in Modal Sandboxes
+    modal deploy deploy/modal/trainer.py         the trainer and the training loop, while jobs exist
+    modal deploy deploy/modal/orchestrator.py    the jobs API, which starts the trainer
+    modal deploy deploy/modal/trial.py           instead of these four: everything in one container
+    modal run deploy/modal/train.py --model ...  one job, and nothing that stays
+
+Shared by the apps: `common.py` (images, Volumes, resources), `inside.py` (what runs in containers,
+a cluster included), `calls.py` (asks Modal), `api.py` (the jobs API), `flags.py` (of `modal run`).
 """

@@ -79,7 +79,7 @@ async def bring_trainer(store: Store, urls: Sequence[str], start_trainer: StartT
 
 def gone_s(settings: Settings) -> float:
     """Returns the seconds after which Redis has forgotten a trainer that has ended: both its lease
-    and its heartbeat note have expired."""
+    and its heartbeat have expired."""
     return max(settings.lease_s, KNOWN_S)
 
 
@@ -162,7 +162,7 @@ class JobsApi:
         """Answers the request, and returns with which status."""
         status = 500
 
-        async def noting(message: Any) -> None:
+        async def keep_status(message: Any) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
@@ -171,7 +171,7 @@ class JobsApi:
             await self._reload_if_alone()
             self._num_under_way += 1
         try:
-            await self._app(scope, receive, noting)
+            await self._app(scope, receive, keep_status)
         finally:
             self._num_under_way -= 1
         return status
