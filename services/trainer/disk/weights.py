@@ -238,16 +238,14 @@ class Method:
     is_adapter: bool = False
 
 
-def shared_memory(
-    places: Places, request: PublishRequest, size_bytes: int, save: Save
-) -> FolderWeights:
-    return _folder(request, places.memory.write(request.version, size_bytes, save))
+def in_folder(place: Callable[[Places], Folders]) -> Publish:
+    def publish(
+        places: Places, request: PublishRequest, size_bytes: int, save: Save
+    ) -> FolderWeights:
+        written = place(places).write(request.version, size_bytes, save)
+        return FolderWeights(**request.model_dump(), **written.proof(), path=str(written.folder))
 
-
-def shared_volume(
-    places: Places, request: PublishRequest, size_bytes: int, save: Save
-) -> FolderWeights:
-    return _folder(request, places.volume.write(request.version, size_bytes, save))
+    return publish
 
 
 def fetched(places: Places, request: PublishRequest, size_bytes: int, save: Save) -> HttpWeights:
@@ -318,8 +316,10 @@ def adapter(places: Places, request: PublishRequest, size_bytes: int, save: Save
     )
 
 
+shared_volume = in_folder(lambda places: places.volume)
+
 METHODS: dict[SyncMethod, Method] = {
-    "shm": Method(shared_memory),
+    "shm": Method(in_folder(lambda places: places.memory)),
     "disk": Method(shared_volume),
     "http": Method(fetched),
     "delta": Method(changes),
@@ -398,7 +398,3 @@ def published_file(settings: Settings, job_id: str, version: str, name: str) -> 
 def _fetchable(job_id: str, file: Path) -> WeightFile:
     path = f"/weights/{job_id}/{file.parent.name}/{file.name}"
     return WeightFile(path=path, size_bytes=file.stat().st_size)
-
-
-def _folder(request: PublishRequest, written: Written) -> FolderWeights:
-    return FolderWeights(**request.model_dump(), **written.proof(), path=str(written.folder))

@@ -9,7 +9,7 @@ store. It reports a failure to them, and waits for the store of the next start.
 wait for it reports the failure in a store (`Failures`). Nodes send heartbeats, because the sockets
 of a node that lost power or network stay open for a long time. Within a node torchrun sees every
 death, and a process that dies on another node closes its sockets, which ends the others'
-collectives. """
+collectives."""
 
 from __future__ import annotations
 
