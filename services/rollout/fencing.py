@@ -61,7 +61,7 @@ def spans(labels: Iterable[tuple[str, int]], owner: str) -> tuple[Span, ...]:
     return tuple(found)
 
 
-class Turn(GenerateRequest):
+class ChatTurn(GenerateRequest):
     """A turn of a recorded conversation. It belongs to the weights that the conversation began
     with. No job asks for it, so it goes on after their job has ended. `asked_by` names the
     session."""
@@ -117,7 +117,7 @@ class Fences:
 
 
 def stale(asker: Fencing, job_id: str) -> Conflict:
-    if isinstance(asker, Turn):
+    if isinstance(asker, ChatTurn):
         return _replaced(asker)
     return Conflict(
         f"attempt {asker.attempt}, epoch {asker.epoch} of job {job_id!r} was superseded or "
@@ -128,7 +128,7 @@ def stale(asker: Fencing, job_id: str) -> Conflict:
 
 def taken(asker: GenerateRequest) -> Conflict:
     """Returns the error of a request that ends because another orchestrator took the sampler."""
-    if isinstance(asker, Turn):
+    if isinstance(asker, ChatTurn):
         return _replaced(asker)
     return Conflict(
         "the sampler was taken by another orchestrator while nothing was heard of job "
@@ -137,7 +137,7 @@ def taken(asker: GenerateRequest) -> Conflict:
     )
 
 
-def _replaced(turn: Turn) -> Conflict:
+def _replaced(turn: ChatTurn) -> Conflict:
     return Conflict(
         f"a turn of {turn.asked_by} was ended: other weights replace those of job "
         f"{turn.job_id!r} that it began with; begin another session",
@@ -146,7 +146,7 @@ def _replaced(turn: Turn) -> Conflict:
 
 
 def not_serving(request: GenerateRequest, serving: ServingWeights | Fenced) -> Conflict:
-    if isinstance(request, Turn):
+    if isinstance(request, ChatTurn):
         return _replaced(request)
     have = (
         f"those of attempt {serving.attempt}, epoch {serving.epoch} of job {serving.job_id!r}"

@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.rollout.engine import Answer, BadPrompt, Engine, Starter
-from services.rollout.fencing import Fences, Requests, Turn, owner_of, stale, taken
+from services.rollout.fencing import ChatTurn, Fences, Requests, owner_of, stale, taken
 from services.rollout.running import ASLEEP, Running, Start, group_without_prompt, prompt_ids
 from services.rollout.weights.adapters import LoadedAdapters, one_call
 from services.rollout.weights.copies import Copies
@@ -296,7 +296,7 @@ class Sampler:
         """Returns the answer in a recorded conversation that began with `weights`. Raises Conflict,
         code "stale", if weights of another job, attempt or epoch serve now or before the end."""
         running = await self._running_with(weights, asked_by)
-        asker = Turn(
+        asker = ChatTurn(
             **running.serving.model_dump(include={"job_id", "attempt", "epoch"}), asked_by=asked_by
         )
         with one_call(), running.serving_adapter() as adapter:
@@ -319,7 +319,7 @@ class Sampler:
             lambda asker: (
                 asker.job_id == request.job_id
                 and asker.fence <= request.fence
-                and not isinstance(asker, Turn)
+                and not isinstance(asker, ChatTurn)
             ),
             _stale,
         )

@@ -61,7 +61,7 @@ def model_digests(folder: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class FolderKind:
     """A kind of published folders: the first letter of their names, how the digests of their
     tensors are computed, and which files count in their size. `has_spare`: see `Folders`."""
 
@@ -71,8 +71,8 @@ class Kind:
     has_spare: bool = False
 
 
-MODEL = Kind("v", model_digests, "*.safetensors", has_spare=True)
-ADAPTER = Kind("a", adapter_digests, "*")
+MODEL = FolderKind("v", model_digests, "*.safetensors", has_spare=True)
+ADAPTER = FolderKind("a", adapter_digests, "*")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Written(Sealed):
     """A version in `folder`."""
 
     folder: Path
-    kind: Kind
+    kind: FolderKind
 
     def is_whole(self) -> bool:
         """Returns whether the files are still what was written."""
@@ -115,7 +115,12 @@ class Folders:
     publish. That is no more memory than is used anyway while a version is written."""
 
     def __init__(
-        self, folder: Path, kind: Kind = MODEL, *, durable: bool = False, commit: str | None = None
+        self,
+        folder: Path,
+        kind: FolderKind = MODEL,
+        *,
+        durable: bool = False,
+        commit: str | None = None,
     ) -> None:
         self._folder = folder
         self._kind = kind

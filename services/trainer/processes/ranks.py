@@ -38,8 +38,8 @@ from services.trainer.processes.rendezvous import (
     READ_TIMEOUT,
     Channel,
     Failures,
-    Meeting,
     Place,
+    Stores,
     meet,
     send_heartbeats,
     tell_libraries,
@@ -76,21 +76,21 @@ def main() -> None:
     life = Path(sys.argv[1])
     folder = LaunchFolder(life.parent)
     try:
-        meeting = join(settings, place, life, folder)
+        stores = join(settings, place, life, folder)
         trainer_of = trainer_maker(settings, place, folder)
     except Exception as error:  # the last resort of the process: remembered, and raised again
         folder.remember_failure(
             f"rank {place.rank} could not start: {type(error).__name__}: {error}"
         )
         raise
-    meeting.failures.set_timeout(READ_TIMEOUT)
-    failures = Failures(meeting.failures, place.rank, place.num_ranks)
+    stores.failures.set_timeout(READ_TIMEOUT)
+    failures = Failures(stores.failures, place.rank, place.num_ranks)
     channel = Channel.open(failures)
     if place.rank == 0:
-        lead(settings, trainer_of(channel), channel, failures, folder, meeting)
+        lead(settings, trainer_of(channel), channel, failures, folder, stores)
     else:
         if place.node_rank and place.local_rank == 0:
-            start_thread(send_heartbeats, meeting.heartbeats, place, abandon)
+            start_thread(send_heartbeats, stores.heartbeats, place, abandon)
         try:
             follow(trainer_of(channel), channel, None)
         except RanksMustEnd as end:
@@ -105,7 +105,7 @@ def quieter(settings: Settings) -> Settings:
     )
 
 
-def join(settings: Settings, place: Place, life: Path, folder: LaunchFolder) -> Meeting:
+def join(settings: Settings, place: Place, life: Path, folder: LaunchFolder) -> Stores:
     """Joins the other ranks in torch.distributed and returns where all meet.
 
     The process group is made here and not by DeepSpeed, which would bind it to a device
@@ -119,15 +119,15 @@ def join(settings: Settings, place: Place, life: Path, folder: LaunchFolder) -> 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         torch.use_deterministic_algorithms(True)
     tell_libraries(place)
-    meeting = meet(settings, place, life, folder.past().last_failure)
+    stores = meet(settings, place, life, folder.past().last_failure)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=meeting.group,
+        store=stores.group,
         rank=place.rank,
         world_size=place.num_ranks,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    return meeting
+    return stores
 
 
 def has_gpu() -> bool:
@@ -210,7 +210,7 @@ def lead(
     channel: Channel,
     failures: Failures,
     folder: LaunchFolder,
-    meeting: Meeting,
+    stores: Stores,
 ) -> None:
     """Rank 0: serves HTTP beside its main loop, until SIGTERM or until another rank is gone. It
     first loads the previous ranks' job."""
@@ -245,7 +245,7 @@ def lead(
     stopper = start_thread(stop_on_signal, server, http, stopping, trainer)
     start_thread(watch, failures, end_because)
     if settings.trainer_nodes > 1:
-        start_thread(watch_heartbeats, meeting.heartbeats, settings.trainer_nodes, end)
+        start_thread(watch_heartbeats, stores.heartbeats, settings.trainer_nodes, end)
     try:
         follow(trainer, channel, inbox)
     except RanksMustEnd as must_end:

@@ -77,7 +77,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Stores:
     """The stores that all ranks reach. Each has a connection of its own, because a waiting read
     blocks others on its connection."""
 
@@ -86,12 +86,12 @@ class Meeting:
     heartbeats: Store
 
 
-def meet(settings: Settings, place: Place, life: Path, last_failure: str | None) -> Meeting:
+def meet(settings: Settings, place: Place, life: Path, last_failure: str | None) -> Stores:
     """Returns once every rank is there. `life` is this node's folder for this life of its ranks;
     `last_failure` says how the previous life ended here. Raises Failed if nodes disagree, or some
     do not come."""
     if place.num_nodes == 1:
-        return Meeting(
+        return Stores(
             *(
                 FileStore(str(life / name), place.num_ranks)
                 for name in ("store", "failures", "heartbeats")
@@ -105,7 +105,7 @@ def meet(settings: Settings, place: Place, life: Path, last_failure: str | None)
     else:
         group = _join(host, port, place, last_failure)
     _wait_for_all(group, place)
-    return Meeting(group, _connect(host, port), _connect(host, port))
+    return Stores(group, _connect(host, port), _connect(host, port))
 
 
 def address_of(settings: Settings) -> tuple[str, int]:

@@ -189,7 +189,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Needs:
+class GpuNeeds:
     """GiB on each GPU: the trainer's weights, its training states, and the sampler's weights with
     the cache of one sequence. `resting` is the part of the training states that stays while the
     sampler has its turn."""
@@ -200,7 +200,7 @@ class Needs:
     resting: float = 0
 
 
-def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> Needs:
+def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> GpuNeeds:
     """Returns the job's needs, by the numbers of `hone plan`."""
     trainer = trainer_memory(model, job, ranks)
     one = Serving(
@@ -213,7 +213,7 @@ def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> Need
         device=ranks.device,
     )
     sampler = sampler_memory(model, job, one)
-    return Needs(
+    return GpuNeeds(
         weights=trainer.weights_gib,
         training=trainer.gradients_gib + trainer.optimizer_gib,
         sampler=sampler.weights_gib + sampler.least_cache_gib,
@@ -221,7 +221,7 @@ def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> Need
     )
 
 
-def check_fits(needs: Needs, gpu: Gpu) -> None:
+def check_fits(needs: GpuNeeds, gpu: Gpu) -> None:
     """Raises BadRequest, with the numbers, if trainer and sampler cannot share the GPU. Activations
     and CUDA's own memory are not counted, so a refused job could not have worked."""
     sampler_gib = gpu.total_gib * gpu.sampler_share

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from services.trainer.zero.memory import Gpu, Needs, check_fits, needs_of
+from services.trainer.zero.memory import Gpu, GpuNeeds, check_fits, needs_of
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.plan.memory import GIB, Ranks
@@ -38,7 +38,7 @@ def job(lora: dict[str, int] | None = None, **memory: object) -> Job:
 )
 def test_what_each_gpu_holds_at_each_stage(memory, num_ranks, weights, training, resting) -> None:
     found = needs_of(MODEL, job(**memory), Ranks(num_ranks, 2, "gpu"), 1)
-    assert found == Needs(weights, training, 2000 + 10 * 2 * 100, resting)
+    assert found == GpuNeeds(weights, training, 2000 + 10 * 2 * 100, resting)
 
 
 def test_a_sampler_over_two_gpus_holds_half_of_the_weights_on_each() -> None:
@@ -54,7 +54,7 @@ def test_of_adapters_alone_little_is_trained() -> None:
     assert found.training == pytest.approx(16 * 8_798_208 / GIB, abs=2e-3)
 
 
-SEVEN_B = Needs(weights=14, training=104, sampler=16)
+SEVEN_B = GpuNeeds(weights=14, training=104, sampler=16)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_cannot_fit_is_refused_with_numbers(total, share, turns, message) -
 
 
 def test_states_that_cannot_be_moved_are_not_there_for_the_sampler() -> None:
-    stay = Needs(weights=14, training=60, sampler=16, resting=45)
+    stay = GpuNeeds(weights=14, training=60, sampler=16, resting=45)
     message = "keeps 14.00 GiB of weights and 45.00 GiB of optimizer states .*; lower .*, or"
     with pytest.raises(BadRequest, match=message):
         check_fits(stay, Gpu(80, 0.6, takes_turns=True))
