@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import structlog
 
@@ -21,6 +22,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A shell that begins the tests in the background lets them, and all that they start, ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine is no fault of what a property is shown for.
+hypothesis.settings.register_profile(
+    "hone", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("hone")
 
 # A machine with GPUs may have the packages of a laptop.
 nvidia.hide_from_cpu_build()

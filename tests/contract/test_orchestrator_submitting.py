@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -104,40 +103,6 @@ async def test_a_key_is_remembered_across_a_restart(
     assert ids[0] == ids[1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"data": {"train": "/nope/train.jsonl"}}, "no dataset file at '/nope/train.jsonl'"),
-        (
-            {"data": {"train": "TRAIN", "columns": {"prompt": "question"}}},
-            "has no column 'question'",
-        ),
-        (
-            {"data": {"train": "file-abc"}},
-            "data.train is 'file-abc'; expected the id of an uploaded file, 'file-' and 24 hex",
-        ),
-        ({"data": {"train": "file-" + 24 * "a"}}, f"no uploaded file 'file-{24 * 'a'}'"),
-        ({"model": "/nope/model"}, "there is no folder '/nope/model' here"),
-        ({"model": "/"}, "the folder '/' has no config.json"),
-        (
-            {"sampling": {"group_size": 1}},
-            "sampling.group_size is 1: a lone completion has nothing to be compared with",
-        ),
-        ({"rewards": [{"grader": "lenght"}]}, "unknown grader 'lenght'; did you mean 'length'?"),
-    ],
-)
-async def test_a_job_that_cannot_run_is_refused_when_it_is_submitted(
-    stack: Stack, changes: dict[str, Any], sentence: str
-) -> None:
-    document = stack.job.model_dump(mode="json") | changes
-    if document["data"]["train"] == "TRAIN":
-        document["data"]["train"] = stack.job.data.train
-    with pytest.raises(BadRequest) as raised:
-        await stack.submit(Job.model_validate(document))
-    assert sentence in raised.value.detail
-    assert (await stack.client.get("/v1/jobs", JobList)).jobs == ()
-
-
 async def test_rewards_are_checked_on_the_first_steps_prompts_at_submission_and_start(
     stack: Stack,
 ) -> None:
@@ -152,17 +117,6 @@ async def test_rewards_are_checked_on_the_first_steps_prompts_at_submission_and_
     assert of_submission == of_beginning
     prompts = load_prompts(stack.job, stack.settings).for_step(1)
     assert of_submission.prompts == prompts[:8] and len(prompts) >= 2
-
-
-async def test_an_unknown_key_in_a_posted_job_names_the_nearest(stack: Stack) -> None:
-    document = stack.job.model_dump(mode="json")
-    document["training"]["lerning_rate"] = 1
-    response = await stack.http.post("/v1/jobs", json={"job": document})
-    assert response.status_code == 422
-    assert (
-        "unknown key 'job.training.lerning_rate'; did you mean 'learning_rate'?"
-        in response.json()["detail"]
-    )
 
 
 async def test_a_job_begins_by_saying_what_known_answers_earn(stack: Stack) -> None:

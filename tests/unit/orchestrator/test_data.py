@@ -159,6 +159,7 @@ def test_a_source_is_of_the_kind_that_it_looks_like(source: Any, kind: str) -> N
         ),
         ("file:///etc/passwd", "a URL, which is not fetched"),
         ("file-" + "0" * 24, "no uploaded file 'file-000000000000000000000000'"),
+        ("file-abc", "'file-abc'; expected the id of an uploaded file, 'file-' and 24 hex"),
         (
             "../x/y.jsonl",
             "no dataset file at '../x/y.jsonl' on the orchestrator's host (data.train)",
@@ -193,6 +194,9 @@ def test_what_is_no_source_is_a_sentence(settings: Settings, source: str, senten
         ),
         ("a.parquet", "no parquet", "a.parquet' cannot be read: "),
         ("a.jsonl", "", "a.jsonl' has no rows; expected at least one"),
+        ("a.csv", "prompt,answer\n", "a.csv' has no rows; expected at least one"),
+        ("a.csv", "", "a.csv' has no rows; expected at least one"),
+        ("a.txt", "x", "is not a file that can be read; expected a file ending in"),
         ("a.parquet", NO_ROWS, "a.parquet' has no rows; expected at least one"),
     ],
 )

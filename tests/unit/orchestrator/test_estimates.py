@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -50,24 +49,19 @@ def answered(scores: tuple[Score, ...], *reasons: str, tokens: int = 1) -> Grade
         (4, 0, 4, 0.0),
         (4, 4, 1, 1.0),
         (1024, 1, 512, 0.5),
+        (6, 1, 1, 1 / 6),  # and 1 - 5 / 6 is less in floats
     ],
 )
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one(
     n: int, c: int, k: int, expected: float
 ) -> None:
-    assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
-
-
-def test_pass_at_k_is_what_all_draws_of_k_completions_give() -> None:
-    right = [True] * 3 + [False] * 5
-    draws = [any(draw) for draw in itertools.combinations(right, 4)]
-    assert pass_at_k(8, 3, 4) == pytest.approx(sum(draws) / len(draws))
-    with pytest.raises(ValueError, match="pass@3 of 2 completions"):
-        pass_at_k(2, 1, 3)
+    assert pass_at_k(n, c, k) == expected
 
 
 def test_pass_at_k_is_shown_for_powers_of_two_and_for_all() -> None:
     assert [ks(1), ks(4), ks(6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
+    with pytest.raises(ValueError, match="pass@3 of 2 completions"):
+        pass_at_k(2, 1, 3)
 
 
 def below(t: float, degrees: int, parts: int = 4000) -> float:
@@ -122,6 +116,7 @@ def test_a_difference_is_over_the_same_problems() -> None:
         ((0.5, 0.25, -0.25), 6 / 8),  # 2 of 8 sums are 0; others are 0.5 or 1 from it
         ((0.5, 0.5, 0.25), 2 / 8),
         ((), 1.0),
+        ((1.0,) * 16, 2 / 65536),
         ((1.0,) * 17, None),
     ],
 )
@@ -206,13 +201,6 @@ def test_a_mark_that_rounding_takes_from_a_completion_is_full() -> None:
     assert problem_metrics(one, less)["pass@1"] == 1.0
 
 
-def test_means_are_over_the_problems_that_have_a_value() -> None:
-    assert means([{"reward": 1.0, "pass@1": 1.0}, {"reward": 0.0}, {}]) == {
-        "reward": 0.5,
-        "pass@1": 1.0,
-    }
-
-
 def test_the_full_mark_is_that_of_the_rewards_that_apply() -> None:
     job = make_job({"grader": "right"}, {"grader": "code"}, {"grader": "form", "shaping": True})
     one = answered(
@@ -232,11 +220,6 @@ def test_pass_at_k_is_left_out_where_a_problem_with_a_verdict_has_fewer_completi
     found = of_all([full, {"reward": 0.0, "pass@1": 0.0}, {}])
     assert means(found) == {"reward": 0.5, "pass@1": 0.25}
     assert of_all([full, {}]) == [full, {}], "a problem without verdicts is none of either"
-
-
-def test_pass_at_k_is_rounded_once() -> None:
-    """1 - 5 / 6 is less than a sixth in floats."""
-    assert pass_at_k(6, 1, 1) == 1 / 6
 
 
 def test_equal_values_have_no_interval_and_shares_stay_within_0_and_1() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.metrics import reward_metrics, step_metrics
 from services.orchestrator.loop.pipeline import Step
@@ -204,9 +203,3 @@ def test_totals_and_examples_count_and_carry_what_the_policy_sampled() -> None:
     (example, _) = to_examples(batch.groups, [[0.5, -0.5], [None, None]])
     assert example.spans == (Span(version=3, start=0),)
     assert (example.sampled, example.kept_ids, example.kept_counts) == ([1, 0], [0, 7, 1], [2, 1])
-
-
-def test_with_a_kl_term_groups_without_signal_are_examples_with_advantages_of_0() -> None:
-    # The second group has one reward only, so nothing to compare it with.
-    assert batch_advantages(scored_batch(), JOB)[1] == [None, None]
-    assert batch_advantages(scored_batch(), with_sections(training={"beta": 0.1}))[1] == [0.0, None]

@@ -147,11 +147,12 @@ async def test_groups_of_errors_are_replaced_as_those_without_signal_are() -> No
 
 
 def test_a_batch_of_nothing_but_errors_pauses_with_the_first_few() -> None:
-    groups = [errored(0, 2), errored(1, 2, "the template broke"), errored(2, 2)]
+    whys = ("too long", "the template broke", "too long", "no time", "not finite")
+    groups = [errored(index, 1, why) for index, why in enumerate(whys)]
     with pytest.raises(MustPause) as raised:
         to_batch(7, groups)
     assert raised.value.detail == (
-        "step 7: all 6 rollouts ended in an error; the prompt has 9000 tokens; the template broke"
+        "step 7: all 5 rollouts ended in an error; too long; the template broke; no time"
     )
 
 
@@ -180,5 +181,7 @@ async def test_overlong_prompts_are_replaced_where_the_job_drops_them() -> None:
     fresh = Fresh([overlong], [graded(4, 0.0, 1.0)])
     kept, dropped = await refill([flat, overlong], drops, 0.5, fresh)
     assert (names(kept), names(dropped), fresh.asked) == ([1, 4], [2, 2], [(1, 1), (2, 1)])
+    endless = Fresh(*[[overlong]] * 20)
+    assert len((await refill([overlong], drops, 0.5, endless))[1]) == len(endless.asked) == 10
     kept, dropped = await refill([flat, overlong], job, 0.5, Fresh())
     assert (names(kept), dropped) == ([1, 2], [])

@@ -31,19 +31,6 @@ def test_an_example_survives_both_encodings(
         assert codec.decode(Example, codec.encode(example, media_type), media_type) == example
 
 
-def test_a_token_costs_eight_bytes_in_msgpack() -> None:
-    def size(count: int) -> int:
-        example = Example(
-            prompt_token_ids=(),
-            token_ids=(151_000,) * count,
-            old_logprobs=(-0.123456789,) * count,
-            advantage=1.0,
-        )
-        return len(codec.encode(example, codec.MSGPACK))
-
-    assert size(2000) - size(1000) == 8 * 1000
-
-
 def test_token_ids_are_little_endian_int32_and_logprobs_float32() -> None:
     example = Example(prompt_token_ids=(1,), token_ids=(258,), old_logprobs=(-0.5,), advantage=0.0)
     data = codec.encode(example, codec.MSGPACK)

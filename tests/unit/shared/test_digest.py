@@ -11,7 +11,7 @@ import xxhash
 from safetensors.numpy import save_file
 
 from shared.errors import Failed
-from shared.weights.digest import digest, digest_of, stored_tensors, tensor_digests
+from shared.weights.digest import digest, digest_of, digest_of_file, stored_tensors, tensor_digests
 from tests.support.safetensors_files import safetensors
 
 
@@ -21,6 +21,7 @@ def xxh3(data: bytes) -> str:
 
 def test_a_digest_is_of_names_dtypes_shapes_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(safetensors(b=b"xyz", a=b""))
+    (tmp_path / "other.safetensors").write_bytes(safetensors())  # no tensor at all is right too
     tensors = tensor_digests(stored_tensors(tmp_path))
     assert tensors == {"a": xxh3(b"U8\0[0]\0"), "b": xxh3(b"U8\0[3]\0xyz")}
     assert digest(tensors) == xxh3(f"a\0{tensors['a']}\nb\0{tensors['b']}\n".encode())
@@ -70,6 +71,7 @@ def test_it_is_another_one_if_anything_of_a_tensor_is(tmp_path: Path, change: st
         struct.pack("<Q", 7) + b'{"a":1}',
         struct.pack("<Q", 8) + b'{"a":{}}',
         struct.pack("<Q", 44) + b'{"a":{"dtype":"U8","shape":[1],"data_offsets"',
+        struct.pack("<Q", 54) + b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[-1,0]}}',
         bytes(range(256)) * 9,
     ],
 )
@@ -98,8 +100,10 @@ def test_a_file_cut_short_after_its_header_was_read_is_an_error_not_another_dige
         tensor_digests(stored)
 
 
-def test_a_tensor_longer_than_a_block_has_the_digest_of_all_its_bytes(tmp_path: Path) -> None:
+def test_what_is_longer_than_a_block_has_the_digest_of_all_its_bytes(tmp_path: Path) -> None:
     data = bytes(range(256)) * (9 << 10)  # 2.25 MiB
-    (tmp_path / "model.safetensors").write_bytes(safetensors(a=b"before", b=data, c=b"after"))
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(safetensors(a=b"before", b=data, c=b"after"))
     found = tensor_digests(stored_tensors(tmp_path))["b"]
     assert found == xxh3(f"U8\0[{len(data)}]\0".encode() + data)
+    assert digest_of_file(file) == xxh3(file.read_bytes())

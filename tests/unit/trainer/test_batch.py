@@ -29,6 +29,7 @@ def test_sequences_go_to_the_rank_with_the_least_work_and_fill_to_the_budget():
     # gets 4 (9 < 12); rank 1 gets 2 (12 < 13). Budget 14: 9 alone (2 x 9 > 14), then 4; 7 and 5
     # together (2 x 7 = 14), then 2.
     assert pack([5, 9, 2, 7, 4], 2, 14) == [[[1], [4]], [[3, 0], [2]]]
+    assert pack([], 2, 14) == [[], []]
 
 
 def test_work_and_not_tokens_is_balanced():
@@ -41,14 +42,6 @@ def test_work_and_not_tokens_is_balanced():
 def test_packed_sequences_go_where_there_is_room_first():
     # By length: 9 7 5 4 2. Budget 12: 9 | 7 5 | then 4 opens a third, and 2 fits beside the 9.
     assert pack([5, 9, 2, 7, 4], 1, 12, packed=True) == [[[1, 2], [3, 0], [4]]]
-
-
-def test_a_row_longer_than_the_budget_gets_a_micro_batch_of_its_own():
-    assert pack([100, 3, 3], 1, 10) == [[[0], [1, 2]]]
-
-
-def test_a_step_without_rows_has_no_micro_batches():
-    assert pack([], 2, 10) == [[], []]
 
 
 @given(
@@ -99,20 +92,6 @@ def test_a_packed_row_holds_the_sequences_end_to_end_and_positions_begin_again()
     assert batch.to(torch.device("cpu")).position_ids_BT is not None
 
 
-def test_trap_padding_is_on_the_right_also_of_the_prompt():
-    batch = collate([example((1, 2, 3, 4), (5,)), example((6,), (7,))])
-    assert batch.input_ids_BT[1].tolist() == [6, 7, 0, 0, 0]
-    assert batch.columns_N.tolist() == [3, 0]
-
-
-def test_trap_the_end_token_counts_and_a_truncated_completion_counts_whole():
-    eos = 1
-    ended, cut = collate([example((5,), (6, eos))]), collate([example((5,), (6, 7))])
-    for batch in (ended, cut):
-        assert (len(batch.targets_N), batch.lengths_N.tolist()) == (2, [2, 2])
-    assert ended.targets_N.tolist() == [6, eos]
-
-
 def test_trap_pad_equal_to_eos_masks_neither():
     batch = collate([example((0, 0), (0, 0)), example((0,), (0,))])
     assert batch.attention_mask_BT.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
@@ -120,14 +99,9 @@ def test_trap_pad_equal_to_eos_masks_neither():
 
 def test_a_rank_without_rows_gets_a_dummy_of_weight_zero():
     batches = micro_batches_of_rank([example((1, 2), (3,))], rank=1, num_ranks=2, budget_tokens=100)
-    assert [batch.weight for batch in batches] == [0.0]
+    assert [batch.to(torch.device("cpu")).weight for batch in batches] == [0.0]
     assert batches[0].advantages_N.tolist() == [0.0]
     assert batches[0].targets_N.numel() == 1
-
-
-def test_moving_a_batch_keeps_its_weight():
-    batch = collate([example((1,), (2,))], weight=0.0).to(torch.device("cpu"))
-    assert (batch.weight, batch.targets_N.tolist()) == (0.0, [2])
 
 
 def test_a_conversation_trains_on_what_the_policy_sampled_and_sees_the_rest():

@@ -1,7 +1,7 @@
 """What the loss of an optimizer step is divided by, where only some of the batch has signal."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.trainer.learning.batch import plan
@@ -45,7 +45,6 @@ def test_a_token_weighs_the_same_where_there_are_fewer_examples_than_minibatches
     assert (only.num_sequences, only.num_tokens, only.step_tokens) == (2, 20, 23.75)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 30), min_size=6, max_size=20),
     st.integers(1, 6),
