@@ -67,15 +67,6 @@ async def test_one_follower_too_many_is_told_to_come_back(
         assert response.status_code == 200 and response.text.endswith("event: end\ndata: {}\n\n")
 
 
-async def test_a_bad_event_id_is_refused(stack: Stack) -> None:
-    record = await stack.until((await stack.submit()).id)
-    response = await stack.http.get(
-        f"/v1/jobs/{record.id}/events",
-        headers={"accept": "text/event-stream", "last-event-id": "yesterday"},
-    )
-    assert response.status_code == 422 and "'yesterday'" in response.json()["detail"]
-
-
 async def test_numbers_out_of_range_are_the_callers_fault(stack: Stack) -> None:
     record = await stack.until((await stack.submit()).id)
     huge = "9" * 30
@@ -89,9 +80,10 @@ async def test_numbers_out_of_range_are_the_callers_fault(stack: Stack) -> None:
     ):
         response = await stack.http.get(f"/v1/jobs/{record.id}{path}")
         assert response.status_code == 422, (path, response.text)
-    headers = {"accept": "text/event-stream", "last-event-id": f"{huge}-0"}
-    response = await stack.http.get(f"/v1/jobs/{record.id}/events", headers=headers)
-    assert response.status_code == 422 and "Last-Event-ID" in response.json()["detail"]
+    for last in (f"{huge}-0", "yesterday"):
+        headers = {"accept": "text/event-stream", "last-event-id": last}
+        response = await stack.http.get(f"/v1/jobs/{record.id}/events", headers=headers)
+        assert response.status_code == 422 and "Last-Event-ID" in response.json()["detail"]
     assert (await stack.http.get(f"/v1/jobs/{record.id}:events")).status_code == 404
     assert (await stack.http.get(f"/v1/jobs?after={huge}")).status_code == 404
 
@@ -109,13 +101,9 @@ async def test_metrics_and_rollouts_are_served_from_the_run_folder(stack: Stack)
     assert (await stack.client.get(f"/v1/jobs/{record.id}/rollouts", RolloutList)).step == 8
 
 
-async def test_events_metrics_and_rollouts_come_in_pages(stack: Stack) -> None:
+async def test_metrics_and_rollouts_come_in_pages(stack: Stack) -> None:
     record = await stack.until((await stack.submit()).id)
     at = f"/v1/jobs/{record.id}"
-    events = (await stack.client.get(f"{at}/events", EventList)).events
-    first = (await stack.client.get(f"{at}/events?limit=2", EventList)).events
-    rest = (await stack.client.get(f"{at}/events?after={first[1].id}", EventList)).events
-    assert first + rest == events
     page = await stack.client.get(f"{at}/metrics?limit=3", MetricsList)
     assert ([row.step for row in page.rows], page.next_after_step) == ([0, 1, 2], 2)
     page = await stack.client.get(f"{at}/metrics?after_step=5&limit=3", MetricsList)

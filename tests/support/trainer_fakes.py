@@ -219,6 +219,13 @@ def make_trainer(
     return Trainer(Settings(**folders, **settings), ranks, seams, past), engines
 
 
+def loaded_trainer(tmp_path: Path) -> tuple[Trainer, Engines]:
+    """Returns a trainer that has loaded `job_request()`."""
+    trainer, engines = make_trainer(tmp_path)
+    trainer.load_job(job_request())
+    return trainer, engines
+
+
 def job_request(
     job_id: str = "a",
     *,

@@ -37,9 +37,14 @@ def make_batch(step: int = 1, text: str = "3*5") -> Batch:
     )
 
 
-def test_a_batch_comes_back_as_it_went(tmp_path: Path) -> None:
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "demo-1")
     folder.create(JOB)
+    return folder
+
+
+def test_a_batch_comes_back_as_it_went(folder: RunFolder) -> None:
     folder.write_batch(make_batch(12))
     assert folder.batch(12) == make_batch(12) and folder.batch_steps() == [12]
     with pytest.raises(NotFound, match="step 3 has no stored rollouts; steps 12 to 12 have"):
@@ -53,9 +58,7 @@ def test_the_name_points_at_the_newest_run(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "demo" / "job.json").read_text())["name"] == "demo"
 
 
-def test_a_folder_of_a_job_that_learns_something_else_is_refused_by_name(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "demo-1")
-    folder.create(JOB)
+def test_a_folder_of_a_job_that_learns_something_else_is_refused_by_name(folder: RunFolder) -> None:
     folder.create(JOB.model_copy(update={"steps": 10}))
     assert json.loads((folder.path / "job.json").read_text())["steps"] == 10, "that may change"
     rewards = (JOB.rewards[0].model_copy(update={"source": "x" * 100, "file": "r.py"}),)
@@ -85,9 +88,7 @@ def test_a_folder_of_that_name_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "demo").is_symlink()
 
 
-def test_metrics_come_back_in_order_without_a_torn_last_line(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "demo-1")
-    folder.create(JOB)
+def test_metrics_come_back_in_order_without_a_torn_last_line(folder: RunFolder) -> None:
     for step in (0, 1, 2):
         folder.append_metrics(MetricsRow(step=step, metrics={"reward": step / 2}))
     with (folder.path / "metrics.jsonl").open("a") as file:
@@ -100,9 +101,7 @@ def test_metrics_come_back_in_order_without_a_torn_last_line(tmp_path: Path) -> 
     assert [row.step for row in folder.metrics(after_step=1)] == [2]
 
 
-def test_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "demo-1")
-    folder.create(JOB)
+def test_steps_that_will_be_done_again_are_dropped(folder: RunFolder) -> None:
     for step in range(4):
         folder.append_metrics(MetricsRow(step=step, metrics={}))
     assert folder.start_at(1) == 1
@@ -110,9 +109,7 @@ def test_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> None:
     assert [row.step for row in folder.metrics()] == [0, 1, 2]
 
 
-def test_a_row_that_a_superseded_worker_wrote_late_is_not_a_second_row(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "demo-1")
-    folder.create(JOB)
+def test_a_row_that_a_superseded_worker_wrote_late_is_not_a_second_row(folder: RunFolder) -> None:
     for step, seconds in ((0, 1.0), (1, 1.0), (2, 1.0), (1, 30.0)):
         folder.append_metrics(MetricsRow(step=step, metrics={"seconds": seconds}))
     assert [(row.step, row.metrics["seconds"]) for row in folder.metrics()] == [
@@ -151,9 +148,7 @@ def test_a_run_folder_that_cannot_be_made_names_the_setting(tmp_path: Path) -> N
         RunFolder(tmp_path / "file" / "demo-1").create(JOB)
 
 
-def test_a_scored_batch_is_written_once(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "demo-1")
-    folder.create(JOB)
+def test_a_scored_batch_is_written_once(folder: RunFolder) -> None:
     folder.write_batch(make_batch(2))
     folder.write_batch(make_batch(2))
     with pytest.raises(BatchExists, match="another batch of step 2 is stored"):
@@ -163,18 +158,14 @@ def test_a_scored_batch_is_written_once(tmp_path: Path) -> None:
 
 
 def test_a_batch_with_a_column_that_is_not_a_number_is_the_same_batch_again(
-    tmp_path: Path,
+    folder: RunFolder,
 ) -> None:
-    folder = RunFolder(tmp_path / "demo-1")
-    folder.create(JOB)
     prompt = Prompt(index=0, content="3 5 15", row={"target": float("nan")})
     folder.write_batch(make_batch(2).model_copy(update={"prompts": (prompt,)}))
     folder.write_batch(folder.batch(2))
 
 
-def test_a_batch_waits_under_another_name_until_it_is_graded(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "demo-1")
-    folder.create(JOB)
+def test_a_batch_waits_under_another_name_until_it_is_graded(folder: RunFolder) -> None:
     waiting = make_batch(3).model_copy(update={"graded": False})
     for text in ("3*5", "again"):
         folder.write_batch(waiting.model_copy(update={"groups": make_batch(3, text).groups}))
@@ -187,10 +178,8 @@ def test_a_batch_waits_under_another_name_until_it_is_graded(tmp_path: Path) -> 
 
 
 def test_a_batch_that_waits_leaves_an_earlier_step_that_is_sampled_its_groups(
-    tmp_path: Path,
+    folder: RunFolder,
 ) -> None:
-    folder = RunFolder(tmp_path / "demo-1")
-    folder.create(JOB)
     made = make_batch(0)
     group = FinishedGroup(
         learned="x", prompt=made.prompts[0], group=made.groups[0], scores=made.scores[0]
@@ -204,9 +193,7 @@ def test_a_batch_that_waits_leaves_an_earlier_step_that_is_sampled_its_groups(
     assert [len(folder.groups(step)[0]) for step in (2, 3)] == [0, 0], "steps are trained in order"
 
 
-def test_batches_before_a_step_are_removed(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "demo-1")
-    folder.create(JOB)
+def test_batches_before_a_step_are_removed(folder: RunFolder) -> None:
     for step in range(1, 6):
         folder.write_batch(make_batch(step))
     folder.prune_batches(4)
@@ -261,9 +248,7 @@ def test_a_job_that_another_redis_has_is_not_gone_on_with(tmp_path: Path) -> Non
     folder.create(JOB, redis="new")
 
 
-def test_verdicts_come_back_whatever_a_crash_cut_short(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "demo-1")
-    folder.create(JOB)
+def test_verdicts_come_back_whatever_a_crash_cut_short(folder: RunFolder) -> None:
     assert folder.verdicts() == {}
     folder.append_verdicts(1, {7: "right", 8: "mixed"})
     with (folder.path / "difficulty.jsonl").open("a") as file:

@@ -28,6 +28,7 @@ from tests.support.trainer_fakes import (
     ThreadRanks,
     Together,
     job_request,
+    loaded_trainer,
     make_trainer,
     on_all,
     step_request,
@@ -56,8 +57,7 @@ def in_steps(tmp_path, job_id: str = "a") -> list[int]:
 
 
 def test_a_checkpoint_is_written_once_and_found_later(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     trainer.train_step(step_request(1))
     first = trainer.write_checkpoint(checkpoint(1))
     assert first is not None and first.path.endswith("runs/a/checkpoints/step-000001")
@@ -104,8 +104,7 @@ def test_a_job_that_another_trainer_took_further_goes_on_from_there(tmp_path):
 
 
 def test_the_count_of_skipped_steps_goes_on_too(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     engines[0].skip = True
     trainer.train_step(step_request(1))
     trainer.write_checkpoint(checkpoint(1))
@@ -259,8 +258,7 @@ def test_old_checkpoints_are_removed_when_a_new_one_is_whole(tmp_path):
 
 
 def test_space_for_the_optimizer_is_counted_before_anything_is_written(tmp_path, monkeypatch):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     # 40 bytes exported, and 12 for each of 4 trained parameters.
     assert checkpoint_bytes(engines[0]) == 88
     monkeypatch.setattr(
@@ -290,6 +288,12 @@ def two_ranks(tmp_path):
     return [make_trainer(tmp_path, ThreadRanks(shared, rank)) for rank in range(2)]
 
 
+def two_loaded_ranks(tmp_path):
+    trainers = two_ranks(tmp_path)
+    on_both(trainers, "load_job", job_request())
+    return trainers
+
+
 def on_both(trainers, name: str, body):
     return on_all(
         *(lambda trainer=trainer: getattr(trainer, name)(body) for trainer, _ in trainers)
@@ -297,16 +301,14 @@ def on_both(trainers, name: str, body):
 
 
 def test_ranks_that_are_behind_the_checkpoints_load_the_job_again_together(tmp_path):
-    trainers = two_ranks(tmp_path)
-    on_both(trainers, "load_job", job_request())
+    trainers = two_loaded_ranks(tmp_path)
     trained(tmp_path, 3)
     states = on_both(trainers, "load_job", job_request())
     assert [state.step for state in states] == [3, 3]
 
 
 def test_every_rank_writes_its_share_and_reads_it_back(tmp_path):
-    trainers = two_ranks(tmp_path)
-    on_both(trainers, "load_job", job_request())
+    trainers = two_loaded_ranks(tmp_path)
     on_both(trainers, "train_step", step_request(1))
     trainers[1][1][0].num_updates = 11  # so that the shares differ
     written, nothing = on_both(trainers, "write_checkpoint", checkpoint(1))
@@ -326,8 +328,7 @@ def test_every_rank_writes_its_share_and_reads_it_back(tmp_path):
 
 
 def test_ranks_of_which_one_stops_begin_no_checkpoint_and_wait_for_none(tmp_path):
-    trainers = two_ranks(tmp_path)
-    on_both(trainers, "load_job", job_request())
+    trainers = two_loaded_ranks(tmp_path)
     trainers[1][1].stops = True
     refused = on_both(trainers, "write_checkpoint", checkpoint(0))
     assert [type(outcome) for outcome in refused] == [Unavailable, Unavailable]
@@ -375,8 +376,7 @@ def test_a_checkpoint_whose_commit_failed_is_committed_when_it_is_asked_for_agai
 
 
 def test_a_rank_that_cannot_write_its_share_is_an_error_on_all_and_leaves_nothing(tmp_path):
-    trainers = two_ranks(tmp_path)
-    on_both(trainers, "load_job", job_request())
+    trainers = two_loaded_ranks(tmp_path)
     trainers[1][1][0].save_fault = OSError("no space left on rank 1")
     zero, one = on_both(trainers, "write_checkpoint", checkpoint(0))
     assert isinstance(one, OSError)
@@ -391,8 +391,7 @@ def apart(tmp_path):
 
 
 def test_where_rank_0_cannot_export_no_other_rank_goes_on_to_save_its_state(tmp_path, monkeypatch):
-    trainers = two_ranks(tmp_path)
-    on_both(trainers, "load_job", job_request())
+    trainers = two_loaded_ranks(tmp_path)
     (_, lead), (_, other) = trainers
     full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     monkeypatch.setattr(lead[0], "save_checkpoint", full)
@@ -408,8 +407,7 @@ def test_where_rank_0_cannot_export_no_other_rank_goes_on_to_save_its_state(tmp_
 def test_a_node_without_the_shared_run_folder_is_told_before_anything_is_written(
     tmp_path, monkeypatch
 ):
-    trainers = two_ranks(tmp_path)
-    on_both(trainers, "load_job", job_request())
+    trainers = two_loaded_ranks(tmp_path)
     monkeypatch.setattr(
         checkpoints,
         "check_seen",
@@ -434,8 +432,7 @@ def test_a_checkpoint_that_one_node_does_not_see_is_not_called_damaged(tmp_path)
 
 
 def test_damage_that_only_another_rank_reads_is_found_by_all(tmp_path):
-    trainers = two_ranks(tmp_path)
-    on_both(trainers, "load_job", job_request())
+    trainers = two_loaded_ranks(tmp_path)
     on_both(trainers, "write_checkpoint", checkpoint(0))
     (tmp_path / "runs/a/checkpoints/step-000000/trainer/rank-1").write_text("9")
     states = on_both(two_ranks(tmp_path), "load_job", job_request())
@@ -474,8 +471,7 @@ def test_the_loaded_job_with_other_memory_is_loaded_again_from_its_checkpoint(tm
 
 
 def test_what_fits_into_memory_is_remembered_for_the_ranks_that_come_after(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     engines[0].fault = OutOfMemory("2 GiB short", 4096)
     with pytest.raises(OutOfMemory):
         trainer.train_step(step_request(1))
@@ -484,8 +480,7 @@ def test_what_fits_into_memory_is_remembered_for_the_ranks_that_come_after(tmp_p
 
 
 def test_only_rank_0_publishes_with_every_rank_taking_part(tmp_path):
-    trainers = two_ranks(tmp_path)
-    on_both(trainers, "load_job", job_request())
+    trainers = two_loaded_ranks(tmp_path)
     ref, nothing = on_both(
         trainers, "publish_weights", PublishRequest(job_id="a", version=0, method="shm")
     )

@@ -24,7 +24,13 @@ from services.trainer.processes.together import Ranks, as_hone_error
 from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.host.logs import of_request, request_id
 from shared.wire import PublishRequest, StepResult, TrainerState, TrainStepRequest
-from tests.support.trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
+from tests.support.trainer_fakes import (
+    EXAMPLE,
+    job_request,
+    loaded_trainer,
+    make_trainer,
+    step_request,
+)
 
 
 class OtherRank(Ranks):
@@ -65,8 +71,7 @@ def test_a_job_that_one_rank_could_not_load_is_unloaded_on_all(tmp_path):
 
 
 def test_ranks_of_which_one_has_not_applied_a_step_end_and_come_back(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     with pytest.raises(RanksMustEnd, match="rank 1 has no memory"):
         perform(trainer, OtherRank(Failed("rank 1 has no memory")), "train_step", step_request(1))
     assert engines.remembered == job_request()
@@ -78,8 +83,7 @@ def test_ranks_of_which_one_has_not_applied_a_step_end_and_come_back(tmp_path):
 
 
 def test_a_failure_of_one_rank_to_write_is_an_error_and_no_more(tmp_path):
-    trainer, _ = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, _ = loaded_trainer(tmp_path)
     body = PublishRequest(job_id="a", version=0, method="shm")
     outcome = perform(trainer, OtherRank(Failed("rank 1 has no disk")), "publish_weights", body)
     assert isinstance(outcome, Failed)
@@ -87,8 +91,7 @@ def test_a_failure_of_one_rank_to_write_is_an_error_and_no_more(tmp_path):
 
 
 def test_an_error_all_ranks_agree_on_leaves_the_job(tmp_path):
-    trainer, _ = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, _ = loaded_trainer(tmp_path)
     ranks = OtherRank(Failed("the same"))
     outcome = perform(trainer, ranks, "train_step", step_request(5))
     assert isinstance(outcome, Conflict) and outcome.detail == "got step 5, expected 1"
@@ -97,8 +100,7 @@ def test_an_error_all_ranks_agree_on_leaves_the_job(tmp_path):
 
 
 def test_running_out_of_memory_on_all_ranks_leaves_the_step_to_be_tried_again(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     engines[0].fault = Failed("out of memory; set memory.micro_batch_tokens to 8192")
     outcome = perform(trainer, OtherRank(Failed("the same")), "train_step", step_request(1))
     assert isinstance(outcome, Failed)
@@ -107,8 +109,7 @@ def test_running_out_of_memory_on_all_ranks_leaves_the_step_to_be_tried_again(tm
 
 
 def test_an_unforeseen_error_names_the_rank_and_the_command(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     engines[0].fault = MemoryError("17 bytes short")
     outcome = perform(trainer, Ranks(), "train_step", step_request(1))
     assert (
@@ -118,8 +119,7 @@ def test_an_unforeseen_error_names_the_rank_and_the_command(tmp_path):
 
 
 def test_a_rank_whose_device_failed_for_good_ends(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     engines[0].fault = RuntimeError("CUDA error: an illegal memory access was encountered")
     engines.fault = "AcceleratorError: CUDA error: an illegal memory access was encountered"
     with pytest.raises(RanksMustEnd, match="the device of rank 0 failed: AcceleratorError") as end:

@@ -7,12 +7,17 @@ from services.trainer.processes.launch_folder import Past
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.job import LoraSpec
 from shared.wire import CheckpointRequest, PublishRequest, StepTotals
-from tests.support.trainer_fakes import EXAMPLE, job_request, make_trainer, step_request
+from tests.support.trainer_fakes import (
+    EXAMPLE,
+    job_request,
+    loaded_trainer,
+    make_trainer,
+    step_request,
+)
 
 
 def test_a_retried_step_moves_weights_once(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     first = trainer.train_step(step_request(1))
     assert trainer.train_step(step_request(1)) is first
     assert engines[0].num_updates == 1
@@ -20,8 +25,7 @@ def test_a_retried_step_moves_weights_once(tmp_path):
 
 
 def test_the_same_step_with_another_body_is_a_conflict(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     trainer.train_step(step_request(1))
     with pytest.raises(Conflict, match="step 1 was already applied, with another body"):
         trainer.train_step(step_request(1, examples=(EXAMPLE, EXAMPLE)))
@@ -29,8 +33,7 @@ def test_the_same_step_with_another_body_is_a_conflict(tmp_path):
 
 
 def test_the_totals_of_the_batch_as_sampled_reach_the_engine(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     totals = StepTotals(num_sequences=256, num_tokens=9000)
     trainer.train_step(step_request(1).model_copy(update={"totals": totals}))
     trainer.train_step(step_request(2))
@@ -42,25 +45,17 @@ def test_the_totals_of_the_batch_as_sampled_reach_the_engine(tmp_path):
     ("step", "sentence"), [(3, "got step 3, expected 2"), (7, "got step 7, expected 2")]
 )
 def test_a_step_out_of_order_is_a_conflict(tmp_path, step, sentence):
-    trainer, _ = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, _ = loaded_trainer(tmp_path)
     trainer.train_step(step_request(1))
     with pytest.raises(Conflict, match=sentence):
         trainer.train_step(step_request(step))
-
-
-def test_a_step_older_than_the_last_is_a_conflict(tmp_path):
-    trainer, _ = make_trainer(tmp_path)
-    trainer.load_job(job_request())
-    trainer.train_step(step_request(1))
     trainer.train_step(step_request(2))
     with pytest.raises(Conflict, match="got step 1, expected 3"):
         trainer.train_step(step_request(1))
 
 
 def test_a_step_without_examples_counts_and_moves_nothing(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     result = trainer.train_step(step_request(1, examples=()))
     assert (result.loss, result.grad_norm, result.num_examples, result.num_tokens) == (
         0.0,
@@ -74,16 +69,14 @@ def test_a_step_without_examples_counts_and_moves_nothing(tmp_path):
 
 
 def test_the_result_counts_examples_and_completion_tokens(tmp_path):
-    trainer, _ = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, _ = loaded_trainer(tmp_path)
     result = trainer.train_step(step_request(1, examples=(EXAMPLE, EXAMPLE)))
     assert (result.num_examples, result.num_tokens, result.learning_rate) == (2, 6, 0.1)
     assert (result.loss, result.grad_norm, result.metrics) == (0.5, 2.0, {"entropy": 1.0})
 
 
 def test_the_same_job_again_changes_nothing_and_another_body_is_a_conflict(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     trainer.train_step(step_request(1))
     assert trainer.load_job(job_request()).step == 1
     with pytest.raises(Conflict, match="job 'a' is loaded with another body"):
@@ -130,8 +123,7 @@ def test_without_a_job_every_command_says_so(tmp_path):
 
 
 def test_a_refused_step_is_not_counted_and_may_come_again(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     engines[0].fault = Failed("the step was refused: its gradient is not finite")
     with pytest.raises(Failed):
         trainer.train_step(step_request(1))
@@ -140,8 +132,7 @@ def test_a_refused_step_is_not_counted_and_may_come_again(tmp_path):
 
 
 def test_a_skipped_step_counts_as_applied_and_is_counted_once(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     engines[0].skip = True
     first = trainer.train_step(step_request(1))
     assert first.skipped
@@ -152,8 +143,7 @@ def test_a_skipped_step_counts_as_applied_and_is_counted_once(tmp_path):
 
 
 def test_an_update_that_died_unloads_the_job_which_the_next_life_loads_again(tmp_path):
-    trainer, engines = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, engines = loaded_trainer(tmp_path)
     engines[0].fault = MemoryError("out of memory")
     with pytest.raises(MemoryError):
         trainer.train_step(step_request(1))
@@ -203,8 +193,7 @@ def test_an_adapter_is_published_of_a_job_that_trains_one_and_of_no_other(tmp_pa
 
 
 def test_only_the_current_version_can_be_published(tmp_path):
-    trainer, _ = make_trainer(tmp_path)
-    trainer.load_job(job_request())
+    trainer, _ = loaded_trainer(tmp_path)
     trainer.train_step(step_request(1))
     with pytest.raises(Conflict, match="got version 0, expected 1"):
         trainer.publish_weights(PublishRequest(job_id="a", version=0, method="shm"))
