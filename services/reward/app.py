@@ -21,14 +21,14 @@ from collections.abc import AsyncGenerator
 from prometheus_client import Counter
 
 from services.reward import graders
-from services.reward.grading import registry, runs
-from services.reward.grading.admission import Admission
+from services.reward.grading import registry
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import GraderTools
-from services.reward.grading.scoring import Scorer
+from services.reward.grading.scoring import QueueLimit, Scorer, run_answer, run_request
 from services.reward.job_code.workers import FunctionWorkers
-from services.reward.sandbox import backends
+from services.reward.sandbox import visible
 from services.reward.sandbox.base import Sandbox
+from services.reward.sandbox.local import LocalSandbox
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import (
@@ -52,7 +52,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
     """Returns the service, not yet started. `sandbox` stands in for the one that the settings
     name."""
     graders.load()
-    sandbox = sandbox or backends.build(settings)
+    sandbox = sandbox or sandbox_of(settings)
     tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox), LimitedPool())
     scorer = Scorer(tools)
 
@@ -81,9 +81,29 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
     return service
 
 
+def sandbox_of(settings: Settings) -> Sandbox:
+    """Returns the sandbox that the settings name, not yet started. "auto" is "local", which refuses
+    to run programs on a host that cannot isolate them: a weaker sandbox is never chosen by itself.
+    Raises BadRequest for packages that are not installed."""
+    if settings.sandbox == "modal":
+        # Imports the Modal client, which only this sandbox needs.
+        from services.reward.sandbox.on_modal import ModalSandbox
+
+        return ModalSandbox(
+            num_slots=settings.sandbox_slots,
+            packages=settings.sandbox_packages,
+            image=settings.sandbox_image,
+        )
+    return LocalSandbox(
+        isolated=settings.sandbox != "unsafe",
+        num_slots=settings.sandbox_slots,
+        packages=visible.find(settings.sandbox_packages),
+    )
+
+
 def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
     counts = _Counts(service)
-    programs = Admission(
+    programs = QueueLimit(
         "programs", service.settings.max_queued_programs, "HONE_MAX_QUEUED_PROGRAMS"
     )
 
@@ -118,8 +138,8 @@ def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
 
     async def run(request: GraderRunRequest) -> GraderRun:
         """Grades one completion by one grader, in the shape of OpenAI's grader runs."""
-        result = await scorer.score(runs.request_of(request))
-        return runs.answer(request, result.scores[0])
+        result = await scorer.score(run_request(request))
+        return run_answer(request, result.scores[0])
 
     async def list_graders() -> GraderList:
         """Lists the graders that a job can name."""

@@ -1,5 +1,5 @@
-"""The graders that come with Hone, one file each. Every module of this folder is imported, and so
-registered, by `load`."""
+"""The graders that come with Hone, one file for each kind. `load` imports every module of this
+folder, which registers its graders."""
 
 from __future__ import annotations
 

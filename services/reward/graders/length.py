@@ -1,5 +1,5 @@
-"""Rewards completions by their length in characters (Unicode code points, of the completion as it
-is)."""
+"""Graders of a completion's form: its length in characters (Unicode code points), its length in
+tokens, and `<think>...</think>` before the answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.reward.grading.registry import Params, grader
+from services.reward.grading.registry import Grader, GradingFailed, Params, grader
 from shared.wire import Part, ScoreItem
 
 
@@ -55,3 +55,79 @@ def _part(count: int, low: int | None, high: int | None, shape: str) -> Part:
     if shape == "step" and value < 1.0:
         value = 0.0
     return Part(value=value, verdict="ok" if value else "wrong", detail=f"{count} characters")
+
+
+class OverlongParams(Params):
+    """Which lengths in tokens cost something."""
+
+    max_tokens: int = Field(ge=1)
+    """The number of tokens at which the whole penalty applies, usually `sampling.max_tokens`."""
+
+    buffer_tokens: int = Field(ge=0)
+    """The number of tokens before `max_tokens` over which the penalty grows from 0."""
+
+    penalty: float = Field(default=1.0, ge=0)
+    """The reward that a completion of `max_tokens` loses."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> OverlongParams:
+        if self.buffer_tokens > self.max_tokens:
+            raise ValueError(
+                f"buffer_tokens is {self.buffer_tokens} and max_tokens {self.max_tokens}; expected "
+                "no more than that"
+            )
+        return self
+
+
+@grader("overlong")
+class Overlong(Grader[OverlongParams]):
+    """0 for a completion of up to `max_tokens - buffer_tokens` tokens, falling to `-penalty` at
+    `max_tokens` and beyond."""
+
+    items_per_call = 1
+
+    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
+        return [self._grade(item) for item in items]
+
+    def _grade(self, item: ScoreItem) -> Part:
+        if item.num_tokens is None:
+            raise GradingFailed(
+                "the item does not say how many tokens its completion has (num_tokens)",
+                "sample_parse_error",
+            )
+        value = self.params.penalty * punishment(
+            item.num_tokens, self.params.max_tokens, self.params.buffer_tokens
+        )
+        return Part(
+            value=value, verdict="ok" if not value else "wrong", detail=f"{item.num_tokens} tokens"
+        )
+
+
+def punishment(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
+    """Returns equation 13, -1 to 0."""
+    free = max_tokens - buffer_tokens
+    if num_tokens <= free:
+        return 0.0
+    return (free - num_tokens) / buffer_tokens if num_tokens <= max_tokens else -1.0
+
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+@grader("think_format")
+def think_format(items: Sequence[ScoreItem]) -> list[Part]:
+    """1 for a completion of exactly one <think>...</think> at its start and then a non-empty
+    answer, else 0."""
+    faults = [_fault(item.completion) for item in items]
+    return [
+        Part(value=0.0, verdict="wrong", detail=fault) if fault else Part(value=1.0)
+        for fault in faults
+    ]
+
+
+def _fault(text: str) -> str:
+    if not text.startswith(OPEN):
+        return f"does not start with {OPEN}"
+    if (text.count(OPEN), text.count(CLOSE)) != (1, 1):
+        return f"{text.count(OPEN)} {OPEN} and {text.count(CLOSE)} {CLOSE}, expected one each"
+    return "" if text.partition(CLOSE)[2].strip() else f"no answer after {CLOSE}"

@@ -1,8 +1,8 @@
 r"""Rewards a mathematically right answer: `\boxed{}`, GSM8K's `#### 18`, or whatever math-verify
 finds in the text.
 
-Plain numbers ("1,200", "$18", "3/4", "1.6e-19", "18.0 dollars") and texts are compared here; what
-has formulas in it in a process with limits of time and memory (`grading/answers/`).
+Plain numbers ("1,200", "$18", "3/4", "1.6e-19", "18.0 dollars") and texts are compared here,
+formulas in a process with limits of time and memory (`grading/answers/`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,25 @@ from typing import Any
 
 from pydantic import Field
 
-from services.reward.grading.answers.comparing import Formulas, NeedsFormulas, same
-from services.reward.grading.answers.forms import read
-from services.reward.grading.answers.kinds import (
+from services.reward.grading.answers import (
     Amount,
     Form,
     Named,
     Relation,
     Text,
 )
+from services.reward.grading.answers.comparing import Formulas, NeedsFormulas, same
+from services.reward.grading.answers.forms import read
 from services.reward.grading.answers.latex import clean
 from services.reward.grading.answers.numbers import Number, equal, final_answer, number
 from services.reward.grading.limited.pool import Call, NoValue
-from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
+from services.reward.grading.registry import (
+    Column,
+    Grader,
+    Params,
+    grader,
+    wrong_row,
+)
 from shared.wire import Part, ScoreItem
 
 TAIL_CHARS = 4000
@@ -36,7 +42,7 @@ MAX_PLAIN_CHARS = 500
 SHOWN_CHARS = 40
 
 MEMORY_MIB = 3072
-"""What one comparison may take, the process and its libraries included."""
+"""Memory that one comparison may take, the process and its libraries included."""
 
 
 class MathParams(Params):
@@ -82,12 +88,12 @@ class Math(Grader[MathParams]):
         value = row[self.params.answer]
         if type(value) not in (str, int, float) or not str(value).strip():
             fault = f"column {self.params.answer!r} is {value!r:.80}; expected a number or text"
-            raise GradingFailed(fault, "invalid_variable_error")
+            raise wrong_row(fault)
         wanted = final_answer(str(value)) or str(value).strip()
         form = read(wanted) if "=" in wanted else None
         if isinstance(form, Relation) and all(number(side) for side in form.sides):
             fault = f"column {self.params.answer!r} is {wanted!r:.80}, which no answer can equal"
-            raise GradingFailed(fault, "invalid_variable_error")
+            raise wrong_row(fault)
         return wanted
 
     async def _grade(self, completion: str, wanted: str) -> Part:
@@ -130,17 +136,17 @@ class Math(Grader[MathParams]):
         return _part(right, shown, wanted, why)
 
     def _call(self, function: str, given: str, wanted: str) -> Call:
-        return Call("math_answers", function, (given, wanted), self.params.cpu_s, MEMORY_MIB)
+        return Call("answers.formulas", function, (given, wanted), self.params.cpu_s, MEMORY_MIB)
 
 
 @lru_cache(maxsize=4096)
 def _known_number(wanted: str) -> Number | None:
-    """Returns `number(wanted)`: all completions of a group have the same row."""
+    """Returns `number(wanted)`, cached because all completions of a group have the same row."""
     return number(wanted)
 
 
 def _is_plain(completion: str) -> bool:
-    """Returns whether a completion without a marked answer is nothing but a number or a word."""
+    """Returns whether a completion without a marked answer is only a number or a word."""
     if len(completion) > MAX_PLAIN_CHARS or "\n" in completion.strip():
         return False
     form = read(completion)

@@ -1,10 +1,11 @@
 """Runs the model's Python in the sandbox and compares what it evaluates to. The expected value
 never enters the sandbox.
 
-Without `numbers` the completion is a program whose last statement is an expression; its value
-counts. With `numbers` it is one arithmetic expression (the Countdown game): its whole-number
-literals must be exactly the row's numbers, each used once, and nothing but numbers, + - * / // %
-and parentheses may appear. It is read here, never run, and evaluated in fractions: 1/49*49 is 1.
+Without `numbers` the completion is a program whose last statement is an expression: the value of
+that expression is compared. With `numbers` it is one arithmetic expression (the Countdown game):
+its whole-number literals must be exactly the row's numbers, each used once, and nothing but
+numbers, + - * / // % and parentheses may appear. It is read here, never run, and evaluated in
+fractions: 1/49*49 is 1.
 """
 
 from __future__ import annotations
@@ -17,10 +18,15 @@ from typing import Any
 
 from pydantic import Field
 
-from services.reward.grading import arithmetic
-from services.reward.grading.compare import same
+from services.reward.grading.expressions import arithmetic, same
 from services.reward.grading.programs import KEEP_CHARS, fault, program_of
-from services.reward.grading.registry import Column, Grader, GradingFailed, Params, grader
+from services.reward.grading.registry import (
+    Column,
+    Grader,
+    Params,
+    grader,
+    wrong_row,
+)
 from shared.wire import ExecuteRequest, Part, ScoreItem
 
 MAX_EXPRESSION_CHARS = 1000
@@ -34,7 +40,7 @@ if not _tree.body or not isinstance(_tree.body[-1], _ast.Expr):
 _last = _ast.Expression(_tree.body.pop().value)
 exec(compile(_tree, "program.py", "exec"))
 """
-"""Runs the program but for its last expression; `_source` comes in as an input."""
+"""Runs the program without its last expression; `_source` is an input."""
 
 
 class PythonValueParams(Params):
@@ -57,7 +63,7 @@ class PythonValueParams(Params):
     """How many MiB of memory one program may use."""
 
     tolerance: float = Field(default=0.0, ge=0)
-    """The largest difference of two numbers that are taken for equal."""
+    """The largest difference of two numbers that count as equal."""
 
 
 @grader("python_value")
@@ -111,7 +117,7 @@ class PythonValue(Grader[PythonValueParams]):
         if rule := breach(expression, numbers):
             return Part(value=0.0, verdict="wrong", detail=rule)
         try:
-            value = arithmetic.value(expression)
+            value = arithmetic(expression)
         except ValueError as error:
             return Part(value=0.0, verdict="runtime_error", detail=str(error))
         right = _is_near(value, target, self.params.tolerance)
@@ -119,12 +125,10 @@ class PythonValue(Grader[PythonValueParams]):
         return Part(value=float(right), verdict="ok" if right else "wrong", detail=detail)
 
     def _target(self, row: Mapping[str, Any]) -> Any:
-        """Raises GradingFailed for a row without a target: any program that ends in `print()` has
-        the value None."""
+        """Raises GradingFailed for a row without a target, because any program that ends in
+        `print()` has the value None."""
         if (target := row.get(self.params.target)) is None:
-            raise GradingFailed(
-                f"column {self.params.target!r} is None; expected a value", "invalid_variable_error"
-            )
+            raise wrong_row(f"column {self.params.target!r} is None; expected a value")
         return target
 
     def _numbers(self, row: Mapping[str, Any]) -> list[int]:
@@ -135,16 +139,12 @@ class PythonValue(Grader[PythonValueParams]):
         if not isinstance(numbers, list | tuple) or any(
             type(number) is not int for number in numbers
         ):
-            raise GradingFailed(
+            raise wrong_row(
                 f"column {self.params.numbers!r} is {numbers!r:.80}; expected a list of whole "
-                "numbers",
-                "invalid_variable_error",
+                "numbers"
             )
         if type(target) not in (int, float) or not math.isfinite(target):
-            raise GradingFailed(
-                f"column {self.params.target!r} is {target!r:.80}; expected a number",
-                "invalid_variable_error",
-            )
+            raise wrong_row(f"column {self.params.target!r} is {target!r:.80}; expected a number")
         return list(numbers)
 
     def _request(self, program: str) -> ExecuteRequest:
@@ -160,8 +160,8 @@ class PythonValue(Grader[PythonValueParams]):
 
 
 def _is_near(value: Fraction, target: float, tolerance: float) -> bool:
-    """Returns whether a value is the target: exactly, or to the last digit of a float, or within
-    the tolerance."""
+    """Returns whether a value is the target exactly, to the last digit of a float, or within the
+    tolerance."""
     if abs(value - Fraction(target)) <= Fraction(tolerance):
         return True
     return type(target) is float and abs(value) < 10**300 and float(value) == target

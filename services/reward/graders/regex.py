@@ -1,7 +1,7 @@
 """Searches completions for a pattern of the `regex` package: Python's and more.
 
-A pattern may take any time and memory to compile, and exponential time on some text, so both are
-done by a limited process. An unsuitable pattern is a mistake that `/graders/validate` names.
+A pattern may take any time and memory to compile, and exponential time to search some texts, so a
+limited process does both. `/graders/validate` refuses an unsuitable pattern.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from services.reward.grading.registry import (
     Column,
     Grader,
     GraderTools,
-    GradingFailed,
     Params,
     grader,
+    wrong_row,
 )
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -28,44 +28,44 @@ COMPILE_S = 2.0
 """CPU time that compiling a pattern may take. Ordinary ones take a hundredth of that."""
 
 MEMORY_MIB = 1024
-"""What compiling and searching may take, the process and its libraries included."""
+"""Memory that compiling and searching may take, the process and its libraries included."""
 
 
 class RegexParams(Params):
-    """A pattern, and what of its match is compared with the row."""
+    """A pattern, and the group of its match that is compared with the row."""
 
     pattern: str = Field(min_length=1, max_length=2000)
-    """As the `regex` package has them."""
+    """A pattern of the `regex` package."""
 
     mode: Literal["search", "full"] = "search"
-    """The pattern is found somewhere ("search"), or is all of the completion without the blanks
-    around ("full")."""
+    """The pattern matches a part of the completion ("search"), or all of it without the blanks
+    around it ("full")."""
 
     which: Literal["first", "last"] = "last"
     """Which match of "search" counts."""
 
     column: Column | None = None
-    """The column that the text of `group` must be equal to, blanks around both aside. None: that
-    the pattern is found is enough."""
+    """The column that must be equal to the text of `group`, without the blanks around both. None:
+    it is enough that the pattern matches."""
 
     group: int | str = 0
     """A number or a name; 0 is the whole match."""
 
     ignore_case: bool = False
-    """Takes capitals and small letters for the same."""
+    """Capital and small letters are the same."""
 
     multiline: bool = False
-    """`^` and `$` are also found at the beginning and end of each line."""
+    """`^` and `$` also match at the beginning and the end of each line."""
 
     dotall: bool = False
-    """`.` is also found for the end of a line."""
+    """`.` also matches the end of a line."""
 
     timeout_s: float = Field(default=1.0, gt=0, le=10)
     """Seconds of CPU time for one search. A completion on which the pattern takes longer earns
     0."""
 
     def flags(self) -> list[str]:
-        """Returns the names that the `regex` package has for them."""
+        """Returns the names of the flags in the `regex` package."""
         flags = {
             "IGNORECASE": self.ignore_case,
             "MULTILINE": self.multiline,
@@ -96,7 +96,9 @@ class Regex(Grader[RegexParams]):
 
     async def _check_pattern(self) -> None:
         pattern, group = self.params.pattern, self.params.group
-        call = Call("patterns", "groups", (pattern, self.params.flags()), COMPILE_S, MEMORY_MIB)
+        call = Call(
+            "limited.texts", "groups", (pattern, self.params.flags()), COMPILE_S, MEMORY_MIB
+        )
         try:
             known = await self.tools.limited.run(call)
         except NoValue as error:
@@ -124,10 +126,7 @@ class Regex(Grader[RegexParams]):
     def _wanted(self, row: Mapping[str, Any]) -> str:
         wanted = row[self.params.column] if self.params.column is not None else ""
         if type(wanted) not in (str, int):
-            raise GradingFailed(
-                f"column {self.params.column!r} is {wanted!r:.80}; expected text",
-                "invalid_variable_error",
-            )
+            raise wrong_row(f"column {self.params.column!r} is {wanted!r:.80}; expected text")
         return str(wanted)
 
     async def _grade(self, item: ScoreItem) -> Part:
@@ -148,8 +147,8 @@ class Regex(Grader[RegexParams]):
         )
 
     async def _found(self, text: str) -> str | None:
-        """Returns what the group matched ("" if it took no part); None if the pattern was not
-        found. Raises NoValue."""
+        """Returns the text of the group ("" if it took no part in the match); None if the pattern
+        did not match. Raises NoValue."""
         params = self.params
         searched = (
             params.pattern,
@@ -160,8 +159,8 @@ class Regex(Grader[RegexParams]):
             text,
             params.timeout_s,
         )
-        # The search stops itself at its limit, as a rule: the kernel's is for where it does not.
-        call = Call("patterns", "find", searched, COMPILE_S + 2 * params.timeout_s, MEMORY_MIB)
+        # The search normally stops itself at its limit. If it does not, the kernel's limit ends it.
+        call = Call("limited.texts", "find", searched, COMPILE_S + 2 * params.timeout_s, MEMORY_MIB)
         reply = await self.tools.limited.run(call)
         if reply["late"]:
             raise NoValue("time_limit", f"the pattern took longer than {params.timeout_s:g} s")

@@ -1,5 +1,5 @@
-"""How graders are called: so many items at a time, so many calls at once, each call with a
-deadline, alike items once.
+"""How graders are called: how many items at a time, how many calls at once, each call with a
+deadline, equal items once. Verdicts of pure graders are cached.
 
 A call that fails gives its items parts without a value, with the reason. Only what no grader can
 change (the host cannot isolate programs) ends the request.
@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import sqlite3
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from services.reward.grading import registry
-from services.reward.grading.cache import VerdictCache, as_cached, key_of
-from services.reward.grading.chosen import Chosen
+from services.reward.grading.failures import ErrorName
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
 from services.reward.sandbox.base import waiting
 from services.reward.sandbox.turns import Turns, asking
@@ -29,15 +29,15 @@ from shared.wire import Part, ScoreItem
 
 MAX_KEPT = 64
 LONG_CHARS = 10_000
-"""To read a completion of so many characters takes up to a millisecond."""
+"""Digesting a completion of so many characters takes up to a millisecond."""
 
 MAX_VALUE = 1e30
 """Largest value of a grader, of either sign. With weights of up to 1e6, an advantage that no
 deviation divides is still a number in float32, which ends at 3.4e38."""
 
 HOSTS = (OSError, MemoryError, sqlite3.Error)
-"""What a grader raises for its host's sake: a full disk, no file left. All else that a grader did
-not foresee a text may have brought about (`chosen.py`)."""
+"""What a grader raises because of its host, such as a full disk. A text may have caused any other
+error that a grader did not foresee (`Chosen`)."""
 
 Tell = Callable[[int, Part], None]
 """Takes an item's position and its part."""
@@ -52,7 +52,8 @@ class Caller:
         self._turns = Turns(grader.max_concurrency)
 
     async def grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
-        """Tells each item's part as soon as it is known, or all are, where it failed."""
+        """Tells each item's part as soon as it is known; the part of a failure once all parts are
+        known."""
         chosen = Chosen(self.grader, items, tell)
         await self._grade(items, chosen.tell)
         chosen.tell_held()
@@ -71,8 +72,8 @@ class Caller:
         await _together(self._call(call, items, tell) for call in calls)
 
     async def _alike(self, items: Sequence[ScoreItem]) -> list[_Alike]:
-        """Returns the items by what a pure grader's verdict depends on; for another grader each is
-        alone. Others are answered between long completions."""
+        """Groups the items of a pure grader by the content that its verdict depends on; of another
+        grader each item is alone. Other requests are answered between long completions."""
         if not self.grader.pure:
             return [_Alike(None, [position]) for position in range(len(items))]
         by_key: dict[bytes, list[int]] = {}
@@ -238,3 +239,129 @@ async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
                 group.create_task(one)
     except BaseExceptionGroup as errors:  # not caught: the first of them is raised
         raise errors.exceptions[0] from None
+
+
+_OVERHEAD_BYTES = 1024
+"""About what a cached verdict takes beside its texts."""
+
+_BY_CHANCE = ("time_limit", "sandbox_error", "error")
+"""Verdicts that another try may not repeat; they are not cached."""
+
+
+class VerdictCache:
+    """Holds about `size_bytes` of verdicts; with 0, none."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._free_bytes = size_bytes
+        self._parts: OrderedDict[bytes, Part] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def get(self, key: bytes) -> Part | None:
+        """Returns the verdict as one that took no time, or None."""
+        part = self._parts.get(key)
+        if part is None:
+            return None
+        self._parts.move_to_end(key)
+        return as_cached(part)
+
+    def put(self, key: bytes, part: Part) -> None:
+        if part.verdict in _BY_CHANCE or key in self._parts:
+            return
+        self._parts[key] = part
+        self._free_bytes -= _size_bytes(part)
+        while self._free_bytes < 0:
+            _, oldest = self._parts.popitem(last=False)
+            self._free_bytes += _size_bytes(oldest)
+
+
+def as_cached(part: Part) -> Part:
+    return part.model_copy(update={"cached": True, "seconds": 0.0})
+
+
+def key_of(grader: Grader[Any], item: ScoreItem) -> bytes:
+    """Returns a digest of all that a pure grader's verdict on `item` depends on. 1, 1.0, True and
+    "1" differ."""
+    return hashlib.sha256(
+        repr((grader.name, grader.params, grader.content(item))).encode("utf-8", "surrogatepass")
+    ).digest()
+
+
+def _size_bytes(part: Part) -> int:
+    return _OVERHEAD_BYTES + 4 * (len(part.detail) + len(part.stdout))
+
+
+BY_TEXT: frozenset[ErrorName] = frozenset(
+    (
+        "formula_parse_error",
+        "model_grader_parse_error",
+        "model_grader_refusal_error",
+        "python_grader_runtime_error",
+        "unresponsive_reward_error",
+    )
+)
+"""Errors that a completion's text can cause. It cannot cause that a judge is away or that the
+sandbox fails."""
+
+
+class Chosen:
+    """Passes parts on, except failures that a text may have caused: these wait for the other parts.
+
+    A missing reward is left out of a group's normalization, so a text that causes one would escape
+    a negative advantage. If the grader could grade other completions of the row, such a text gets
+    the least that these got, and no more than 0 (with a negative weight the most, and no less than
+    0), so that its advantage is never positive.
+    """
+
+    def __init__(
+        self, grader: Grader[Any], items: Sequence[ScoreItem], tell: Callable[[int, Part], None]
+    ) -> None:
+        self._grader = grader
+        self._items = items
+        self._tell = tell
+        self._values: dict[int, float] = {}
+        self._held: dict[int, Part] = {}
+
+    def tell(self, position: int, part: Part) -> None:
+        # How long a judge takes is no text's doing.
+        by_text = BY_TEXT - {"unresponsive_reward_error"} if self._grader.asks_models else BY_TEXT
+        if part.value is None and not by_text.isdisjoint(part.errors):
+            self._held[position] = part
+            return
+        if part.value is not None:
+            self._values[position] = part.value
+        self._tell(position, part)
+
+    def tell_held(self) -> None:
+        """Tells the parts that waited, now that all others are there."""
+        num = 0
+        graded: dict[str, list[float]] = defaultdict(list)
+        for position, value in (self._values if self._held else {}).items():
+            graded[self._row(position)].append(value)
+        for position, part in self._held.items():
+            if others := graded.get(self._row(position)):
+                is_penalty = self._grader.spec.weight < 0
+                value = max(0.0, *others) if is_penalty else min(0.0, *others)
+                why = f"it gets {value:g}: the grader fails on this text, not on others of its row"
+                detail = f"{part.detail}; {why}"
+                part = part.model_copy(
+                    update={"value": value, "verdict": "wrong", "detail": detail[-1000:]}
+                )
+                num += 1
+            self._tell(position, part)
+        if num:
+            get_logger().warning(
+                "reward fails on some texts",
+                reward=self._grader.spec.label,
+                job=self._grader.tools.job_id,
+                failed=num,
+                graded=len(self._values),
+                first=next(iter(self._held.values())).detail[:200],
+            )
+
+    def _row(self, position: int) -> str:
+        """Returns what tells the item's row from others: rows that are compared with each other
+        would take as many looks as a request has pairs of items."""
+        item = self._items[position]
+        return repr((item.prompt, item.row))

@@ -1,5 +1,5 @@
-"""Plain Python data as text and back: all that crosses between a sandbox and the trusted side.
-Standard library only.
+"""Plain Python data as text and back: the only data that crosses between a sandbox and the trusted
+side. Standard library only.
 
 Its source is sent into sandboxes too (`inside_candidate.py`, `inside_tests.py`). Inside, `encode`
 is only a convenience: a program may write any text it likes. What counts is that `decode`, on the
@@ -21,20 +21,20 @@ MAX_ITEMS = 100_000
 MAX_CHARS = 200_000
 MAX_OF_ONE_HASH = 64
 MAX_DECIMAL = 1000
-"""Most digits of a decimal number, before and after its point: `int` of it takes as many."""
+"""Most digits of a decimal number, before and after its point: `int` of it has as many."""
 
 MAX_FRACTION_BITS = 100_000
-"""To reduce one takes the square of its length."""
+"""Reducing a fraction takes time that grows with the square of its length."""
 
 ALWAYS_TAKEN, TAKEN_S = 1000, 0.5
-"""So many items are taken from an iterator, and more within so many seconds of CPU time: it may
-have no end."""
+"""So many items are taken from an iterator in any time, and more only within so many seconds of CPU
+time, because it may have no end."""
 
 KEPT_CHARS = 10_000
 """Characters that are kept of an iterator that may have no end."""
 
 SPECIAL = frozenset({"nan", "inf"})
-"""The floats that are no numbers to calculate with: they make a tolerance hold."""
+"""The floats that no test may meet unless it names them, because they can make a tolerance hold."""
 
 
 class NotPlain(Exception):
@@ -54,7 +54,7 @@ class Unfinished(Exception):
 
 
 class Awaited:
-    """What a coroutine came to. Tests await it again."""
+    """The result of a coroutine, which tests await again."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -66,10 +66,10 @@ class TooLarge(Exception):
 
 def encode(value: Any) -> str:
     """Returns `value` as text. Subclasses of the built-in types count as their content, iterators
-    as what they give.
+    as the items that they give.
 
-    Raises NotPlain for all else, and for what nests too deeply or contains itself; TooLarge for
-    more than `MAX_CHARS`.
+    Raises NotPlain for other values, and for values that nest too deeply or contain themselves;
+    TooLarge for more than `MAX_CHARS`.
     """
     try:
         text = json.dumps(_tree(value, 0))
@@ -118,8 +118,8 @@ def _tree(value: Any, depth: int) -> Any:
 
 
 _LONG = 10**4000
-"""Numbers from here on cross in hexadecimal: Python reads no more than 4300 decimal digits, and
-that in a time that grows with their square."""
+"""Larger numbers cross in hexadecimal, because Python reads at most 4300 decimal digits, in a time
+that grows with their square."""
 
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _PARTS: dict[str, Callable[[Any], list[Any]]] = {
@@ -130,18 +130,18 @@ _PARTS: dict[str, Callable[[Any], list[Any]]] = {
     "time": lambda value: [value.isoformat()],
     "timedelta": lambda value: [value.days, value.seconds, value.microseconds],
 }
-"""What of a value crosses, by its class: `_MODULES` says whose."""
+"""The parts of a value that cross, by its class. `_MODULES` has the module of the class."""
 
 _MODULES = {"Fraction": "fractions", "Decimal": "decimal"}
 
 
 def _class(kind: str) -> Any:
-    """Returns the standard class of that name, None where no program has imported its module."""
+    """Returns the standard class of that name, None if no program has imported its module."""
     return getattr(sys.modules.get(_MODULES.get(kind, "datetime")), kind, None)
 
 
 def _imported(value: Any) -> str | None:
-    """Returns as which of `_PARTS` a value counts, None for others."""
+    """Returns the name in `_PARTS` of a value's class, None if it has none."""
     for kind in _PARTS:
         if isinstance(expected := _class(kind), type) and isinstance(value, expected):
             return kind
@@ -149,8 +149,8 @@ def _imported(value: Any) -> str | None:
 
 
 def _taken(values: Any, depth: int) -> Any:
-    """Returns what an iterator gives, as far as it goes, is plain, fits and does not take long; of
-    one that may have no end, a beginning."""
+    """Returns the items of an iterator, up to the first that is not plain, too large or late; of an
+    iterator that may have no end, a beginning."""
     parts: list[Any] = []
     num_kept, size, start_s = 0, 0, time.process_time()
     for part in values:
@@ -173,8 +173,8 @@ def _taken(values: Any, depth: int) -> Any:
 
 
 def decode(text: str, *, special: frozenset[str] = SPECIAL) -> Any:
-    """Returns the value that `text` stands for, made of exact built-in types; of the special floats
-    only those named. Raises NotPlain for any other text."""
+    """Returns the value that `text` stands for, made of exact built-in types. Raises NotPlain for
+    any other text, and for special floats that are not in `special`."""
     if len(text) > MAX_CHARS:
         raise NotPlain(f"a text of {len(text)} characters, at most {MAX_CHARS} are taken")
     try:
@@ -247,7 +247,7 @@ _SCALARS: dict[str, tuple[tuple[type, ...], Callable[..., Any]]] = {
     "time": ((str,), _of_datetime("time")),
     "timedelta": ((int, int, int), _of_datetime("timedelta")),
 }
-"""By name: the exact types of the parts that a value is made of, and how."""
+"""By class: the exact types of the parts, and the function that makes a value of them."""
 
 
 def _scalar(kind: str, parts: list[Any]) -> Any:
@@ -308,8 +308,8 @@ _PAIRED: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def crowded(keys: Iterable[Hashable]) -> bool:
-    """Returns whether more than `MAX_OF_ONE_HASH` unequal keys have the same hash, as numbers can
-    be chosen to: a set of n of them takes n * n steps to make."""
+    """Returns whether more than `MAX_OF_ONE_HASH` unequal keys have the same hash. Numbers can be
+    chosen so, and making a set of n of them takes n * n steps."""
     of_hash: dict[int, list[Hashable]] = {}
     for key in keys:
         alike = of_hash.setdefault(hash(key), [])

@@ -40,3 +40,8 @@ class GradingFailed(Exception):
             detail=self.detail[:1000],
             errors=self.errors,
         )
+
+
+def wrong_row(detail: str) -> GradingFailed:
+    """Returns the failure of a row by which no completion can be graded."""
+    return GradingFailed(detail, "invalid_variable_error")

@@ -1,5 +1,5 @@
-"""What graders that run programs share: where the program is in a completion, and how its end
-becomes a verdict."""
+"""Shared by the graders that run programs: finds the program in a completion, and makes a verdict
+of how it ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from services.reward.grading.registry import GradingFailed
 from shared.wire import Execution, Verdict
 
 KEEP_CHARS = 1000
-"""Kept of what a program printed."""
+"""Characters that are kept of a program's output."""
 
 MAX_SEARCHED_CHARS = 1 << 18
 """Characters at a completion's end that are searched for fences."""
@@ -20,8 +20,7 @@ MAX_FENCES = 500
 """Last lines with a fence that count: each takes some microseconds."""
 
 _BLANK = " \t\r\u00a0\u200b\ufeff"
-"""What may stand before a fence, and between it and its mark; no-break spaces and byte order marks
-among it."""
+"""Characters that may stand before a fence, and between the fence and its mark."""
 
 _FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*(.*)")
 _PYTHON = re.compile(
@@ -32,7 +31,7 @@ _HARD_INDENT = re.compile(r"^[ \t]*\u00a0[ \t\u00a0]*", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Block:
-    """A fenced block: what stands after its opening fence, and what is in it."""
+    """A fenced block: the text after its opening fence, and its content."""
 
     info: str
     text: str
@@ -43,20 +42,22 @@ class _Block:
 
 
 def program_of(completion: str, fit: Callable[[str], int] | None = None) -> str:
-    """Returns of the texts that may be a completion's program (`programs_in`) the one for which
-    `fit` is highest, of several the last."""
+    """Returns the text of `programs_in` for which `fit` is highest; of several such texts the
+    last."""
     texts = programs_in(completion)
     fits = [fit(text) if fit else 0 for text in texts]
     return next(text for text, one in zip(texts[::-1], fits[::-1], strict=True) if one == max(fits))
 
 
 def programs_in(completion: str) -> list[str]:
-    """Returns the fenced blocks of a completion that have no mark and then those that are marked as
-    Python, each in order; all of the completion if there is neither. Without empty lines around.
+    """Returns the texts that may be a completion's program: its fenced blocks without a mark, then
+    its blocks that are marked as Python; the whole completion if there is neither. Empty lines
+    around a text are removed.
 
     A block without a closing fence goes on to the end. The first line keeps its indentation: it may
     be the rest of a function whose beginning was in the prompt. Only the completion's last
-    `MAX_SEARCHED_CHARS` are searched."""
+    `MAX_SEARCHED_CHARS` are searched.
+    """
     blocks = [block for block in _blocks(completion[-MAX_SEARCHED_CHARS:]) if block.text.strip()]
     marked = [block.text for block in blocks if block.is_python]
     unmarked = [block.text for block in blocks if not block.info]
@@ -64,8 +65,8 @@ def programs_in(completion: str) -> list[str]:
 
 
 def _cleaned(text: str) -> str:
-    """Returns a program without what editors put into it: a byte order mark at its beginning, and
-    no-break spaces in its indentation."""
+    """Returns a program without a byte order mark at its beginning and no-break spaces in its
+    indentation, which editors put there."""
     text = text.rstrip().lstrip("\r\n\ufeff")
     if "\u00a0" in text:
         text = _HARD_INDENT.sub(lambda indent: indent[0].replace("\u00a0", " "), text)
@@ -101,7 +102,8 @@ def _blocks(text: str) -> list[_Block]:
 
 
 def _fenced_lines(text: str) -> list[tuple[int, int]]:
-    """Returns where each line begins and ends that has a fence in it; of many the last ones."""
+    """Returns the begin and the end of each line with a fence; of more than `MAX_FENCES` the last
+    ones."""
     lines: list[tuple[int, int]] = []
     last = {mark: text.rfind(mark) for mark in ("```", "~~~")}
     while (at := max(last.values())) >= 0 and len(lines) < MAX_FENCES:
@@ -114,8 +116,8 @@ def _fenced_lines(text: str) -> list[tuple[int, int]]:
 
 
 def _opened(line: str) -> tuple[str, str, int] | None:
-    """Returns the fence by which this line opens a block, what stands after it, and its
-    indentation; None if it opens none."""
+    """Returns the fence by which this line opens a block, the text after it, and its indentation;
+    None if the line opens no block."""
     match = _FENCE.search(line)
     if match is None or "`" in match[2]:
         return None
@@ -126,8 +128,8 @@ def _opened(line: str) -> tuple[str, str, int] | None:
 
 
 def _closed(line: str, fence: str, indent: int) -> tuple[str, bool]:
-    """Returns what of a block's line is code before the fence that ends the block there, and
-    whether one does."""
+    """Returns the code of a block's line before the fence that ends the block, and whether the line
+    has such a fence."""
     ended = line.rstrip()
     code = ended.rstrip(fence[0])
     if len(ended) - len(code) < len(fence) or fence in code:
@@ -143,8 +145,8 @@ def _unindented(text: str, indent: int) -> str:
 
 
 def fault(execution: Execution) -> tuple[Verdict, str]:
-    """Returns verdict and reason of a program that gave nothing to compare ("ok", "" if it did).
-    Raises GradingFailed where the sandbox failed, not the program."""
+    """Returns verdict and reason of a program that gave nothing to compare ("ok" and "" if it did).
+    Raises GradingFailed if the sandbox failed, not the program."""
     if execution.verdict == "sandbox_error":
         reason = execution.stderr.strip()[-200:] or "the sandbox failed"
         raise GradingFailed(reason, "python_grader_server_error", by_sandbox=True)
@@ -155,7 +157,7 @@ def fault(execution: Execution) -> tuple[Verdict, str]:
 
 
 def explained(error: str) -> str:
-    """Returns what a program raised, and where to turn if a package is not there."""
+    """Returns the error of a program, with the setting that names packages if one is missing."""
     if not error.startswith("ModuleNotFoundError"):
         return error
     return f"{error}. HONE_SANDBOX_PACKAGES names the packages that programs may import"

@@ -14,7 +14,7 @@ A grader says of itself how it wants to be called (`Grader`): with how many item
 many calls at once, how long one may take, whether verdicts may be cached. What it raises while
 grading is never a reward of 0: the items of that call have no value, and the reason is kept
 (`scoring.py`). A param of type `Column` names a column of the dataset, which is then checked to
-exist. The value of a grader is its own; weights are applied where the parts are summed.
+exist. A grader's value is without the reward's weight, which is applied where the parts are summed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import ConfigDict, ValidationError
 
-from services.reward.grading.failures import ErrorName, GradingFailed
+from services.reward.grading.failures import ErrorName, GradingFailed, wrong_row
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
@@ -53,6 +53,7 @@ __all__ = [
     "kind_of",
     "no_column",
     "reference_text",
+    "wrong_row",
 ]
 
 
@@ -60,11 +61,12 @@ REFERENCES = (
     *("canonical_solution", "reference_solution", "solution", "solutions", "code"),
     *("completion", "output", "response", "answer"),
 )
-"""Columns that may hold a row's own answer, the likeliest first."""
+"""Columns that may hold a row's own answer, the most likely first."""
 
 
 def reference_text(row: Mapping[str, Any]) -> str | None:
-    """Returns the answer that a row has under one of the usual names, of several the first."""
+    """Returns the row's answer in the first of `REFERENCES` that it has as text, None if it has
+    none."""
     for name in REFERENCES:
         value = row.get(name)
         found = value[0] if isinstance(value, list | tuple) and value else value
@@ -92,7 +94,7 @@ P = TypeVar("P", bound=Params)
 
 @dataclass(frozen=True)
 class GraderTools:
-    """What graders may use. `job_id` is the job that asks, None where none is named."""
+    """What graders may use. `job_id` is the job that asks, None if the request names no job."""
 
     settings: Settings
     sandbox: Sandbox
@@ -118,11 +120,12 @@ class Grader(ABC, Generic[P]):
     params_type: ClassVar[type[Params]] = Params
 
     pure: bool = False
-    """The verdict follows from the params and `content(item)` alone, so it may be cached. Say
-    so where grading costs more than looking up."""
+    """The verdict follows from the params and `content(item)` alone, so it may be cached. Say so
+    where grading costs more than looking up."""
 
     remembers: bool = False
-    """It may keep what it was given: each job, and each request that names none, has its own."""
+    """It may keep what it was given, so each job, and each request that names no job, has a grader
+    of its own."""
 
     items_per_call: int | None = None
     """At most how many items one call of `grade` takes; None: all of a request. With 1 each item
@@ -132,10 +135,10 @@ class Grader(ABC, Generic[P]):
     """How many calls of `grade` may run at once, over all requests."""
 
     has_full_mark: bool = False
-    """A right completion earns 1, and no other more."""
+    """A right completion earns 1, and no completion earns more."""
 
     asks_models: bool = False
-    """A call costs what a language model costs, so nothing is graded that need not be."""
+    """It asks a language model, which costs, so it grades only what it has to."""
 
     deadline_s: float = 300.0
     """How long one call may take, its wait for a free sandbox not included: a guard against
@@ -169,7 +172,7 @@ class Grader(ABC, Generic[P]):
                 )
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises GradingFailed where no completion could be graded by this row, which has all
+        """Raises GradingFailed if no completion can be graded by this row, which has all
         columns."""
 
     @abstractmethod
@@ -178,22 +181,22 @@ class Grader(ABC, Generic[P]):
         missing."""
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
-        """Returns a completion that should earn the full mark by this row; None: the row has none
-        that is known. Raises GradingFailed as `check_row`."""
+        """Returns a completion that should earn the full mark by this row; None if none is known.
+        Raises GradingFailed as `check_row` does."""
         return None
 
     def content(self, item: ScoreItem) -> Any:
-        """Returns plain data that says, with the params, all that the verdict on `item` depends on
-        (only if `pure`)."""
+        """Returns the plain data on which, with the params, the verdict on `item` depends (only if
+        `pure`)."""
         return item.model_dump()
 
     async def close(self) -> None:
-        """Ends what it holds open; it is not asked again."""
+        """Closes what it holds open. It is not called again."""
 
 
 def no_column(column: str, columns: Sequence[str], others: Sequence[str] = ()) -> str:
-    """Returns the sentence for a column that is not there. `others` are names that may be meant,
-    and are no columns."""
+    """Returns the sentence about a missing column. `others` are names that may be meant and are no
+    columns."""
     there = f"columns are {', '.join(sorted(columns))}" if columns else "there are no columns"
     known = f"no column {column!r}; {there}"
     meant = closest(column, (*columns, *others))

@@ -1,25 +1,27 @@
-"""A request's items and rewards -> scores, each reported as soon as all its parts are there.
-READ FIRST.
+"""A request's items and rewards -> scores, each reported as soon as all its parts are there. READ
+FIRST.
 
-What can be known to be wrong before grading (names, params, columns) is a BadRequest and costs
-nothing. What goes wrong in grading is a part without a value.
+Mistakes that are known before grading (names, params, columns) are a BadRequest and cost nothing. A
+failure in grading is a part without a value.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any
 
-from services.reward.grading import trying
-from services.reward.grading.admission import Admission
 from services.reward.grading.calling import Caller, Callers
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
-from shared.errors import BadRequest, Failed
+from shared.errors import BadRequest, Busy, Failed
 from shared.job import RewardSpec
 from shared.wire import (
     MAX_PARTS,
+    GraderErrors,
+    GraderRun,
+    GraderRunMetadata,
+    GraderRunRequest,
     Part,
     Prompt,
     Score,
@@ -29,6 +31,7 @@ from shared.wire import (
     ScoreResult,
     TriedReward,
 )
+from shared.wire.graders import reward_of
 
 SAMPLER_FAILED = Part(
     value=None,
@@ -38,11 +41,12 @@ SAMPLER_FAILED = Part(
 
 
 class Scorer:
-    """Grades by the graders that requests name, and takes only so many completions at a time."""
+    """Grades by the graders that requests name, and takes a limited number of completions at a
+    time."""
 
     def __init__(self, tools: GraderTools) -> None:
         self._callers = Callers(tools)
-        self._admission = Admission(
+        self._admission = QueueLimit(
             "completions", tools.settings.max_queued_completions, "HONE_MAX_QUEUED_COMPLETIONS"
         )
 
@@ -55,8 +59,8 @@ class Scorer:
         columns: Sequence[str] | None,
         prompts: Sequence[Prompt] = (),
     ) -> None:
-        """Raises BadRequest for whatever could not work on rows with these `columns` (None: on any
-        rows), or on one of these `prompts`."""
+        """Raises BadRequest for rewards that cannot work on rows with these `columns` (None: any
+        columns), or on one of these `prompts`."""
         there = _AnyColumn() if columns is None else columns
         async with self._checked(rewards, there, None) as callers:
             for caller in callers:
@@ -65,12 +69,12 @@ class Scorer:
     async def tried(
         self, rewards: Sequence[RewardSpec], prompts: Sequence[Prompt]
     ) -> tuple[TriedReward, ...]:
-        """Returns what each reward gives an empty completion, and the rows' reference answers. No
-        job's own graders are asked: one that remembers is to remember nothing of it."""
+        """Returns what each reward gives an empty completion, and the rows' reference answers. It
+        uses no grader of a job, so that a grader that remembers keeps nothing of it."""
         columns = sorted(set.intersection(*(set(prompt.row) for prompt in prompts)))
         with self._admission.of(2 * len(prompts)):
             async with self._checked(rewards, columns, None) as callers:
-                return await trying.tried(callers, prompts)
+                return await tried(callers, prompts)
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Returns one score per item, in order."""
@@ -80,8 +84,8 @@ class Scorer:
 
     async def stream(self, request: ScoreRequest) -> AsyncGenerator[ScoredItem]:
         """Yields each item's score as soon as it is known. A completion that the sampler marked as
-        failed has no reward, whatever its text. Raises BadRequest, Busy, or Failed where nothing
-        can be graded, before the first item."""
+        failed has no reward, whatever its text. Raises BadRequest, Busy, or Failed if nothing can
+        be graded, before the first item."""
         specs = {spec.label: spec for spec in request.rewards}
         if len(request.items) * len(request.rewards) > MAX_PARTS:
             raise BadRequest(
@@ -123,7 +127,8 @@ class Scorer:
 
 
 async def _check_rows(grader: Grader[Any], prompts: Sequence[Prompt]) -> None:
-    """Raises BadRequest for the first row that nobody can pass, and says how many there are."""
+    """Raises BadRequest for the first row that no completion can pass, and says how many such rows
+    there are."""
     faults = await asyncio.gather(*(_fault(grader, prompt) for prompt in prompts))
     found = [
         (prompt, fault) for prompt, fault in zip(prompts, faults, strict=True) if fault is not None
@@ -151,8 +156,8 @@ async def _fault(grader: Grader[Any], prompt: Prompt) -> GradingFailed | None:
 async def _graded(
     items: Sequence[ScoreItem], callers: Sequence[Caller]
 ) -> AsyncGenerator[tuple[int, dict[str, Part]]]:
-    """Yields each item's position and its parts by label, once all are there. Closed early, it ends
-    the grading."""
+    """Yields each item's position and its parts by label, once all its parts are known. Closing it
+    ends the grading."""
     told: asyncio.Queue[tuple[int, str, Part] | BaseException] = asyncio.Queue()
 
     async def run(caller: Caller) -> None:
@@ -161,7 +166,7 @@ async def _graded(
             await caller.grade(
                 items, lambda position, part: told.put_nowait((position, label, part))
             )
-        except Exception as error:  # raised again, where the request is answered
+        except Exception as error:  # raised again by the reader of `told`
             told.put_nowait(error)
 
     tasks = [asyncio.create_task(run(caller)) for caller in callers]
@@ -198,8 +203,35 @@ def total(parts: dict[str, Part], specs: dict[str, RewardSpec]) -> Score:
     )
 
 
+class QueueLimit:
+    """At most `limit` of `what` ("completions") wait or run at once; `setting` names the limit to a
+    reader."""
+
+    def __init__(self, what: str, limit: int, setting: str) -> None:
+        self._what = what
+        self._limit = limit
+        self._setting = setting
+        self._count = 0
+
+    @contextlib.contextmanager
+    def of(self, count: int) -> Generator[None]:
+        """Raises Busy if `count` more would be too many. A single request is taken whatever its
+        size."""
+        if self._count and self._count + count > self._limit:
+            raise Busy(
+                f"{self._count} {self._what} wait or run and {count} more were sent; at most "
+                f"{self._limit} may "
+                f"(setting {self._setting})"
+            )
+        self._count += count
+        try:
+            yield
+        finally:
+            self._count -= count
+
+
 class _AnyColumn(tuple[str, ...]):
-    """Columns that nobody knows yet: each counts as there."""
+    """Columns that are not known yet: any name counts as a column."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -209,3 +241,105 @@ def _columns(items: Sequence[ScoreItem]) -> list[str]:
     """Returns the columns that every row has."""
     rows = [set(item.row) for item in items]
     return sorted(set.intersection(*rows)) if rows else []
+
+
+async def tried(callers: Sequence[Caller], prompts: Sequence[Prompt]) -> tuple[TriedReward, ...]:
+    """Returns what each reward gives, in order."""
+    return tuple(await asyncio.gather(*(_tried(caller, prompts) for caller in callers)))
+
+
+async def _tried(caller: Caller, prompts: Sequence[Prompt]) -> TriedReward:
+    grader = caller.grader
+    label, costs = grader.spec.label, grader.asks_models
+    if costs:
+        return TriedReward(reward=label, why="it asks a language model, which costs")
+    references = {prompt.index: _reference(grader, prompt.row) for prompt in prompts}
+    empty = [_item(prompt, "") for prompt in prompts]
+    right = [
+        _item(prompt, reference)
+        for prompt in prompts
+        if (reference := references[prompt.index]) is not None
+    ]
+    parts = await _parts_of(caller, [*empty, *right])
+    of_empty, of_right = parts[: len(empty)], parts[len(empty) :]
+    return TriedReward(
+        reward=label,
+        empty=_mean(of_empty),
+        reference=_mean(of_right),
+        num_references=len(right),
+        full_mark=1.0 if grader.has_full_mark else None,
+        why=_why(of_right) or _why(of_empty),
+    )
+
+
+def _reference(grader: Grader[Any], row: Mapping[str, Any]) -> str | None:
+    try:
+        return grader.reference(row)
+    except (GradingFailed, KeyError):
+        return None
+
+
+def _item(prompt: Prompt, completion: str) -> ScoreItem:
+    return ScoreItem(
+        prompt=prompt.content,
+        completion=completion,
+        num_tokens=0 if not completion else None,
+        row=prompt.row,
+    )
+
+
+async def _parts_of(caller: Caller, items: Sequence[ScoreItem]) -> list[Part]:
+    found: dict[int, Part] = {}
+    if items:
+        await caller.grade(items, found.__setitem__)
+    return [found[position] for position in range(len(items))]
+
+
+def _mean(parts: Sequence[Part]) -> float | None:
+    values = [part.value for part in parts if part.value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _why(parts: Sequence[Part]) -> str:
+    """Returns why the first of the parts is not the full mark, as the grader says it."""
+    return next((part.detail for part in parts if part.detail and part.value != 1.0), "")
+
+
+LABEL = "grader"
+
+
+def run_request(run: GraderRunRequest) -> ScoreRequest:
+    """Raises BadRequest if `run` names no grader. The reward is LABEL, whatever its name."""
+    spec = reward_of(run.grader).model_copy(update={"name": LABEL})
+    item = ScoreItem(prompt="", completion=run.model_sample, row=run.item)
+    return ScoreRequest(items=(item,), rewards=(spec,))
+
+
+def run_answer(run: GraderRunRequest, score: Score) -> GraderRun:
+    """Returns the score in OpenAI's shape."""
+    part = score.parts[LABEL]
+    flags: dict[str, Any] = dict.fromkeys(part.errors, True)
+    for name in ("model_grader_server_error", "python_grader_runtime_error"):
+        if name in flags:
+            flags[f"{name}_details"] = part.detail
+    if "python_grader_server_error" in flags:
+        flags["python_grader_server_error_type"] = part.verdict
+    kind = run.grader["type"]
+    models = list(part.tokens)
+    metadata = GraderRunMetadata(
+        name=str(run.grader.get("name", kind)),
+        type=kind,
+        execution_time=part.seconds,
+        errors=GraderErrors(**flags),
+        part=part,
+        scores=part.sub,
+        token_usage=sum(part.tokens.values()) if models else None,
+        sampled_model_name=models[0] if len(models) == 1 else None,
+    )
+    usage = {model: {"total_tokens": tokens} for model, tokens in part.tokens.items()}
+    return GraderRun(
+        reward=score.value,
+        sub_rewards=part.sub,
+        metadata=metadata,
+        model_grader_token_usage_per_model=usage,
+    )

@@ -1,8 +1,7 @@
 """OpenAI's templates: `{{ item.column }}` is the row's column, `{{ sample.output_text }}` the
-completion. Nothing else is in them.
+completion. They have no other slots.
 
-A value goes in as it is, one that is no text as JSON; what it contains is not read as a template
-again.
+A text goes in unchanged, any other value as JSON. A slot in a value is not filled.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from services.reward.grading.registry import GradingFailed, no_column
+from services.reward.grading.registry import no_column, wrong_row
 from shared.errors import BadRequest
 from shared.wire import ScoreItem
 
 MAX_CHARS = 20_000
 MAX_SLOTS = 32
-"""A completion goes into each that names it."""
+"""Each slot may hold a whole completion."""
 
-# Each character is looked at once: no run of "{{" or of blanks makes it slow.
+# It reads each character once, so that no run of "{{" or of blanks makes it slow.
 _SLOT = re.compile(r"\{\{((?:(?!\{\{|\}\}).)*+)\}\}", re.DOTALL)
 UNCLOSED = "{{"
 SLOT = "\0"
-"""Stands for a slot while what is outside of slots is looked at."""
+"""Stands in for a slot while the text outside of slots is searched."""
 
 _PATH = re.compile(r"item(\.[\w-]+)+|sample\.output_text")
 
 
 def check(template: str, columns: Sequence[str], label: str) -> None:
-    """Raises BadRequest for a template that is too large, a slot that is not closed or names
-    nothing, or a column that the dataset lacks."""
+    """Raises BadRequest for a template that is too large, a slot that is not closed or has another
+    name, or a column that the dataset lacks."""
     paths = _paths(template)
     if len(template) > MAX_CHARS or len(paths) > MAX_SLOTS:
         raise BadRequest(
@@ -62,7 +61,7 @@ def columns(template: str) -> set[str]:
 
 
 def is_output(template: str) -> bool:
-    """Whether the template makes nothing but the completion."""
+    """Returns whether the template gives exactly the completion."""
     slot = _SLOT.fullmatch(template)
     return slot is not None and slot[1].strip() == "sample.output_text"
 
@@ -72,8 +71,8 @@ def _paths(template: str) -> list[str]:
 
 
 def render(template: str, item: ScoreItem) -> str:
-    """Returns the template with this item's values. Raises GradingFailed for a value that is not
-    there."""
+    """Returns the template with this item's values. Raises GradingFailed for a value that the row
+    lacks."""
     return _SLOT.sub(lambda slot: _value(slot[1].strip(), item), template)
 
 
@@ -83,8 +82,6 @@ def _value(path: str, item: ScoreItem) -> str:
     value: Any = item.row
     for key in path.split(".")[1:]:
         if not isinstance(value, dict) or key not in value:
-            raise GradingFailed(
-                f"{{{{ {path} }}}}: the row has no such value", "invalid_variable_error"
-            )
+            raise wrong_row(f"{{{{ {path} }}}}: the row has no such value")
         value = value[key]
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,5 +1,5 @@
-"""What a worker of a job's own code answers is untrusted: here it becomes parts and programs, or is
-refused."""
+"""Checks the answers of a worker of a job's own code, which are untrusted, and makes parts and
+programs of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from services.reward.grading.failures import ErrorName, GradingFailed
-from services.reward.job_code.inside.printed import KEEP_CHARS
+from services.reward.job_code.inside_tools import KEEP_CHARS
 from shared.explain import sentences
 from shared.wire import ExecuteRequest, Part
 
@@ -19,8 +19,8 @@ MAX_DETAIL_CHARS = 1000
 
 
 def parts(answer: Any, count: int, named: str) -> list[Part]:
-    """Returns a part for each of `count` completions. Raises GradingFailed, beginning with `named`,
-    where the whole answer is an error or nonsense."""
+    """Returns a part for each of `count` completions. Raises GradingFailed, whose sentence begins
+    with `named`, if the whole answer is an error or cannot be read."""
     if not isinstance(answer, dict):
         raise _failed(f"{named} answered with something that is not a table")
     printed = _text(answer.get("stdout", ""), KEEP_CHARS)
@@ -38,8 +38,8 @@ def parts(answer: Any, count: int, named: str) -> list[Part]:
 
 
 def programs(asked: Any, named: str) -> list[list[ExecuteRequest] | str]:
-    """Returns for each list of programs that a worker asks for the list, or a sentence saying what
-    is wrong with it. Raises GradingFailed for more than could be answered."""
+    """Returns each list of programs that a worker asks to run, or a sentence saying what is wrong
+    with the list. Raises GradingFailed for too many programs."""
     asked = asked if isinstance(asked, list) else [asked]
     total = len(asked) + sum(len(one) for one in asked if isinstance(one, list))
     if total > MAX_PROGRAMS_IN_ALL:
@@ -85,7 +85,7 @@ def _part(result: Any, position: int, named: str, printed: str) -> Part:
 
 
 def _text(value: Any, limit: int) -> str:
-    """Returns the end of a text, without what is not Unicode."""
+    """Returns the end of a text, with lone surrogates replaced."""
     return str(value)[-limit:].encode("utf-8", "replace").decode()
 
 

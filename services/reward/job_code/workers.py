@@ -2,9 +2,9 @@
 sandbox of its own.
 
 Importing numpy takes longer than most steps have, so a worker stays until `MAX_WORKERS` others were
-used after it. No two jobs share one, whatever their source: it remembers what it was given. Calls
-of one worker run in turn, and between them all its processes are stopped. What cannot be loaded is
-the job's mistake (BadRequest); what fails when called gives no reward (GradingFailed).
+used after it. Jobs never share a worker, because it remembers what it was given. Calls of one
+worker run in turn, and between them all its processes are stopped. A function that cannot be loaded
+is the job's mistake (BadRequest); a call that fails gives no reward (GradingFailed).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shared.host.logs import get_logger
 from shared.job import RewardSpec
 from shared.wire import ExecuteRequest, Part
 
-SERVE = "services.reward.job_code.inside.serve"
+SERVE = "services.reward.job_code.inside_serve"
 """The module whose `serve` a worker runs."""
 
 MAX_WORKERS = 8
@@ -38,7 +38,7 @@ MAX_LATE = 8
 """Late calls for one completion each, after which a function that hangs is called no more."""
 
 LATE_S = 1.0
-"""What a worker that bounds its calls itself may take beyond their limit."""
+"""Seconds beyond the limit that a worker may take if it limits its calls itself."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Signature:
 
 
 class NotOfThisCall(Exception):
-    """A worker's answer came ahead of its call, or is one to another."""
+    """A worker's answer came before its call, or belongs to another call."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """A job's own function. `owner` says whose: a job, or a request that names none."""
+    """A job's own function. `owner` is its job, or the request if that names no job."""
 
     spec: RewardSpec
     owner: str
@@ -122,8 +122,8 @@ class FunctionWorkers:
         """Returns a part for each of the `count` completions whose `arguments` these are.
 
         Arguments that it has no parameter for are left out. One call is ended after `timeout_s`;
-        there is one call for all, or one per completion where it takes one at a time, which
-        then fails alone. Where the call for all fails, it is made again for each alone. Raises
+        there is one call for all, or one per completion where it takes one at a time, which then
+        fails alone. Where the call for all fails, it is made again for each alone. Raises
         GradingFailed where all fail.
         """
         async with self._entry(own) as entry:
@@ -188,8 +188,8 @@ class FunctionWorkers:
 
     @contextlib.asynccontextmanager
     async def _entry(self, own: Own) -> AsyncGenerator[_Entry]:
-        """Yields this function's entry, locked, after closing workers that were not used for
-        longest and by nobody now."""
+        """Yields this function's entry, locked, after closing surplus workers that nobody uses, the
+        least recently used first."""
         key = own.key
         entry = self._entries.setdefault(key, _Entry())
         self._entries.move_to_end(key)
@@ -265,8 +265,7 @@ class FunctionWorkers:
     async def _executed(
         self, lists: Sequence[Sequence[ExecuteRequest] | str]
     ) -> list[list[dict[str, Any]] | str]:
-        """Returns for each list of programs the list of their executions, and a refusal as it
-        is."""
+        """Returns the executions of each list of programs; a refusal is returned unchanged."""
         requests = [
             program for programs in lists if not isinstance(programs, str) for program in programs
         ]
@@ -315,8 +314,8 @@ class FunctionWorkers:
 
 
 async def _asked(worker: Worker, message: Mapping[str, Any], deadline_s: float) -> Any:
-    """Returns the worker's untrusted answer to this message. It has to carry the message's number,
-    which nobody knows before: what a function sent ahead is no answer."""
+    """Returns the worker's untrusted answer to this message. It has to repeat the message's number,
+    which nobody knows before the call, so that a function cannot answer in advance."""
     number = secrets.token_hex(8)
     answer = await worker.ask({**message, "call": number}, deadline_s)
     if not isinstance(answer, dict) or answer.pop("call", None) != number:

@@ -1,14 +1,14 @@
-"""The sandbox as the rest of the service sees it. A backend implements `start`, `close`, `execute`
-and `open_worker`."""
+"""The sandbox as the rest of the service sees it, and the self-test of a sandbox at its start."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from shared.wire import ExecuteRequest, Execution
@@ -16,16 +16,16 @@ from shared.wire import ExecuteRequest, Execution
 waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar(
     "waiting", default=contextlib.nullcontext
 )
-"""In what a program waits for a free sandbox. A deadline around many programs stands still there:
-else programs that use up their time would make those behind them late."""
+"""The context in which a program waits for a free sandbox. The deadline of a call stops there: else
+programs that use up their time would make the programs behind them late."""
 
 
 class SlotDied(Exception):
     """A slot or worker ended, or stopped answering, in the middle of something; the message says
     how.
 
-    `killed`: something outside its own code killed it, as far as its exit code tells: another
-    process, or the kernel for its memory.
+    `killed`: by its exit code, something outside its own code killed it: another process, or the
+    kernel for its memory.
     """
 
     def __init__(self, message: str, *, killed: bool = False) -> None:
@@ -53,24 +53,25 @@ class Worker(ABC):
 class Sandbox(ABC):
     @abstractmethod
     async def start(self) -> None:
-        """Starts and tests itself. A host that cannot isolate is no exception here: it is
-        `problem()`."""
+        """Starts and tests itself. It does not raise on a host that cannot isolate: `problem()`
+        says so then."""
 
     @abstractmethod
     async def close(self) -> None: ...
 
     @abstractmethod
     def problem(self) -> str | None:
-        """Returns None when it runs programs, else a sentence saying what is missing."""
+        """Returns None if it runs programs, else a sentence that says what is missing."""
 
     @abstractmethod
     def report(self) -> dict[str, Any]:
-        """Returns the tier that was reached and how each probe of the self-test went."""
+        """Returns how programs are isolated ("tier"), and the result of each probe of the
+        self-test."""
 
     @abstractmethod
     async def execute(self, request: ExecuteRequest) -> Execution:
-        """Returns how the program ended. Its own failures are verdicts, "sandbox_error" is ours.
-        Raises Failed with `problem()` where nothing can be run at all."""
+        """Returns how the program ended. Its own failures are verdicts; "sandbox_error" is a
+        failure of the sandbox. Raises Failed with `problem()` if nothing can be run at all."""
 
     @abstractmethod
     async def open_worker(self, module: str) -> Worker:
@@ -84,3 +85,94 @@ class Sandbox(ABC):
         executions = await asyncio.gather(*(self.execute(request) for request in distinct.values()))
         by_key = dict(zip(distinct, executions, strict=True))
         return [by_key[key] for key in keys]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A program whose `expression` must give `value` and end with `verdict`."""
+
+    name: str
+    code: str
+    expression: str | None = None
+    value: Any = None
+    verdict: str = "ok"
+    cpu_s: float = 4.0
+    timeout_s: float = 10.0
+    memory_mib: int = 256
+
+
+_TRY = """
+def attempt(call, *arguments):
+    try:
+        call(*arguments)
+        return "allowed"
+    except OSError:
+        return "refused"
+"""
+
+PROBES = (
+    Probe(
+        "runs programs",
+        "import colorsys, socket, ctypes\nx = sum(range(10))\nopen('/tmp/x', 'w').write('1')",
+        "x",
+        45,
+    ),
+    Probe("no network", _TRY + "import socket", "attempt(socket.socket)", "refused"),
+    Probe("runs asyncio", "import asyncio", "asyncio.run(asyncio.sleep(0, 'woken'))", "woken"),
+    Probe(
+        "no other processes",
+        _TRY + "import os",
+        "[os.getpid(), os.getppid(), attempt(os.listdir, '/proc/1')]",
+        [1, 0, "refused"],
+    ),
+    Probe(
+        "no writing outside /tmp",
+        _TRY + "import os\n"
+        "read_only = [os.statvfs(path).f_flag & 1 for path in ('/', '/usr', os.__file__)]",
+        "read_only + [attempt(os.mkdir, path + '/probe') for path in ('', '/usr', '/etc', '/proc', "
+        "'/tmp')]",
+        [1, 1, 1, "refused", "refused", "refused", "refused", "allowed"],
+    ),
+    Probe(
+        "no capabilities",
+        "import ctypes\nheld = (ctypes.c_uint32 * 6)()\nctypes.CDLL(None).capget((ctypes.c_uint32 "
+        "* 2)(0x20080522, 0), held)",
+        "list(held)",
+        [0, 0, 0, 0, 0, 0],
+    ),
+    Probe(
+        "system calls filtered",
+        "import ctypes\nlibc = ctypes.CDLL(None)",
+        "[libc.unshare(0x10000000), libc.memfd_create(b'x', 0)]",
+        [-1, -1],
+    ),
+    Probe(
+        "processes limited",
+        "import os, time\ncount = 0\ntry:\n    while count < 100:\n        if os.fork() == 0:\n    "
+        "        time.sleep(60)\n"
+        "        count += 1\nexcept OSError:\n    pass",
+        "count < 45",
+        True,
+    ),
+    Probe("memory limited", "x = bytearray(1 << 30)", verdict="memory_limit"),
+    Probe("CPU time limited", "while True: pass", verdict="time_limit", cpu_s=0.1),
+    Probe("time limited", "import time\ntime.sleep(60)", verdict="time_limit", timeout_s=0.2),
+)
+
+
+async def failures(
+    execute: Callable[[ExecuteRequest], Awaitable[Execution]], probes: Sequence[Probe] = PROBES
+) -> dict[str, str]:
+    """Returns, for each probe, "" or how its outcome differs from the expected one."""
+    faults = await asyncio.gather(*(_fault(probe, execute) for probe in probes))
+    return {probe.name: fault for probe, fault in zip(probes, faults, strict=True)}
+
+
+async def _fault(probe: Probe, execute: Callable[[ExecuteRequest], Awaitable[Execution]]) -> str:
+    limits = {"cpu_s": probe.cpu_s, "timeout_s": probe.timeout_s, "memory_mib": probe.memory_mib}
+    request = ExecuteRequest(code=probe.code, expression=probe.expression, **limits)
+    ended = await execute(request)
+    if ended.verdict != probe.verdict:
+        reason = ended.stderr.strip()[-200:]
+        return f"it ended with {ended.verdict} ({reason}), expected {probe.verdict}"
+    return "" if ended.value == probe.value else f"got {ended.value!r}, expected {probe.value!r}"

@@ -1,7 +1,7 @@
-"""A control group for each slot: memory and processes of everything in it are bounded together, its
-CPU time is metered, and it has no more of the cores than each other slot, where the host lets the
-service make one. Without, each process has its own limits and its own share of the cores, and the
-slot's user a number of processes.
+"""A control group for each slot, if the host lets the service make one. It limits the memory and
+the number of all processes in the slot together, meters their CPU time, and gives each slot the
+same share of the cores. Without it, each process has its own memory limit and its own share of the
+cores, and the slot's user has a limit of processes.
 
     version 2   the service's own group must be writable and hold nobody else (systemd:
                 Delegate=yes; or a container whose /sys/fs/cgroup is writable): the service moves
@@ -25,20 +25,22 @@ from services.reward.sandbox.inside.child import ooms
 
 ROOT = Path("/sys/fs/cgroup")
 MAX_PROCESSES = 64
-"""Most processes of a slot: above a program's RLIMIT_NPROC, so a second line of defence."""
+"""Most processes of a slot. It is above a program's RLIMIT_NPROC, which takes effect first."""
 
 _CONTROLLERS_1 = ("memory", "pids", "cpuacct")
 _NEEDED_2 = {"memory", "pids"}
 _SHARES = "cpu"
 SERVICE_WEIGHT = "1000"
-"""Of the cores, to 100 of each slot: the service answers and judges whatever programs do."""
+"""The service's share of the cores, where each slot has 100, so that it answers and judges whatever
+programs do."""
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Group:
-    """One slot's group. `folders` by controller: on version 2 they are all the same one."""
+    """One slot's group. `folders` are its folders by controller; on version 2 they are all the same
+    folder."""
 
     folders: dict[str, Path]
     version: int
@@ -48,7 +50,8 @@ class Group:
         return sorted({str(folder / "cgroup.procs") for folder in self.folders.values()})
 
     def meters(self) -> list[str]:
-        """Returns the files that tell the CPU time used, and how often memory ran out."""
+        """Returns the files with the CPU time used, and with the number of times that memory ran
+        out."""
         names = (
             ("cpu.stat", "memory.events")
             if self.version == 2
@@ -74,8 +77,8 @@ class Group:
         return int((self.folders["memory"] / name).read_text())
 
     def reached_limit(self) -> bool:
-        """Returns whether the kernel ever killed a process in here at the group's own limit of
-        memory. Version 1 does not say whose limit it was, which then counts as this one."""
+        """Returns whether the kernel ever killed a process in the group at the group's own limit of
+        memory. Version 1 does not say at whose limit, so every kill counts."""
         return ooms(Path(self.meters()[1]).read_bytes())[0] > 0
 
     def remove(self) -> bool:
@@ -91,8 +94,8 @@ class Group:
 
 
 class Groups:
-    """Makes the groups of one service's slots, below `parents` by controller. `problem` says why
-    it makes none."""
+    """Makes the groups of one service's slots, below `parents` by controller. `problem` says why it
+    makes none."""
 
     def __init__(self, parents: dict[str, Path], version: int, problem: str = "") -> None:
         self.parents = parents
@@ -101,8 +104,8 @@ class Groups:
 
     @classmethod
     def find(cls, root: Path = ROOT, membership: Path = Path("/proc/self/cgroup")) -> Groups:
-        """Returns the groups that this process may make, after moving it aside where that needs to
-        be, and after removing what killed services left."""
+        """Returns the groups that this process may make, after moving the process into its own
+        group where version 2 needs that, and after removing the groups of killed services."""
         try:
             version, parents = _parents(root, membership.read_text())
             _sweep(set(parents.values()))
@@ -113,7 +116,7 @@ class Groups:
 
     @property
     def bounded(self) -> str:
-        """Says how memory and CPU time are bounded."""
+        """Returns how memory and CPU time are limited, in words."""
         return (
             f"each process by itself ({self.problem})"
             if self.problem
@@ -137,7 +140,7 @@ class Groups:
 
 
 def _sweep(parents: set[Path]) -> None:
-    """Removes what killed services left: groups without processes."""
+    """Removes the groups of services that were killed."""
     for folder in (folder for parent in parents for folder in parent.glob("hone-slot-*")):
         if not Path("/proc", folder.name.split("-")[2]).exists():
             with contextlib.suppress(OSError):
@@ -145,8 +148,8 @@ def _sweep(parents: set[Path]) -> None:
 
 
 def _parents(root: Path, membership: str) -> tuple[int, dict[str, Path]]:
-    """Returns the version of the cgroups here and, by controller, the group below which slots can
-    have theirs. Raises OSError where they cannot."""
+    """Returns the version of cgroups on this host and, by controller, the folder below which slots
+    can have groups. Raises OSError if they cannot."""
     lines = (line.split(":", 2) for line in membership.splitlines())
     own = {kinds: path for _, kinds, path in lines}
     if (root / "cgroup.controllers").exists():
@@ -158,7 +161,7 @@ def _parents(root: Path, membership: str) -> tuple[int, dict[str, Path]]:
     parents = {kind: root / kind / by_controller[kind].lstrip("/") for kind in _CONTROLLERS_1}
     for folder in parents.values():
         _try(folder)
-    # Often one folder with cpuacct.
+    # It is often the same folder as cpuacct.
     shares = (root / _SHARES / by_controller.get(_SHARES, "").lstrip("/")).resolve()
     if shares != parents["cpuacct"].resolve():
         with contextlib.suppress(OSError):
@@ -168,7 +171,7 @@ def _parents(root: Path, membership: str) -> tuple[int, dict[str, Path]]:
 
 
 def _delegated(own: Path) -> Path:
-    """Returns the group below which slots can have theirs, after moving this process out of it: a
+    """Returns the group below which slots can have groups, after moving this process out of it: a
     group of version 2 has either processes or groups with controllers."""
     if own.name == "hone-service":
         own = own.parent  # an earlier service of this process moved here
@@ -188,7 +191,7 @@ def _delegated(own: Path) -> Path:
     if not is_root:
         (own / "hone-service").mkdir(exist_ok=True)
         (own / "hone-service" / "cgroup.procs").write_text(str(os.getpid()))
-    with contextlib.suppress(OSError):  # not there, or refused: a process here may be real-time
+    with contextlib.suppress(OSError):  # missing, or refused
         (own / "cgroup.subtree_control").write_text(f"+{_SHARES}")
         (own / "hone-service" / "cpu.weight").write_text(SERVICE_WEIGHT)
     (own / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in sorted(_NEEDED_2)))
@@ -196,7 +199,7 @@ def _delegated(own: Path) -> Path:
 
 
 def _try(folder: Path) -> None:
-    """Raises OSError unless groups can be made in there."""
+    """Raises OSError unless groups can be made in the folder."""
     trial = folder / f"hone-trial-{os.getpid()}"
     trial.mkdir()
     trial.rmdir()

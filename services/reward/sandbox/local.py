@@ -1,9 +1,9 @@
-"""The sandbox on this host: a row of warm slots, one program each at a time, given by turns.
+"""The sandbox on this host: warm slots, each for one program at a time, given in turns.
 
-A slot that dies is started again and its program run once more; a second death is the verdict
-"sandbox_error": no program can reach its slot. Backend "unsafe" is the same without namespaces and
-seccomp: resource limits only, for hosts that have nothing better, and only by name. There a program
-can kill its slot, so a second death is its own.
+If a slot dies, it is started again and its program is run once more. A second death is the verdict
+"sandbox_error", because no program can reach its slot. The sandbox "unsafe" is the same without
+namespaces and seccomp, with resource limits only; it is chosen only by its name. There a program
+can kill its slot, so a second death is the program's fault.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from services.reward.sandbox import probes, verdicts
+from services.reward.sandbox import base as probes
+from services.reward.sandbox import verdicts
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker, waiting
 from services.reward.sandbox.cgroups import Groups
 from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES, WORKER_PROCESSES
-from services.reward.sandbox.packages import NO_PACKAGES, Packages
 from services.reward.sandbox.slots import CannotImport, CannotIsolate, Slot
 from services.reward.sandbox.turns import Turns, asking
+from services.reward.sandbox.visible import NO_PACKAGES, Packages
 from shared.errors import Failed
 from shared.host.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
 
 GRACE_S = 10.0
-"""What a slot may take beyond a program's own time limit before it counts as dead."""
+"""Seconds that a slot may take beyond a program's time limit before it counts as dead."""
 
 MAX_DEFAULT_SLOTS = 8
 LONG_RESULT_CHARS = 16_384
 
 SHORT_S = {"cpu_s": 0.25, "idle_s": 0.5, "timeout_s": 3.0}
-"""What a program may use at first. One that takes longer is run again from its beginning, with its
-own limits, and after all that have used less: programs that never end make another one wait for
-this time of each, and not for their limits."""
+"""The limits of a program's first run. A program that takes longer is run again from its beginning,
+with its own limits, after all programs that have used less. So another program waits this long for
+each program that never ends, and not for its full limits."""
 
 is_long: ContextVar[bool] = ContextVar("is_long", default=False)
-"""Whether a program of the completion took longer than `SHORT_S`: its next ones get their own
-limits at once."""
+"""Whether a program of the completion took longer than `SHORT_S`. The next programs of the
+completion then get their own limits at once."""
 
 
 class LocalSandbox(Sandbox):
@@ -54,7 +55,7 @@ class LocalSandbox(Sandbox):
         self._slots: list[Slot] = []
         self._groups: Groups | None = None
         self._num_workers = 0
-        # In turn, so that a slot has time to fork its next child.
+        # A queue, so that a slot has time to fork its next child.
         self._idle: deque[Slot] = deque()
         self._turns = Turns(self._num_slots)
         # Programs that are busy for long leave a slot, where there are several, to others.
@@ -195,7 +196,7 @@ class LocalSandbox(Sandbox):
 
 
 def _short(request: ExecuteRequest) -> ExecuteRequest:
-    """Returns the program with what it may use at first."""
+    """Returns the program with the limits of its first run."""
     limits = {name: min(getattr(request, name), most) for name, most in SHORT_S.items()}
     return request.model_copy(update=limits)
 
@@ -208,7 +209,8 @@ async def _execution(facts: verdicts.Facts, request: ExecuteRequest) -> Executio
 
 
 def _sweep_unsafe_folders() -> None:
-    """Removes what killed slots left: of services that are gone, and of this one's."""
+    """Removes the folders that killed slots left: those of this service, and of services that have
+    ended."""
     for folder in Path("/tmp").glob(f"{UNSAFE_FOLDER}*"):
         service = folder.name.removeprefix(UNSAFE_FOLDER).partition("-")[0]
         if service == str(os.getpid()) or not Path("/proc", service).exists():

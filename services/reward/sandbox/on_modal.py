@@ -1,10 +1,9 @@
 """Modal Sandboxes instead of slots: a container (gVisor) for each program, its network blocked,
 gone when the program has ended.
 
-Made for reward services that run on Modal, where a program is worth the second that a container
-takes to start. Written against the client's signatures (modal 1.6) and tested against a stand-in of
-it that runs the same command in a local process: it was never run on Modal itself. Jobs' own reward
-functions need the local backend.
+For reward services that run on Modal; a container takes a second to start. It is tested against a
+stand-in of Modal's client with the client's signatures, which runs the same command in a local
+process. It was never run on Modal itself. Jobs' own reward functions need the local sandbox.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.reward.sandbox import verdicts
-from services.reward.sandbox.base import Sandbox, Worker, waiting
-from services.reward.sandbox.decoding import NotPlain, decode
-from services.reward.sandbox.probes import Probe, failures
-from services.reward.sandbox.verdicts import Facts
+from services.reward.sandbox.base import Probe, Sandbox, Worker, failures, waiting
+from services.reward.sandbox.verdicts import Facts, NotPlain, decode
 from shared.errors import Failed, how_to_install
 from shared.host.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
@@ -31,7 +28,7 @@ APP = "hone-sandbox"
 PYTHON = "3.11"
 MAX_AT_ONCE = 32
 START_GRACE_S = 120.0
-"""What a container may take to start, an image that is pulled for the first time included."""
+"""Seconds that a container may take to start, including pulling its image for the first time."""
 
 END_GRACE_S = 10.0
 MAX_ANSWER_BYTES, MAX_ANSWER_ITEMS = 4 << 20, 64
@@ -58,18 +55,18 @@ PROBES = (
 
 
 class _NoAnswer(Exception):
-    """A container ended, or was silent, before a program began in it: which is not the program's
+    """A container ended, or was silent, before its program began. That is not the program's
     fault."""
 
 
 class _Lost(Exception):
-    """A container ended without an answer after a program began in it, which a program can do to
-    its own."""
+    """A container ended without an answer after its program began. The program may have caused
+    that."""
 
 
 class ModalSandbox(Sandbox):
-    """`packages` are installed with pip into the image, which is Debian's Python unless `image`
-    names another one."""
+    """`packages` are installed with pip into the image: `image`, or else Modal's Debian with
+    Python."""
 
     def __init__(
         self,
@@ -188,7 +185,7 @@ class ModalSandbox(Sandbox):
                 await container.terminate.aio()  # it may have ended by itself
 
     async def _converse(self, container: Any, request: ExecuteRequest) -> list[str]:
-        """Returns the lines of the answer: fewer than two if the container went silent after the
+        """Returns the lines of the answer, fewer than two if the container went silent after its
         program began."""
         task = {"program": request.model_dump(exclude={"stdin"}), "stdin": request.stdin}
         data = json.dumps(task).encode()
@@ -220,8 +217,8 @@ class ModalSandbox(Sandbox):
 
 
 def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Execution:
-    """Returns the verdict on an answer. From "began" on the program may have written, or withheld,
-    all of it: then it failed."""
+    """Returns the verdict on an answer. After "began" the program may have written or withheld any
+    part of it; then it has failed."""
     if len(lines) < 2:
         return Execution(
             verdict="time_limit", stderr="TimeLimit: nothing came back\n", wall_s=wall_s
@@ -238,8 +235,8 @@ def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Ex
 
 
 def _checked(told: dict[str, Any], wall_s: float) -> Facts:
-    """Returns the facts of `inside/alone.py`. Raises ValueError, KeyError or TypeError for what it
-    does not write."""
+    """Returns the facts that `inside/alone.py` wrote. Raises ValueError, KeyError or TypeError for
+    facts that it does not write."""
     if told["limit"] not in (None, "wall"):
         raise ValueError(told["limit"])
     return Facts(

@@ -1,8 +1,8 @@
 """One slot process, from the outside: start it, ask it, kill it.
 
-It is started with an empty environment (a fixed hash seed apart), so the service's secrets are
-nowhere in its memory, and never by a fork of this process alone. It dies with the service: the
-kernel's parent-death signal, and end of file on its socket.
+It is started by fork and exec with an environment that has no secrets, so that no secret of the
+service is in its memory. It ends with the service, by the kernel's parent-death signal and by end
+of file on its socket.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import Any, TypeVar
 from services.reward.sandbox import visible
 from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.cgroups import Group
-from services.reward.sandbox.decoding import NotPlain, decode
 from services.reward.sandbox.inside import child, frames, zygote
-from services.reward.sandbox.packages import INSIDE, NO_PACKAGES, Packages
-from services.reward.sandbox.verdicts import Facts
+from services.reward.sandbox.verdicts import Facts, NotPlain, decode
+from services.reward.sandbox.visible import INSIDE, NO_PACKAGES, Packages
 from shared.wire import ExecuteRequest
 
 T = TypeVar("T")
@@ -33,12 +32,14 @@ START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 2.0
 MAX_MESSAGE_BYTES, MAX_MESSAGE_ITEMS = 64 << 20, 1 << 20
 LONG_MESSAGE_BYTES = 256 << 10
-"""From here on it is decoded in a thread, so that the service answers others meanwhile."""
+"""Larger messages are decoded in a thread, so that the service answers others meanwhile."""
 
 BESIDE_MIB = 128
-"""What a slot may use beside a program's own memory: its /tmp, its output, the kernel's tables."""
+"""Memory that a slot may use beside the program's own: its /tmp, its output, the kernel's
+tables."""
 _KILLED = (-signal.SIGKILL, -signal.SIGKILL & 0xFF)
-"""Exit codes after SIGKILL: of the process outside, and, passed on by it, of what runs inside."""
+"""Exit codes after SIGKILL: of the process outside, and of the process inside, which the one
+outside passes on."""
 
 OUTSIDE_UID = 60_000
 """Root's slots are users 60000, 60001, ... outside, who own nothing and are not root to the
@@ -61,7 +62,7 @@ class Slot(Worker):
     module's `serve` instead, which keeps a job's own code loaded."""
 
     module = "services.reward.sandbox.inside.zygote"
-    """Whose `main` the process runs."""
+    """The module whose `main` the process runs."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Slot(Worker):
         self._tell(zygote.STOP)
 
     def _tell(self, what: bytes) -> None:
-        # The pipe is full only where pid 1 hangs, and broken where it died: both show elsewhere.
+        # The pipe is full only if pid 1 hangs, and broken if it died. Both show elsewhere.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             if self._switch is not None:
                 os.write(self._switch, what)
@@ -143,8 +144,8 @@ class Slot(Worker):
         return await self._exchange(message, self._facts, deadline_s)
 
     def _limit_memory(self, memory_mib: int) -> None:
-        """Bounds all that runs in the slot together, where it has a group; each process has its own
-        limit anyway."""
+        """Limits the memory of all that runs in the slot together, if it has a group. Each process
+        has its own limit besides."""
         if self._group and memory_mib != self._memory_mib:
             self._group.limit_memory(self._idle_bytes + ((memory_mib + BESIDE_MIB) << 20))
             self._memory_mib = memory_mib
@@ -202,8 +203,8 @@ class Slot(Worker):
                     await asyncio.sleep(0.01)
 
     def _disconnect(self) -> None:
-        """Closes the socket, at which pid 1 of the slot ends and the kernel kills everything in
-        there."""
+        """Closes the socket. Then pid 1 of the slot ends, and the kernel kills everything in the
+        slot."""
         if self._writer is not None:
             self._writer.transport.abort()
         if self._switch is not None:
@@ -312,8 +313,8 @@ def _plain(message: bytes) -> Any:
 
 
 def _outside_uid(number: int) -> int | None:
-    """Returns the user to be outside: root's slots are nobody's uid; None (the same user) where
-    there is no choice."""
+    """Returns the slot's user outside: if the service is root, a uid that nobody has; None (the
+    same user) if there is no choice."""
     if os.geteuid() != 0:
         return None
     uid = OUTSIDE_UID + number

@@ -1,5 +1,5 @@
-"""Which waiting completion is served next: by the time used so far, so that a slow completion makes
-no other job, group or completion wait for more than its own share."""
+"""Decides which waiting completion is served next, by the time used so far, so that a slow
+completion does not make other jobs, groups or completions wait for more than its share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ asking: ContextVar[Path] = ContextVar("asking", default=())
 
 
 class _Node:
-    """A job, a group or a completion. Jobs and groups are here while they wait for a turn or have
-    one; a completion, which comes again for each of its tests, as long as its group is."""
+    """A job, a group or a completion. Jobs and groups are kept while they wait for a turn or have
+    one. A completion comes again for each of its tests, so it is kept as long as its group."""
 
     def __init__(self, used_s: float = 0.0) -> None:
         self._ended_s = used_s
@@ -59,8 +59,8 @@ class _Node:
 
 
 class Turns:
-    """At most `count` turns at once. The next turn goes to the job that has used the least time,
-    in it to the group and in the group to the completion that has."""
+    """At most `count` turns at once. The next turn goes to the job that has used the least time, in
+    it to the group and in the group to the completion that has."""
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -120,7 +120,7 @@ class Turns:
                 node.num_waiting -= 1
             granted = nodes[-1].waiting.popleft()
             self._free -= 1
-            if not granted.cancelled():  # else its task will be told, and ends this turn
+            if not granted.cancelled():  # else its task is cancelled, and ends this turn
                 granted.set_result(None)
 
 

@@ -1,31 +1,73 @@
-"""Facts about an ended program -> `Execution`. Pure. Everything the program could have written is
-checked here again."""
+"""Decodes the text that a program wrote into plain data, and makes an `Execution` of the facts
+about its end. Pure. Everything that the program could have written is checked here."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 import signal
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from services.reward.sandbox.decoding import NotPlain, decode
 from services.reward.sandbox.inside.program import KEEP_BYTES
 from shared.wire import ExecuteRequest, Execution
+
+MAX_DEPTH = 64
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A string of JSON, also one that does not end, so that no text is read twice."""
+
+
+class NotPlain(Exception):
+    """A text is not plain data. The message says why."""
+
+
+def decode(text: bytes, *, max_items: int) -> Any:
+    """Returns the value of a JSON text. Raises NotPlain for any other text, for more than
+    `max_items` values (before it makes any), for values nested deeper than `MAX_DEPTH`, and for
+    numbers that are not finite."""
+    if _items(text) > max_items and _items(_STRING.sub(b"", text)) > max_items:
+        raise NotPlain(f"more than {max_items} values")
+    try:
+        value = json.loads(text)
+        _check(value, 0)
+    except (ValueError, RecursionError) as error:
+        raise NotPlain(f"{type(error).__name__}: {error}") from None
+    return value
+
+
+def _items(text: bytes) -> int:
+    """Returns a lower bound of the number of values in a JSON text without strings. Marks in
+    strings count too."""
+    return sum(text.count(mark) for mark in (b",", b"[", b"{"))
+
+
+def _check(value: Any, depth: int) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{value} is no finite number")
+    elif isinstance(value, list | dict):
+        for part in value if isinstance(value, list) else value.values():
+            _check(part, depth + 1)
+
 
 Ending = Literal["ok", "runtime_error", "time_limit", "memory_limit", "output_limit"]
 
 MAX_ITEMS = 100_000
-"""Most items of a result: more than 256 KiB of JSON hold as Python writes it."""
+"""Most items of a result: 256 KiB of JSON as Python writes it hold fewer."""
 
 
 @dataclass(frozen=True)
 class Facts:
     """How a program ended, as its slot saw it.
 
-    `exit` is the code, or the negative number of a signal; `limit` is the one at which its slot
-    ended it. `memory` says, of a program that was killed, whose memory had run out; "unknown" where
-    no cgroup tells. `overflow`: it wrote more than is kept. `result` is what it left as its result,
-    which may be anything.
+    `exit` is the code, or the negative number of a signal. `limit` is the limit at which the slot
+    ended it. `memory` says whose memory ran out if the program was killed; "unknown" without a
+    cgroup. `overflow`: it wrote more than is kept. `result` is the text that it left as its result,
+    which may be any text.
     """
 
     exit: int
@@ -56,10 +98,10 @@ def execution(facts: Facts, request: ExecuteRequest) -> Execution:
 
 
 def fault_of_ours(facts: Facts, request: ExecuteRequest, *, is_last: bool) -> str:
-    """Returns what the sandbox or its host did to a program, so that nothing can be said about it;
-    "" if they did nothing. Only what is known to be theirs: a policy would learn to cause all else,
-    because a missing reward serves it better than 0. So a program that used much memory when its
-    host ran out, and again when it was run once more, has done that itself."""
+    """Returns what the sandbox or its host did to a program, so that the program has no verdict; ""
+    if they did nothing. Only failures that are known to be theirs count: a policy would learn to
+    cause any other, because a missing reward is better for it than 0. So a program that used much
+    memory when its host ran out of it, twice in a row, has caused that itself."""
     if not facts.began:
         return f"a program could not be started: {facts.stderr.strip()[-200:] or facts.exit}"
     if facts.exit == -signal.SIGKILL and facts.memory == "host":
@@ -70,15 +112,15 @@ def fault_of_ours(facts: Facts, request: ExecuteRequest, *, is_last: bool) -> st
 
 
 def unexplained(facts: Facts, request: ExecuteRequest) -> bool:
-    """Returns whether a program was killed, and by none of its limits. It may have done that itself
-    (with a limit of CPU time of its own, or by exec in a process too small), or somebody on the
-    host did: running it again tells, for only its own doing happens twice."""
+    """Returns whether a program was killed, but at none of its limits. It may have caused that
+    itself (by a CPU limit of its own, or by exec in a process too small), or another process on the
+    host killed it. A second run tells which, because only the program's own doing happens twice."""
     return facts.exit == -signal.SIGKILL and not facts.limit and not _short(facts, request)
 
 
 def _short(facts: Facts, request: ExecuteRequest) -> bool:
-    """Returns whether a killed program was short of memory. Where no cgroup tells, or its host ran
-    out, one that used much of it was killed for that."""
+    """Returns whether a killed program was short of memory. Without a cgroup, or if the host ran
+    out of memory, a program that used much of its memory counts as short of it."""
     if facts.memory in ("unknown", "host"):
         return facts.peak_bytes >= request.memory_mib << 18
     return facts.memory == "own limit"
@@ -118,8 +160,8 @@ def _verdict(facts: Facts, request: ExecuteRequest) -> tuple[Ending, Any, str]:
 
 
 def _is_beside(facts: Facts, request: ExecuteRequest) -> bool:
-    """Returns whether what a program wrote beyond what is kept is not what it is judged by: it has
-    a value, or all of its stdout is kept."""
+    """Returns whether a program that wrote too much can be judged all the same: it has a value, or
+    all of its stdout was kept."""
     is_whole = request.expression is not None or len(facts.stdout.encode()) < KEEP_BYTES
     return is_whole and facts.exit == 0 and _outcome(facts.result, 0, request)[0] == "ok"
 

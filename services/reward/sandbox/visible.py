@@ -1,5 +1,5 @@
-"""Which paths of the host a slot may read: what Python needs, and for a job's own functions the
-installed packages.
+"""Which paths of the host a slot may read: those that Python needs, the packages of
+HONE_SANDBOX_PACKAGES, and for a job's own functions all installed packages.
 
 Nothing else of the host exists inside: no home, no /etc but the linker's cache, no /proc, no /sys,
 no sockets. A path appears under its own name, also where the folders above it (`/root`, 0700) would
@@ -10,9 +10,16 @@ environment may lie below /tmp, where the slot has a folder of its own.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
+
+from shared.errors import BadRequest
+from shared.explain import closest
 
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _SINGLE = (
@@ -54,8 +61,8 @@ def links() -> dict[str, str]:
 
 
 def binds(*, packages: bool) -> dict[str, str]:
-    """Returns the paths to show and where each appears; none that has its own name is inside
-    another one."""
+    """Returns the paths to show and where each appears. A path inside another shown path is left
+    out."""
     wanted = [
         path for path in (*_SYSTEM, *_SINGLE) if Path(path).exists() and not Path(path).is_symlink()
     ]
@@ -65,3 +72,86 @@ def binds(*, packages: bool) -> dict[str, str]:
         if not any(Path(path).is_relative_to(other) for other in shown):
             shown.append(path)
     return {path: path for path in shown} | (shown_packages() if packages else {})
+
+
+INSIDE = "/graded"
+"""Where the packages of HONE_SANDBOX_PACKAGES appear in a slot."""
+
+
+@dataclass(frozen=True)
+class Packages:
+    """Packages that graded code may import. `binds`: paths of the host and where each appears
+    inside. `modules`: the modules that every slot imports before its first program."""
+
+    binds: dict[str, str]
+    modules: tuple[str, ...]
+
+
+NO_PACKAGES = Packages({}, ())
+
+
+def find(names: Sequence[str]) -> Packages:
+    """Returns the installed distributions of these names with all that they require. Raises
+    BadRequest for one that is not installed."""
+    wanted = {name: _installed(name) for name in names}
+    binds = {
+        str(path): f"{INSIDE}/{path.name}"
+        for distribution in _closure(list(names))
+        for path in _entries(distribution)
+    }
+    modules = [
+        module for name, distribution in wanted.items() for module in _modules(name, distribution)
+    ]
+    return Packages(binds, tuple(modules))
+
+
+def _installed(name: str) -> Distribution:
+    try:
+        return distribution(name)
+    except PackageNotFoundError as error:
+        known = sorted({str(found.metadata["Name"]) for found in distributions()})
+        meant = closest(name, known)
+        remedy = f"did you mean {meant!r}?" if meant else f"pip install {name} there"
+        raise BadRequest(
+            f"HONE_SANDBOX_PACKAGES names {name!r}, which is not installed beside the reward "
+            f"service; {remedy}"
+        ) from error
+
+
+def _closure(names: list[str]) -> Iterator[Distribution]:
+    """Yields the distributions of these names and of all they require. A requirement that is not
+    installed is for another platform, or optional."""
+    seen: set[str] = set()
+    while names:
+        name = re.sub(r"[-_.]+", "-", names.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue
+        yield found
+        for requirement in found.requires or []:
+            if "extra ==" not in requirement and (required := re.match(r"[\w.-]+", requirement)):
+                names.append(required[0])
+
+
+def _entries(found: Distribution) -> list[Path]:
+    """Returns the paths that the distribution put into the folder of installed packages: folders,
+    modules, libraries."""
+    tops = {
+        file.parts[0]
+        for file in found.files or []
+        if file.parts[0] not in ("..", "__pycache__", "/")
+    }
+    return sorted(Path(str(found.locate_file(top))).resolve() for top in tops)
+
+
+def _modules(name: str, found: Distribution) -> list[str]:
+    """Returns the modules to import: the module with the distribution's name, else all public
+    modules."""
+    stems = {path.name.partition(".")[0] for path in _entries(found) if path.suffix != ".dist-info"}
+    public = sorted(stem for stem in stems if stem.isidentifier() and not stem.startswith("_"))
+    own = re.sub(r"[-.]+", "_", name).lower()
+    return [own] if own in public else public

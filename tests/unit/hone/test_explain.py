@@ -105,7 +105,7 @@ def test_a_grader_is_explained_with_its_params_and_without_a_stack() -> None:
         0,
         "graders.llm_judge grader",
     )
-    assert "graders.llm_judge.rubric text; required What the judge is asked, a template: " in shown
+    assert "graders.llm_judge.rubric text; required The question to the judge, a template" in shown
     assert "graders.llm_judge.high number; default 10.0 The highest number that the " in shown
     kinds = {key: find(key).type for key in ("rubric", "graders.function", "score_model.range")}
     assert kinds == {

@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 
-from services.reward.sandbox import backends, on_modal, packages
+from services.reward.app import sandbox_of
+from services.reward.sandbox import on_modal
+from services.reward.sandbox import visible as packages
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.on_modal import ModalSandbox
 from shared.errors import BadRequest, Failed
@@ -30,9 +32,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_the_setting_names_the_backend() -> None:
-    assert type(backends.build(Settings(sandbox="modal"))) is ModalSandbox
+    assert type(sandbox_of(Settings(sandbox="modal"))) is ModalSandbox
     for name in ("auto", "local", "unsafe"):
-        assert type(backends.build(Settings(sandbox=name))) is LocalSandbox
+        assert type(sandbox_of(Settings(sandbox=name))) is LocalSandbox
 
 
 def test_packages_are_one_text_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +46,7 @@ def test_a_package_that_is_not_installed_is_named_with_the_nearest_one() -> None
     with pytest.raises(
         BadRequest, match=r"names 'nunpy', which is not installed .*did you mean 'numpy'\?"
     ):
-        backends.build(Settings(sandbox_packages=("nunpy",)))
+        sandbox_of(Settings(sandbox_packages=("nunpy",)))
 
 
 def test_a_package_brings_what_it_requires_and_nothing_else() -> None:
@@ -56,7 +58,7 @@ def test_a_package_brings_what_it_requires_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("kind", ["local", "unsafe"])
 async def test_graded_code_imports_the_packages_of_the_setting(kind: Any) -> None:
-    sandbox = backends.build(
+    sandbox = sandbox_of(
         Settings(sandbox=kind, sandbox_slots=1, sandbox_packages=("numpy", "mpmath"))
     )
     await sandbox.start()
@@ -188,7 +190,7 @@ def modal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNamesp
 
 
 async def started(**settings: Any) -> ModalSandbox:
-    sandbox = backends.build(Settings(sandbox="modal", **settings))
+    sandbox = sandbox_of(Settings(sandbox="modal", **settings))
     assert isinstance(sandbox, ModalSandbox)
     await sandbox.start()
     return sandbox

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from services.reward.grading import calling
-from services.reward.grading.cache import VerdictCache, key_of
+from services.reward.grading.calling import VerdictCache, key_of
 from services.reward.grading.failures import GradingFailed
 from services.reward.grading.registry import Grader, Params, grader
 from services.reward.grading.scoring import Scorer

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.cache import VerdictCache
-from services.reward.grading.calling import Caller
-from services.reward.grading.chosen import Chosen
+from services.reward.grading.calling import Caller, Chosen, VerdictCache
 from services.reward.grading.failures import ErrorName
 from services.reward.grading.registry import Grader, GradingFailed
 from shared.job import RewardSpec

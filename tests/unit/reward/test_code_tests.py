@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.graders.code_tests import CodeTestsParams, completed, inside
+from services.reward.graders.code_tests import CodeTestsParams, candidate, completed
 from services.reward.grading import registry
 from services.reward.sandbox.local import SHORT_S, LocalSandbox
 from shared.errors import BadRequest
@@ -368,7 +368,7 @@ async def test_a_sandbox_compiles_none_of_our_own_code(sandbox: LocalSandbox) ->
         "last": [],
         "names": [],
     }
-    request = inside.candidate_job(arguments)
+    request = candidate.job("inside_candidate", arguments)
     files = request.inputs["_files"]
     compiled = {"_files": [[name, code, "not Python"] for name, code, _ in files]}
     of_another = {"_files": [[name, "00", text] for name, _, text in files], "_hexversion": 0}

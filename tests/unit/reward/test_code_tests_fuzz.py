@@ -14,8 +14,7 @@ import pytest_asyncio
 
 from services.reward.graders.code_tests.tests import read
 from services.reward.grading import registry
-from services.reward.grading.cache import VerdictCache
-from services.reward.grading.calling import Caller
+from services.reward.grading.calling import Caller, VerdictCache
 from services.reward.grading.programs import program_of, programs_in
 from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from services.reward.graders.code_tests.asserts import from_asserts, from_check
-from services.reward.graders.code_tests.forms import calls
-from services.reward.graders.code_tests.stdio import agree
+from services.reward.graders.code_tests.candidate import agree
+from services.reward.graders.code_tests.tests import calls
 from services.reward.grading.codec import (
     SPECIAL,
     NotPlain,
@@ -27,7 +27,7 @@ from services.reward.grading.codec import (
     decode,
     encode,
 )
-from services.reward.grading.compare import same
+from services.reward.grading.expressions import same
 from services.reward.grading.limited.assertions import CannotHold, evaluate, judged
 from services.reward.grading.programs import MAX_SEARCHED_CHARS, program_of
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.reward.graders.multi.formula import FormulaError, parse
+from services.reward.graders.multi import FormulaError, parse
 from services.reward.grading import registry
 from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.errors import BadRequest

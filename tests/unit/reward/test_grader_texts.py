@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry, templates
-from services.reward.grading.limited.similarity import similarity
+from services.reward.grading.limited.texts import similarity
 from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.errors import BadRequest
 from shared.job import RewardSpec

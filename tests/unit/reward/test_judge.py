@@ -17,10 +17,11 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from services.reward.grading import registry, runs
-from services.reward.grading.judge import replies
+from services.reward.grading import judge_client as replies
+from services.reward.grading import registry
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
+from services.reward.grading.scoring import run_answer
 from services.reward.job_code.workers import FunctionWorkers
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -450,7 +451,7 @@ async def test_multi_weighs_its_graders_by_a_formula(server: Server, tmp_path: P
     assert parts[0].sub == {"right": 1.0, "kind": 0.75}
     assert parts[0].tokens == {"m": TOKENS}
     run = GraderRunRequest(grader={"type": "multi", **params}, model_sample="four")
-    answered = runs.answer(run, Score(value=parts[0].value, parts={"grader": parts[0]}))
+    answered = run_answer(run, Score(value=parts[0].value, parts={"grader": parts[0]}))
     assert answered.sub_rewards == answered.metadata.scores == {"right": 1.0, "kind": 0.75}
     assert answered.model_grader_token_usage_per_model == {"m": {"total_tokens": TOKENS}}
     assert (answered.metadata.token_usage, answered.metadata.sampled_model_name) == (TOKENS, "m")

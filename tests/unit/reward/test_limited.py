@@ -38,7 +38,7 @@ async def pool() -> AsyncGenerator[LimitedPool]:
 
 def search(pattern: str, text: str, cpu_s: float = 1.0, limit_s: float = 10.0) -> Call:
     arguments = (pattern, [], "search", "last", 0, text, cpu_s)
-    return Call("patterns", "find", arguments, limit_s)
+    return Call("limited.texts", "find", arguments, limit_s)
 
 
 def children() -> list[int]:
@@ -88,7 +88,7 @@ async def test_a_call_that_is_killed_is_made_again_with_a_quarter_of_its_memory(
     pool: LimitedPool,
 ) -> None:
     """As by a host that has run out of memory. A million of a pattern's letters take 270 MiB."""
-    large = Call("patterns", "groups", ("a{1000000}", []), 10.0, 600)
+    large = Call("limited.texts", "groups", ("a{1000000}", []), 10.0, 600)
     assert (await pool.run(large))["count"] == 0
     for call in (search("b", "b"), large):
         await pool.run(search("b", "b"))
@@ -117,13 +117,13 @@ async def test_a_pattern_that_takes_all_memory_takes_its_process_with_it(
     await pool.run(search("b", "b"))
     (first,) = children()
     with pytest.raises(NoValue, match="more than 256 MiB"):
-        await pool.run(Call("patterns", "groups", ("a{1000000000}", []), 10.0, 256))
+        await pool.run(Call("limited.texts", "groups", ("a{1000000000}", []), 10.0, 256))
     assert not is_alive(first)
 
 
 async def test_what_a_text_makes_a_library_raise_earns_nothing(pool: LimitedPool) -> None:
     with pytest.raises(NoValue, match="IndexError: no such group") as raised:
-        await pool.run(Call("patterns", "find", ("a", [], "full", "last", 7, "a", 1.0), 5.0))
+        await pool.run(Call("limited.texts", "find", ("a", [], "full", "last", 7, "a", 1.0), 5.0))
     part = raised.value.part()
     assert (part.value, part.verdict) == (0.0, "wrong")
 
@@ -170,9 +170,9 @@ from services.reward.grading.limited.pool import Call, LimitedPool
 
 async def main():
     pool = LimitedPool(1)
-    await pool.run(Call("patterns", "find", ("b", [], "search", "last", 0, "b", 1.0), 5.0))
+    await pool.run(Call("limited.texts", "find", ("b", [], "search", "last", 0, "b", 1.0), 5.0))
     print(pool._idle[0].process.pid, flush=True)
-    await pool.run(Call("patterns", "find", ("^(?:a|a|aa)+$", [], "search", "last", 0,
+    await pool.run(Call("limited.texts", "find", ("^(?:a|a|aa)+$", [], "search", "last", 0,
                                               "a" * 60 + "b", 1000.0), 600.0))
 
 asyncio.run(main())

@@ -9,8 +9,7 @@ import pytest
 import pytest_asyncio
 
 from services.reward.grading import registry
-from services.reward.grading.cache import VerdictCache
-from services.reward.grading.calling import Caller
+from services.reward.grading.calling import Caller, VerdictCache
 from services.reward.grading.registry import GraderTools
 from services.reward.sandbox.cgroups import Groups
 from shared.job import RewardSpec

@@ -11,9 +11,8 @@ import pytest
 
 from services.reward.graders.python_value import breach
 from services.reward.grading import registry
-from services.reward.grading.cache import VerdictCache
-from services.reward.grading.calling import Caller
-from services.reward.grading.compare import same
+from services.reward.grading.calling import Caller, VerdictCache
+from services.reward.grading.expressions import same
 from services.reward.grading.programs import program_of
 from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.job import RewardSpec

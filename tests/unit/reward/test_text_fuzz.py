@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.cache import VerdictCache
-from services.reward.grading.calling import Caller
-from services.reward.grading.judge import JudgeGrader
-from services.reward.grading.judge.client import Question
+from services.reward.grading.calling import Caller, VerdictCache
+from services.reward.grading.judge_client import Question
+from services.reward.grading.judging import JudgeGrader
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
 from tests.support.hostile_texts import hostile_texts

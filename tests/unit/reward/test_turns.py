@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.grading.cache import VerdictCache
-from services.reward.grading.calling import Caller
+from services.reward.grading.calling import Caller, VerdictCache
 from services.reward.grading.registry import Grader, GraderTools, Params
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.turns import Path, Turns, asking

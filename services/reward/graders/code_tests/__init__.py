@@ -1,20 +1,18 @@
 """Runs the model's program against a row's tests. The expected answers never enter the sandbox
 where it runs.
 
-    asserts.py    assert-style tests -> calls to make, and what must hold of the results
-    sound.py      which tests mean nothing, whatever the program
-    candidate.py  makes the calls in a sandbox (`inside_candidate.py`); results are plain data
-                  (`grading/codec.py`)
-    judging.py    has the assertions evaluated over those results, in a process with limits
-                  (`grading/limited/assertions.py`)
-    proxy.py      tests that cannot be converted: in a second sandbox (`inside_tests.py`), with
-                  proxies for the candidate's functions
-    stdio.py      inputs and outputs of whole programs
+    tests.py      the column of the tests, in any form -> what to run
+    asserts.py    assert statements -> calls to make, and what must hold of the results
+    sound.py      tests that mean nothing for any program, and names that tests do not define
+    candidate.py  makes the calls in a sandbox (`inside_candidate.py`), has the results judged, and
+                  runs whole programs on inputs
+    proxy.py      tests that cannot be converted: they run in a second sandbox (`inside_tests.py`),
+                  with proxies for the candidate's functions
 
 A missing result is a failed test, whatever the exit code and whatever was printed. Whether a row
-has no reward follows from the row alone: no program can choose it. Not supported: candidates that
-the tests take apart as objects (only plain data crosses), and changes that a function makes to its
-arguments (calls get copies).
+has no reward follows from the row alone: no program can choose it. Not supported: tests that use
+objects of the candidate's classes (only plain data crosses), and tests of changes that a function
+makes to its arguments (calls get copies).
 """
 
 from __future__ import annotations
@@ -29,19 +27,24 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.reward.graders.code_tests import proxy, stdio
+from services.reward.graders.code_tests import proxy
 from services.reward.graders.code_tests.asserts import Case
-from services.reward.graders.code_tests.candidate import NO_VALUE, Candidate, TestLimits
-from services.reward.graders.code_tests.judging import judged
+from services.reward.graders.code_tests.candidate import (
+    NO_VALUE,
+    Candidate,
+    TestLimits,
+    judged,
+    run_pair,
+)
 from services.reward.graders.code_tests.tests import Style, Tests, owner, read
 from services.reward.grading.programs import program_of, programs_in
 from services.reward.grading.registry import (
     Column,
     Grader,
-    GradingFailed,
     Params,
     grader,
     reference_text,
+    wrong_row,
 )
 from shared.errors import BadRequest
 from shared.wire import Part, ScoreItem, Verdict
@@ -49,13 +52,13 @@ from shared.wire import Part, ScoreItem, Verdict
 CALLS_PER_JOB = 32
 
 LONG_CHARS = 10_000
-"""Tests of so many characters take about 0.1 s to read."""
+"""Tests of so many characters take about 0.1 s to read; longer ones are read in a thread."""
 
 _SPOKEN = {
     "nan": re.compile(r"\b(is)?nan\b", re.IGNORECASE),
     "inf": re.compile(r"\b(is)?inf(inity)?\b|\d[eE]\+?\d{3}", re.IGNORECASE),
 }
-"""How tests speak of the special floats, which else no program may return."""
+"""How tests name the special floats. A program may return one only if its tests name it."""
 
 
 class CodeTestsParams(Params):
@@ -68,8 +71,8 @@ class CodeTestsParams(Params):
     """How they are written. "asserts": Python source of assert statements, or a list of it (MBPP's
     `test_list`), also as JSON text. "check": Python source that defines `check(candidate)`
     (HumanEval's `test`), called with the function `entry_point`. "stdio": a list of `{"input",
-    "output"}`, or `{"inputs": [...], "outputs": [...]}`, as data or as JSON text, of calls where
-    it has `fn_name` or is "functional". None: it is recognized from each row."""
+    "output"}`, or `{"inputs": [...], "outputs": [...]}`, as data or as JSON text, of calls where it
+    has `fn_name` or is "functional". None: it is recognized from each row."""
 
     entry_point: Column | None = None
     """The column with the name of the function that is tested, or `Solution().name`."""
@@ -79,8 +82,8 @@ class CodeTestsParams(Params):
     it (MBPP's `test_imports`)."""
 
     prefix: Column | None = None
-    """The column with what the program begins with where the completion does not define the
-    function itself (HumanEval's `prompt`)."""
+    """The column with the beginning of the program (HumanEval's `prompt`), for completions that do
+    not define the function themselves."""
 
     credit: Literal["binary", "partial"] = "binary"
     """"binary": 1 if all tests pass, else 0, and the first failing test is the last; "partial": the
@@ -93,15 +96,15 @@ class CodeTestsParams(Params):
     """Seconds of wall clock for all tests of a program."""
 
     idle_s: float = Field(default=2.5, gt=0, le=300)
-    """Seconds of `timeout_s` that a program may sleep or wait. With 2.5, four sandboxes are done
-    with 384 programs that only sleep in five minutes."""
+    """Seconds of `timeout_s` that a program may sleep or wait. With 2.5, four sandboxes finish 384
+    programs that only sleep in five minutes."""
 
     memory_mib: int = Field(default=512, ge=16, le=8192)
     """MiB of memory for a program."""
 
     tolerance: float = Field(default=0.0, ge=0)
-    """How far numbers in the output of "stdio" may be off, absolutely or relatively; in results of
-    calls that are given as data, absolutely."""
+    """The largest difference of two numbers that count as equal: absolute or relative in the output
+    of "stdio", absolute in the results of calls that are given as data."""
 
 
 @grader("code_tests")
@@ -134,8 +137,8 @@ class CodeTests(Grader[CodeTestsParams]):
         await self._check_reference(row)
 
     async def _check_reference(self, row: Mapping[str, Any]) -> None:
-        """Raises GradingFailed where the row has a program of its own and its tests refuse that.
-        One that runs out of time may do so for the host's reasons."""
+        """Raises GradingFailed if the row has its own solution and that fails the row's tests.
+        Running out of time is no such failure, because a busy host may cause it."""
         reference = self.reference(row)
         if reference is None or not _is_python(reference):
             return
@@ -144,10 +147,9 @@ class CodeTests(Grader[CodeTestsParams]):
             return
         for verdict, detail in await self._verdicts(candidate, tests):
             if verdict in ("wrong", "runtime_error"):
-                raise GradingFailed(
+                raise wrong_row(
                     f"the row's own solution fails its tests: {detail}; expected tests that it "
-                    "passes",
-                    "invalid_variable_error",
+                    "passes"
                 )
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
@@ -172,13 +174,13 @@ class CodeTests(Grader[CodeTestsParams]):
         return self._part(verdicts, tests.count, candidate)
 
     async def _read(self, row: Mapping[str, Any], completion: str) -> tuple[Tests, Candidate]:
-        """As `_given`, and beside the event loop where the tests are long, or the completion."""
+        """Does what `_given` does, in a thread if the tests or the completion are long."""
         if len(str(row.get(self.params.tests))) + len(completion) < LONG_CHARS:
             return self._given(row, completion)
         return await asyncio.to_thread(self._given, row, completion)
 
     def _given(self, row: Mapping[str, Any], completion: str) -> tuple[Tests, Candidate]:
-        """Returns the row's tests, and the program to try by them. Raises GradingFailed."""
+        """Returns the row's tests, and the program to test. Raises GradingFailed."""
         params = self.params
         value = row.get(params.tests)
         entry, setup, prefix = (self._text(row, column) for column in self._columns[1:])
@@ -199,14 +201,12 @@ class CodeTests(Grader[CodeTestsParams]):
         if column == self.params.setup and isinstance(text, list | tuple):
             text = "\n".join(text) if all(isinstance(part, str) for part in text) else text
         if not isinstance(text, str | None):
-            raise GradingFailed(
-                f"column {column!r} is {text!r:.80}; expected text", "invalid_variable_error"
-            )
+            raise wrong_row(f"column {column!r} is {text!r:.80}; expected text")
         return text or ""
 
     async def _verdicts(self, candidate: Candidate, tests: Tests) -> list[tuple[Verdict, str]]:
-        """Returns verdict and reason of each test that was run, in order; with binary credit up to
-        the first failing one."""
+        """Returns the verdict and the reason of each test that was run, in order. With binary
+        credit the first failing test is the last."""
         verdicts = await self._cases(candidate, tests.cases)
         for code in tests.codes:
             if self._is_over(candidate, verdicts):
@@ -215,14 +215,14 @@ class CodeTests(Grader[CodeTestsParams]):
         for pair in tests.pairs:
             if self._is_over(candidate, verdicts):
                 return verdicts
-            verdicts.append(await stdio.run(candidate, pair, self.params.tolerance))
+            verdicts.append(await run_pair(candidate, pair, self.params.tolerance))
         return verdicts
 
     async def _cases(
         self, candidate: Candidate, cases: tuple[Case, ...]
     ) -> list[tuple[Verdict, str]]:
-        """Runs many cases in one process; again one by one where that process ended before its
-        time."""
+        """Runs many cases in one process. If that process ended early, runs them again one by
+        one."""
         verdicts: list[tuple[Verdict, str]] = []
         for start in range(0, len(cases), CALLS_PER_JOB):
             several = cases[start : start + CALLS_PER_JOB]
@@ -277,10 +277,11 @@ def _is_python(text: str) -> bool:
 
 
 def completed(program: str, prefix: str, entry_point: str) -> tuple[str, str]:
-    """Returns what to run before the program, and the program.
+    """Returns the source to run before the program, and the program.
 
-    A program that defines the entry point itself stands alone, after what `prefix` has above that
-    function: imports, helpers. Any other is the rest of the prefix."""
+    If the program defines the entry point, the part of `prefix` above that function (imports,
+    helpers) runs before it. Any other program is the rest of the prefix.
+    """
     whole = textwrap.dedent(program).strip()
     if not prefix:
         return "", whole

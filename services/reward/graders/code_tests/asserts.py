@@ -4,28 +4,33 @@ hold of their results.
     assert add(1, 2) == 3     ->   call "add(1, 2)", and afterwards, outside: _0 == 3
 
 A call of the candidate is sent whole, with its arguments (`f(g(1))`, `Solution().f([1])`,
-`f(1)[0]`); everything around it is evaluated outside by `judging.py`. Tests with anything else in
-them (loops, helper functions, `try`) are not converted; they run as they are in a second sandbox
-(`proxy.py`).
+`f(1)[0]`); everything around it is evaluated outside (`grading/limited/assertions.py`). Tests with
+anything else in them (loops, helper functions, `try`) are not converted: they run unchanged in a
+second sandbox (`proxy.py`).
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from services.reward.graders.code_tests.sound import always_holds
+from services.reward.graders.code_tests.sound import (
+    BUILTINS,
+    always_holds,
+    bound_names,
+    loaded_names,
+)
 from services.reward.grading.limited.assertions import FUNCTIONS, supported
 
-BUILTINS = frozenset(dir(builtins))
+_PROGRAM = "solution"
+"""The module as which tests for pytest import the program."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One assertion: `calls` are sources of expressions, whose values `test`, also a source, has
+    """One assertion. `calls` are expressions, as source. `test`, also source, uses their values
     under the names `_0`, `_1`, ..."""
 
     source: str
@@ -35,7 +40,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests that were all converted. `imports` are the source of those that the calls may use."""
+    """Tests that were all converted. `imports` is the source of the imports that the calls may
+    use."""
 
     imports: str
     cases: tuple[Case, ...]
@@ -139,9 +145,9 @@ class _Extraction(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _is_result(self, node: ast.expr) -> bool:
-        """Returns whether `node` is a call of the candidate or a part of what one returns. Methods
-        are called inside for a class of the candidate only: a result is compared outside, not by a
-        method of its own."""
+        """Returns whether `node` is a call of the candidate or a part of its result. Methods are
+        called in the sandbox for a class of the candidate only: a result is compared outside, never
+        by its own methods."""
         if isinstance(node, ast.Attribute | ast.Subscript):
             return self._is_result(node.value)
         if (
@@ -151,7 +157,7 @@ class _Extraction(ast.NodeTransformer):
         ):
             return self._is_result(node.func.value) and _root(node)[:1].isupper()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Call):
-            return self._is_result(node.func)  # a function that one returns
+            return self._is_result(node.func)  # a call of a function that it returned
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.run":
             return any(self._is_result(argument) for argument in node.args)
         return (
@@ -168,7 +174,7 @@ def _root(node: ast.expr) -> str:
 
 
 def _head(test: ast.expr) -> frozenset[str]:
-    """Returns the function called first and outermost: the candidate's, where all names are
+    """Returns the outermost function that is called first. It is the candidate's if all names are
     Python's (`sum(10, 15) == 6`)."""
     while isinstance(test, ast.UnaryOp | ast.Compare):
         test = test.operand if isinstance(test, ast.UnaryOp) else test.left
@@ -183,7 +189,7 @@ def _imports(part: ast.stmt) -> bool:
 
 
 def _imported(body: list[ast.stmt]) -> frozenset[str]:
-    """Returns the names that calls may use: what the tests import is there, their data is not."""
+    """Returns the names that calls may use: the imports of the tests, not their data."""
     return bound_names(ast.Module([part for part in body if _imports(part)], []))
 
 
@@ -204,24 +210,50 @@ def _walk(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
     return (node for part in body for node in ast.walk(part))
 
 
-def loaded_names(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-
-
-def bound_names(node: ast.AST) -> frozenset[str]:
-    """Returns the names that are given a meaning anywhere in `node`."""
-    names: set[str] = set()
-    for part in ast.walk(node):
-        if isinstance(part, ast.FunctionDef | ast.ClassDef):
-            names.add(part.name)
-        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
-            names.add(part.id)
-        elif isinstance(part, ast.arg):
-            names.add(part.arg)
-        elif isinstance(part, ast.alias):
-            names.add((part.asname or part.name).partition(".")[0])
-    return frozenset(names)
-
-
 def _free(node: ast.AST) -> frozenset[str]:
     return frozenset(loaded_names(node) - bound_names(node))
+
+
+def without_program(text: str) -> str:
+    """Returns the tests without imports of the program, so that the imported names count as
+    undefined."""
+    tree = ast.parse(text)
+    body = [
+        part
+        for part in tree.body
+        if not (isinstance(part, ast.ImportFrom) and part.module == _PROGRAM and not part.level)
+    ]
+    return text if len(body) == len(tree.body) else ast.unparse(ast.Module(body, []))
+
+
+def as_asserts(text: str) -> list[str]:
+    """Returns tests as pytest would run them: one text for each function `test_...` that nothing
+    calls, with the statements beside these functions. Other tests are returned unchanged. Raises
+    SyntaxError."""
+    text = without_program(text)
+    tree = ast.parse(text)
+    tests = [part for part in tree.body if isinstance(part, ast.FunctionDef) and _is_test(part)]
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    if not tests or named & {test.name for test in tests}:
+        return [text]
+    beside = [part for part in tree.body if part not in tests]
+    return [ast.unparse(ast.Module([*beside, *_run(test)], [])) for test in tests]
+
+
+def _is_test(part: ast.FunctionDef) -> bool:
+    arguments = part.args
+    takes = arguments.args or arguments.posonlyargs or arguments.kwonlyargs
+    return part.name.startswith("test") and not takes and not part.decorator_list
+
+
+def _run(test: ast.FunctionDef) -> list[ast.stmt]:
+    """Returns the asserts of a function that has nothing else; else its definition and a call of
+    it."""
+    plain = [part for part in test.body if not _is_text(part)]
+    if plain and all(isinstance(part, ast.Assert) for part in plain):
+        return list(plain)
+    return [test, ast.Expr(ast.Call(ast.Name(test.name, ast.Load()), [], []))]
+
+
+def _is_text(part: ast.stmt) -> bool:
+    return isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant)

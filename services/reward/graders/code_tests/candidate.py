@@ -1,14 +1,24 @@
-"""Makes the calls of a program in a sandbox, from the outside. What comes back is untrusted and
-read here with care."""
+"""Runs a program in a sandbox, makes calls of its functions and has the results judged.
+
+What a sandbox returns is untrusted: it is checked here. What a program returned decides how much
+judging it costs, so a process with limits judges it (`grading/limited/assertions.py`).
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import marshal
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from services.reward.graders.code_tests import inside
+from services.reward.graders.code_tests.asserts import Case
+from services.reward.grading import codec
 from services.reward.grading.codec import SPECIAL
+from services.reward.grading.limited.pool import Call, LimitedPool, NoValue
 from services.reward.grading.programs import KEEP_CHARS, explained, fault
 from services.reward.sandbox.base import Sandbox
 from services.reward.sandbox.inside.child import WALL_PER_CPU
@@ -17,7 +27,8 @@ from shared.wire import ExecuteRequest, Execution, Verdict
 NO_VALUE = ("raised", "absent", "opaque", "large", "late", "memory")
 MAX_MESSAGE_CHARS = 200
 _MOSTLY = 0.9
-"""Of the idle time that ended a run is left in its report: its slot looked a little earlier."""
+"""The share of the idle limit that counts as reached: the report of a run that was ended for idling
+may be slightly below the limit."""
 
 _VERDICTS: dict[str, Verdict] = {
     "raised": "runtime_error",
@@ -31,8 +42,8 @@ _VERDICTS: dict[str, Verdict] = {
 
 @dataclass(frozen=True)
 class TestLimits:
-    """Of one test: seconds of CPU, MiB of memory. Of all tests of a program together: `timeout_s`
-    seconds of wall clock, and `idle_s` of these in which it does nothing."""
+    """`cpu_s` and `memory_mib` limit one test. `timeout_s` of wall clock, and `idle_s` of it
+    without work, limit all tests of a program together."""
 
     cpu_s: float
     timeout_s: float
@@ -42,8 +53,8 @@ class TestLimits:
 
 @dataclass(frozen=True)
 class CallEnd:
-    """What one call came to. `verdict` "ok": `text` is what it returned, by the program's own
-    account, and nothing was made of that yet. `how` is "value" or one of `NO_VALUE`."""
+    """How one call ended. With the verdict "ok", `text` is the encoded result as the program sent
+    it, not yet decoded. `how` is "value" or one of `NO_VALUE`."""
 
     verdict: Verdict
     detail: str = ""
@@ -53,8 +64,8 @@ class CallEnd:
 
 @dataclass
 class Candidate:
-    """One program, with what it printed and how long it ran so far. `names` are those that its
-    tests have from it."""
+    """One program, with its output and its time so far. `names` are the names that its tests take
+    from it."""
 
     sandbox: Sandbox
     setup: str
@@ -68,7 +79,7 @@ class Candidate:
 
     @property
     def out_of_time(self) -> str:
-        """Returns which of the limits for all tests together was reached, "" if none was."""
+        """Returns which limit for all tests together was reached, "" if none was."""
         if self.wall_s >= self.limits.timeout_s:
             return f"all tests together took longer than {self.limits.timeout_s:g} s"
         idled = f"all tests together idled for {self.limits.idle_s:g} s"
@@ -88,14 +99,14 @@ class Candidate:
             "last": list(last),
             "names": sorted(self.names),
         }
-        execution = await self.execute(inside.candidate_job(arguments, **self.job_limits(share)))
+        execution = await self.execute(job("inside_candidate", arguments, **self.job_limits(share)))
         verdict, detail = fault(execution)
         if verdict != "ok":
             return CallEnd(verdict, detail)
         return self._outcomes(execution.value, len(calls))
 
     async def execute(self, request: ExecuteRequest) -> Execution:
-        """Returns how a job of this program ended, and adds up its time and output."""
+        """Runs a job of this program, and adds its time to the time so far."""
         execution = await self.sandbox.execute(request)
         self.wall_s += execution.wall_s
         self.idle_s += max(execution.wall_s - WALL_PER_CPU * execution.cpu_s, 0.0)
@@ -123,10 +134,180 @@ class Candidate:
         return [self._outcome(how, text) for how, text in pairs[:num_calls]]
 
     def _outcome(self, how: str, text: str) -> CallEnd:
-        """Returns what a call came to by the program's own account. It may send any word; one that
-        is not of ours says that the call gave no value."""
+        """Returns how a call ended, as the program says. It may send any word: an unknown one
+        counts as "raised"."""
         if how == "value":
             return CallEnd("ok", how=how, text=text)
         how, text = how if how in NO_VALUE else "raised", text[:MAX_MESSAGE_CHARS]
         detail = f"returned {text}" if how == "opaque" else explained(text)
         return CallEnd(_VERDICTS[how], detail, how=how, text=detail)
+
+
+FIRST_CPU_S, JUDGING_CPU_S = 0.2, 2.0
+"""Seconds of CPU time for judging the cases of one process; most take a millisecond. Cases that
+take longer than the first limit are judged again with the second, after all completions of the
+group that have used less. So completions that are made to be slow delay others by a tenth of their
+time only."""
+
+CHARS_PER_CPU_S = 100_000
+"""Characters of tests that add a second to these limits, because the row decides the length of its
+tests."""
+
+Judged = tuple[Verdict, str]
+
+
+async def judged(
+    limited: LimitedPool,
+    candidate: Candidate,
+    cases: Sequence[Case],
+    *,
+    last: Sequence[str] = (),
+    share: int = 1,
+) -> list[Judged] | None:
+    """Returns the verdicts of cases that are run in one process; None if that process or the
+    judging ended early, and running the cases one by one may tell more."""
+    calls = [["expression", call] for case in cases for call in case.calls]
+    outcomes = await candidate.call(calls, last=last, share=min(share, len(cases)))
+    if isinstance(outcomes, CallEnd):
+        return [(outcomes.verdict, outcomes.detail)] if len(cases) == 1 else None
+    verdicts: list[Judged | None] = []
+    open_cases: list[tuple[Case, list[str]]] = []
+    start = 0
+    for case in cases:
+        own = outcomes[start : start + len(case.calls)]
+        start += len(case.calls)
+        verdicts.append(_without_value(case, own))
+        if verdicts[-1] is None:
+            open_cases.append((case, [outcome.text for outcome in own]))
+    try:
+        told = iter(await _told(limited, open_cases, candidate.special))
+    except NoValue as error:
+        if len(cases) > 1:
+            return None
+        verdict = "wrong" if error.end == "error" else error.end
+        return [(verdict, f"what it returned could not be judged: {error.detail}")]
+    return [next(told) if verdict is None else verdict for verdict in verdicts]
+
+
+def _without_value(case: Case, outcomes: list[CallEnd]) -> Judged | None:
+    """Returns the verdict on a case if one of its calls gave no value, else None."""
+    for outcome in outcomes:
+        if outcome.verdict != "ok":
+            return outcome.verdict, f"{outcome.detail} in {case.source:.100}"
+    if len(outcomes) < len(case.calls):
+        return "runtime_error", f"no result in {case.source:.100}"
+    return None
+
+
+async def _told(
+    limited: LimitedPool, cases: list[tuple[Case, list[str]]], special: frozenset[str]
+) -> list[Judged]:
+    """Returns the verdict on each case with its results. Raises NoValue."""
+    if not cases:
+        return []
+    given = [(case.source[:100], case.test, results) for case, results in cases]
+    chars = sum(len(case.test) for case, _ in cases)
+    for cpu_s in (FIRST_CPU_S, JUDGING_CPU_S):
+        own_s = cpu_s + chars / CHARS_PER_CPU_S
+        call = Call("limited.assertions", "judged", (given, sorted(special)), own_s)
+        try:
+            return [(verdict, detail) for verdict, detail in await limited.run(call)]
+        except NoValue as error:
+            if error.end != "time_limit" or cpu_s == JUDGING_CPU_S:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+MAX_OUTPUT_BYTES = 60_000
+"""Most bytes of output that a test may expect: the sandbox keeps 64 KiB."""
+
+_NUMBER = re.compile(r"[-+]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})([eE][-+]?\d{1,3})?")
+
+
+@dataclass(frozen=True)
+class Pair:
+    stdin: str
+    stdout: str
+
+
+async def run_pair(candidate: Candidate, pair: Pair, tolerance: float) -> tuple[Verdict, str]:
+    """Returns the verdict on a program that reads stdin and writes stdout, and why."""
+    program = f"{candidate.setup}\n{candidate.program}" if candidate.setup else candidate.program
+    execution = await candidate.execute(
+        ExecuteRequest(code=program, stdin=pair.stdin, **candidate.job_limits())
+    )
+    verdict, detail = fault(execution)
+    if verdict != "ok":
+        return verdict, detail
+    if agree(execution.stdout, pair.stdout, tolerance):
+        return "ok", ""
+    return "wrong", f"printed {execution.stdout.strip()!r:.80}, wanted {pair.stdout.strip()!r:.80}"
+
+
+def agree(given: str, wanted: str, tolerance: float = 0.0) -> bool:
+    """Returns whether two outputs have the same lines. Empty lines before and after them and blanks
+    at the ends of lines do not count. With a `tolerance`, numbers may differ by that much
+    (absolutely, or relative to the wanted number)."""
+    ours, theirs = (
+        [line.split() if tolerance else line.rstrip() for line in _lines(text)]
+        for text in (given, wanted)
+    )
+    if not tolerance or ours == theirs:
+        return ours == theirs
+    return len(ours) == len(theirs) and all(
+        len(left) == len(right)
+        and all(_near(a, b, tolerance) for a, b in zip(left, right, strict=True))
+        for left, right in zip(ours, theirs, strict=True)
+    )
+
+
+def _lines(text: str) -> list[str]:
+    """Returns the lines of a text from its first to its last that is not empty."""
+    lines = text.rstrip().splitlines()
+    first = next((number for number, line in enumerate(lines) if line.strip()), 0)
+    return lines[first:]
+
+
+def _near(given: str, wanted: str, tolerance: float) -> bool:
+    if given == wanted:
+        return True
+    if not (_NUMBER.fullmatch(given) and _NUMBER.fullmatch(wanted)):
+        return False
+    return abs(float(given) - float(wanted)) <= tolerance * max(1.0, abs(float(wanted)))
+
+
+_LOADER = """
+import marshal, sys, types
+for _name, _compiled, _source in _files:
+    _module = sys.modules[_name] = types.ModuleType(_name)
+    exec(marshal.loads(bytes.fromhex(_compiled)) if sys.hexversion == _hexversion
+         else compile(_source, _name, "exec", dont_inherit=True), _module.__dict__)
+"""
+
+
+def _shipped(name: str) -> dict[str, Any]:
+    """Returns the inputs of `_LOADER`: the codec, and the module `name` of this package. They are
+    sent compiled, because compiling them in each sandbox would take longer than most programs. A
+    sandbox with another version of Python compiles the source."""
+    files: list[list[str]] = []
+    for module in (codec.__name__, f"{__name__.rpartition('.')[0]}.{name}"):
+        spec = importlib.util.find_spec(module)
+        assert spec is not None and spec.origin is not None
+        source = Path(spec.origin).read_text()
+        compiled = compile(source, module, "exec", dont_inherit=True)
+        files.append([module, marshal.dumps(compiled).hex(), source])
+    return {"_hexversion": sys.hexversion, "_files": files}
+
+
+_INPUTS = {name: _shipped(name) for name in ("inside_candidate", "inside_tests")}
+
+
+def job(module: str, arguments: dict[str, Any], **limits: Any) -> ExecuteRequest:
+    """Returns the program that calls `run(**arguments)` of `inside_candidate` or `inside_tests` in
+    a sandbox."""
+    return ExecuteRequest(
+        code=_LOADER,
+        expression="_module.run(**_arguments)",
+        inputs={**_INPUTS[module], "_arguments": arguments},
+        **limits,
+    )

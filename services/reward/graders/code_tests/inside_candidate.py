@@ -51,8 +51,8 @@ MODULES = """
 bisect collections copy datetime functools heapq itertools json math operator os random re
 statistics string sys time typing
 """
-"""What a program of functions may use without an import, as on the sites that such programs are
-written for: the names of some modules, and then modules by name."""
+"""`GIVEN` and `MODULES` are the names and modules that a program of functions may use without an
+import, as on the sites for which such programs are written."""
 
 
 class TimeLimit(BaseException):
@@ -78,9 +78,9 @@ def run(
     "opaque", "large", "late" or "memory" with why.
 
     A call is `["expression", source]`, or `["call", name, encoded (arguments, keywords)]`. The
-    first call that ends as one of `last` is the last one made. A program that fails before any call
-    fails them all: its functions are then "absent", as is one that it does not define: `names` are
-    these, and are not among what every program is given.
+    first call that ends as one of `last` is the last call made. If the program fails before any
+    call, all calls are "absent", as is a call of a function that it does not define. `names` are
+    the tested functions: they are not given to the program.
     """
     module = types.ModuleType("program")
     module.__file__ = "program.py"
@@ -158,8 +158,8 @@ def _made(call: list[str], names: dict[str, Any]) -> Any:
 
 
 def _described(error: BaseException) -> str:
-    """Returns an error as text: its class, or the nearest one above it that is Python's own, which
-    tests may expect; and its message."""
+    """Returns an error as text: the name of its nearest class that is Python's own, because tests
+    may expect that one, and its message."""
     name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
     try:
         text = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else error

@@ -2,9 +2,9 @@
 library only.
 
 No candidate code runs here. A proxy answers a call from `known`, the results of calls made so far,
-which are plain data. At the first call that is not known it notes that call and guesses on: its
-answer is then a `Guess`, of which everything is true, so that the further calls of a loop are found
-in one go. What a run with guesses says of the tests does not count.
+which are plain data. It notes a call that is not known, and answers with a `Guess`, which agrees
+with everything, so that one run finds all calls of a loop. How a run with guesses ends does not
+count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.reward.grading.codec import (
 
 MAX_GUESSED_CALLS = 500
 MAX_NEW_CHARS = 60_000
-"""Of calls: after as many, a run with guesses ends, for its result is bounded."""
+"""Most characters of new calls in a run with guesses, because its result is bounded."""
 
 MAX_MESSAGE_CHARS = 200
 
@@ -75,7 +75,7 @@ class _Lenient(ast.NodeTransformer):
 class Proxies:
     """Stands for the candidate's functions. `end` is how a call ended the run, and why: "unknown"
     (its result is not known yet), "opaque" (its result is not plain data) or "unfit" (its arguments
-    are not). From then on no call is noted and none returns, whatever the tests make of that."""
+    are not). From then on no call is noted and none returns, whatever the tests do."""
 
     def __init__(self, known: list[list[str]], special: frozenset[str], guess: bool) -> None:
         """`known`: one `[name, encoded arguments, how, text]` per call made so far, in order.
@@ -96,7 +96,8 @@ class Proxies:
         return lambda *arguments, **keywords: self._answer(name, arguments, keywords)
 
     def calls(self) -> dict[str, Any]:
-        """Returns all calls made: how many of the known ones, from the first, and those after."""
+        """Returns all calls made: how many of the known calls, from the first on, and the calls
+        after these."""
         again = 0
         for made, known in zip(self._made, self._known, strict=False):
             if made != known[:2]:
@@ -125,8 +126,8 @@ class Proxies:
     def _looked_up(
         self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> list[str] | None:
-        """Returns `[how, text]` of this call, or of the same call before if this one was not made
-        yet; None to guess."""
+        """Returns `[how, text]` of this call; if it was not made yet, that of the last equal call;
+        None to guess."""
         given = self._encoded(name, (arguments, keywords))
         if given is None:
             return self._unknown()
@@ -166,8 +167,9 @@ async def _coroutine(value: Any) -> Any:
 
 
 def _error(text: str) -> Exception:
-    """Returns the error that a call raised, of its own class if that is one of Python's. But those
-    that end loops: a test that loops with `map` would end early, and pass."""
+    """Returns the error that a call raised, of its own class if that is one of Python's.
+    StopIteration is not raised as such: it would end a test's loop over `map` early, and the test
+    would pass."""
     name, _, message = text.partition(": ")
     kind = getattr(builtins, name, None)
     known = (
@@ -182,8 +184,8 @@ def _error(text: str) -> Exception:
 
 
 def _unittest_failures() -> list[str]:
-    """Returns a list that will have the name of each test of `unittest` that fails: its runners
-    raise nothing, and the tests may not look at what they return."""
+    """Returns a list that will have the name of each failing test of `unittest`, because its
+    runners raise nothing and the tests may ignore what they return."""
     import unittest
 
     failed: list[str] = []
@@ -203,7 +205,8 @@ def _unittest_failures() -> list[str]:
 
 
 def _failure(error: BaseException, tests: str) -> str:
-    """Returns what the tests raised, and the last of their own lines that it came through."""
+    """Returns the error that the tests raised, with the last of their own lines in its
+    traceback."""
     text = f"{type(error).__name__}: {error}".removesuffix(": ")[:MAX_MESSAGE_CHARS]
     number, trace = 0, error.__traceback__
     while trace is not None:

@@ -1,4 +1,4 @@
-"""Runs tests that could not be converted, as they are, in a second sandbox that never holds the
+"""Runs tests that could not be converted, unchanged, in a second sandbox that never holds the
 candidate's code.
 
     tests' sandbox   the tests, with a proxy for each function of the candidate  -> calls to make
@@ -10,9 +10,9 @@ which calls they need; the candidate makes all calls so far, in order; the tests
 (`inside_tests.py`) makes that two turns for most tests. The values are exact built-in types, but it
 is Python's own equality that the tests use: `True` is 1 to them.
 
-What goes wrong in the tests before they know any result is their own fault, and no program can
-change it (`first_calls`). Whatever goes wrong in them afterwards, out of time and memory included,
-is the program's: else it could choose to have no reward in place of 0.
+A failure of the tests before they know any result is their own fault, and no program can cause it
+(`first_calls`). Any failure afterwards, running out of time or memory included, is the program's
+fault: else a program could choose to have no reward in place of 0.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from services.reward.graders.code_tests import inside, sound
-from services.reward.graders.code_tests.asserts import BUILTINS, bound_names, loaded_names
-from services.reward.graders.code_tests.candidate import CallEnd, Candidate
+from services.reward.graders.code_tests import sound
+from services.reward.graders.code_tests.candidate import CallEnd, Candidate, job
+from services.reward.graders.code_tests.sound import BUILTINS, bound_names, loaded_names
 from services.reward.grading.programs import fault
-from services.reward.grading.registry import GradingFailed
+from services.reward.grading.registry import GradingFailed, wrong_row
 from shared.wire import Verdict
 
 MAX_TURNS = 300
@@ -83,13 +83,13 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
         if answer.fault is not None:
             verdict, detail = answer.fault
             return verdict, f"the tests ran out over what the program returned: {detail}"
-        # Else what a call gave may come of others before it.
+        # In another order a result may depend on calls that the tests do not make.
         in_order = answer.calls == calls[: len(answer.calls)]
         if answer.how != "unknown" and in_order:
             return _VERDICTS[answer.how], answer.text
         if ended is not None and in_order and len(answer.calls) > len(known):
             return ended.verdict, ended.detail
-        may_guess = may_guess and ended is None  # a guess, and no call that the tests make
+        may_guess = may_guess and ended is None  # that call may only follow from a guess
         is_confirmed = answer.calls[: len(calls)] == calls
         is_worth_guessing = may_guess and (
             turn < GUESSING_TURNS or (is_confirmed and len(calls) > num_confirmed + 1)
@@ -117,12 +117,12 @@ async def first_calls(candidate: Candidate, tests: TestCode) -> list[list[str]]:
     if answer.how == "unfit":
         raise GradingFailed(f"the tests pass on what is not plain data: {answer.text}")
     if not answer.calls:
-        raise GradingFailed(_no_call(answer, tests), "invalid_variable_error")
+        raise wrong_row(_no_call(answer, tests))
     return answer.calls
 
 
 def _no_call(answer: _Answer, tests: TestCode) -> str:
-    """Returns why tests grade nothing that ended before they called the program."""
+    """Returns why tests grade nothing if they end before they call the program."""
     how = f"fail by themselves ({answer.text})" if answer.how == "failed" else "end"
     fault = f"the tests {how} without a call of the program; expected calls of "
     fault += " or ".join(tests.names) or "its functions"
@@ -139,7 +139,7 @@ def _known(calls: list[list[str]], outcomes: list[CallEnd]) -> list[list[str]]:
 
 
 def _agree(before: list[list[str]], after: list[list[str]]) -> bool:
-    """Returns whether the calls with which two turns begin alike came to the same."""
+    """Returns whether the calls with which two turns begin alike had the same results."""
     for ours, theirs in zip(before, after, strict=False):
         if ours[:2] != theirs[:2]:
             return True
@@ -149,8 +149,8 @@ def _agree(before: list[list[str]], after: list[list[str]]) -> bool:
 
 
 async def _made(candidate: Candidate, calls: list[list[str]]) -> list[CallEnd] | CallEnd:
-    """Returns the outcome of each call up to the first that is one of `ENDINGS`, or the one that
-    decides all."""
+    """Returns the outcome of each call up to the first that ends as one of `ENDINGS`, or the one
+    outcome that ended the whole process."""
     if not calls:
         return []
     outcomes = await candidate.call(
@@ -168,9 +168,8 @@ async def _made(candidate: Candidate, calls: list[list[str]]) -> list[CallEnd] |
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one run of the tests came to: `calls` are all that they made, `how` and `text` as
-    `inside_tests.run` has them. `fault`: the run ended before its time, and nothing else is
-    known."""
+    """How one run of the tests ended: the `calls` that they made, `how` and `text` as
+    `inside_tests.run` returns them. `fault`: the run ended early, and nothing else is known."""
 
     calls: list[list[str]]
     how: str = "unknown"
@@ -181,7 +180,8 @@ class _Answer:
 async def _turn(
     candidate: Candidate, tests: TestCode, known: list[list[str]], *, guess: bool = False
 ) -> _Answer:
-    """Runs the tests once. With what the program returned, their time is its time."""
+    """Runs the tests once. If they know results of the program, their time counts as the
+    program's."""
     arguments = {
         "setup": tests.setup,
         "tests": tests.source,
@@ -192,7 +192,7 @@ async def _turn(
         "guess": guess,
     }
     execution = await candidate.sandbox.execute(
-        inside.tests_job(arguments, **candidate.job_limits())
+        job("inside_tests", arguments, **candidate.job_limits())
     )
     if known:
         candidate.wall_s += execution.wall_s

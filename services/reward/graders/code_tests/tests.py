@@ -1,5 +1,13 @@
-"""The tests of a row, as the dataset has them -> what to run. Raises GradingFailed, with a
-sentence, for what cannot be read."""
+"""Reads the tests of a row, in the forms that public data sets have. Raises GradingFailed, with a
+sentence, for tests that cannot be read.
+
+    Python source    `assert f(1) == 2` (MBPP), `def check(candidate): ...` (HumanEval), functions
+                     for pytest (KodCode)
+    input, output    {"input": "1 2", "output": "3"}, of a program that reads and prints
+    calls as data    {"fn_name": "f", "inputs": [[1]], "outputs": [2]} (APPS, TACO), or
+                     {"input": "1\\n[2]", "output": "3", "testtype": "functional"}
+                     (LiveCodeBench)
+"""
 
 from __future__ import annotations
 
@@ -7,15 +15,16 @@ import ast
 import contextlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from services.reward.graders.code_tests import asserts, forms, sound
-from services.reward.graders.code_tests import names as names_of_tests
+from services.reward.graders.code_tests import asserts, sound
 from services.reward.graders.code_tests.asserts import Case
+from services.reward.graders.code_tests.candidate import MAX_OUTPUT_BYTES, Pair
 from services.reward.graders.code_tests.proxy import TestCode, unconverted
-from services.reward.graders.code_tests.stdio import MAX_OUTPUT_BYTES, Pair
-from services.reward.grading.registry import GradingFailed
+from services.reward.grading.limited.assertions import AGREES
+from services.reward.grading.registry import GradingFailed, wrong_row
 
 _ENTRY_POINT = re.compile(r"[^\W\d]\w*(\(\)\.[^\W\d]\w*)?")
 """A function, or a method of an object that is made without arguments."""
@@ -35,11 +44,14 @@ EXPECTED = {
 }
 
 
+CALLS = '{"fn_name": "f", "inputs": [[...], ...], "outputs": [...]}, a list of arguments per call'
+
+
 @dataclass(frozen=True)
 class Tests:
     """What to run: assertions on calls, test code in a second sandbox, inputs and outputs.
-    `imports` are what calls may use; `names` what a program defines that can pass, of a single
-    function or a class `Solution` with it either one."""
+    `imports` is source that calls may use. `names` are what a program has to define; of one
+    function and a class `Solution` with that method, either is enough."""
 
     imports: str = ""
     cases: tuple[Case, ...] = ()
@@ -52,8 +64,8 @@ class Tests:
         return len(self.cases) + len(self.codes) + len(self.pairs)
 
     def fit(self, program: str) -> int:
-        """Returns how much of what is tested a program defines; of one that is tested by inputs,
-        whether it reads any."""
+        """Returns how many of the tested names a program defines; for tests by inputs, whether it
+        reads any."""
         if self.pairs:
             has_input = any(pair.stdin.strip() for pair in self.pairs)
             return int(has_input and _READS.search(program) is not None)
@@ -83,16 +95,11 @@ def read(
         else:
             tests = _asserts(_texts(value), owner(entry_point), setup)
     except SyntaxError as error:
-        raise GradingFailed(_not_python(error, _texts(value)), "invalid_variable_error") from error
+        raise wrong_row(_not_python(error, _texts(value))) from error
     except (RecursionError, MemoryError) as error:
-        raise GradingFailed(
-            "the tests nest too deeply, or are too long an expression", "invalid_variable_error"
-        ) from error
+        raise wrong_row("the tests nest too deeply, or are too long an expression") from error
     if not tests.count:
-        raise GradingFailed(
-            f"the row has no tests: {value!r:.80}; expected {EXPECTED[style]}",
-            "invalid_variable_error",
-        )
+        raise wrong_row(f"the row has no tests: {value!r:.80}; expected {EXPECTED[style]}")
     return tests
 
 
@@ -133,10 +140,7 @@ def _texts(value: Any) -> list[str]:
         with contextlib.suppress(ValueError):
             texts = json.loads(value)
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise GradingFailed(
-            f"the tests are {value!r:.80}; expected Python source, or a list of it",
-            "invalid_variable_error",
-        )
+        raise wrong_row(f"the tests are {value!r:.80}; expected Python source, or a list of it")
     return list(texts)
 
 
@@ -144,11 +148,11 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
     imports: list[str] = []
     cases: list[Case] = []
     codes: list[TestCode] = []
-    texts = [part for text in texts for part in forms.as_asserts(text)]
+    texts = [part for text in texts for part in asserts.as_asserts(text)]
     names = _of_program("\n".join(texts), setup, entry_point)
     if not all(sound.assert_something(ast.parse(text)) for text in texts):
-        texts = ["\n".join(texts)]  # one is for those after it, such as imports
-    for text in [names_of_tests.completed(text, setup, names) for text in texts]:
+        texts = ["\n".join(texts)]  # a text may be for the texts after it, as imports are
+    for text in [sound.completed(text, setup, names) for text in texts]:
         suite = asserts.from_asserts(text, entry_point, setup)
         if suite is None:
             codes.append(_sound(unconverted(text, setup), "asserts"))
@@ -160,16 +164,15 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
 
 def _check(texts: list[str], entry_point: str | None, setup: str) -> Tests:
     if entry_point is None or not _ENTRY_POINT.fullmatch(entry_point):
-        raise GradingFailed(
+        raise wrong_row(
             f"the tests define check(candidate), and the entry point is {entry_point!r:.80}; "
             "expected the name of a function, or `Solution().name`, in the column that the param "
-            "entry_point names",
-            "invalid_variable_error",
+            "entry_point names"
         )
-    source = forms.without_program("\n".join(texts))
+    source = asserts.without_program("\n".join(texts))
     name = owner(entry_point) or entry_point
     names = _of_program(source, setup, name)
-    source = names_of_tests.completed(source, setup, names)
+    source = sound.completed(source, setup, names)
     suite = asserts.from_check(source, entry_point)
     if suite is None:
         code = _sound(unconverted(source, setup, entry_point), "check")
@@ -178,18 +181,18 @@ def _check(texts: list[str], entry_point: str | None, setup: str) -> Tests:
 
 
 def _of_program(source: str, setup: str, entry_point: str | None) -> frozenset[str]:
-    """Returns the names that tests have from the program. Raises GradingFailed where their verdict
-    would then mean nothing, or no program could pass."""
+    """Returns the names that the tests take from the program. Raises GradingFailed if their verdict
+    would mean nothing, or no program could pass."""
     tree = ast.parse(source)
-    names = names_of_tests.of_program(tree, setup, entry_point)
-    if fault := names_of_tests.fault(tree, names):
-        raise GradingFailed(fault, "invalid_variable_error")
+    names = sound.of_program(tree, setup, entry_point)
+    if fault := sound.fault(tree, names):
+        raise wrong_row(fault)
     return names
 
 
 def _sound(code: TestCode, style: Style) -> TestCode:
-    """Returns tests that run as they are. Raises GradingFailed where their verdict would mean
-    nothing, whatever the program."""
+    """Returns tests that run unchanged. Raises GradingFailed if their verdict would mean nothing
+    for any program."""
     tree = ast.parse(code.source)
     if style == "asserts" and sound.calls_for_check(tree):
         problem = 'the tests define check(candidate) and never call it; expected style "check"'
@@ -203,7 +206,7 @@ def _sound(code: TestCode, style: Style) -> TestCode:
         problem = f"the tests {doing}; expected {EXPECTED[style]}"
     else:
         return code
-    raise GradingFailed(problem, "invalid_variable_error")
+    raise wrong_row(problem)
 
 
 def _parsed(value: Any) -> Any:
@@ -212,9 +215,7 @@ def _parsed(value: Any) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise GradingFailed(
-            f"the tests are {value!r:.80}; expected JSON: {error}", "invalid_variable_error"
-        ) from error
+        raise wrong_row(f"the tests are {value!r:.80}; expected JSON: {error}") from error
 
 
 def _data(value: Any, entry_point: str | None, tolerance: float) -> Tests:
@@ -226,10 +227,9 @@ def _data(value: Any, entry_point: str | None, tolerance: float) -> Tests:
     if any(isinstance(test, dict) and test.get("testtype") == "functional" for test in tests):
         function = function or entry_point
         if not function:
-            raise GradingFailed(
+            raise wrong_row(
                 "the tests call a function (functional) and do not name it; expected its name in "
-                "the column that the param entry_point names",
-                "invalid_variable_error",
+                "the column that the param entry_point names"
             )
     if not function:
         return Tests(pairs=_pairs(tests))
@@ -238,7 +238,7 @@ def _data(value: Any, entry_point: str | None, tolerance: float) -> Tests:
     function = str(function).rpartition(".")[2]
     given, wanted = ([test[key] for test in tests] for key in ("input", "output"))
     return Tests(
-        cases=forms.calls(function, given, wanted, tolerance) if tests else (),
+        cases=calls(function, given, wanted, tolerance) if tests else (),
         names=frozenset({function, "Solution"}),
     )
 
@@ -246,9 +246,8 @@ def _data(value: Any, entry_point: str | None, tolerance: float) -> Tests:
 def _pairs(value: list[Any] | tuple[Any, ...]) -> tuple[Pair, ...]:
     pairs = tuple(_pair(number, test) for number, test in enumerate(value, 1))
     if pairs and not any(pair.stdout.strip() for pair in pairs):
-        raise GradingFailed(
-            f"no test expects any output: {value!r:.80}; a program that does nothing would pass",
-            "invalid_variable_error",
+        raise wrong_row(
+            f"no test expects any output: {value!r:.80}; a program that does nothing would pass"
         )
     return pairs
 
@@ -258,10 +257,9 @@ def _in_pairs(value: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple):
         raise _no_pairs(value)
     if len(inputs) != len(outputs):
-        raise GradingFailed(
+        raise wrong_row(
             f"the tests have {len(inputs)} inputs and {len(outputs)} outputs; expected as many of "
-            "one as of the other",
-            "invalid_variable_error",
+            "one as of the other"
         )
     return [
         {"input": given, "output": wanted} for given, wanted in zip(inputs, outputs, strict=True)
@@ -273,10 +271,9 @@ def _pair(number: int, test: Any) -> Pair:
         _text(test.get(key)) if isinstance(test, dict) else None for key in ("input", "output")
     )
     if not isinstance(given, str) or not isinstance(wanted, str):
-        raise GradingFailed(
+        raise wrong_row(
             f'test {number} is {test!r:.80}; expected {{"input": "...", "output": "..."}}, text in '
-            "both",
-            "invalid_variable_error",
+            "both"
         )
     if len(wanted.encode()) > MAX_OUTPUT_BYTES:
         raise GradingFailed(
@@ -293,6 +290,42 @@ def _text(part: Any) -> Any:
 
 
 def _no_pairs(value: Any) -> GradingFailed:
-    return GradingFailed(
-        f"the tests are {value!r:.80}; expected {EXPECTED['stdio']}", "invalid_variable_error"
+    return wrong_row(f"the tests are {value!r:.80}; expected {EXPECTED['stdio']}")
+
+
+def calls(
+    function: str, inputs: Sequence[Any], outputs: Sequence[Any], tolerance: float
+) -> tuple[Case, ...]:
+    """Returns one case per call. A program may define the function, or a class `Solution` with it
+    as a method. Arguments and results may be JSON as text, one per line. Where each result is a
+    list of one item, that item may be meant. Raises GradingFailed."""
+    if not function.isidentifier():
+        raise wrong_row(f"the tests call the function {function!r:.80}; expected a name")
+    pairs = [_call(*pair) for pair in zip(inputs, outputs, strict=True)]
+    wanted = [result for _, result in pairs]
+    if all(one is None for one in wanted):
+        raise wrong_row(f"no test expects a result of {function}: one that does nothing would pass")
+    is_wrapped = all(isinstance(one, list) and len(one) == 1 for one in wanted)
+    return tuple(
+        _case_of_call(function, arguments, [result, *(result if is_wrapped else [])], tolerance)
+        for arguments, result in pairs
     )
+
+
+def _case_of_call(function: str, arguments: list[Any], wanted: list[Any], tolerance: float) -> Case:
+    called = f"({function} if {function!r} in globals() else Solution().{function})"
+    given = ", ".join(map(repr, arguments))
+    test = f"{AGREES}(_0, {wanted!r}, {tolerance!r})"
+    return Case(f"{function}({given}) == {wanted[-1]!r}", (f"{called}({given})",), test)
+
+
+def _call(given: Any, wanted: Any) -> tuple[list[Any], Any]:
+    if isinstance(given, list | tuple):
+        return list(given), wanted
+    try:
+        return [json.loads(line) for line in given.splitlines() if line.strip()], json.loads(wanted)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise wrong_row(
+            f"a call is {given!r:.80} with the result {wanted!r:.80}; expected {CALLS}, or both as "
+            "JSON in text, an argument per line"
+        ) from error

@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from services.reward.grading.answers.forms import read
-from services.reward.grading.answers.kinds import (
+from services.reward.grading.answers import (
     Amount,
     Choice,
     Form,
@@ -22,6 +21,7 @@ from services.reward.grading.answers.kinds import (
     Several,
     Text,
 )
+from services.reward.grading.answers.forms import read
 from services.reward.grading.answers.latex import without_marks
 from services.reward.grading.answers.numbers import equal
 from services.reward.grading.answers.units import agree

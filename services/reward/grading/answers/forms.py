@@ -1,4 +1,4 @@
-"""Reads an answer: text -> the kind of `kinds.py` that it is. Pure."""
+"""Reads an answer: text -> one of the kinds in `answers/__init__.py`. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 from typing import TypeGuard
 
-from services.reward.grading.answers.kinds import (
+from services.reward.grading.answers import (
     Amount,
     Choice,
     Form,
@@ -18,8 +18,14 @@ from services.reward.grading.answers.kinds import (
     Text,
     variables,
 )
-from services.reward.grading.answers.latex import clean, depth, is_one_bracket, split, without_marks
-from services.reward.grading.answers.literals import literal
+from services.reward.grading.answers.latex import (
+    clean,
+    depth,
+    is_one_bracket,
+    literal,
+    split,
+    without_marks,
+)
 from services.reward.grading.answers.numbers import number
 from services.reward.grading.answers.units import NOTHING, after_number
 

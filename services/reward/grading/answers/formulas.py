@@ -1,24 +1,96 @@
-"""Compares formulas by sympy, as math-verify reads them: in a limited process only, for a formula
-decides how long that takes.
+r"""Compares formulas by sympy, as math-verify reads them: in a limited process only, because a
+formula decides how long that takes.
 
-Two formulas without variables are equal if 60 digits of them are. Two with variables are if they
-are at some points, or else if sympy brings their difference to 0.
+Two formulas without variables are equal if 60 digits of them are. Two with variables are equal if
+they are equal at some points, or else if sympy simplifies their difference to 0.
+
+The parser drops what it does not know (`\phantom{5}` is 5 to it, `x1` is x, `5'` is 5), so here
+each token of a formula has to be known.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 from fractions import Fraction
 from typing import Any
 
-from services.reward.grading.answers.comparing import Formulas
-from services.reward.grading.answers.kinds import (
+from services.reward.grading.answers import (
     Amount,
     Relation,
+    Text,
 )
-from services.reward.grading.answers.numbers import Number, factors, is_rounding
-from services.reward.grading.answers.reading import Unreadable, latex_of
+from services.reward.grading.answers.comparing import Formulas, same
+from services.reward.grading.answers.forms import read
+from services.reward.grading.answers.latex import clean, without_marks
+from services.reward.grading.answers.numbers import Number, factors, is_rounding, number
+
+MAX_WORD = 4
+"""Letters that stand together in a formula: more are a word, of which no product is made."""
+
+_FUNCTIONS = (
+    "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth arsinh "
+    "arcosh artanh ln log exp max min gcd lcm"
+)
+_NAMES = "|".join(_FUNCTIONS.split())
+_COMMANDS = frozenset(
+    f"""{_FUNCTIONS}
+frac sqrt binom cdot times div pi infty circ lfloor rfloor lceil rceil vert lvert rvert sum prod
+int lim to limits mod overline bar hat vec mathbb mathcal angle triangle nabla partial ell alpha
+beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda nu xi rho sigma tau
+upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi""".split()
+)
+_FUNCTION = re.compile(rf"\\text ?\{{ ?({_NAMES}) ?\}}|(?<![\\A-Za-z])({_NAMES})(?![A-Za-z])")
+_TOKEN = re.compile(
+    r"\\(?P<command>[A-Za-z]+)|(?P<number>\d+(?:\.\d*)?|\.\d+)|(?P<letter>[A-Za-zΩμ])"
+    r"|[-+*/^_(){}\[\]|,=°]|!(?!!)|%(?=$)|\s+"
+)
+_WORD = re.compile(rf"(?<![\\A-Za-z])[A-Za-z]{{{MAX_WORD + 1},}}|\\text ?\{{[^{{}}]*[A-Za-z]{{2}}")
+_INDEX = re.compile(r"[_^] ?\w")
+_INDEX_OF_NUMBER = re.compile(r"[\d)\]}] ?_")
+_TWO_NUMBERS = re.compile(r"\d\s+\d")
+_ADJACENT = re.compile(r"(?<=[\d)}])\s*(?=\()|(?<=\))\s*(?=[\dA-Za-z\\])")
+_MIXED = re.compile(r"(?<![\d.}])(\d+) ?\\frac ?\{ ?(\d+) ?\} ?\{ ?(\d+) ?\}")
+_INVERSE = re.compile(r"\\(sin|cos|tan|cot|sec|csc) ?\^ ?(?:\{ ?- ?1 ?\}|-1)")
+_ROOT = re.compile(r"(\\sqrt) ?(\[[^\[\]]*\]) ?(\d|[A-Za-z](?![A-Za-z]))")
+_CURRENT = "\\mathcal{I}"
+"""I alone is the imaginary unit to the parser."""
+
+
+class Unreadable(ValueError):
+    """A formula that cannot be read."""
+
+    def __init__(self, formula: str) -> None:
+        super().__init__(f"{formula!r:.80} cannot be read as a formula")
+
+
+def latex_of(formula: str) -> str:
+    """Returns the LaTeX that all of `formula` is, its functions and factors written out. Raises
+    Unreadable."""
+    text = _FUNCTION.sub(lambda found: f"\\{found[1] or found[2]} ", formula)
+    is_word = _WORD.search(text)
+    text = without_marks(text)
+    if is_word or _TWO_NUMBERS.search(_INDEX.sub("", text)) or _INDEX_OF_NUMBER.search(text):
+        raise Unreadable(formula)
+    text = _INVERSE.sub(r"\\arc\1 ", _ROOT.sub(r"\1\2{\3}", text))
+    text = _MIXED.sub(r"(\1+\\frac{\2}{\3})", text)
+    return _ADJACENT.sub(r"\\cdot ", _indexed(text, formula)).replace("°", "^\\circ ")
+
+
+def _indexed(text: str, formula: str) -> str:
+    """Returns `text` with a number right behind a letter as the letter's index."""
+    parts: list[str] = []
+    position, is_letter = 0, False
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        if token is None or (token["command"] and token["command"] not in _COMMANDS):
+            raise Unreadable(formula)
+        written = _CURRENT if token[0] == "I" and text[token.end() :][:1] != "_" else token[0]
+        parts.append(f"_{{{written}}}" if is_letter and token["number"] else written)
+        position, is_letter = token.end(), bool(token["letter"])
+    return "".join(parts)
+
 
 DIGITS = 60
 NUM_POINTS = 4
@@ -208,3 +280,56 @@ def _constant_ratio(ours: Any, theirs: Any) -> Any:
 
 def _texts(relation: Relation) -> list[str]:
     return ["".join(part.split()) for part in (*relation.signs, *relation.sides)]
+
+
+_SAID = re.compile(r"\banswer(?: is|:| ?=)+:? *([^\n]{1,200})", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?](?:\s|\*|$)")
+_FOLLOWS = re.compile(
+    r"[eE][-+]?\d{1,3}\b"
+    r"|\$? (?:squared|cubed|factorial|percent|hundred|thousand|million|billion|trillion|dozen)\b"
+)
+"""What changes the number that it stands behind."""
+
+
+def prepare(function: str) -> None:
+    import math_verify  # noqa: F401
+
+    logging.disable()
+
+
+def compared(given: str, wanted: str) -> tuple[bool, str]:
+    """Returns whether two answers say the same, and why they cannot be compared, if so."""
+    try:
+        return same(read(given), read(wanted), SympyFormulas()), ""
+    except Unreadable as error:
+        return False, str(error)
+
+
+def found_in(text: str, wanted: str) -> tuple[bool, str]:
+    """Returns what `compared` does of the answer that `text` ends with."""
+    answer = _said(text, wanted) or _found(text)
+    return compared(answer, wanted) if answer else (False, "there is no answer in it")
+
+
+def _said(text: str, wanted: str) -> str | None:
+    """Returns what stands behind the last "the answer is", if it is a number, or the row's answer a
+    text."""
+    for said in reversed(_SAID.findall(text)):
+        answer = clean(_SENTENCE_END.split(said, maxsplit=1)[0])
+        if number(answer) or isinstance(read(wanted), Text):
+            return answer
+        return None
+    return None
+
+
+def _found(text: str) -> str | None:
+    """Returns the answer that math-verify finds; what it reads in part is none."""
+    from math_verify import parse
+
+    found = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    answer = next((one for one in reversed(found) if isinstance(one, str)), "")
+    end = text.rfind(answer) + len(answer)
+    follows = _FOLLOWS.match(text, end) if answer else None
+    if follows is None or not number(answer):
+        return answer
+    return f"{answer}{follows[0]}"

@@ -3,15 +3,16 @@ from Python's syntax tree.
 
 Constants, collections, arithmetic, comparisons, `and`/`or`/`not`, subscripts, a few functions and
 methods. `supported` says before anything runs whether an expression stays within it. Equality is
-`same` of compare.py, not Python's.
+`same` of expressions.py, not Python's.
 
-A value comes from untrusted code: what is known to take long or much memory is refused, so that it
-costs nobody anything, and for all else there are the limits of this process.
+Values come from untrusted code. Operations that are known to take long or much memory are refused
+before they cost anything; the limits of this process end all others.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import math
 import operator
@@ -20,16 +21,17 @@ from collections import deque
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from services.reward.grading.codec import NotPlain, Unfinished, crowded, decode
-from services.reward.grading.compare import same
+from services.reward.grading.expressions import Evaluator, same
 
 MAX_SIZE = 1_000_000
 MAX_BITS = 100_000
 MAX_DIGITS = 1000
 MAX_TEXT_DIGITS = 30_000
-"""Most digits of a number as text: writing or reading it takes their square."""
+"""Most digits of a number as text: writing or reading it takes time that grows with their
+square."""
 
 MAX_JOINED = 10_000
 
@@ -63,6 +65,12 @@ def _times(left: Any, right: Any) -> Any:
     ):
         raise CannotHold(f"a number of more than {MAX_BITS} bits")
     return left * right
+
+
+def _modulo(left: Any, right: Any) -> Any:
+    if isinstance(left, str | bytes):
+        raise CannotHold("text formatting")
+    return left % right
 
 
 def _round(number: Any, digits: Any = None) -> Any:
@@ -103,30 +111,19 @@ def _bits(number: Any) -> int:
     return 0
 
 
-_KINDS: list[Any] = [
-    bool,
-    complex,
-    dict,
-    enumerate,
-    float,
-    frozenset,
-    int,
-    list,
-    reversed,
-    set,
-    str,
-    tuple,
-    type,
-    zip,
-]
-_KINDS += [abs, all, any, divmod, isinstance, len, max, min, sorted]
-FUNCTIONS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in _KINDS} | {
+_KNOWN = """
+abs all any bool complex dict divmod enumerate float frozenset int isinstance len list max min
+reversed set sorted str tuple type zip
+"""
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(builtins, name) for name in _KNOWN.split()},
     "range": _range,
     "round": _round,
     "sum": _sum,
 }
 AGREES = "_agrees_with_one_of"
-"""A function for tests that are given as data: of a result, a list of data, and a tolerance."""
+"""The function of tests that are given as data. Its arguments: a result, the results that are
+right, and a tolerance."""
 
 
 def _agrees(value: Any, wanted: list[Any], tolerance: float) -> bool:
@@ -147,24 +144,8 @@ def _key(key: Any) -> Any:
 
 
 FUNCTIONS[AGREES] = _agrees
-_MATH = (
-    "ceil",
-    "cos",
-    "e",
-    "exp",
-    "fabs",
-    "floor",
-    "inf",
-    "isclose",
-    "isinf",
-    "isnan",
-    "log",
-    "nan",
-    "pi",
-    "sin",
-    "sqrt",
-)
-MATH: dict[str, Any] = {name: getattr(math, name) for name in _MATH}
+_MATH = "ceil cos e exp fabs floor inf isclose isinf isnan log nan pi sin sqrt"
+MATH: dict[str, Any] = {name: getattr(math, name) for name in _MATH.split()}
 METHODS = {"count", "get", "items", "join", "keys", "lower", "split", "strip", "upper", "values"}
 
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
@@ -179,7 +160,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mult: _times,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+    ast.Mod: _modulo,
     ast.Pow: _power,
     ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_,
@@ -253,13 +234,12 @@ def _supported_function(node: ast.expr, names: frozenset[str]) -> bool:
     return isinstance(node, ast.Attribute | ast.Name) and supported(node, names)
 
 
-def prepare() -> None: ...
+def prepare(function: str) -> None: ...
 
 
 def judged(cases: list[tuple[str, str, list[str]]], special: list[str]) -> list[list[str]]:
-    """Returns verdict and reason of each case: how it is shown, what must hold, and the results
-    `_0`, `_1`, ... that it is about, as `codec` has them, with the special floats that may be in
-    them."""
+    """Returns verdict and reason of each case, which has its source to show, the test, and the
+    encoded results `_0`, `_1`, ... `special` are the special floats that results may have."""
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(MAX_TEXT_DIGITS)
     try:
@@ -299,15 +279,10 @@ def evaluate(node: ast.expr, values: dict[str, Any]) -> Any:
     return _Evaluation(values).of(node)
 
 
-class _Evaluation:
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def of(self, node: ast.expr | None) -> Any:
-        return getattr(self, f"_{type(node).__name__.lower()}")(node)
-
-    def _constant(self, node: ast.Constant) -> Any:
-        return node.value
+class _Evaluation(Evaluator):
+    BINARY: ClassVar = _BINARY
+    UNARY: ClassVar = _UNARY
+    FUNCTIONS: ClassVar = FUNCTIONS
 
     def _name(self, node: ast.Name) -> Any:
         if node.id in self._values:
@@ -330,15 +305,6 @@ class _Evaluation:
         return {
             self.of(key): self.of(value) for key, value in zip(node.keys, node.values, strict=True)
         }
-
-    def _unaryop(self, node: ast.UnaryOp) -> Any:
-        return _UNARY[type(node.op)](self.of(node.operand))
-
-    def _binop(self, node: ast.BinOp) -> Any:
-        left, right = self.of(node.left), self.of(node.right)
-        if isinstance(node.op, ast.Mod) and isinstance(left, str | bytes):
-            raise CannotHold("text formatting")
-        return _BINARY[type(node.op)](left, right)
 
     def _boolop(self, node: ast.BoolOp) -> Any:
         value: Any = None
@@ -386,8 +352,8 @@ class _Evaluation:
 
 
 def _to_hash(function: Any, items: Any) -> Any:
-    """Returns what `set`, `frozenset` or `dict` is given, once it is known that making it is
-    quick."""
+    """Returns the argument of `set`, `frozenset` or `dict` if making that is quick. Raises
+    CannotHold if not."""
     if isinstance(items, set | frozenset | dict):
         return items
     parts = list(items)

@@ -1,5 +1,5 @@
-"""The processes of `worker.py`: one pool for all jobs, started when first needed, one call at a
-time each, replaced when one dies, ended when idle."""
+"""The processes of `worker.py`: one pool for all jobs. A process is started when it is needed,
+takes one call at a time, is replaced if it dies and ended when it is idle."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from shared.wire import Part
 
 MAX_WORKERS = 4
 IDLE_S = 60.0
-"""How long a process stays that nobody needs. Starting one takes a second of CPU time where it
-imports math-verify, so not between the groups of a step."""
+"""Seconds that an idle process is kept. Starting one that imports math-verify takes a second of CPU
+time, so it is kept between the groups of a step."""
 
 START_S = 60.0
 WALL_FACTOR = 10.0
 """How much longer than its CPU time one call may take on a busy machine."""
 
 KILLED_SHARE = 0.25
-"""Of its memory, what a call may use once its process was killed. Ordinary ones need a tenth."""
+"""The share of its memory that a call may use after its process was killed. Ordinary calls need a
+tenth."""
 
 MAX_REPLY_BYTES = 64 << 20
 
@@ -44,8 +45,8 @@ End = Literal["time_limit", "memory_limit", "error"]
 
 @dataclass(frozen=True)
 class Call:
-    """A function of a module of this package, what it gets (plain data), and what it may use:
-    seconds of CPU time and MiB of memory, the process and its libraries included."""
+    """A function of a `module` of `services.reward.grading`, its arguments (plain data), and its
+    limits: seconds of CPU time and MiB of memory, the process and its libraries included."""
 
     module: str
     function: str
@@ -55,8 +56,7 @@ class Call:
 
 
 class NoValue(Exception):
-    """A call came to no value because of what it was given: at one of its limits, or by an
-    exception."""
+    """A call gave no value because of its arguments: it reached a limit, or raised."""
 
     def __init__(self, end: End, detail: str) -> None:
         super().__init__(detail)
@@ -64,7 +64,8 @@ class NoValue(Exception):
         self.detail = detail
 
     def part(self) -> Part:
-        """Returns what a completion that caused it earns: 0, for "missing" could be chosen."""
+        """Returns the part of the completion that caused it: 0, because a policy could choose a
+        missing reward."""
         return Part(
             value=0.0, verdict="wrong" if self.end == "error" else self.end, detail=self.detail
         )
@@ -81,16 +82,17 @@ class LimitedPool:
 
     def __init__(self, count: int | None = None) -> None:
         self._turns = Turns(count or min(MAX_WORKERS, len(os.sched_getaffinity(0))))
-        self._idle: list[_Idle] = []  # the one used last is used next, so that others become old
+        self._idle: list[_Idle] = []  # the last used is used next, so that the others become old
         self._reaping: asyncio.TimerHandle | None = None
 
     async def run(self, call: Call) -> Any:
-        """Returns the call's value. Raises NoValue, and GradingFailed where the end of a process
-        says nothing of the call.
+        """Returns the call's value. Raises NoValue, and GradingFailed if the end of a process says
+        nothing about the call.
 
-        One that was killed from outside is replaced once, and the call gets `KILLED_SHARE` of its
-        memory: where its host has run out, a call that needs more than that is at its limit, and
-        only one that is killed although it needs less is not graded."""
+        A process that was killed from outside is replaced once, and the call then gets
+        `KILLED_SHARE` of its memory. A call that needs more than that has reached its limit. A call
+        that is killed although it needs less is not graded.
+        """
         request = {
             "module": call.module,
             "function": call.function,

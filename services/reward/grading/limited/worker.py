@@ -1,8 +1,8 @@
-"""One process that calls functions of this package: requests and replies are lines of JSON on stdin
-and stdout.
+"""A process that calls functions of `services.reward.grading`. Requests and replies are lines of
+JSON on stdin and stdout.
 
-The kernel ends it once a call has used its CPU time (SIGPROF), however deep in C that is, and gives
-it no more memory than the call may have. It ends with the service, and after a call that has left
+The kernel ends it once a call has used its CPU time (SIGPROF), even in the middle of C code, and
+gives it no more memory than the call may have. It ends with the service, and after a call that left
 it large.
 """
 
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PACKAGE = "services.reward.grading.limited"
+PACKAGE = "services.reward.grading"
 KEPT_BYTES = 512 << 20
 """A process that is larger after a call is not asked again. math-verify takes 130 MiB."""
 
@@ -41,7 +41,7 @@ def main(service_pid: int) -> None:
 
 def _reply(request: dict[str, Any]) -> dict[str, Any]:
     module = importlib.import_module(f"{PACKAGE}.{request['module']}")
-    module.prepare()  # before the clock starts: importing is not the text's cost
+    module.prepare(request["function"])  # before the clock starts
     try:
         _limit_memory(request["memory_mib"] << 20)
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
@@ -50,7 +50,7 @@ def _reply(request: dict[str, Any]) -> dict[str, Any]:
     except MemoryError:
         reply = {"end": "memory_limit", "detail": f"it took more than {request['memory_mib']} MiB"}
     except Exception as error:
-        # Of whatever kind a library raises on a stranger's text: the grader decides.
+        # A library may raise anything on a stranger's text. The grader decides what it means.
         reply = {"end": "error", "detail": f"{type(error).__name__}: {error}"[:200]}
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -6,7 +6,6 @@ reading.
     isolation.py  the namespaces and the read-only root                              (trusted)
     seccomp.py    the system calls that a program may make                           (trusted)
     child.py      one child, seen from its slot: forked ahead, given its program     (trusted)
-    furnish.py    what of Python programs expect beyond its standard library         (trusted)
     program.py    the forked child: gives up all, runs the program     (untrusted from `exec` on)
     alone.py      one program in a machine of its own, which is the wall             (untrusted)
 """

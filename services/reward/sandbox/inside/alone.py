@@ -1,10 +1,10 @@
-"""Runs one program in a machine that was made for it alone and ends with it. Standard library only.
+"""Runs one program in a machine that was started for this program alone. Standard library only.
 
     stdin    {program, stdin}, as JSON
     stdout   a line "began", then one line: how it ended, as JSON
 
-Nothing here stands between the program and this process: the machine is the wall. So the reader
-takes every word of it for the program's own.
+Nothing protects this process from the program: only the machine isolates. So the reader treats the
+whole answer as written by the program.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ _RESULT, _PROGRAM = 3, 4
 from."""
 
 REQUEST = struct.Struct("=dddQQ")
-"""What the service sends: the fields of `Limits`, and how many bytes of input and of program
+"""The service's message: the fields of `Limits`, and the sizes of the input and of the program that
 follow."""
 
 FACTS = struct.Struct("=?iBddBq?QQQ")
-"""What the service receives: `Child.run` and `facts_of` say what they are; the last three are how
-many bytes of stdout, of stderr and of the result follow."""
+"""The answer to the service, in the order of `facts_of`; the last three numbers are the sizes of
+stdout, stderr and the result, which follow."""
 
 _LIMITS = (None, "wall", "cpu", "idle")
 _MEMORY = ("unknown", "enough", "own limit", "host")
@@ -46,7 +46,7 @@ _SHORTEST_LOOK_S = 0.01
 """How precisely the limits of CPU time and of idling are kept."""
 
 WALL_PER_CPU = 20.0
-"""A program with a twentieth of a core is no idle one: that it has no more is the host's doing."""
+"""A program that gets a twentieth of a core is not idle: a busy host gives it no more."""
 
 
 class ServiceGone(Exception):
@@ -62,8 +62,9 @@ class Limits:
     idle_s: float
 
     def left_s(self, wall_s: float, used_s: float, *, is_metered: bool) -> dict[str, float]:
-        """Returns what is left of each limit after `wall_s` in which `used_s` of CPU time were
-        used. Where the meter has not all of a program's processes, none of them counts as idle."""
+        """Returns what is left of each limit after `wall_s` of time and `used_s` of CPU time. If
+        the CPU time of all the program's processes is not metered, the program never counts as
+        idle."""
         left_s = {"wall": self.timeout_s - wall_s, "cpu": self.cpu_s - used_s}
         if is_metered:
             left_s["idle"] = self.idle_s + WALL_PER_CPU * used_s - wall_s
@@ -72,8 +73,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What of a slot its children need. `own_bytes` is the address space that a child has from
-    its parent, `limits` are those that are the same for each.
+    """The parts of a slot that its children need. `own_bytes` is the address space that a child
+    inherits, `limits` are the same for every child.
 
     `cpu_meter` and `oom_meter` are open files of the slot's cgroup: the CPU time of everything in
     the slot, and how often it was out of memory; None where there is no cgroup. `began` is shared
@@ -107,7 +108,8 @@ class Child:
         `verdicts.py` judges, and the beginnings of its output and of its result. None of these is
         ever in this process's memory, where the next child could read it.
 
-        Returns False, and runs nothing, once the service is gone."""
+        Returns False, and runs nothing, once the service is gone.
+        """
         slot = self._slot
         request = frames.exactly(slot.control, REQUEST.size)
         if request is None:
@@ -117,7 +119,7 @@ class Child:
         self._hand_over(stdin_size, program_size)
         limit = self._watch(Limits(timeout_s, cpu_s, idle_s))
         status, usage = self._end(by_force=limit is not None)
-        # Its usage is without processes that ended with it, and the meter is of the whole slot.
+        # The usage lacks processes that ended with the child; the meter counts the whole slot.
         used_s = max(usage.ru_utime + usage.ru_stime, self._metered_s() - metered_before_s)
         wall_s, code = time.monotonic() - self._start, os.waitstatus_to_exitcode(status)
         memory = short_of_memory(ooms_before, self._ooms() if code == -signal.SIGKILL else None)
@@ -154,7 +156,7 @@ class Child:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends what may still run, and closes everything."""
+        """Ends the child if it still runs, and closes everything."""
         if not self._ended:
             self._end(by_force=True)
         for fd in self._files:
@@ -164,7 +166,7 @@ class Child:
         """Returns the status and the resource usage of the child, which has ended unless this is
         `by_force`."""
         if not self._slot.isolated:
-            # What it left running; in a pid namespace its death ends that.
+            # Ends the processes that it left; in a pid namespace its death ends them.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._pid, signal.SIGKILL)
         if by_force:
@@ -184,7 +186,7 @@ class Child:
             try:
                 self._become_program(files)
             finally:
-                # Whatever the program did to the lines above, no child goes on as its parent.
+                # Whatever the program changed in the lines above, no child runs on as a parent.
                 os._exit(126)
         if slot.oom_score is not None:
             os.pwrite(slot.oom_score, b"500", 0)
@@ -212,8 +214,8 @@ class Child:
         program.run(request, _RESULT)
 
     def _hand_over(self, stdin_size: int, program_size: int) -> None:
-        """Gives the child its input and then its program, at which it begins. Raises OSError, which
-        ends the slot, where it was killed while it waited for that."""
+        """Gives the child its input and then its program, with which it begins. Raises OSError,
+        which ends the slot, if the child was killed while it waited."""
         if stdin_size:
             frames.pour_into_file(self._slot.control, self._files[0], stdin_size)
             os.lseek(self._files[0], 0, os.SEEK_SET)
@@ -221,9 +223,9 @@ class Child:
         os.close(self._program)
 
     def _watch(self, limits: Limits) -> str | None:
-        """Returns the limit that the program has reached, or None once it has ended by itself. No
-        clock runs until it begins: how soon that is, is the host's doing. Raises ServiceGone if the
-        service goes away meanwhile."""
+        """Returns the limit that the program has reached, or None once it has ended by itself. The
+        clock starts when the program begins, because a busy host may delay that. Raises ServiceGone
+        if the service goes away meanwhile."""
         self._start = time.monotonic()
         used_before_s, used_s = self._cpu_s(), 0.0
         is_metered = self._slot.cpu_meter is not None
@@ -242,8 +244,8 @@ class Child:
             used_s = self._cpu_s() - used_before_s
 
     def _cpu_s(self) -> float:
-        """Returns the CPU time of everything in the slot where that is metered, else of the
-        child itself."""
+        """Returns the CPU time of everything in the slot where that is metered, else of the child
+        itself."""
         if self._slot.cpu_meter is None:
             # The number of its clock, as clock_getcpuclockid(3) makes it.
             return time.clock_gettime(~self._pid << 3 | 2)

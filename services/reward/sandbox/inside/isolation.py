@@ -1,8 +1,8 @@
 """Takes a process into its own user, pid, mount, network, IPC and UTS namespaces with a read-only
 root. Standard library only.
 
-The order matters and each step says why. Left out on purpose: no /proc (nothing to see, and a
-masked one cannot be mounted in a container), no overlay.
+The order matters, and each step says why. There is no /proc on purpose, because a container cannot
+mount one whose parts are masked, and no overlay.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NAMESPACES = (
 
 @dataclass(frozen=True)
 class Inside:
-    """What a slot keeps of the outside, as open files: how large it is, and how soon the kernel
-    ends it when memory runs short."""
+    """Files of the outside that a slot keeps open: its size, and how soon the kernel ends it when
+    memory runs short."""
 
     statm: int
     oom_score: int
@@ -60,7 +60,7 @@ def enter(config: dict[str, Any]) -> Inside:
         os.close(config["control_fd"])
         _end_as(child)
     kernel.die_with_parent()
-    os.setsid()  # a pid namespace does not keep kill(0) from the process group one was born in
+    os.setsid()  # a pid namespace does not keep kill(0) from the parent's process group
     kernel.set_host_name("sandbox")
     inside = _own_files()
     _make_root(sources, config["links"])
@@ -84,8 +84,8 @@ def _unshare_mapped(uid: int | None) -> None:
     """Enters the namespaces as uid 0 there, which is `uid` outside, or the same user where that is
     None or not permitted.
 
-    Root maps to an unused uid: nothing of root's is then ours, and the kernel's limit on processes
-    holds (it spares root).
+    Root maps to an unused uid, so that the slot owns nothing of root's, and the kernel's limit on
+    processes holds, which does not apply to root.
     """
     names = "user, mount, network, IPC, UTS and pid namespaces"
     own_uid, own_gid = os.geteuid(), os.getegid()

@@ -1,4 +1,4 @@
-"""The Linux calls a sandbox is made of, by ctypes: namespaces, mounts, capabilities. Standard
+"""The Linux calls that build a sandbox, by ctypes: namespaces, mounts, capabilities. Standard
 library only.
 
 Each raises OSError with the call's own name and arguments in its message ("unshare(user): Operation
@@ -39,7 +39,7 @@ _INTO_PID_NAMESPACE = (
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _with_lock = ctypes.PyDLL(None, use_errno=True)
-"""Keeps the interpreter's lock, so that a child has it."""
+"""Keeps the interpreter's lock during a call, so that a forked child has it."""
 
 
 def _check(result: int, call: str) -> int:
@@ -54,9 +54,9 @@ def unshare(flags: int, names: str) -> None:
 
 
 def fork() -> int:
-    """Forks as `os.fork` does, without what Python then runs in the child: it renews locks that
-    other threads may hold (there are none here) and seeds `random` (which a program does anyway).
-    That is a tenth of what a short program takes.
+    """Forks as `os.fork` does, without the work of Python in the child: renewing locks of other
+    threads (there are none) and seeding `random` (each program is seeded anyway). That work takes a
+    tenth of the time of a short program.
 
     Returns 0 in the child, and its pid in the parent.
     """
@@ -136,8 +136,8 @@ def forbid_new_privileges() -> None:
 
 @contextlib.contextmanager
 def own_proc_files() -> Generator[None]:
-    """A process that changed its user has files in /proc that are root's; within this they are its
-    own."""
+    """The files in /proc of a process that changed its user belong to root. Within this context
+    they are its own."""
     before = _check(_libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_GET_DUMPABLE)")
     _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
     try:

@@ -8,7 +8,9 @@ nothing to steal and nothing to compare with.
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import builtins
 import contextlib
 import gc
 import io
@@ -24,7 +26,9 @@ import types
 from typing import Any, NoReturn
 
 from services.reward.sandbox.inside import kernel
-from services.reward.sandbox.inside.furnish import FILE, furnish
+
+FILE = "program.py"
+"""What a program's `__file__` is. There is no such file."""
 
 KEEP_BYTES = 64 * 1024
 """Kept of each of stdout and stderr; a program that writes more is told so."""
@@ -202,3 +206,28 @@ def plain(value: Any, depth: int = 0) -> Any:
         return {key: plain(part, depth + 1) for key, part in value.items()}
     what = "a dict with keys other than str" if kind is dict else f"of type {kind.__name__!r:.80}"
     raise TypeError(f"the value is {what}, which is not plain data")
+
+
+_STREAMS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
+_open = builtins.open
+
+
+def furnish(memory_mib: int) -> None:
+    """Gives a program `exit` and `quit`, /dev/stdin and its like, and whole numbers of any length
+    as text, which its CPU time bounds. The stack of a thread is at most half of its memory:
+    Python's own calls take none of it."""
+    builtins.exit = builtins.quit = _exit  # pyright: ignore[reportAttributeAccessIssue]
+    builtins.open = io.open = _opened
+    sys.set_int_max_str_digits(0)
+    most = memory_mib << 19
+    threading.stack_size = lambda size=0: _thread.stack_size(min(size, most))
+
+
+def _exit(code: Any = None) -> NoReturn:
+    raise SystemExit(code)
+
+
+def _opened(file: Any, *arguments: Any, **keywords: Any) -> Any:
+    if isinstance(file, str | os.PathLike) and os.fspath(file) in _STREAMS:
+        file = os.dup(_STREAMS[os.fspath(file)])
+    return _open(file, *arguments, **keywords)

@@ -6,12 +6,12 @@ System V, no `memfd_create` (memory that no limit counts), and no `socket`, not 
 of its own: graded programs have no use for one, and the network is the largest part of the kernel.
 A `socketpair` of Unix streams is fine (asyncio needs it): one of datagrams could be sent from to
 any socket in the file system. No options of sockets, which take filters of packets. No file locks,
-which would be seen by a program in another slot on the files that both are shown; so sqlite3
-works in memory only. Nothing that tells or changes which pages of a file the host has in its cache
+which would be seen by a program in another slot on the files that both are shown; so sqlite3 works
+in memory only. Nothing that tells or changes which pages of a file the host has in its cache
 (`fadvise64`, `mincore`, `cachestat`, `readahead`, two kinds of `madvise`, and `preadv2` and
-`pwritev2` with any flag: RWF_NOWAIT tells), and no pipes of another size than all have.
-`clone3` answers ENOSYS, so that libc falls back to `clone`, whose flags the filter can read.
-`ioctl` without the two that type into a terminal; `prctl` for thread names only.
+`pwritev2` with any flag: RWF_NOWAIT tells), and no pipes of another size than all have. `clone3`
+answers ENOSYS, so that libc falls back to `clone`, whose flags the filter can read. `ioctl` without
+the two that type into a terminal; `prctl` for thread names only.
 """
 
 from __future__ import annotations

@@ -32,18 +32,19 @@ struct textwrap threading time traceback types typing
 """
 
 STOP, CONTINUE = b"s", b"c"
-"""What the service says of a worker's processes."""
+"""How the service stops and continues a worker's processes."""
 
 WORKER_PROCESSES = 128
 WORKER_BYTES = 8 << 30
-"""What a worker may use: each of its processes by itself, and all together in a cgroup."""
+"""Memory of a worker: of each of its processes, and of all together if there is a cgroup."""
 
 LARGE = 124
-"""How a slot ends whose worker was killed when it used much memory: where no cgroup tells why, for
-that."""
+"""The exit code of a slot whose worker was killed when it used much memory. Without a cgroup that
+counts as the reason."""
 
 UNSAFE_FOLDER = "hone-unsafe-"
-"""How the working directories of programs without isolation begin; the service's pid follows."""
+"""The beginning of the names of working directories without isolation; the service's pid
+follows."""
 
 _ENVIRONMENT = {
     "HOME": "/tmp",
@@ -55,7 +56,7 @@ _ENVIRONMENT = {
 
 
 def main() -> None:
-    """Entry of the slot process; its one argument is the configuration as JSON (see `slots.py`)."""
+    """Runs the slot process. Its one argument is the configuration as JSON (`slots.py`)."""
     config = json.loads(sys.argv[1])
     # Imported where it is used only, like whatever else is large: a fork copies the tables of
     # every page that its parent has.
@@ -210,7 +211,7 @@ class FolderOfItsOwn:
 
 
 def _inside(config: dict[str, Any]) -> isolation.Inside | None:
-    """Enters the namespaces; returns None where the slot shall have none."""
+    """Enters the namespaces. Returns None if the slot has none."""
     if config["isolated"]:
         return isolation.enter(config)
     kernel.die_with_parent()

@@ -1,25 +1,101 @@
-"""OpenAI's `multi`: several of OpenAI's graders, and a formula over their values.
+"""OpenAI's `multi`: several of OpenAI's graders, and a formula over their values, such as `0.8 *
+right + 0.2 * min(style, 1)`.
 
-[rewards.params] calculate_output = "0.8 * right + 0.2 * kind" graders.right = { type =
-"string_check", name = "right", input = "{{ sample.output_text }}", reference = "{{ item.answer }}",
-... } graders.kind = { type = "score_model", ... }
+    [rewards.params]
+    calculate_output = "0.8 * right + 0.2 * kind"
+    graders.right = { type = "string_check", name = "right", ... }
+    graders.kind = { type = "score_model", ... }
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import math
+import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from services.reward.graders.multi.formula import FormulaError, parse
 from services.reward.grading import registry
+from services.reward.grading.expressions import Evaluator
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed, Params, grader
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
+
+MAX_CHARS = 1000
+"""Most characters of a formula."""
+
+
+class FormulaError(ValueError):
+    """A formula cannot be read, or has no value for these values."""
+
+
+class _Arithmetic(Evaluator):
+    BINARY: ClassVar = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: operator.truediv,
+        ast.Pow: operator.pow,
+    }
+    UNARY: ClassVar = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+    FUNCTIONS: ClassVar[dict[str, Callable[..., Any]]] = {
+        "min": min,
+        "max": max,
+        "abs": abs,
+        "floor": math.floor,
+        "ceil": math.ceil,
+        "exp": math.exp,
+        "sqrt": math.sqrt,
+        "log": math.log,
+    }
+    REFUSAL: ClassVar = (
+        "is not allowed in a formula; it has numbers, names of graders, + - * / ** and "
+        + ", ".join(FUNCTIONS)
+    )
+
+    def _constant(self, node: ast.Constant) -> float:
+        return float(node.value)  # pyright: ignore[reportArgumentType]
+
+    def _call(self, node: ast.Call) -> float:
+        return float(super()._call(node))  # floor gives an int, whose powers have no bound
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula as it was parsed, and the names of the values that it needs. It is evaluated from
+    Python's syntax tree and never run as Python, so it can do nothing but arithmetic."""
+
+    tree: ast.expr
+    names: frozenset[str]
+
+    def value(self, values: dict[str, float]) -> float:
+        """Returns the value for these `values` by name. Raises FormulaError where it is no finite
+        number."""
+        try:
+            given = {name: float(value) for name, value in values.items()}
+            result = _Arithmetic(given).of(self.tree)
+        except (ArithmeticError, ValueError, TypeError) as error:
+            raise FormulaError(f"the formula has no value for {values}: {error}") from error
+        if isinstance(result, complex) or not math.isfinite(result):
+            raise FormulaError(f"the formula is {result} for {values}")
+        return float(result)
+
+
+def parse(source: str) -> Formula:
+    """Returns the formula. Raises FormulaError for anything that is not arithmetic."""
+    if len(source) > MAX_CHARS:
+        raise FormulaError(f"a formula of {len(source)} characters; at most {MAX_CHARS} are taken")
+    try:
+        tree = ast.parse(source.strip(), mode="eval").body
+        return Formula(tree, frozenset(_Arithmetic.names(tree)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise FormulaError(f"formula {source!r:.80} cannot be read: {error}") from error
 
 
 class MultiParams(Params):

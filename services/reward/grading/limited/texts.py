@@ -1,4 +1,4 @@
-"""How similar two texts are.
+"""Searches texts for patterns of the `regex` package, and measures how similar two texts are.
 
 `fuzzy_match` by rapidfuzz; `bleu`, `gleu` and `meteor` by NLTK; ROUGE (Lin 2004,
 aclanthology.org/W04-1013) here. All but `fuzzy_match` compare words in lower case. BLEU is of one
@@ -9,18 +9,25 @@ stems but no synonyms: those would need WordNet, which is not installed.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import regex
 
 _WORD = re.compile(r"\w+")
 
 Words = list[str]
 
 
-def prepare() -> None:
-    from nltk.translate import bleu_score, gleu_score, meteor_score  # noqa: F401
-    from rapidfuzz import distance, fuzz  # noqa: F401
+def prepare(function: str) -> None:
+    if function == "similarity":
+        from nltk.translate import bleu_score, gleu_score, meteor_score  # noqa: F401
+        from rapidfuzz import distance, fuzz  # noqa: F401
+    else:
+        import regex  # noqa: F401
 
 
 def has_words(text: str) -> bool:
@@ -81,3 +88,51 @@ def _by_nltk(metric: str) -> Callable[[Words, Words], float]:
         "meteor": lambda given, wanted: meteor_score([wanted], given, wordnet=no_synonyms),
     }
     return lambda given, wanted: float(metrics[metric](given, wanted))
+
+
+MAX_PATTERNS = 4
+"""Kept compiled. A pattern may be large, and a job has one or two."""
+
+
+def groups(pattern: str, flags: list[str]) -> dict[str, Any]:
+    """Returns the `count` of a pattern's groups and their `names`, or what is wrong with it, as
+    `fault`."""
+    import regex
+
+    try:
+        compiled = _compiled(pattern, tuple(flags))
+    except (regex.error, RecursionError, OverflowError, ValueError) as error:
+        return {"fault": str(error)}
+    return {"count": compiled.groups, "names": sorted(compiled.groupindex)}
+
+
+def find(
+    pattern: str, flags: list[str], mode: str, which: str, group: int | str, text: str, cpu_s: float
+) -> dict[str, Any]:
+    """Returns, as `found`, what the group matched ("" if it took no part, None if the pattern was
+    not found); `late` if the search took longer than `cpu_s`."""
+    compiled = _compiled(pattern, tuple(flags))
+    try:
+        match = _match(compiled, mode, which, text, cpu_s)
+    except TimeoutError:
+        return {"found": None, "late": True}
+    return {"found": None if match is None else match[group] or "", "late": False}
+
+
+def _match(
+    compiled: regex.Pattern[str], mode: str, which: str, text: str, cpu_s: float
+) -> regex.Match[str] | None:
+    if mode == "full":
+        return compiled.fullmatch(text.strip(), timeout=cpu_s)
+    if which == "first":
+        return compiled.search(text, timeout=cpu_s)
+    return next(iter(deque(compiled.finditer(text, timeout=cpu_s), maxlen=1)), None)
+
+
+@lru_cache(MAX_PATTERNS)
+def _compiled(pattern: str, flags: tuple[str, ...]) -> regex.Pattern[str]:
+    import regex
+
+    return regex.compile(
+        pattern, flags=sum(getattr(regex, flag) for flag in flags), cache_pattern=False
+    )

@@ -25,8 +25,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.reward.job_code.inside.printed import Printed
-from services.reward.job_code.inside.tools import WorkerTools
+from services.reward.job_code.inside_tools import Printed, WorkerTools
 from services.reward.sandbox.inside import frames
 from shared.rewards import Outcome, Reward
 

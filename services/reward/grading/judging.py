@@ -16,8 +16,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from services.reward.grading import templates
-from services.reward.grading.judge.client import MAX_ASKS, Judge, JudgeLimits, Question
-from services.reward.grading.judge.replies import KEY
+from services.reward.grading.judge_client import KEY, MAX_ASKS, Judge, JudgeLimits, Question
 from services.reward.grading.registry import Grader, GraderTools, Params
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -31,8 +30,8 @@ ENDING = (
 
 
 class JudgeSampling(Params):
-    """How the judge samples. What is None is left to the endpoint. Endpoints differ in which of the
-    three limits of tokens they know."""
+    """How the judge samples. A field that is None is left to the endpoint. Endpoints differ in
+    which of the three limits of tokens they know."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
     """Sampling temperature."""
@@ -70,15 +69,15 @@ class JudgeSampling(Params):
 
 
 class JudgeParams(Params):
-    """What asking a language model may take."""
+    """Limits of asking a language model."""
 
     concurrency: int = Field(default=8, ge=1, le=256)
     """How many questions are asked at once."""
 
     retries: int = Field(default=4, ge=0, le=20)
-    """How often a question is sent again that the endpoint could not take. A reply that cannot be
-    read (no JSON object at its end, cut at the limit of tokens) is asked for again besides, three
-    times in all."""
+    """How often a question is sent again if the endpoint could not take it. A question whose reply
+    cannot be read (no JSON object at its end, cut at the limit of tokens) is asked up to three
+    times besides."""
 
     deadline_s: float = Field(default=120.0, gt=0, le=3600)
     """How many seconds one question may take, its retries included."""
@@ -97,7 +96,7 @@ J = TypeVar("J", bound=JudgeParams)
 
 @dataclass(frozen=True)
 class Said:
-    """A value that the judge is to give: how it is asked for, and its JSON schema."""
+    """A value that the judge has to give: how it is asked for, and its JSON schema."""
 
     asked: str
     schema: dict[str, Any]
@@ -133,15 +132,16 @@ class JudgeGrader(Grader[J]):
 
     @abstractmethod
     def messages(self, item: ScoreItem) -> list[dict[str, str]]:
-        """Returns the question but for how to answer; the completion's mark is in `item`."""
+        """Returns the messages of the question, without how to reply. The completion in `item` is
+        already marked."""
 
     @abstractmethod
     def form(self) -> dict[str, Said]:
-        """Returns what the JSON object is to hold, by name."""
+        """Returns the values that the JSON object has to hold, by name."""
 
     @abstractmethod
     def part(self, found: Mapping[str, Any]) -> Part:
-        """Returns the verdict in a judge's JSON object. Raises Unreadable where it has none."""
+        """Returns the verdict in a judge's JSON object. Raises Unreadable if it has none."""
 
     async def check(self, columns: Sequence[str]) -> None:
         settings = self.tools.settings
@@ -183,7 +183,7 @@ class JudgeGrader(Grader[J]):
             if asked[-1]["role"] == "user":
                 last = {"role": "user", "content": f"{asked[-1]['content']}\n\n{ending}"}
                 return [*asked[:-1], last]
-            # As a user: not every model's template takes a system message that is not the first.
+            # From the user: some models' templates take a system message only as the first.
             return [*asked, {"role": "user", "content": ending}]
 
         schemas = {name: said.schema for name, said in form.items()}

@@ -1,28 +1,66 @@
-"""Runs a job's own functions in children of its worker, each with a time limit. Standard library
-only.
+"""What a job's own code may use inside its worker: programs in sandboxes, functions in child
+processes. Standard library only.
 
-A fresh child is a fork made for one call, which needs nothing sent: function and arguments are in
-its memory. A warm child is kept, is told a function's name and arguments, and so keeps what the
-function caches. Values come back as JSON, never pickled: a child may have read what a model wrote.
+The service runs model-written code, in its own sandboxes: the worker's is the user's. The socket
+carries one question at a time; questions of other threads meanwhile go together as the next one.
+
+A function runs in a fresh child, a fork made for one call, whose memory already has function and
+arguments; or in a warm child, which is kept, so that the function can cache. It is told the
+function's name and arguments. Values come back as JSON and are never unpickled, because a child may
+have read what a model wrote.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import select
 import signal
 import socket
+import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from services.reward.job_code.inside.printed import Printed
 from services.reward.sandbox.inside import frames
 from services.reward.sandbox.inside.program import plain
 from shared.rewards import Outcome
+
+KEEP_CHARS = 2000
+
+
+class Printed(io.TextIOBase):
+    """A text stream of which only the end is kept."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    @classmethod
+    def install(cls) -> Printed:
+        """Returns what stands for stdout and stderr from now on."""
+        printed = cls()
+        sys.stdout = sys.stderr = printed  # pyright: ignore[reportAttributeAccessIssue]
+        return printed
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        self._text = (self._text + text)[-KEEP_CHARS:]
+        return len(text)
+
+    def take(self) -> str:
+        """Returns what was printed since the last time."""
+        text, self._text = self._text, ""
+        return text
+
 
 MAX_TRACE_CHARS = 2000
 
@@ -188,3 +226,53 @@ def _outcome(call: _Call, reply: Any, timeout_s: float) -> Outcome:
             "runtime_error", stderr="Exited: its process ended without a result\n", wall_s=wall_s
         )
     return Outcome(**reply, wall_s=wall_s)
+
+
+class WorkerTools:
+    """Implements `shared.rewards.Tools`. `module` has the definitions of the job's file, `call` is
+    the number of the message to answer next."""
+
+    def __init__(self, channel: int, module: types.ModuleType) -> None:
+        self.call = ""
+        self._channel = channel
+        self._turn = threading.Lock()
+        self._lock = threading.Lock()  # guards the next line only
+        self._asked: list[tuple[list[dict[str, Any]], Future[list[Outcome]]]] = []
+        self._children = Children(lambda name: vars(module)[name], lambda: os.close(channel))
+
+    def in_sandbox(self, programs: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+        # A program that is not plain data fails here, and fails alone.
+        plain = json.loads(json.dumps([dict(program) for program in programs], allow_nan=False))
+        answer: Future[list[Outcome]] = Future()
+        with self._lock:
+            self._asked.append((plain, answer))
+        with self._turn:
+            if not answer.done():
+                self._ask_all()
+        return answer.result()
+
+    def in_function(
+        self,
+        function: Callable[..., Any],
+        arguments: Sequence[tuple[Any, ...]],
+        *,
+        isolated: bool,
+        timeout_s: float,
+    ) -> list[Outcome]:
+        return self._children.run(function, arguments, isolated=isolated, timeout_s=timeout_s)
+
+    def _ask_all(self) -> None:
+        with self._lock:
+            asked, self._asked = self._asked, []
+        execute = [programs for programs, _ in asked]
+        frames.send(self._channel, {"execute": execute, "call": self.call})
+        reply: dict[str, Any] = frames.receive(self._channel) or {
+            "executions": ["the reward service is gone"] * len(asked),
+            "call": self.call,
+        }
+        self.call = reply["call"]
+        for (_, answer), executions in zip(asked, reply["executions"], strict=True):
+            if isinstance(executions, str):
+                answer.set_exception(ValueError(executions))
+            else:
+                answer.set_result([Outcome(**execution) for execution in executions])

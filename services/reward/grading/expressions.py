@@ -1,0 +1,166 @@
+"""Evaluates expressions that are read from Python's syntax tree and never run as Python; and says
+which values are equal. Standard library only.
+
+Three languages are subclasses of `Evaluator`. They differ in their values and operators: exact
+arithmetic is here, formulas over graders' values are in `graders/multi.py`, the assertions of tests
+in `limited/assertions.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, ItemsView, KeysView, Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, ClassVar
+
+
+class Evaluator:
+    """A language of literals, names, operators and calls of `FUNCTIONS`. `values` are the values of
+    the names."""
+
+    BINARY: ClassVar[Mapping[type[ast.operator], Callable[[Any, Any], Any]]] = {}
+    UNARY: ClassVar[Mapping[type[ast.unaryop], Callable[[Any], Any]]] = {}
+    FUNCTIONS: ClassVar[Mapping[str, Callable[..., Any]]] = {}
+    LITERALS: ClassVar[tuple[type, ...]] = (int, float)
+    REFUSAL: ClassVar[str] = "is not part of this language"
+    """Ends the sentence about a part that the language does not have."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    @classmethod
+    def names(cls, node: ast.AST) -> set[str]:
+        """Returns the names in an expression. Raises ValueError for a part of it that the language
+        does not have."""
+        if isinstance(node, ast.Constant) and type(node.value) in cls.LITERALS:
+            return set()
+        if isinstance(node, ast.Name):
+            return {node.id}
+        if isinstance(node, ast.BinOp) and type(node.op) in cls.BINARY:
+            return cls.names(node.left) | cls.names(node.right)
+        if isinstance(node, ast.UnaryOp) and type(node.op) in cls.UNARY:
+            return cls.names(node.operand)
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in cls.FUNCTIONS
+            and not node.keywords
+        ):
+            return {name for part in node.args for name in cls.names(part)}
+        raise ValueError(f"{ast.unparse(node)!r:.80} {cls.REFUSAL}")
+
+    def of(self, node: ast.AST | None) -> Any:
+        """Returns the value of an expression of this language."""
+        return getattr(self, f"_{type(node).__name__.lower()}")(node)
+
+    def _constant(self, node: ast.Constant) -> Any:
+        return node.value
+
+    def _name(self, node: ast.Name) -> Any:
+        return self._values[node.id]
+
+    def _unaryop(self, node: ast.UnaryOp) -> Any:
+        return self.UNARY[type(node.op)](self.of(node.operand))
+
+    def _binop(self, node: ast.BinOp) -> Any:
+        return self.BINARY[type(node.op)](self.of(node.left), self.of(node.right))
+
+    def _call(self, node: ast.Call) -> Any:
+        assert isinstance(node.func, ast.Name)
+        return self.FUNCTIONS[node.func.id](*map(self.of, node.args))
+
+
+class _Exact(Evaluator):
+    """Arithmetic of whole numbers, in fractions: 1/49*49 is 1."""
+
+    BINARY: ClassVar = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Div: operator.truediv,
+        ast.FloorDiv: operator.floordiv,
+        ast.Mod: operator.mod,
+    }
+    UNARY: ClassVar = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+    LITERALS: ClassVar = (int,)
+    REFUSAL: ClassVar = "is not arithmetic of whole numbers"
+
+    def _constant(self, node: ast.Constant) -> Fraction:
+        return Fraction(node.value)  # pyright: ignore
+
+    def _name(self, node: ast.Name) -> Any:
+        raise ValueError(f"{node.id!r:.80} {self.REFUSAL}")
+
+    def _binop(self, node: ast.BinOp) -> Fraction:
+        return Fraction(super()._binop(node))  # 7//2 is an int, and int/int would be a float
+
+
+def arithmetic(expression: str) -> Fraction:
+    """Returns the value of whole numbers, + - * / // % and parentheses. Its cost grows with the
+    length of `expression`, which the caller bounds. Raises ValueError for any other expression, and
+    for an expression that has no value."""
+    try:
+        tree = ast.parse(expression, mode="eval").body
+        _Exact.names(tree)
+        return _Exact({}).of(tree)
+    except (SyntaxError, ZeroDivisionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error.args[0]}") from error
+    except (RecursionError, MemoryError) as error:
+        raise ValueError("too many operations inside each other") from error
+
+
+_SETS = (set, frozenset, KeysView, ItemsView)
+_NUMBERS = (int, float, Fraction, Decimal)
+
+
+def same(value: Any, target: Any, tolerance: float = 0.0) -> bool:
+    """Returns whether two plain values are equal. Numbers anywhere in lists, tuples and the values
+    of dicts may differ by `tolerance`; the members of sets and the keys of dicts may not."""
+    if type(value) in _NUMBERS and type(target) in _NUMBERS:
+        try:
+            return value == target or (tolerance > 0 and abs(value - target) <= tolerance)
+        except (OverflowError, TypeError):
+            return False  # a number beyond what a float can hold, or of another kind, is near none
+    if isinstance(value, ItemsView) and isinstance(target, ItemsView):
+        return _same_dicts(dict(value), dict(target), 0.0)
+    if isinstance(value, _SETS) and isinstance(target, _SETS):
+        return {_marked(part) for part in value} == {_marked(part) for part in target}
+    if isinstance(value, dict) and isinstance(target, dict):
+        return _same_dicts(value, target, tolerance)
+    if type(value) is not type(target):
+        return False
+    if isinstance(value, list | tuple | deque):
+        return len(value) == len(target) and all(
+            same(a, b, tolerance) for a, b in zip(value, target, strict=True)
+        )
+    return bool(value == target)
+
+
+def _same_dicts(value: dict[Any, Any], target: dict[Any, Any], tolerance: float) -> bool:
+    """As in Python the order counts between two that are ordered, and a count of 0 is none between
+    two counters."""
+    kinds = type(value), type(target)
+    ours, theirs = (
+        {
+            _marked(key): part
+            for key, part in data.items()
+            if kinds != (Counter, Counter) or part != 0
+        }
+        for data in (value, target)
+    )
+    if kinds == (OrderedDict, OrderedDict) and list(ours) != list(theirs):
+        return False
+    return ours.keys() == theirs.keys() and all(
+        same(part, theirs[key], tolerance) for key, part in ours.items()
+    )
+
+
+def _marked(key: Any) -> Any:
+    """Returns `key` so that what equals it in Python but is not `same` (True and 1) no longer
+    does."""
+    if isinstance(key, tuple | frozenset):
+        return type(key).__name__, type(key)(_marked(part) for part in key)
+    return "bool" if isinstance(key, bool) else "", key
