@@ -57,8 +57,8 @@ def test_the_gradient_vanishes_only_where_the_bound_is_active():
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage_by_hand():
     # r = 50 and A = -2: the clipped loss is 100, dual clip 3 makes it 3 * 2 = 6, with no gradient.
     # Nothing else changes.
-    x = by_ratio([[50.0, 2.0, 0.5], [50.0]], [-2.0, 1.0], training=spec(dual_clip=3.0))
-    assert terms(x).tolist() == pytest.approx([6.0, 4.0, 1.6, -1.28])
+    x = by_ratio([[50.0, 2.0, 0.5], [50.0]], [-2.0, 0.5], training=spec(dual_clip=3.0))
+    assert terms(x).tolist() == pytest.approx([6.0, 4.0, 1.6, -0.64])
     _, gradient = loss_and_gradient(x)
     assert (gradient * 4).tolist() == pytest.approx([0.0, 4.0, 0.0, 0.0])
 
@@ -75,16 +75,16 @@ def test_cispo_bounds_the_weight_and_keeps_the_gradient_by_hand():
 
 
 def test_sapo_gates_with_a_temperature_for_each_sign_by_hand():
-    # A = 1: -(4/1) sigmoid(r - 1). A = -1: (4/2) sigmoid(2 (r - 1)). At r = 1 both have the
+    # A = 1: -(4/1) sigmoid(r - 1). A = -1/2: (2/2) sigmoid(2 (r - 1)). At r = 1 both have the
     # gradient of -r A.
     x = by_ratio(
-        [[1.0, 2.0], [1.0, 0.5]], [1.0, -1.0], training=spec(loss="sapo", tau_negative=2.0)
+        [[1.0, 2.0], [1.0, 0.5]], [1.0, -0.5], training=spec(loss="sapo", tau_negative=2.0)
     )
     assert terms(x).tolist() == pytest.approx(
-        [-2.0, -4 / (1 + math.exp(-1)), 1.0, 2 / (1 + math.exp(1))]
+        [-2.0, -4 / (1 + math.exp(-1)), 0.5, 1 / (1 + math.exp(1))]
     )
     _, gradient = loss_and_gradient(x)
-    assert (gradient[[0, 2]] * 4).tolist() == pytest.approx([-1.0, 1.0])
+    assert (gradient[[0, 2]] * 4).tolist() == pytest.approx([-1.0, 0.5])
 
 
 def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens_by_hand():
@@ -149,14 +149,6 @@ def test_a_token_weighs_the_same_in_any_minibatch_under_dapo_and_not_under_bnpo(
         assert [share.item() for share in shares] == pytest.approx(expected), loss
 
 
-def test_dr_grpo_does_not_reward_length():
-    # The same advantage and ratio: every token has the same gradient, however long its sequence.
-    _, gradient = loss_and_gradient(
-        by_ratio([[1.0] * 5, [1.0]], [1.0, 1.0], training=spec(loss="dr_grpo"))
-    )
-    assert gradient.tolist() == pytest.approx([-1 / 32] * 6)
-
-
 # --- splits: the trap "token-loss scaling" -------------------------------------------------------
 
 
@@ -214,19 +206,6 @@ def test_a_batch_without_signal_has_neither_loss_nor_gradient(loss):
     value, gradient = loss_and_gradient(
         by_ratio([[1e6, 1e-6, 1.0], [3.0]], [0.0, 0.0], training=spec(loss=loss))
     )
-    assert value == 0.0
-    assert not gradient.any()
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_batch_that_correction_rejects_wholly_has_neither_loss_nor_gradient(loss):
-    x = by_ratio(
-        [[1e6, 1e-6, 1.0], [3.0]],
-        [2.0, -2.0],
-        training=spec(loss=loss),
-        weights_N=torch.zeros(4).double(),
-    )
-    value, gradient = loss_and_gradient(x)
     assert value == 0.0
     assert not gradient.any()
 
