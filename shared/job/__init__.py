@@ -3,7 +3,8 @@
 
 | file | sections |
 |---|---|
-| `job.py` | the job whole: its own keys, how weights are synced, what it learns |
+| `job.py` | the job whole: its own keys, what it learns |
+| `sync.py` | the ways in which weights are synced |
 | `data.py` | `[data]`, `[evaluation.sets.NAME]` |
 | `sampling.py` | `[sampling]`, `[difficulty]`, `[[rewards]]` |
 | `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
@@ -32,5 +33,6 @@ if TYPE_CHECKING:
     from shared.job.running import *
     from shared.job.sampling import *
     from shared.job.section import *
+    from shared.job.sync import *
 else:
     __getattr__, __dir__ = exporting(__file__, globals())

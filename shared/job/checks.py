@@ -8,6 +8,7 @@ from shared.errors import BadRequest
 from shared.job.learning import MAX_SERVED_RANK
 from shared.job.running import CheckpointSpec
 from shared.job.sampling import MAX_KEPT
+from shared.job.sync import SYNC_METHODS
 
 if TYPE_CHECKING:
     from shared.job.job import Job
@@ -119,7 +120,7 @@ def _reward_names_differ(job: Job) -> None:
 
 
 def _keeps_what_is_sampled(job: Job) -> None:
-    if job.weight_sync in ("reload", "restart") and job.max_staleness:
+    if SYNC_METHODS[job.weight_sync].ends_requests and job.max_staleness:
         raise ValueError(
             f'weight_sync is "{job.weight_sync}", which ends what is being sampled, and '
             f"max_staleness is {job.max_staleness}, expected 0"
@@ -127,7 +128,7 @@ def _keeps_what_is_sampled(job: Job) -> None:
 
 
 def _sends_what_is_whole(job: Job) -> None:
-    if job.weight_sync in ("nccl", "ipc") and not job.has_live_weights:
+    if SYNC_METHODS[job.weight_sync].is_live and not job.has_live_weights:
         why = "lora is set" if job.lora else "memory.zero_stage is 3"
         raise ValueError(
             f'weight_sync is "{job.weight_sync}", which takes weights where they are trained, '

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import Field, model_validator
 
@@ -30,6 +30,7 @@ from shared.job.running import (
 )
 from shared.job.sampling import DifficultySpec, RewardSpec, SamplingSpec
 from shared.job.section import JOB_ID, Section
+from shared.job.sync import SyncChoice
 
 MAY_CHANGE = frozenset(
     {
@@ -49,12 +50,6 @@ MAY_CHANGE = frozenset(
 )
 """Keys of a job that do not change what is learned. A job may go on with other values than it began
 with."""
-
-SyncMethod = Literal["shm", "disk", "http", "delta", "lora", "reload", "restart", "nccl", "ipc"]
-"""How weights get from trainer to sampler. Each method is an entry of two tables: METHODS in
-services/trainer/disk/weights.py, LOADERS in services/rollout/weights/methods.py."""
-
-SyncChoice = Literal["auto", SyncMethod]
 
 
 class Job(Section):

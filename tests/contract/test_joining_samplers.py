@@ -12,10 +12,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from services.orchestrator.pool import members
-from services.orchestrator.pool.sampler_loading import Push
-from services.orchestrator.pool.samplers import Samplers
-from services.orchestrator.pool.syncing import prove
+from services.orchestrator.pool import discovery, pool
+from services.orchestrator.pool.canary import prove
+from services.orchestrator.pool.pool import Pool
+from services.orchestrator.pool.sampler import Push
 from shared.settings import Settings
 from shared.wire import (
     EngineSpec,
@@ -57,7 +57,7 @@ class Joining:
         self.urls: list[str] = []
         self._start, self.second.start = self.second.start, self._start_slow
         settings = Settings(rollout_url="registered", patience_s=10.0)
-        self.samplers = Samplers(settings, self._tell, self._registered)
+        self.pool = Pool(settings, self._tell, self._registered)
 
     async def _start_slow(self, spec: EngineSpec, folder: Path) -> FakeEngine:
         engine = await self._start(spec, folder)
@@ -74,7 +74,7 @@ class Joining:
         """Returns which samplers serve the version now."""
         ref = WeightsRef(self.first.publish(version, "demo-1", (1, 1)))
         push = Push(ref, AsyncMock(return_value=ref), prove)
-        return [serving.replica for serving in await self.samplers.push(push)]
+        return [serving.replica for serving in await self.pool.push(push)]
 
     async def sample(self, count: int, version: int) -> list[RolloutGroup]:
         body = GenerateRequest(
@@ -84,17 +84,17 @@ class Joining:
             sampling=Sampling(n=2, max_tokens=4),
         )
         keys = [f"{version}:{number}" for number in range(count)]
-        return await asyncio.gather(*(self.samplers.generate(body, key) for key in keys))
+        return await asyncio.gather(*(self.pool.generate(body, key) for key in keys))
 
 
 @pytest.fixture
 async def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Joining]:
-    monkeypatch.setattr(members, "LOOK_AT_AWAY_S", 0.01)
-    monkeypatch.setattr(members, "DISCOVER_S", 0.01)
+    monkeypatch.setattr(pool, "LOOK_AT_AWAY_S", 0.01)
+    monkeypatch.setattr(discovery, "DISCOVER_S", 0.01)
     joining = Joining(tmp_path)
     async with listening(joining.first) as first, listening(joining.second) as second:
         joining.urls.append(first)
-        await joining.samplers.open(ModelRequest(**WHO, model="tiny"))
+        await joining.pool.open(ModelRequest(**WHO, model="tiny"))
         assert await joining.push(1) == ["first"]
         joining.urls.append(second)
         async with asyncio.timeout(90):
@@ -102,7 +102,7 @@ async def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGener
                 await asyncio.sleep(0.005)
         yield joining
         joining.may_load.set()
-        await joining.samplers.close()
+        await joining.pool.close()
 
 
 async def test_until_it_has_the_version_no_group_goes_there(joining: Joining) -> None:

@@ -12,9 +12,8 @@ import pytest
 
 from services.orchestrator.errors import SyncFailed
 from services.orchestrator.pool import canary, syncing
-from services.orchestrator.pool.gpus import Gpus
 from services.orchestrator.pool.services import Services
-from services.orchestrator.pool.syncing import candidates
+from services.orchestrator.pool.syncing import Gpus, candidates
 from shared.errors import Conflict, Failed, Unavailable
 from shared.http.client import Client
 from shared.job import Job, LoraSpec, SyncMethod
@@ -111,7 +110,7 @@ async def test_a_canary_off_by_rounding_needs_every_tensor_read_back(
     answer = serving(-12.1, -15.9, dtype="bfloat16").model_copy(
         update={"version": 3, "digest": "d"}
     )
-    proving = syncing.prove(cast(Client, Sampler()), WeightsRef(ref), answer)
+    proving = canary.prove(cast(Client, Sampler()), WeightsRef(ref), answer)
     if served:
         await proving
     else:
@@ -331,10 +330,10 @@ class Publishes:
         )
 
 
-async def fuller(*answers: Any) -> tuple[Publishes, syncing.Fuller]:
+async def fuller(*answers: Any) -> tuple[Publishes, syncing.Fallback]:
     trainer = Publishes("sent", *answers)
     sent = await trainer.publish_weights(3, "nccl")
-    return trainer, syncing.Fuller(cast(Services, trainer), sent)
+    return trainer, syncing.Fallback(cast(Services, trainer), sent)
 
 
 async def test_the_files_of_what_was_sent_are_asked_for_once_by_all_who_need_them() -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.pool import members
-from services.orchestrator.pool.replica import FIRST_RETRY_S, Replica
+from services.orchestrator.pool.sampler import FIRST_RETRY_S, Sampler
 from shared.errors import BadRequest, Failed, StateLost
 from shared.http.service import request_key
 from shared.job import Job
@@ -119,15 +118,15 @@ async def test_a_fault_of_ours_while_a_sampler_comes_back_is_logged_and_tried_ag
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, second = pool.samplers
-    load, late = members.load, []
+    load, late = Sampler.load_weights, []
     came_back = asyncio.Event()
 
-    async def failing_twice(replica: Replica, *args: Any, **options: Any) -> Any:
+    async def failing_twice(sampler: Sampler, *args: Any, **options: Any) -> Any:
         if options.get("late"):
             late.append(time.monotonic())
             if len(late) <= 2:
                 raise RuntimeError("a fault of ours")
-        return await load(replica, *args, **options)
+        return await load(sampler, *args, **options)
 
     async def train(body: Any) -> None:
         if body.step == 2:
@@ -135,7 +134,7 @@ async def test_a_fault_of_ours_while_a_sampler_comes_back_is_logged_and_tried_ag
         while body.step == 4 and second.serving.version is None:
             await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(members, "load", failing_twice)
+    monkeypatch.setattr(Sampler, "load_weights", failing_twice)
     pool.stack.fakes.fault["train_step"] = train
     job_id = (await pool.stack.submit()).id
     while pool.stack.fakes.calls["train_step"] < 2:

@@ -9,9 +9,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from services.orchestrator.pool import admission
-from services.orchestrator.pool.sampler_loading import Push
-from services.orchestrator.pool.samplers import Samplers
+from services.orchestrator.pool import pool as pool_module
+from services.orchestrator.pool.pool import Pool
+from services.orchestrator.pool.sampler import Push
 from shared.http.presence import tell_nobody
 from shared.http.service import request_key
 from shared.settings import Settings
@@ -27,7 +27,7 @@ BODY = GenerateRequest(**WHO, prompt="a", min_version=1, sampling=Sampling(n=2, 
 class Conversing:
     """Two samplers, of two completions at a time each, that serve version 1."""
 
-    def __init__(self, samplers: Samplers, fakes: tuple[FakeSampler, ...]) -> None:
+    def __init__(self, samplers: Pool, fakes: tuple[FakeSampler, ...]) -> None:
         self.samplers, self.fakes = samplers, fakes
         self.version = 0
 
@@ -54,7 +54,7 @@ async def _proven(*_: Any) -> None:
 async def pool(settings: Settings) -> AsyncGenerator[Conversing]:
     async with pool_of(2, settings, max_num_seqs=2) as fakes:
         urls = ",".join(fake.url for fake in fakes)
-        samplers = Samplers(settings.model_copy(update={"rollout_url": urls}), tell_nobody)
+        samplers = Pool(settings.model_copy(update={"rollout_url": urls}), tell_nobody)
         await samplers.open(ModelRequest(**WHO, model="m"))
         pool = Conversing(samplers, fakes)
         await pool.push()
@@ -94,7 +94,7 @@ async def test_turns_of_one_conversation_stay_where_they_were(pool: Conversing) 
 async def test_a_turn_waits_a_little_for_its_sampler(
     pool: Conversing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "SOON_S", 60.0)
+    monkeypatch.setattr(pool_module, "SOON_S", 60.0)
     home = await pool.turn("a:1", "a")
     until = asyncio.Event()
     blocker = await blocked(pool, home, until)
@@ -108,7 +108,7 @@ async def test_a_turn_waits_a_little_for_its_sampler(
 async def test_a_turn_goes_elsewhere_when_its_sampler_has_no_room_soon(
     pool: Conversing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "SOON_S", 0.05)
+    monkeypatch.setattr(pool_module, "SOON_S", 0.05)
     home = await pool.turn("a:1", "a")
     until = asyncio.Event()
     blocker = await blocked(pool, home, until)
@@ -134,7 +134,7 @@ async def test_after_a_sync_nothing_of_a_conversation_is_cached_any_more(
     pool: Conversing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So its next turn waits for nobody."""
-    monkeypatch.setattr(admission, "SOON_S", 600.0)
+    monkeypatch.setattr(pool_module, "SOON_S", 600.0)
     home = await pool.turn("a:1", "a")
     await pool.push()
     until = asyncio.Event()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.pool import members
+from services.orchestrator.pool import discovery
+from services.orchestrator.pool import pool as pool_module
 from services.orchestrator.run import run
 from shared.http.client import Client
 from shared.job import Job
@@ -63,8 +64,8 @@ async def pool_stack(
     """A stack with these samplers, found at `rollout_url` or at their own URLs. Its job has four
     steps, and looks at its samplers often."""
     monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(members, "LOOK_AT_AWAY_S", 0.02)
-    monkeypatch.setattr(members, "DISCOVER_S", 0.05)
+    monkeypatch.setattr(pool_module, "LOOK_AT_AWAY_S", 0.02)
+    monkeypatch.setattr(discovery, "DISCOVER_S", 0.05)
     quiet = job.model_copy(update={"data": job.data.model_copy(update={"eval": None}), "steps": 4})
     fakes = FakeServices(settings)
     urls = rollout_url or ",".join(sampler.url for sampler in all_)

@@ -10,7 +10,18 @@ from __future__ import annotations
 
 from statistics import pstdev
 
-from shared.wire import Canary, ServingWeights
+from services.orchestrator.errors import SyncFailed
+from shared.errors import HoneError
+from shared.host.logs import get_logger
+from shared.http.client import Client
+from shared.wire import (
+    Canary,
+    CheckedWeights,
+    NoBody,
+    Published,
+    ServingWeights,
+    WeightsRef,
+)
 
 EPSILONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Distance from 1 to the next number: what rounding comes to is a multiple of it."""
@@ -26,6 +37,12 @@ models of 2 to 48 layers (`services/trainer/learning/noise.py`)."""
 MOST = 0.5
 """Share of the log-probs' standard deviation that a difference may be in any case, whatever the
 noise: an unrelated model's differs by 0.96 to 1.1 times that."""
+
+EXPERTS = ".experts."
+"""What the names of a mixture's experts have in them, as checkpoints call them."""
+
+CHECK_S = 120.0
+"""Seconds for reading an engine's tensors back, which only names what is wrong."""
 
 ROUNDING = 0.1
 """Share of the log-probs' standard deviation that rounding to 16 bits may make them differ by."""
@@ -76,3 +93,67 @@ def may_be_rounding(canary: Canary, serving: ServingWeights) -> bool:
     if canary.dtype == serving.dtype == "float32":
         return False
     return difference(canary, serving) <= ROUNDING * pstdev(canary.logprobs)
+
+
+async def prove(sampler: Client, published: WeightsRef, serving: ServingWeights) -> None:
+    """Raises SyncFailed unless the sampler serves what was published."""
+    ref = published.root
+    if problem := _digest_fault(ref, serving):
+        raise SyncFailed(f"weight sync: {problem}")
+    if not ref.canary or not serving.canary_logprobs:
+        return
+    if problem := fault(ref.canary, serving):
+        checked = await _read_back(sampler)
+        if _holds_all(checked) and may_be_rounding(ref.canary, serving):
+            get_logger().warning(
+                "the canary differs, but no tensor that was read back from the engine does",
+                version=ref.version,
+                unread=0 if isinstance(checked, HoneError) else len(checked.unread),
+                difference=difference(ref.canary, serving),
+            )
+            return
+        raise SyncFailed(
+            f"weight sync: the sampler does not compute with version {ref.version}: {problem} "
+            f"({_describe(checked)})"
+        )
+
+
+async def _read_back(sampler: Client) -> CheckedWeights | HoneError:
+    """Returns which tensors of the engine are wrong, or why they could not be read back."""
+    try:
+        return await sampler.call(
+            "POST", "/weights/check", NoBody(), CheckedWeights, deadline_s=CHECK_S
+        )
+    except HoneError as error:
+        return error
+
+
+def _holds_all(checked: CheckedWeights | HoneError) -> bool:
+    """Returns whether every tensor was read back, and none differs. A mixture's experts need not
+    be: some kernels keep them in an order that the sampler does not know."""
+    if not isinstance(checked, CheckedWeights) or checked.differing:
+        return False
+    return all(EXPERTS in name for name in checked.unread)
+
+
+def _describe(checked: CheckedWeights | HoneError) -> str:
+    if isinstance(checked, HoneError):
+        return f"its tensors could not be read back: {checked.detail}"
+    if not checked.differing:
+        read = checked.num_tensors - len(checked.unread)
+        return f"the {read} tensors of the engine that could be read back are those published"
+    return (
+        f"{len(checked.differing)} of {checked.num_tensors} tensors of the engine are not those "
+        f"published, the first is {checked.differing[0]!r}"
+    )
+
+
+def _digest_fault(published: Published, serving: ServingWeights) -> str | None:
+    """Returns why what the sampler says it serves is not what the trainer published, or None."""
+    if (serving.version, serving.digest) != (published.version, published.digest):
+        return (
+            f"the trainer published version {published.version} with digest "
+            f"{published.digest[:12]}, but the sampler serves version {serving.version} with "
+            f"digest {str(serving.digest)[:12]}"
+        )
+    return None

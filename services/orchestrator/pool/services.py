@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 from typing import Any
 
 from services.orchestrator.pool.discovery import Registered, is_one_host, none_registered
-from services.orchestrator.pool.gpus import Gpus
-from services.orchestrator.pool.sampler_loading import Push
-from services.orchestrator.pool.samplers import Samplers
+from services.orchestrator.pool.pool import Pool
+from services.orchestrator.pool.sampler import Push
 from services.orchestrator.pool.transport import transport_to
 from services.orchestrator.pool.trial import Trial, trial
 from services.orchestrator.pool.waits import Waits, waits_for
-from shared.errors import Failed, HoneError, Unavailable
+from shared.errors import HoneError, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.http import ownership
@@ -43,7 +43,6 @@ from shared.wire import (
     ScoreItem,
     ScoreRequest,
     ScoreResult,
-    SentWeights,
     ServingWeights,
     SleepRequest,
     StepResult,
@@ -81,12 +80,12 @@ NOT_GRADED = Score(value=None, parts={})
 
 
 class Services:
-    """One job's view of the services. `close` ends the connections. `sync_method` is how weights go
-    to the samplers in this epoch, once that was chosen, and `given_up` how they do not any more
-    (syncing.py). `waits` says what is under
-    way. `identity` names the orchestrator's Redis, by which trainer and samplers know whose job
-    it is. With `grading_waits`, grading waits for a reward service that is away, so that the
-    sampled completions are not lost."""
+    """One job's trainer, reward service and pool of samplers. `close` ends the connections.
+    `sync_method` is how weights go to the samplers in this epoch, once that was chosen
+    (syncing.py). `waits` says what is under way. `trainer_gpu` is the GPU that the trainer sends
+    from and its memory space, once it has the job. `identity` names the orchestrator's Redis, by
+    which trainer and samplers know whose job it is. With `grading_waits`, grading waits for a
+    reward service that is away, so that the sampled completions are not lost."""
 
     def __init__(
         self,
@@ -103,57 +102,36 @@ class Services:
     ) -> None:
         self._job = job
         self._who = Fenced(job_id=job_id, attempt=attempt, epoch=epoch)
-        self._settings = settings
+        self.settings = settings
         limit_s = (settings.wait_limit_s or math.inf) + MAX_PAUSE_S  # no last try before the limit
         self._reward_patience_s = limit_s if grading_waits else None
-        token = settings.bearer()
-        patience_s = settings.patience_s
         headers = ownership.headers(identity, settings, job_id)
-        self._samplers = Samplers(settings, tell, registered, headers)
+        self.pool = Pool(settings, tell, registered, headers)
         self.sync_method: SyncMethod | None = None
         self.waits = Waits()
-        self._trainer_gpu: tuple[str | None, str | None] = (None, None)
+        self.trainer_gpu: tuple[str | None, str | None] = (None, None)
         self._has_trainer = False
-        self._trainer = Client(
-            "trainer",
-            settings.trainer_url,
-            token=token,
+        client = functools.partial(
+            Client,
+            token=settings.bearer(),
             binary=True,
-            patience_s=patience_s,
+            patience_s=settings.patience_s,
             tell=tell,
-            transport=transport_to(settings.trainer_url),
-            headers=headers,
         )
-        self._reward = Client(
-            "reward",
-            settings.reward_url,
-            token=token,
-            binary=True,
-            patience_s=patience_s,
-            tell=tell,
-            transport=transport_to(settings.reward_url),
-        )
+        trainer, reward = settings.trainer_url, settings.reward_url
+        self._trainer = client("trainer", trainer, transport=transport_to(trainer), headers=headers)
+        self._reward = client("reward", reward, transport=transport_to(reward))
 
     def new_epoch(self) -> None:
-        """Makes every call from now on one of another epoch: what was asked for
-        before is refused or never joined."""
+        """Begins another epoch: requests of the epoch before are refused or never joined."""
         self._who = self._who.model_copy(update={"epoch": self._who.epoch + 1})
         if self._job.weight_sync == "auto":
             self.sync_method = None
 
     @property
     def one_host(self) -> bool:
-        """Whether all samplers that there can be are on one."""
-        return is_one_host(self._settings.rollout_urls)
-
-    @property
-    def given_up(self) -> set[SyncMethod]:
-        return self._samplers.given_up
-
-    @property
-    def gpus(self) -> Gpus:
-        """Where weights come from, and where they go to."""
-        return self._samplers.gpus(*self._trainer_gpu)
+        """Whether all possible samplers are on one host."""
+        return is_one_host(self.settings.rollout_urls)
 
     @property
     def job_id(self) -> str:
@@ -169,7 +147,7 @@ class Services:
         return f"{self._who.job_id}:{self._who.attempt}:{self._who.epoch}"
 
     async def close(self) -> None:
-        await self._samplers.close()
+        await self.pool.close()
         for client in (self._trainer, self._reward):
             await client.close()
 
@@ -180,32 +158,32 @@ class Services:
         spec = self._model_request().model_copy(
             update={"max_lora_rank": job.served_rank, "sampling_masks": job.needs_masks}
         )
-        await self._samplers.open(spec)
+        await self.pool.open(spec)
 
     @waits_for("rollout", "loading the model")
     async def serve_own_weights(self, model: EvaluatedModel) -> None:
         """Loads a model into the samplers, to be sampled as it is, as version 0. Returns once one
         of them serves it."""
         chosen = {"model": model.model, "revision": model.revision, "own_weights": True}
-        await self._samplers.open(self._model_request().model_copy(update=chosen))
+        await self.pool.open(self._model_request().model_copy(update=chosen))
 
     async def free_gpu(self) -> None:
         """Leaves the GPU to the trainer until the next weights are pushed, if samplers share it."""
-        if self._settings.colocate:
-            await self._samplers.sleep(SleepRequest(**self._fence()))
+        if self.settings.colocate:
+            await self.pool.sleep(SleepRequest(**self._fence()))
 
     @waits_for("trainer", "loading the job")
     async def put_job(self) -> TrainerState:
         body = TrainerJob(**self._fence(), job=self._job)
         self._has_trainer = True
         state = await self._trainer.call(
-            "PUT", "/job", body, TrainerState, deadline_s=self._settings.start_deadline_s
+            "PUT", "/job", body, TrainerState, deadline_s=self.settings.start_deadline_s
         )
-        self._trainer_gpu = state.gpu, state.memory_space
+        self.trainer_gpu = state.gpu, state.memory_space
         return state
 
     async def trainer_state(self) -> TrainerState:
-        return await self._trainer.get("/state", TrainerState, deadline_s=self._settings.patience_s)
+        return await self._trainer.get("/state", TrainerState, deadline_s=self.settings.patience_s)
 
     @waits_for("rollout", "sampling a group", "generate")
     async def generate(
@@ -225,11 +203,11 @@ class Services:
             prompt=prompt.content,
             template_args=spec.template_args,
             truncate_prompt=spec.overlong_prompts == "truncate",
-            deadline_s=self._settings.generate_deadline_s,
+            deadline_s=self.settings.generate_deadline_s,
             sampling=sampling or self._sampling(seed),
             min_version=min_version,
         )
-        group = await self._samplers.generate(body, key)
+        group = await self.pool.generate(body, key)
         tracing.note(sampler=group.replica, tokens=sum(r.num_sampled for r in group.rollouts))
         return group
 
@@ -251,7 +229,7 @@ class Services:
             "/score",
             body,
             ScoreResult,
-            deadline_s=self._settings.score_deadline_s,
+            deadline_s=self.settings.score_deadline_s,
             patience_s=self._reward_patience_s,
         )
         scores = iter(result.scores)
@@ -294,7 +272,7 @@ class Services:
         tracing.note(examples=len(examples))
         await self.free_gpu()
         body = TrainStepRequest(**self._fence(), step=step, examples=examples, totals=totals)
-        deadline_s = self._settings.train_deadline_s
+        deadline_s = self.settings.train_deadline_s
         return await self._trainer.call(
             "POST", "/train_step", body, StepResult, deadline_s=deadline_s
         )
@@ -303,45 +281,33 @@ class Services:
     async def publish_weights(self, version: int, method: SyncMethod) -> WeightsRef:
         tracing.note(version=version, weight_sync=method)
         body = PublishRequest(**self._fence(), version=version, method=method)
-        deadline_s = self._settings.sync_deadline_s
+        deadline_s = self.settings.sync_deadline_s
         return await self._trainer.call(
             "POST", "/publish_weights", body, WeightsRef, deadline_s=deadline_s
         )
-
-    def check_transfer(self, ref: SentWeights) -> None:
-        """Raises Failed where a sampler would still receive when its answer is not waited for any
-        more."""
-        deadline_s = self._settings.sync_deadline_s
-        if ref.bound_s > deadline_s:
-            raise Failed(
-                f"HONE_TRANSFER_DEADLINE_S of the trainer is {ref.deadline_s:g} s, so a sampler "
-                f"may take {ref.bound_s:g} s to receive a version, and the orchestrator waits "
-                f"{deadline_s:g} s for it (HONE_SYNC_DEADLINE_S); lower the one, or raise the other"
-            )
-
-    @property
-    def want_files(self) -> bool:
-        """Whether some sampler needs a version as files, however the others get it."""
-        return self._samplers.want_files
 
     @waits_for("rollout", "loading weights", "load")
     async def push_weights(self, push: Push) -> list[ServingWeights]:
         """Makes every sampler serve what is pushed; returns what each answered."""
         tracing.note(version=push.ref.root.version)
-        return await self._samplers.push(push)
+        return await self.pool.push(push)
 
     @waits_for("trainer", "writing a checkpoint", "checkpoint")
     async def checkpoint(self, step: int, keep: tuple[int, ...] = ()) -> Checkpoint:
         """Writes the step's checkpoint. Old ones are removed, except the steps `keep`."""
         body = CheckpointRequest(**self._fence(), step=step, keep=keep)
-        deadline_s = self._settings.sync_deadline_s
+        deadline_s = self.settings.sync_deadline_s
         return await self._trainer.call(
             "POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s
         )
 
     def away(self) -> dict[str, float]:
         """Returns the services that are away, and since when (Unix time)."""
-        clients = (self._trainer, self._reward, *self._samplers.clients())
+        clients = (
+            self._trainer,
+            self._reward,
+            *(sampler.client for sampler in self.pool.samplers.values()),
+        )
         found: dict[str, float] = {}
         for who, at in (client.away for client in clients if client.away):
             found[who] = min(at, found.get(who, at))
@@ -356,12 +322,8 @@ class Services:
     async def sampler_doing(self) -> str | None:
         """Returns what takes a sampler long that loads the model; None: nothing that it tells."""
         deadline_s = PRESENCE_DEADLINE_S
-        client = self._samplers.one()
+        client = self.pool.one()
         return (await client.get("/weights", ServingWeights, deadline_s=deadline_s)).doing
-
-    def under_way(self) -> dict[str, int]:
-        """Returns the completions that each sampler has under way, by URL."""
-        return self._samplers.under_way()
 
     async def look(self) -> None:
         """Asks the services that nothing waits for whether they are there, so that the job's events
@@ -371,7 +333,7 @@ class Services:
         clients = {
             "trainer": (self._trainer,),
             "reward": (self._reward,),
-            "rollout": self._samplers.up(),
+            "rollout": tuple(sampler.client for sampler in self.pool.up()),
         }
         idle = clients.keys() - self.waits.services
         asked = (client for service in sorted(idle) for client in clients[service])
@@ -383,7 +345,7 @@ class Services:
     async def abort(self) -> None:
         """Ends what the samplers have under way of this job, and lets another orchestrator have
         them and the trainer, if they answer soon."""
-        aborting = self._samplers.abort(AbortRequest(**self._fence()))
+        aborting = self.pool.abort(AbortRequest(**self._fence()))
         await asyncio.gather(aborting, self._release_trainer())
 
     async def _release_trainer(self) -> None:
@@ -403,7 +365,7 @@ class Services:
         left out."""
         clients = [self._trainer, self._reward]
         with contextlib.suppress(Unavailable):  # there is no sampler now
-            clients.append(self._samplers.one())
+            clients.append(self.pool.one())
         found = await asyncio.gather(*map(_version, clients))
         return {info.service: info.model_dump(exclude={"service"}) for info in found if info}
 

@@ -9,20 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.errors import SyncFailed
-from services.orchestrator.pool import canary
-from services.orchestrator.pool.gpus import Gpus
-from services.orchestrator.pool.sampler_loading import NOT_HERE, Push
+from services.orchestrator.pool.canary import difference, prove
+from services.orchestrator.pool.sampler import NOT_HERE, Push
 from services.orchestrator.pool.services import Services
 from services.orchestrator.store.journal import Journal
-from shared.errors import Conflict, Failed, HoneError, Unavailable
-from shared.host.logs import get_logger
-from shared.http.client import Client
-from shared.job import Job, SyncMethod
+from shared.errors import Conflict, Failed, Unavailable
+from shared.job import SYNC_METHODS, Job, SyncMethod
 from shared.wire import (
     AnyWeights,
-    CheckedWeights,
-    NoBody,
-    Published,
     SentWeights,
     ServingWeights,
     WeightsRef,
@@ -31,25 +25,12 @@ from shared.wire import (
 NOT_OF_THE_SYNC = frozenset({"stale", "taken", "tensors_differ", "disk_full", "out_of_memory"})
 """Codes of errors that another push does not mend."""
 
-EXPERTS = ".experts."
-"""What the names of a mixture's experts have in them, as checkpoints call them."""
-
-CHECK_S = 120.0
-"""Seconds for reading an engine's tensors back, which only names what is wrong."""
-
-FULLER: dict[str, SyncMethod] = {
-    "disk": "restart",
-    "reload": "restart",
-    "nccl": "http",
-    "ipc": "http",
-}
-"""What loads the files of a version whose first push failed, where that is not the same again."""
-
-GIVEN_UP = frozenset({"nccl", "ipc", "lora"})
-"""Methods that the job does not try again once they failed."""
-
 FEW_CHANGE = 1e-5
 """Largest learning rate at which "auto" takes deltas."""
+
+
+Candidate = tuple[SyncMethod, str]
+"""A method that "auto" tries, and what is known once it works."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +57,7 @@ class Synced:
                     "load_s": round(serving.load_s, 4),
                     "paused_s": round(serving.paused_s, 4),
                     "received_bytes": serving.received_bytes,
-                    "canary_difference": canary.difference(ref.canary, serving)
+                    "canary_difference": difference(ref.canary, serving)
                     if ref.canary and serving.canary_logprobs
                     else None,
                 }
@@ -88,12 +69,12 @@ class Synced:
 async def sync_weights(services: Services, job: Job, version: int, journal: Journal) -> Synced:
     """Makes every sampler serve the trainer's `version`, with the digest of what was published and
     the log-probs of its canary. One sampler of several that does not is taken out of the pool. If
-    none does, it is pushed once more, by a fuller method if there is one; then raises SyncFailed.
+    none does, it is pushed once more, by another method if there is one; then raises SyncFailed.
     """
     if job.weight_sync != "auto":
         method = services.sync_method or job.weight_sync
         return await _sync(services, job, version, method, journal)
-    if services.sync_method in services.given_up:
+    if services.sync_method in services.pool.given_up:
         services.sync_method = None
     if services.sync_method is None:
         return await _find_way(services, job, version, journal)
@@ -103,19 +84,19 @@ async def sync_weights(services: Services, job: Job, version: int, journal: Jour
 async def _find_way(services: Services, job: Job, version: int, journal: Journal) -> Synced:
     """The same by the first candidate that every sampler can take, which later versions go by."""
     start = time.monotonic()
-    for method, why in candidates(job, services.gpus, one_host=services.one_host):
-        if method in services.given_up:
+    for method, why in candidates(job, gpus_of(services), one_host=services.one_host):
+        if method in services.pool.given_up:
             continue
         try:
             synced = await _sync(services, job, version, method, journal)
         except SyncFailed as error:
             if error.code not in NOT_HERE:
                 raise
-            services.given_up.add(method)
+            services.pool.given_up.add(method)
             if error.code == "not_met":
                 await journal.log(f'{error.detail}; weights do not go by "{method}"')
             continue
-        if method not in services.given_up:
+        if method not in services.pool.given_up:
             services.sync_method = method
             seconds = round(time.monotonic() - start, 1)
             how = f'weights go by "{method}": {why}'
@@ -124,31 +105,65 @@ async def _find_way(services: Services, job: Job, version: int, journal: Journal
     raise AssertionError("the last candidate needs no folder that a sampler may not see")
 
 
-def candidates(job: Job, gpus: Gpus, *, one_host: bool) -> list[tuple[SyncMethod, str]]:
+# --- the candidates of "auto" --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """The GPU that the trainer sends from and the GPUs of each sampler, by UUID; none on a CPU.
+    `one_space`: all are in one `memory_space` (shared/weights/meeting.py)."""
+
+    trainer: str | None
+    samplers: tuple[tuple[str, ...], ...]
+    one_space: bool = False
+
+
+def gpus_of(services: Services) -> Gpus:
+    """Returns where weights come from, and where they go to: the samplers that are up."""
+    up = services.pool.up()
+    trainer, space = services.trainer_gpu
+    spaces = {space, *(sampler.memory_space for sampler in up)}
+    one_space = None not in spaces and len(spaces) == 1
+    return Gpus(trainer, tuple(sampler.gpus for sampler in up), one_space)
+
+
+def candidates(job: Job, gpus: Gpus, *, one_host: bool) -> list[Candidate]:
     """Returns what "auto" tries, in order, and what is known once that works. The last one works
     wherever the sampler reaches the trainer."""
-    direct = gpus.method() if job.has_live_weights else None
-    return [*([direct] if direct else []), *_by_files(job, one_host=one_host)]
-
-
-def _by_files(job: Job, *, one_host: bool) -> list[tuple[SyncMethod, str]]:
     rate = job.learning_rate
     folders = "folders" if one_host else "shared memory"
     where = f"not every sampler sees the trainer's {folders}"
-    last: tuple[SyncMethod, str] = (
-        ("delta", f"{where}, and at a learning rate of {rate:g} few elements change in a step")
-        if rate <= FEW_CHANGE
-        else ("http", f"{where}, and at a learning rate of {rate:g} most elements change in a step")
-    )
-    memory: tuple[SyncMethod, str] = ("shm", "every sampler sees the trainer's shared memory")
-    # several hosts may share a volume, and what is fetched comes sooner than what it shows them
-    volume: list[tuple[SyncMethod, str]] = [
-        ("disk", "every sampler sees HONE_RUNS_DIR, and not the trainer's shared memory"),
-    ]
-    adapter: list[tuple[SyncMethod, str]] = [
+    few = rate <= FEW_CHANGE
+    change = f"at a learning rate of {rate:g} {'few' if few else 'most'} elements change in a step"
+    every: list[Candidate | None] = [
+        _from_gpu_to_gpu(gpus) if job.has_live_weights else None,
         ("lora", "the job trains an adapter, and the engine takes it beside the model")
+        if job.served_rank
+        else None,
+        ("shm", "every sampler sees the trainer's shared memory"),
+        # Several hosts may share a volume, and fetched weights come sooner than it shows them.
+        ("disk", "every sampler sees HONE_RUNS_DIR, and not the trainer's shared memory")
+        if one_host
+        else None,
+        ("delta" if few else "http", f"{where}, and {change}"),
     ]
-    return [*(adapter if job.served_rank else []), memory, *(volume if one_host else []), last]
+    return [candidate for candidate in every if candidate]
+
+
+def _from_gpu_to_gpu(gpus: Gpus) -> Candidate | None:
+    """Returns how weights get to the samplers without passing through files; None if they
+    cannot."""
+    if gpus.trainer is None or not gpus.samplers or not all(gpus.samplers):
+        return None
+    if gpus.samplers == ((gpus.trainer,),) and gpus.one_space:
+        return "ipc", f"trainer and sampler compute on the same GPU, {gpus.trainer}"
+    if any(gpus.trainer in its_gpus for its_gpus in gpus.samplers):
+        return None  # NCCL takes each GPU once, and containers read each other's no memory
+    num_gpus = sum(map(len, gpus.samplers))
+    return "nccl", f"the trainer's GPU and the samplers' {num_gpus} are different ones"
+
+
+# --- one version ---------------------------------------------------------------------------------
 
 
 async def _sync(
@@ -159,15 +174,15 @@ async def _sync(
     except SyncFailed as error:
         if error.code in NOT_HERE and (_is_trial(services, job) or error.code != "not_met"):
             raise  # it would be the same the second time
-        # in the place of an adapter the merged weights
-        fuller = "http" if method == "lora" else FULLER.get(method, method)
-        how = "" if fuller == method else f' by "{fuller}"'
-        if method in GIVEN_UP:
-            services.given_up.add(method)
-            services.sync_method = None if job.weight_sync == "auto" else fuller
+        traits = SYNC_METHODS[method]
+        other = traits.published_again or method
+        how = "" if other == method else f' by "{other}"'
+        if traits.is_given_up:
+            services.pool.given_up.add(method)
+            services.sync_method = None if job.weight_sync == "auto" else other
             how = f'{how}, and later versions do not go by "{method}"'
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
-        return await _push(services, job, version, fuller, journal, again=True)
+        return await _push(services, job, version, other, journal, again=True)
 
 
 async def _push(
@@ -181,12 +196,12 @@ async def _push(
 ) -> Synced:
     start = time.monotonic()
     published = await _published(services, version, method)
-    fuller = Fuller(services, published)
+    fallback = Fallback(services, published)
     try:
-        if isinstance(published.root, SentWeights) and services.want_files:
-            await _write_files(fuller, journal)
-        ref = await fuller() if again else published
-        push = Push(ref, fuller, prove, job.drain_before_sync, is_trial=_is_trial(services, job))
+        if isinstance(published.root, SentWeights) and services.pool.want_files:
+            await _write_files(fallback, journal)
+        ref = await fallback() if again else published
+        push = Push(ref, fallback, prove, job.drain_before_sync, is_trial=_is_trial(services, job))
         answers = await services.push_weights(push)
     except SyncFailed:
         raise
@@ -213,29 +228,40 @@ async def _published(services: Services, version: int, method: SyncMethod) -> We
     try:
         published = await services.publish_weights(version, method)
         if isinstance(published.root, SentWeights):
-            services.check_transfer(published.root)
+            _check_transfer(published.root, services.settings.sync_deadline_s)
         return published
     except (Failed, Conflict) as error:
-        if method not in GIVEN_UP or error.code in NOT_OF_THE_SYNC | {"out_of_order"}:
+        if not SYNC_METHODS[method].is_given_up or error.code in NOT_OF_THE_SYNC | {"out_of_order"}:
             raise
         raise SyncFailed(f"weight sync: {error.detail}", code="not_met") from error
 
 
-async def _write_files(fuller: Fuller, journal: Journal) -> None:
+def _check_transfer(ref: SentWeights, deadline_s: float) -> None:
+    """Raises Failed where a sampler could still receive once its answer is not waited for any more:
+    after `deadline_s`, the time for a sync."""
+    if ref.bound_s > deadline_s:
+        raise Failed(
+            f"HONE_TRANSFER_DEADLINE_S of the trainer is {ref.deadline_s:g} s, so a sampler "
+            f"may take {ref.bound_s:g} s to receive a version, and the orchestrator waits "
+            f"{deadline_s:g} s for it (HONE_SYNC_DEADLINE_S); lower the one, or raise the other"
+        )
+
+
+async def _write_files(fallback: Fallback, journal: Journal) -> None:
     """Has what is sent written as files too, for samplers that are away, while the trainer is at
     it. They lose a step at most if that fails. Raises SyncFailed if the files are of other weights
     than what was sent."""
     try:
-        await fuller()
+        await fallback()
     except SyncFailed:
         raise
     except (Failed, Unavailable) as error:
         await journal.warn(f"samplers that are away join later: {error.detail}")
 
 
-class Fuller:
+class Fallback:
     """The same version for a sampler that failed to load it, or joins after it was sent: loaded in
-    any case, and by the fuller method, if it has one."""
+    any case, and in another way if its method has one (`SyncTraits.loaded_again`)."""
 
     def __init__(self, services: Services, published: WeightsRef) -> None:
         self._services = services
@@ -249,14 +275,16 @@ class Fuller:
         ref = self._published.root
         if isinstance(ref, SentWeights):
             async with self._asking:
-                self._files = self._files or await self._written(ref)
+                self._files = self._files or await self._written(ref, ref.method)
             ref = self._files
-        method = FULLER.get(ref.method, ref.method)
+        method = SYNC_METHODS[ref.method].loaded_again or ref.method
         return WeightsRef(ref.model_copy(update={"again": True, "method": method}))
 
-    async def _written(self, sent: SentWeights) -> AnyWeights:
+    async def _written(self, sent: SentWeights, sent_by: SyncMethod) -> AnyWeights:
         try:
-            files = (await self._services.publish_weights(sent.version, "http")).root
+            method = SYNC_METHODS[sent_by].published_again
+            assert method is not None, "every method that sends has one that writes files"
+            files = (await self._services.publish_weights(sent.version, method)).root
         except Conflict as error:
             if error.code != "out_of_order":
                 raise
@@ -270,67 +298,3 @@ class Fuller:
                 f"{files.digest[:12]}, and what was sent {sent.digest[:12]}"
             )
         return files
-
-
-async def prove(sampler: Client, published: WeightsRef, serving: ServingWeights) -> None:
-    """Raises SyncFailed unless the sampler serves what was published."""
-    ref = published.root
-    if problem := fault(ref, serving):
-        raise SyncFailed(f"weight sync: {problem}")
-    if not ref.canary or not serving.canary_logprobs:
-        return
-    if problem := canary.fault(ref.canary, serving):
-        checked = await _read_back(sampler)
-        if _holds_all(checked) and canary.may_be_rounding(ref.canary, serving):
-            get_logger().warning(
-                "the canary differs, but no tensor that was read back from the engine does",
-                version=ref.version,
-                unread=0 if isinstance(checked, HoneError) else len(checked.unread),
-                difference=canary.difference(ref.canary, serving),
-            )
-            return
-        raise SyncFailed(
-            f"weight sync: the sampler does not compute with version {ref.version}: {problem} "
-            f"({_describe(checked)})"
-        )
-
-
-async def _read_back(sampler: Client) -> CheckedWeights | HoneError:
-    """Returns which tensors of the engine are wrong, or why they could not be read back."""
-    try:
-        return await sampler.call(
-            "POST", "/weights/check", NoBody(), CheckedWeights, deadline_s=CHECK_S
-        )
-    except HoneError as error:
-        return error
-
-
-def _holds_all(checked: CheckedWeights | HoneError) -> bool:
-    """Returns whether every tensor was read back, and none differs. A mixture's experts need not
-    be: some kernels keep them in an order that the sampler does not know."""
-    if not isinstance(checked, CheckedWeights) or checked.differing:
-        return False
-    return all(EXPERTS in name for name in checked.unread)
-
-
-def _describe(checked: CheckedWeights | HoneError) -> str:
-    if isinstance(checked, HoneError):
-        return f"its tensors could not be read back: {checked.detail}"
-    if not checked.differing:
-        read = checked.num_tensors - len(checked.unread)
-        return f"the {read} tensors of the engine that could be read back are those published"
-    return (
-        f"{len(checked.differing)} of {checked.num_tensors} tensors of the engine are not those "
-        f"published, the first is {checked.differing[0]!r}"
-    )
-
-
-def fault(published: Published, serving: ServingWeights) -> str | None:
-    """Returns why what the sampler says it serves is not what the trainer published, or None."""
-    if (serving.version, serving.digest) != (published.version, published.digest):
-        return (
-            f"the trainer published version {published.version} with digest "
-            f"{published.digest[:12]}, but the sampler serves version {serving.version} with "
-            f"digest {str(serving.digest)[:12]}"
-        )
-    return None

@@ -9,10 +9,13 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from shared.errors import Failed
 from shared.host import tracing
+
+if TYPE_CHECKING:
+    from services.orchestrator.pool.services import Services
 
 LOOKS = 10
 """How often the watch checks within `HONE_STALL_S`."""
@@ -20,6 +23,7 @@ LOOKS = 10
 MAX_LOOK_S = 5.0
 
 SERVICES = ("rollout", "trainer", "reward")
+
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -118,28 +122,20 @@ class Waits:
         return f"it waits for {service}{places}: {what}, the oldest for {oldest_s:.0f} s"
 
 
-class HasWaits(Protocol):
-    @property
-    def waits(self) -> Waits: ...
-
-
-S = TypeVar("S", bound=HasWaits)
-
-
 def waits_for(
     service: str, what: str, span: str | None = None
 ) -> Callable[
-    [Callable[Concatenate[S, P], Coroutine[Any, Any, T]]],
-    Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+    [Callable[Concatenate[Services, P], Coroutine[Any, Any, T]]],
+    Callable[Concatenate[Services, P], Coroutine[Any, Any, T]],
 ]:
     """Decorates a method: each call is noted as a wait, and as a span of the current trace, called
     `span` or `what`."""
 
     def decorate(
-        method: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
-    ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+        method: Callable[Concatenate[Services, P], Coroutine[Any, Any, T]],
+    ) -> Callable[Concatenate[Services, P], Coroutine[Any, Any, T]]:
         @functools.wraps(method)
-        async def call(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        async def call(self: Services, *args: P.args, **kwargs: P.kwargs) -> T:
             with self.waits.on(service, what), tracing.span(span or what):
                 return await method(self, *args, **kwargs)
 

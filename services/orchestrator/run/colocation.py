@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.errors import BadRequest
-from shared.job import Job
+from shared.job import SYNC_METHODS, Job
 from shared.settings import Settings
 
 
@@ -18,7 +18,7 @@ def check_colocation(job: Job, settings: Settings) -> None:
             "HONE_COLOCATE is set, so sampler and trainer take turns on one GPU: got max_staleness "
             f"{job.max_staleness}, expected 0"
         )
-    if job.weight_sync in ("reload", "restart"):
+    if SYNC_METHODS[job.weight_sync].ends_requests:
         raise BadRequest(
             f"HONE_COLOCATE is set, so the sampler sleeps at each step anyway: got weight_sync "
             f'"{job.weight_sync}", expected "auto" or one that loads in place'

@@ -200,7 +200,9 @@ class Run:
         stall_s, tell = self._settings.stall_s, self._journal.stalled
         services.waits.progress_at = time.monotonic()
         work = asyncio.create_task(self._train())
-        watching = asyncio.create_task(watch(services.waits, stall_s, services.under_way, tell))
+        watching = asyncio.create_task(
+            watch(services.waits, stall_s, services.pool.under_way, tell)
+        )
         looking = asyncio.create_task(self._look())
         noting = asyncio.create_task(self._keep_spent_noted())
         try:

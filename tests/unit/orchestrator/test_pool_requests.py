@@ -1,20 +1,22 @@
-"""A group that two samplers were asked for is counted once, and leaves nothing behind."""
+"""Which sampler is given a group, what becomes of room that was given to a cancelled group, and
+that a group that two samplers were asked for is counted once and leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from services.orchestrator.pool.admission import Admission
-from services.orchestrator.pool.group_requests import GroupRequests
-from services.orchestrator.pool.replica import Replica
+from services.orchestrator.pool.admission import choose
+from services.orchestrator.pool.pool import Pool
+from services.orchestrator.pool.sampler import Sampler
 from shared.errors import Failed, HoneError, StateLost, Unavailable
+from shared.http.presence import tell_nobody
 from shared.settings import Settings
-from shared.wire import Aborted, AbortRequest, GenerateRequest, RolloutGroup, Sampling
+from shared.wire import Aborted, AbortRequest, GenerateRequest, Rollout, RolloutGroup, Sampling
 from shared.wire.packed import TokenIds
 
 BODY = GenerateRequest(
@@ -31,6 +33,8 @@ class Asked:
         self.num_asked = 0
         self.aborted: list[str] = []
 
+    async def close(self) -> None: ...
+
     async def call(self, _: str, path: str, body: Any, *__: Any, **___: Any) -> Any:
         if path == "/abort":
             assert isinstance(body, AbortRequest)
@@ -38,7 +42,10 @@ class Asked:
             return Aborted(num_requests=1)
         self.num_asked += 1
         await self._answer()
-        return RolloutGroup(prompt_token_ids=TokenIds((1,)), rollouts=(), replica=self.url)
+        rollout = Rollout(text="", token_ids=TokenIds((1,)), finish_reason="stop")
+        return RolloutGroup(
+            prompt_token_ids=TokenIds((1,)), rollouts=(rollout,) * 4, replica=self.url
+        )
 
 
 class Pair:
@@ -47,23 +54,19 @@ class Pair:
     def __init__(self, *answers: Callable[[], Awaitable[None]]) -> None:
         clients: Any = [Asked(f"r{number}", answer) for number, answer in enumerate(answers)]
         self.clients: list[Asked] = clients
-        self.first, self.second = (Replica(client, up=True) for client in clients)
-        admission = Admission(lambda: [self.first, self.second], lambda: Unavailable("nobody"))
-        self.requests = GroupRequests(Settings(hedge_s=0.01), admission, lambda _: 1.0)
+        self.first, self.second = (Sampler(client, up=True) for client in clients)
+        self.pool = Pool(Settings(hedge_s=0.01), tell_nobody)
+        self.pool.samplers = {each.url: each for each in (self.first, self.second)}
         self.unretrieved: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(
             lambda _, context: self.unretrieved.append(context)
         )
 
-    async def sample(self) -> tuple[Replica, RolloutGroup]:
-        self.first.take(4)
-        try:
-            return await self.requests.sample(self.first, BODY, "step-1")
-        finally:
-            self.first.give_back(4)
+    async def sample(self) -> RolloutGroup:
+        return await self.pool.generate(BODY, "step-1")
 
     async def check_nothing_is_left(self) -> None:
-        await self.requests.close()
+        await self.pool.close()
         gc.collect()
         await asyncio.sleep(0)
         assert self.unretrieved == []
@@ -80,7 +83,7 @@ def when(gate: asyncio.Event, error: HoneError | None = None) -> Callable[[], Aw
     return answer
 
 
-async def asked_twice(pair: Pair) -> asyncio.Task[tuple[Replica, RolloutGroup]]:
+async def asked_twice(pair: Pair) -> asyncio.Task[RolloutGroup]:
     sampling = asyncio.create_task(pair.sample())
     while not pair.clients[1].num_asked:
         await asyncio.sleep(0.001)
@@ -93,8 +96,7 @@ async def test_two_copies_that_end_at_once_are_one_group() -> None:
     pair = Pair(when(gate), when(gate))
     sampling = await asked_twice(pair)
     gate.set()
-    replica, group = await sampling
-    assert group.replica == replica.url
+    assert (await sampling).replica in (pair.first.url, pair.second.url)
     assert [client.aborted for client in pair.clients] == [[], []], "both have ended"
     await pair.check_nothing_is_left()
 
@@ -109,8 +111,7 @@ async def test_of_two_copies_that_end_at_once_the_one_that_was_sampled_counts(
     pair = Pair(*answers)
     sampling = await asked_twice(pair)
     gate.set()
-    replica, group = await sampling
-    assert replica is (pair.second, pair.first)[failing] and group.replica == replica.url
+    assert (await sampling).replica == (pair.second, pair.first)[failing].url
     await pair.check_nothing_is_left()
 
 
@@ -126,8 +127,7 @@ async def test_a_copy_that_fails_as_it_is_ended_leaves_no_trace() -> None:
     pair = Pair(fail_when_cancelled, when(gate))
     sampling = await asked_twice(pair)
     gate.set()
-    replica, _ = await sampling
-    assert replica is pair.second
+    assert (await sampling).replica == pair.second.url
     await pair.check_nothing_is_left()
     assert [client.aborted for client in pair.clients] == [["step-1"], []]
 
@@ -135,8 +135,46 @@ async def test_a_copy_that_fails_as_it_is_ended_leaves_no_trace() -> None:
 async def test_if_both_copies_fail_at_once_it_is_the_first_ones_error() -> None:
     gate = asyncio.Event()
     pair = Pair(when(gate, StateLost("first")), when(gate, Failed("second")))
-    sampling = await asked_twice(pair)
+    pair.first.take(4)
+    sampling = asyncio.create_task(pair.pool._sample(pair.first, BODY, "step-1"))
+    while not pair.clients[1].num_asked:
+        await asyncio.sleep(0.001)
     gate.set()
     with pytest.raises(StateLost, match="first"):
         await sampling
+    pair.first.give_back(4)
     await pair.check_nothing_is_left()
+
+
+async def test_room_given_to_a_group_that_is_cancelled_goes_to_the_next() -> None:
+    gate = asyncio.Event()
+    pair = Pair(when(gate), when(gate))
+    only = pair.first
+    only.max_num_seqs = 4
+    del pair.pool.samplers[pair.second.url]
+    under_way, first, second = (asyncio.create_task(pair.sample()) for _ in range(3))
+    while not pair.clients[0].num_asked:
+        await asyncio.sleep(0)
+    gate.set()
+    while not under_way.done():
+        await asyncio.sleep(0)
+    first.cancel()  # it was given room, and does not know yet
+    async with asyncio.timeout(60):
+        await second
+    assert first.cancelled() and only.under_way == 0
+    assert pair.clients[0].num_asked == 2
+
+
+def test_the_least_loaded_sampler_with_room_is_chosen_of_those_that_take_groups() -> None:
+    def sampler(taken: int, **state: Any) -> Sampler:
+        found = Sampler(cast(Any, None), up=True, max_num_seqs=8, **state)
+        found.take(taken)
+        return found
+
+    full, half, less = sampler(8), sampler(4), sampler(2)
+    assert choose([full, half, less]) is less
+    assert choose([full]) is None and choose([]) is None
+    for away in (sampler(0, listed=False), sampler(0, held=True)):
+        assert choose([away, half]) is half
+    less.end("it died")
+    assert choose([full, half, less]) is half

@@ -1,14 +1,19 @@
-"""How much one sampler has room for, worked out by hand."""
+"""How much one sampler has room for, worked out by hand; and a version that it loads."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast, get_args
 
 import pytest
 
-from services.orchestrator.pool.replica import NUM_MEASURED, Length, Replica
+from services.orchestrator.errors import SyncFailed
+from services.orchestrator.pool.sampler import NUM_MEASURED, Length, Sampler
+from services.orchestrator.pool.syncing import _write_files
 from services.orchestrator.tasks import to_the_end
+from shared.errors import Failed
 from shared.http.client import Client
+from shared.job import SYNC_METHODS, SyncMethod
 from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, ServingWeights
 from shared.wire.packed import TokenIds
 
@@ -62,13 +67,13 @@ async def test_room_is_bounded_by_sequences_and_by_the_cache(
     length: Length, max_num_seqs: int, kv_cache_tokens: int, capacity: int
 ) -> None:
     async with Client("rollout", "http://localhost") as client:
-        replica = Replica(client, length)
-        replica.configure(
+        sampler = Sampler(client, length)
+        sampler.configure(
             ServingWeights(max_num_seqs=max_num_seqs, kv_cache_tokens=kv_cache_tokens)
         )
-        assert replica.capacity == capacity
-        replica.take(3)
-        assert replica.room == (capacity - 3 if capacity else float("inf"))
+        assert sampler.capacity == capacity
+        sampler.take(3)
+        assert sampler.room == (capacity - 3 if capacity else float("inf"))
 
 
 async def test_work_to_the_end_is_done_however_often_it_is_cancelled() -> None:
@@ -90,3 +95,54 @@ async def test_work_to_the_end_is_done_however_often_it_is_cancelled() -> None:
         await task
     assert closed == ["all"]
     assert await to_the_end(asyncio.sleep(0, "result")) == "result"
+
+
+class WaitsForFiles:
+    """A push whose files are being written."""
+
+    drain = False
+
+    async def for_sampler(self, *_: Any, **__: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+async def test_a_sampler_is_not_left_alone_while_its_files_are_written() -> None:
+    sampler = Sampler(cast(Any, None))
+    loading = asyncio.create_task(
+        sampler.load_weights(cast(Any, WaitsForFiles()), cast(Any, None), 0.0, late=True)
+    )
+    await asyncio.sleep(0)
+    assert not sampler.is_left_alone, "its client would be closed"
+    loading.cancel()
+    await asyncio.gather(loading, return_exceptions=True)
+    assert sampler.is_left_alone
+
+
+class Warned(list[str]):
+    async def warn(self, message: str) -> None:
+        self.append(message)
+
+
+async def test_files_of_other_weights_fail_the_sync_and_a_full_disk_does_not() -> None:
+    warned = Warned()
+
+    async def full() -> None:
+        raise Failed("no space left")
+
+    async def other() -> None:
+        raise SyncFailed("weight sync: other weights")
+
+    await _write_files(cast(Any, full), cast(Any, warned))
+    assert warned == ["samplers that are away join later: no space left"]
+    with pytest.raises(SyncFailed, match="other weights"):
+        await _write_files(cast(Any, other), cast(Any, warned))
+    assert len(warned) == 1
+
+
+def test_every_method_has_its_traits_and_a_live_one_becomes_files_that_are_not() -> None:
+    assert SYNC_METHODS.keys() == set(get_args(SyncMethod)) | {"auto"}
+    for traits in SYNC_METHODS.values():
+        for other in filter(None, (traits.published_again, traits.loaded_again)):
+            assert not SYNC_METHODS[other].is_live
+        if traits.is_live:
+            assert traits.published_again and traits.is_given_up
