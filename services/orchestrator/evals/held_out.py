@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from services.orchestrator.evals.estimates import means, of_all, problem_metrics
 from services.orchestrator.loop.groups import GradedGroup, is_graded
-from services.orchestrator.loop.seeds import group_seed
+from services.orchestrator.loop.prompts import group_seed
 from services.orchestrator.pool.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
 from services.orchestrator.errors import MustPause
-from services.orchestrator.loop.clock import Stages
-from services.orchestrator.loop.group_writer import GroupWriter
 from services.orchestrator.loop.groups import (
     GradedGroup,
     missing_share,
     refill,
     to_batch,
     too_many_missing,
+    verdicts_of,
 )
-from services.orchestrator.loop.prompts import Prompts
-from services.orchestrator.loop.seeds import group_seed
-from services.orchestrator.loop.verdicts import verdicts_of
+from services.orchestrator.loop.prompts import Prompts, group_seed
 from services.orchestrator.pool.services import Services
 from services.orchestrator.runs.finished import FinishedGroup, Place, digest_of
 from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.tasks import all_of, to_disk
+from services.orchestrator.tasks import all_of, to_disk, to_the_end
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.job import Job
@@ -216,3 +214,58 @@ class Batches:
 
     async def _score(self, prompt: Prompt, group: RolloutGroup) -> tuple[Score, ...]:
         return await self.services.score(prompt, group, job_id=self.job_id)
+
+
+class GroupWriter:
+    """Writes the groups of one step. Groups that come during a write are gathered for the next.
+    `write` runs in a thread, one call at a time."""
+
+    def __init__(self, write: Callable[[Mapping[Place, FinishedGroup]], None]) -> None:
+        self._write = write
+        self._writing = asyncio.Lock()
+        self._waiting: dict[Place, FinishedGroup] = {}
+
+    async def add(self, place: Place, group: FinishedGroup) -> None:
+        """Returns once the group is on disk, also if it is cancelled meanwhile, so that a worker
+        that is asked to end loses no sampled group."""
+        self._waiting[place] = group
+        await to_the_end(self._written(place))
+
+    async def _written(self, place: Place) -> None:
+        async with self._writing:
+            if place not in self._waiting:  # it was written together with another group
+                return
+            groups, self._waiting = self._waiting, {}
+            try:
+                await asyncio.to_thread(self._write, groups)
+            except BaseException:  # the waiting callers write them again
+                self._waiting = groups | self._waiting
+                raise
+
+
+class Stages:
+    """Times concurrent work through shared stages. A stage lasts from when the last part left the
+    stage before until the last part leaves this one."""
+
+    def __init__(self, *names: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.began_at = clock()
+        self._last_at: dict[str, float | None] = dict.fromkeys(names)
+
+    def through(self, name: str) -> None:
+        """Notes that a part has left the stage."""
+        self._last_at[name] = self._clock()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage; 0 for a stage that no part went through."""
+        since, found = self.began_at, dict[str, float]()
+        for name, at in self._last_at.items():
+            found[name] = max((at or since) - since, 0.0)
+            since += found[name]
+        return found
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """When the work began, and when the last stage ended."""
+        return self.began_at, self.began_at + sum(self.seconds.values())

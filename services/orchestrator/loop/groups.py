@@ -1,5 +1,6 @@
 """Turns a step's graded groups into a batch. Groups without signal are replaced, and a batch with
-too many missing rewards is refused.
+too many missing rewards is refused. For `[difficulty]`, says which problems were all right or all
+wrong.
 
 A rollout that ended in an error (too long a prompt, a template that breaks, a log-prob that is not
 finite), or that was not done in time, is data: it is counted and not graded, so it has no reward
@@ -11,8 +12,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from services.orchestrator.data.difficulty import Verdict
 from services.orchestrator.errors import MustPause
-from services.orchestrator.loop.advantages import has_signal, is_masked
+from services.orchestrator.loop.advantages import (
+    full_mark,
+    has_signal,
+    is_masked,
+    outcome,
+    reaches,
+)
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Batch, Prompt, RolloutGroup, Score
@@ -147,3 +155,31 @@ def too_many_missing(batch: Batch, max_missing: float) -> str | None:
         f"{max_missing:.0%} of "
         f"HONE_MAX_MISSING_REWARDS; {'; '.join(reasons)}"
     )
+
+
+def verdicts_of(batch: Batch, job: Job) -> dict[int, Verdict]:
+    """Returns the verdict on each problem of the batch, replaced groups included, by row number. If
+    a problem has several groups, their completions count together. A problem with fewer than two
+    rewards has no verdict."""
+    numbers = [*batch.dropped_prompts, *(prompt.index for prompt in batch.prompts)]
+    scores_of: dict[int, list[Score]] = {}
+    for number, scores_G in zip(numbers, (*batch.dropped, *batch.scores), strict=True):
+        scores_of.setdefault(number, []).extend(scores_G)
+    verdicts: dict[int, Verdict] = {}
+    for number, scores in scores_of.items():
+        if verdict := _verdict(scores, job):
+            verdicts[number] = verdict
+    return verdicts
+
+
+def _verdict(scores: Sequence[Score], job: Job) -> Verdict | None:
+    present = [
+        (found, full_mark(score, job))
+        for score in scores
+        if (found := outcome(score, job)) is not None
+    ]
+    if len(present) < 2:
+        return None
+    if has_signal(scores, job):
+        return "mixed"
+    return "right" if all(reaches(found, mark) for found, mark in present) else "wrong"

@@ -45,7 +45,8 @@ the waiting for it, else in part under earlier steps.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from services.orchestrator.loop.advantages import has_signal
 from services.orchestrator.loop.groups import is_graded, missing_share
@@ -53,9 +54,18 @@ from services.orchestrator.loop.pipeline import Step
 from shared.job import Job
 from shared.wire import Rollout, RolloutGroup, Score
 
+REPLAYED = "replayed"
+"""The metric, 1, of a step whose batch was on disk, so an earlier attempt had sampled it."""
 
-def step_metrics(step: Step, job: Job) -> dict[str, float]:
-    """Returns the metrics of a step whose weights serve."""
+WRITTEN = "time/checkpoint"
+"""The metric of a step whose checkpoint was written."""
+
+TOKENS, HOURS, COST = "total/tokens", "total/hours", "total/cost"
+
+
+def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[str, float]:
+    """Returns the metrics of a step whose weights serve. `num_skipped` problems are skipped, with
+    `[difficulty]`."""
     result = step.result
     return {
         **reward_metrics((*step.batch.scores, *step.batch.dropped), job),
@@ -72,7 +82,14 @@ def step_metrics(step: Step, job: Job) -> dict[str, float]:
         "learning_rate": result.learning_rate,
         **result.metrics,
         **{f"time/{stage}": seconds for stage, seconds in step.seconds.items()},
+        **({REPLAYED: 1.0} if step.replayed else {}),
+        **({"skipped_problems": num_skipped} if num_skipped is not None else {}),
     }
+
+
+def total_metrics(num_tokens: float, hours: float, cost: float | None) -> dict[str, float]:
+    """Returns what the job has taken so far; `cost` is None where no price is known."""
+    return {TOKENS: num_tokens, HOURS: hours, **({} if cost is None else {COST: cost})}
 
 
 def reward_metrics(scores_PG: Sequence[Sequence[Score]], job: Job) -> dict[str, float]:
@@ -138,3 +155,33 @@ def _lengths(what: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
         f"completions/min_{what}": min(lengths),
         f"completions/max_{what}": max(lengths),
     }
+
+
+class StepClock:
+    """Measures one step after another, without a gap between them. `busy_s` returns the seconds so
+    far in which each service had work of the job."""
+
+    def __init__(
+        self,
+        busy_s: Callable[[], Mapping[str, float]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._busy_s = busy_s
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a step now."""
+        self._began, self._before = self._clock(), dict(self._busy_s())
+
+    def end(self) -> dict[str, float]:
+        """Returns `time/step`, and as `utilization/<service>` the share of it in which the service
+        was busy, 0 to 1; the next step begins."""
+        began, before = self._began, self._before
+        self.begin()
+        seconds = self._began - began
+        shares = {
+            f"utilization/{service}": (busy_s - before.get(service, 0.0)) / seconds
+            for service, busy_s in self._before.items()
+        }
+        return {"time/step": seconds, **(shares if seconds else {})}

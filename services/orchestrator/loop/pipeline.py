@@ -24,13 +24,13 @@ signal. pool/ has the samplers, and decides which of them each group waits for.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from services.orchestrator.loop.advantages import Advantages, batch_advantages
 from services.orchestrator.loop.batches import Batches, Sampled
-from services.orchestrator.loop.clock import Stopwatch, gap_s
 from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
@@ -124,3 +124,22 @@ def syncs_after(job: Job, step: int) -> bool:
     """Returns whether the step's weights are synced to the samplers."""
     evaluates = job.evaluates and step % job.evaluation.every == 0
     return evaluates or step % job.sync_every == 0 or step == job.steps
+
+
+class Stopwatch:
+    """`lap(name)` adds the seconds since the last lap, or the start, to `seconds[name]`."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+
+def gap_s(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float:
+    """Returns the seconds between the end of one span and the beginning of another, 0 if they
+    overlap or one is missing."""
+    return max(after[0] - before[1], 0.0) if before and after else 0.0

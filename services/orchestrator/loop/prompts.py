@@ -3,6 +3,7 @@ seed, step, round), so resuming needs no saved position."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -304,3 +305,12 @@ def _is_message(value: Any) -> bool:
         and isinstance(value.get("role"), str)
         and any(said is not None for key, said in value.items() if key != "role")
     )
+
+
+def group_seed(job: Job, *place: object) -> int | None:
+    """Returns the seed of the first completion of the group at `place` in the job; each next
+    completion has one more. None: the job does not ask for seeds."""
+    if not job.sampling.repeatable:
+        return None
+    named = ":".join(map(str, (job.seed, *place)))
+    return int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "big") >> 2

@@ -11,14 +11,13 @@ from pathlib import Path
 
 from services.orchestrator.errors import TooDear
 from services.orchestrator.evals.held_out import evaluate, ignored
-from services.orchestrator.loop.clock import StepClock
-from services.orchestrator.loop.metrics import step_metrics
+from services.orchestrator.loop.metrics import WRITTEN, StepClock, step_metrics
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
-from services.orchestrator.run.retention import WRITTEN, best_step, first_needed
-from services.orchestrator.run.stopping import REPLAYED, Spent, over_budget, reason_to_stop
+from services.orchestrator.run.retention import best_step, first_needed
+from services.orchestrator.run.stopping import Spent, over_budget, reason_to_stop
 from services.orchestrator.runs.checkpoint_files import checkpoint_step
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.tracking import Tracker
@@ -97,11 +96,8 @@ class AfterStep:
 
     async def _finish(self, step: Step, eta_s: float | None) -> Ended:
         number, spec = step.batch.step, self.job.stop
-        metrics = step_metrics(step, self.job) | self.spent.after(step.batch)
-        if step.replayed:
-            metrics[REPLAYED] = 1.0
-        if (num_skipped := self.prompts.num_skipped(number)) is not None:
-            metrics["skipped_problems"] = num_skipped
+        metrics = step_metrics(step, self.job, self.prompts.num_skipped(number))
+        metrics |= self.spent.after(step.batch)
         await self._warn(step, metrics)
         last = number == self.job.steps or over_budget(metrics, spec) is not None
         too_dear = None if step.replayed else self.spent.beyond(spec)

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Mapping
 
 from services.orchestrator.evals.held_out import IGNORED
 from services.orchestrator.loop.advantages import reaches
+from services.orchestrator.loop.metrics import WRITTEN
 from shared.job import CheckpointSpec, Job
 from shared.wire import MetricsRow
-
-WRITTEN = "time/checkpoint"
-"""The metric of a step whose checkpoint was written."""
 
 
 def best_step(job: Job, rows: Iterable[MetricsRow]) -> int | None:

@@ -12,15 +12,11 @@ from collections.abc import Mapping, Sequence
 
 from services.orchestrator.loop.advantages import reaches
 from services.orchestrator.loop.groups import num_sampled
+from services.orchestrator.loop.metrics import COST, HOURS, REPLAYED, TOKENS, total_metrics
 from services.orchestrator.run.retention import measured
 from shared.job import StopSpec
 from shared.plan.prices import Price
 from shared.wire import Batch, MetricsRow
-
-TOKENS, HOURS, COST = "total/tokens", "total/hours", "total/cost"
-
-REPLAYED = "replayed"
-"""The metric, 1, of a step whose batch was on disk, so an earlier attempt had sampled it."""
 
 
 class Spent:
@@ -49,8 +45,8 @@ class Spent:
         """Returns the totals after the batch has been trained on."""
         self._tokens += sum(map(num_sampled, batch.groups)) + batch.dropped_tokens
         own_hours = self._own_hours  # for both, at the same moment
-        taken = {TOKENS: self._tokens, HOURS: self._hours_before + own_hours}
-        return taken | ({COST: self._cost_with(own_hours)} if self.price else {})
+        cost = self._cost_with(own_hours) if self.price else None
+        return total_metrics(self._tokens, self._hours_before + own_hours, cost)
 
     @property
     def hours(self) -> float:

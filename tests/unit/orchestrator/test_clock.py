@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-from services.orchestrator.loop.clock import Stages, StepClock, gap_s
+from services.orchestrator.loop.batches import Stages
+from services.orchestrator.loop.metrics import StepClock
+from services.orchestrator.loop.pipeline import gap_s
 from services.orchestrator.pool.waits import Waits
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.loop.group_writer import GroupWriter
+from services.orchestrator.loop.batches import GroupWriter
 from services.orchestrator.runs import finished
 from services.orchestrator.runs.finished import FinishedGroup, Place
 from services.orchestrator.runs.folder import RunFolder

@@ -6,8 +6,7 @@ import asyncio
 from unittest.mock import MagicMock, Mock
 
 from services.orchestrator.loop.batches import Sampled
-from services.orchestrator.loop.clock import Stopwatch
-from services.orchestrator.loop.pipeline import Pipeline, Step
+from services.orchestrator.loop.pipeline import Pipeline, Step, Stopwatch
 from tests.support.scored_batches import make_job
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from services.orchestrator.loop.metrics import WRITTEN
 from services.orchestrator.run import stopping
-from services.orchestrator.run.retention import WRITTEN, best_step
+from services.orchestrator.run.retention import best_step
 from services.orchestrator.run.stopping import COST, HOURS, TOKENS, Spent, reason_to_stop
 from shared.job import CheckpointSpec, Job, StopSpec
 from shared.plan.prices import Price
