@@ -13,8 +13,8 @@ from typing import Any
 from deploy.modal import inside
 from deploy.modal.common import RETRIES, SETTINGS
 from services.orchestrator.app import create_service
-from services.orchestrator.store.known_slots import KNOWN_S
 from services.orchestrator.store.lists import Wanted
+from services.orchestrator.store.registrations import TRAINER_REGISTRATION_S
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
 from shared.host import logs
@@ -79,8 +79,8 @@ async def bring_trainer(store: Store, urls: Sequence[str], start_trainer: StartT
 
 def gone_s(settings: Settings) -> float:
     """Returns the seconds after which Redis has forgotten a trainer that has ended: both its lease
-    and its heartbeat have expired."""
-    return max(settings.lease_s, KNOWN_S)
+    and its registration have expired."""
+    return max(settings.lease_s, TRAINER_REGISTRATION_S)
 
 
 async def give_up(store: Store, why: str, called_at: float, forget: Forget) -> None:
@@ -90,7 +90,7 @@ async def give_up(store: Store, why: str, called_at: float, forget: Forget) -> N
 
     Its jobs are the job that it had. If it had none, they are all jobs that waited for it when it
     was called, unless there is another trainer. Jobs of another trainer stay as they are."""
-    others = {slot.trainer for slot in await store.slots.others("") if slot.missing is None}
+    others = {each.trainer for each in await store.trainers.all() if each.missing is None}
     cut_off = await store.cut_off()
     if had := [id for id, trainer in cut_off.items() if trainer not in others]:
         await _pause(store, had, _failed(why, "it had this job"))

@@ -10,9 +10,9 @@ from shared.settings import Settings
 
 
 def main(settings: Settings) -> None:
+    from services.orchestrator import watchdog
     from services.orchestrator.app import create_service
     from services.orchestrator.runs.writable import Writable
-    from services.orchestrator.store import watchdog
     from services.orchestrator.store.store import Store
 
     if settings.redis_url is None:

@@ -21,8 +21,7 @@ from services.orchestrator.api.checking import Checks
 from services.orchestrator.openai import calling, fine_tuning, graders
 from services.orchestrator.run.worker import Worker
 from services.orchestrator.runs.writable import Writable
-from services.orchestrator.store.accepting import keep_unsubmitted_removed
-from services.orchestrator.store.noting import note_ends
+from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
 from shared.errors import HoneError
@@ -34,8 +33,8 @@ from shared.settings import Settings
 def create_service(settings: Settings, store: Store, *, works: bool = True) -> Service:
     """Returns the orchestrator, with a worker inside for each trainer. If not `works`, it has no
     worker: it only accepts jobs, and another orchestrator with this Redis runs them."""
-    slots = settings.per_trainer if works else ()
-    workers = [Worker(store, slot) for slot in slots]
+    per_trainer = settings.per_trainer if works else ()
+    workers = [Worker(store, each) for each in per_trainer]
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:

@@ -13,9 +13,9 @@ import pytest
 
 from services.orchestrator.app import create_service
 from services.orchestrator.data.uploads import Uploads, new_id
-from services.orchestrator.store.removals import Removals
+from services.orchestrator.store.in_use import Removals
+from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from shared.errors import BadRequest, Failed
 from shared.job import Job
 from shared.settings import Settings

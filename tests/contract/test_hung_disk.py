@@ -14,10 +14,10 @@ import pytest
 from services.orchestrator.run import needs
 from services.orchestrator.run.needs import Needs
 from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.store import accepting, identity
-from services.orchestrator.store.accepting import accept
+from services.orchestrator.store import identity, run_folders
+from services.orchestrator.store.records import Submission
+from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from shared.errors import Conflict
 from shared.job import Job
 from shared.settings import Settings
@@ -58,7 +58,7 @@ def settings(settings: Settings) -> Settings:
 async def test_a_refused_submission_is_answered_though_its_folder_cannot_be_removed(
     store: Store, job: Job, tmp_path: Path, hang: Hang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accepting, "DISCARDED_WITHIN_S", 0.2)
+    monkeypatch.setattr(run_folders, "DISCARDED_WITHIN_S", 0.2)
     key = "0123456789abcdef"
     first = await accept(store, Submission(job, tmp_path, key))
     hang(RunFolder, "discard")
@@ -77,10 +77,10 @@ async def test_what_a_job_needs_is_looked_at_on_a_disk_that_hangs(
         settings.runs_dir.mkdir(exist_ok=True)
         assert await store.check(settings.runs_dir) is None
         looking = Needs(running, store)
-        assert await looking.missing() is None
+        assert await looking.look() is None
         hang(identity, "unmounted")
         async with asyncio.timeout(60):
-            missing = await looking.missing()
+            missing = await looking.look()
     assert missing == (
         f"folder {str(settings.runs_dir)!r} did not say within 0.2 s whether it has the jobs' run "
         "folders; check HONE_RUNS_DIR and its disk"

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from shared.errors import Unavailable
 from shared.http.client import Client
 from shared.job import Job

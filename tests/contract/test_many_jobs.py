@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.store.submissions import Submission
+from services.orchestrator.store.records import Submission
 from shared.job import Job
 from shared.settings import Settings
 from shared.wire import TERMINAL, JobList, JobRecord, SubmitRequest

@@ -17,8 +17,8 @@ import pytest
 from deploy.modal import api, orchestrator
 from deploy.modal.api import JobsApi
 from deploy.modal.calls import Call
+from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from shared.errors import Unavailable
 from shared.host.processes import free_port
 from shared.http.client import Client
@@ -252,7 +252,7 @@ async def test_a_trainer_that_failed_leaves_alone_what_another_one_has_or_can_ru
     assert await store.take("a", "a:8002", lease_s=60)
     assert await store.take("b", "b:8002", lease_s=0.05)
     await asyncio.sleep(0.1)
-    await store.slots.note("b/host", "b:8002", [], None)
+    await store.trainers.register("b/host", "b:8002", [], None)
     failed.called_at = time.time() + 60
     await failed.is_seen()
     assert await shown(store, runs, cut_off, waits) == ["running", "running", "queued"]

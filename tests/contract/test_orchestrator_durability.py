@@ -11,15 +11,13 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.run.run import Places, Run
+from services.orchestrator.run.run import Run
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.note import Note
 from services.orchestrator.store import keys, worker_side
-from services.orchestrator.store.leases import Lease
-from services.orchestrator.store.records import Unreadable
-from services.orchestrator.store.resources import resource
+from services.orchestrator.store.leases import Lease, resource
+from services.orchestrator.store.records import Submission, Unreadable
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from shared.errors import Conflict
 from shared.http.client import Client
 from shared.job import Job
@@ -96,8 +94,8 @@ async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(
         fakes.job = None  # the trainer lost everything and starts from the beginning
         sampled = fakes.calls["generate"]
         lease = Lease(record.id, first[0].attempt, resource(settings.trainer_url), 30)
-        places = Places(missing=AsyncMock(return_value=None), may_leave=AsyncMock())
-        outcome = await Run(record, lease, SilentStore(), settings, places).run()  # type: ignore[arg-type]
+        needs = Mock(look=AsyncMock(return_value=None))
+        outcome = await Run(record, lease, SilentStore(), settings, needs).run()  # type: ignore[arg-type]
         assert outcome.status == "succeeded", outcome.why
         assert fakes.trained == first
         assert fakes.calls["generate"] == sampled, (
@@ -234,9 +232,15 @@ async def test_a_job_that_is_superseded_again_and_again_pauses(
     stack.fakes.fault["train_step"] = refuse
     record = await stack.until((await stack.submit()).id, "paused")
     assert (record.attempts, record.step) == (3, 0)
-    assert record.error == (
-        "attempt 1 of job 'a' was superseded by 2; look for another stack that uses the same "
-        f"trainer or samplers, then `hone resume {record.id}` goes on from there"
+    assert record.error is not None and record.error.startswith("gave up after 3 attempts in a row")
+    warnings = [each.message for each in await stack.events(record.id) if each.level == "warning"]
+    assert (
+        warnings
+        == [
+            "attempt 1 of job 'a' was superseded by 2; does another stack use the same trainer or "
+            "samplers?"
+        ]
+        * 3
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from hone import evaluating
 from hone.client import AsyncClient
 from services.orchestrator.api import history
-from services.orchestrator.store.submissions import Submission
+from services.orchestrator.store.records import Submission
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.http.client import Client
 from shared.job import EvaluatedModel, Job

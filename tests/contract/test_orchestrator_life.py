@@ -46,15 +46,18 @@ async def test_a_job_runs_to_its_end_and_leaves_everything_in_its_folder(
     assert stack.fakes.calls["train_step"] == 8 and stack.fakes.calls["reload"] == 9
 
 
-async def test_a_reward_service_that_refuses_the_job_fails_it_with_the_reason(stack: Stack) -> None:
+async def test_a_reward_service_that_refuses_the_job_pauses_it(
+    stack: Stack,
+) -> None:
     async def broken(_: Any) -> None:
         raise BadRequest("grader 'exact_match' needs the column 'answer'")
 
     stack.fakes.fault["score"] = broken
-    record = await stack.until((await stack.submit()).id)
-    assert (
-        record.status == "failed"
-        and record.error == "grader 'exact_match' needs the column 'answer'"
+    record = await stack.until((await stack.submit()).id, "paused", "failed")
+    assert (record.status, record.recoveries) == ("paused", 0)
+    assert record.error == (
+        "grader 'exact_match' needs the column 'answer'; change the job (`hone resume JOB --set "
+        f"KEY=VALUE`) or the service, then `hone resume {record.id}` goes on from there"
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.leases import Lease
+from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from shared.errors import BadRequest, Conflict
 from shared.http.client import Client
 from shared.job import Job

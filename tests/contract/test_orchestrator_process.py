@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.store.resources import resource
+from services.orchestrator.store.leases import resource
 from services.orchestrator.store.store import Store
 from shared.errors import Unavailable
 from shared.http.client import Client

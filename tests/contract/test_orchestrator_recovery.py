@@ -328,7 +328,7 @@ async def test_followers_are_told_what_takes_the_trainer_long_while_it_loads(
 
 
 @pytest.mark.parametrize("route", ["job", "model"])
-async def test_a_model_that_cannot_be_loaded_as_asked_fails_the_job_in_its_first_words(
+async def test_a_model_that_cannot_be_loaded_as_asked_pauses_the_job_in_its_words(
     stack: Stack, route: str
 ) -> None:
     words = "vLLM refuses to serve 'owner/model' with max_model_len 1000000 and dtype auto"
@@ -338,7 +338,8 @@ async def test_a_model_that_cannot_be_loaded_as_asked_fails_the_job_in_its_first
 
     stack.fakes.fault[route] = refuse
     record = await stack.until((await stack.submit()).id, "failed", "paused", "succeeded")
-    assert (record.status, record.error, record.recoveries) == ("failed", words, 0)
+    assert (record.status, record.recoveries) == ("paused", 0)
+    assert record.error is not None and record.error.startswith(f"{words}; change the job (`hone")
 
 
 async def test_a_trainer_that_refuses_the_job_pauses_it_with_its_own_words(stack: Stack) -> None:

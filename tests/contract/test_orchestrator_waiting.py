@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.run import needs, run, slots, worker
+from services.orchestrator.run import needs, run, worker
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Failed, NotFound, StateLost
 from shared.host.processes import free_port
@@ -52,9 +52,9 @@ class Outage:
 async def outage(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[Outage]:
-    monkeypatch.setattr(slots, "LOOK_AT_SLOT_S", 0.05)
+    monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
     monkeypatch.setattr(worker, "HELD_S", 0.2)
-    monkeypatch.setattr(worker, "NOTE_S", 0.05)
+    monkeypatch.setattr(worker, "REGISTER_S", 0.05)
     monkeypatch.setattr(run, "PAUSES_S", (0.0,))
     monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)
@@ -317,14 +317,14 @@ async def test_a_proxy_that_refuses_the_bodies_pauses_a_job_that_never_ran(outag
     assert paused.status == "paused" and "a proxy, or another program" in str(paused.error)
 
 
-async def test_a_fault_that_comes_twice_before_any_step_pauses_with_it(outage: Outage) -> None:
+async def test_a_fault_that_comes_before_any_step_each_time_pauses_with_it(outage: Outage) -> None:
     async def fail(_: Any) -> None:
         raise Failed("the engine did not start: head size 40 is not supported")
 
     stack = outage.stack
     stack.fakes.fault["model"] = fail
     paused = await stack.until((await stack.submit()).id, "paused", "failed")
-    assert (paused.status, paused.recoveries) == ("paused", 1)
+    assert (paused.status, paused.recoveries) == ("paused", 3)
     assert str(paused.error).startswith("the engine did not start: head size 40 is not supported;")
 
 

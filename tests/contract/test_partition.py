@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.run import worker
-from services.orchestrator.run.outcome import Outcome
+from services.orchestrator.run.decisions import Outcome
 from services.orchestrator.run.run import Run
 from services.orchestrator.runs.folder import RunFolder
 from shared.http.client import Client

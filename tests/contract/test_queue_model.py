@@ -15,15 +15,15 @@ import redis.asyncio as redis
 
 from services.orchestrator.store import keys
 from services.orchestrator.store.leases import Lease, LeaseLost
+from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from services.orchestrator.store.worker_side import MAX_TRIES
 from shared.wire import Obstacle
 from tests.support.job_records import JOB
 
 RUNS = Path("/runs")
 LONG_JOB = JOB.model_copy(update={"steps": 1000})
-SLOTS = {"t1": ("s1", "s2"), "t2": ("s3",), "t3": ("s2", "s4")}
+SAMPLERS = {"t1": ("s1", "s2"), "t2": ("s3",), "t3": ("s2", "s4")}
 """Trainers and their samplers. Orchestrators that were set up differently share `s2`."""
 
 NUM_OPERATIONS = 120
@@ -61,7 +61,7 @@ class Model:
         self.jobs: dict[str, Modelled] = {}
         self.leases: dict[str, int] = {}
         """Resource -> attempt."""
-        self.notes: dict[str, str | None] = {}
+        self.registered: dict[str, str | None] = {}
         """Trainer -> why it is away, None if it is not."""
         self.last_attempt = 0
         self.num_submitted = 0
@@ -95,8 +95,8 @@ class Model:
 
     def _obstacles_of_free_ones(self) -> dict[str, Obstacle]:
         found: dict[str, Obstacle] = {}
-        for trainer, away in self.notes.items():
-            attempts = [self.leases[name] for name in SLOTS[trainer] if name in self.leases]
+        for trainer, away in self.registered.items():
+            attempts = [self.leases[name] for name in SAMPLERS[trainer] if name in self.leases]
             holders = [job.id for job in self.jobs.values() if job.attempt in attempts]
             if holders:
                 found[trainer] = Obstacle(job=holders[0])
@@ -105,13 +105,13 @@ class Model:
         return found
 
     def is_ready(self, trainer: str | None) -> bool:
-        """Whether it is noted as there, and free."""
-        if trainer not in self.notes or self.notes[trainer]:
+        """Whether it is registered as there, and free."""
+        if trainer not in self.registered or self.registered[trainer]:
             return False
-        return not any(name in self.leases for name in (trainer, *SLOTS[trainer]))
+        return not any(name in self.leases for name in (trainer, *SAMPLERS[trainer]))
 
     def take(self, trainer: str) -> Modelled | None:
-        resources = (trainer, *SLOTS[trainer])
+        resources = (trainer, *SAMPLERS[trainer])
         if any(name in self.leases for name in resources):
             return None
         begun, queued = self.waiting()
@@ -133,7 +133,7 @@ class Model:
         assert attempt > self.last_attempt, "attempts grow"
         self.last_attempt = job.attempt = attempt
         assert job.trainer
-        for name in (job.trainer, *SLOTS[job.trainer]):
+        for name in (job.trainer, *SAMPLERS[job.trainer]):
             self.leases[name] = attempt
 
     def free(self, attempt: int) -> None:
@@ -176,27 +176,25 @@ class Driver:
         model.jobs[record.id] = Modelled(record.id, model.num_submitted, priority)
 
     async def take(self) -> None:
-        trainer = self.choose.choice(list(SLOTS))
+        trainer = self.choose.choice(list(SAMPLERS))
         expected = self.model.take(trainer)
-        lease = await self.store.take("worker", trainer, 1000.0, SLOTS[trainer])
+        lease = await self.store.take("worker", trainer, 1000.0, SAMPLERS[trainer])
         assert (lease and lease.job_id) == (expected and expected.id)
         if lease and expected:
             self.model.grant(expected, lease.attempt)
             self.leases.append(lease)
 
-    async def note(self) -> None:
+    async def register(self) -> None:
         """A worker says whether its trainer is there."""
-        trainer, away = self.choose.choice(list(SLOTS)), self.choose.choice((None, None, "away"))
-        await self.store.slots.note(f"{trainer}/host", trainer, SLOTS[trainer], away)
-        self.model.notes[trainer] = away
+        trainer, away = self.choose.choice(list(SAMPLERS)), self.choose.choice((None, None, "away"))
+        await self.store.trainers.register(f"{trainer}/host", trainer, SAMPLERS[trainer], away)
+        self.model.registered[trainer] = away
 
     async def leave(self, lease: Lease, job: Modelled) -> None:
-        await self.store.leave(lease, "its trainer is away", "so was the one before")
+        await self.store.leave(lease, "another attempt has it")
         self.model.free(lease.attempt)
         if job.asked:
             self.model.end(job, "cancelled" if "cancel" in job.asked else "paused")
-        elif job.tries >= MAX_TRIES:
-            self.model.end(job, "paused")
         else:
             job.status = "queued"
 
@@ -304,7 +302,7 @@ WEIGHTS = {
     Driver.take: 8,
     Driver.work: 8,
     Driver.expire: 3,
-    Driver.note: 3,
+    Driver.register: 3,
     Driver.pause: 2,
     Driver.resume: 3,
     Driver.cancel: 1,
@@ -345,11 +343,11 @@ async def test_of_many_orchestrators_none_gets_what_another_one_has(redis_url: s
 
     async def work(store: Store, trainer: str) -> None:
         while len(done) < len(ids):
-            lease = await store.take("worker", trainer, 1000.0, SLOTS[trainer])
+            lease = await store.take("worker", trainer, 1000.0, SAMPLERS[trainer])
             if lease is None:
                 await asyncio.sleep(0.001)
                 continue
-            resources = {trainer, *SLOTS[trainer]}
+            resources = {trainer, *SAMPLERS[trainer]}
             assert not held & resources
             held.update(resources)
             await asyncio.sleep(0)
@@ -358,7 +356,7 @@ async def test_of_many_orchestrators_none_gets_what_another_one_has(redis_url: s
             await store.report(lease, "status", "ok", {"status": "succeeded"}, status="succeeded")
 
     async with asyncio.timeout(90):
-        await asyncio.gather(*(work(store, trainer) for store in stores for trainer in SLOTS))
+        await asyncio.gather(*(work(store, trainer) for store in stores for trainer in SAMPLERS))
     for store in stores:
         await store.close()
     assert set(done) == ids and len(done) == len(ids)

@@ -11,8 +11,8 @@ import pytest
 import redis.asyncio as redis
 
 from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from tests.support.job_records import JOB
 from tests.support.link import Link
 from tests.support.running import running_redis

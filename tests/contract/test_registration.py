@@ -19,7 +19,7 @@ from services.orchestrator.pool.discovery import is_one_host, sampler_urls
 from services.orchestrator.pool.pool import Pool as SamplerPool
 from services.orchestrator.store import registrations
 from services.orchestrator.store.connection import StoreUnavailable
-from services.orchestrator.store.resources import resource
+from services.orchestrator.store.leases import resource
 from services.orchestrator.store.store import Store
 from services.rollout import registration
 from services.rollout.registration import registered

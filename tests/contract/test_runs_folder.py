@@ -19,8 +19,8 @@ from services.orchestrator.app import create_service
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.found import find_runs
 from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from shared.errors import Conflict, Failed
 from shared.host.processes import free_port
 from shared.http.client import Client

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.run import run, slots, worker
+from services.orchestrator.run import needs, run, worker
 from shared.job import Job
 from shared.settings import Settings
 from tests.support import orchestrator_stack
@@ -23,8 +23,8 @@ job = orchestrator_stack.job  # fixture
 async def test_a_second_stacks_job_waits_until_the_first_ones_has_ended(
     settings: Settings, redis_url: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "LOOK_AT_SLOT_S", 0.05)
-    monkeypatch.setattr(worker, "NOTE_S", 0.05)
+    monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
+    monkeypatch.setattr(worker, "REGISTER_S", 0.05)
     monkeypatch.setattr(run, "PAUSES_S", (0.0,))
     monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)

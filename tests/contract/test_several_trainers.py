@@ -6,23 +6,18 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-import redis.asyncio as redis
 
-from services.orchestrator.run import run, slots, worker
-from services.orchestrator.store import known_slots, worker_side
-from services.orchestrator.store.resources import resource
-from shared.errors import Unavailable
+from services.orchestrator.run import needs, run, worker
+from services.orchestrator.store.leases import resource
 from shared.http.client import Client
 from shared.job import Job
 from shared.settings import Settings
 from shared.wire import EventList, JobRecord, JobState, Obstacle, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.link import Link
 from tests.support.orchestrator_stack import orchestrator, orchestrator_client
 
 pytestmark = pytest.mark.slow
@@ -156,7 +151,7 @@ async def test_a_job_goes_on_with_another_trainer_where_it_was(
 async def test_a_trainer_that_is_away_takes_no_job_where_there_is_another(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "LOOK_AT_SLOT_S", 0.05)
+    monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
     monkeypatch.setattr(run, "PAUSES_S", (0.0,))
     monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)
@@ -202,65 +197,13 @@ async def test_a_job_that_was_cut_off_goes_back_to_its_own_trainer(
         assert [record.trainer for record in ended] == had
 
 
-async def test_after_redis_was_away_a_job_goes_on_with_the_trainer_that_has_it(
-    settings: Settings, redis_url: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Though the other orchestrator is the first to be back, and has nothing to do."""
-    monkeypatch.setattr(known_slots, "KNOWN_S", 5.0)  # after which Redis has forgotten the slots
-    monkeypatch.setattr(worker_side, "KNOWN_S", 60.0)  # so long the job is left to its trainer
-    monkeypatch.setattr(worker, "NOTE_S", 0.2)
-    monkeypatch.setattr(worker, "PAUSE_S", 0.1)
-    settings = settings.model_copy(update={"lease_s": 4.0})
-    server, paths = Path(redis_url.removeprefix("unix://")), (tmp_path / "a", tmp_path / "b")
-    raw = redis.from_url(redis_url)
-    fakes = FakeServices(settings), FakeServices(settings)
-    gates = [blocked(each) for each in fakes]
-    async with (
-        fakes[0].running(settings) as one,
-        fakes[1].running(settings) as other,
-        Link(server, paths[0]) as first_link,
-        Link(server, paths[1]) as second_link,
-        orchestrator_client(one, f"unix://{paths[0]}") as first_client,
-        orchestrator_client(other, f"unix://{paths[1]}"),
-    ):
-        stack = Several(*fakes, one, first_client)
-        job_id = (await stack.submit(job)).id
-        had = (await stack.until(job_id, "running")).trainer
-        has, idle, late, early = (
-            (*fakes, first_link, second_link)
-            if had == resource(one.trainer_url)
-            else (*fakes[::-1], second_link, first_link)
-        )
-        for link in (early, late):
-            link.cut()
-        async with asyncio.timeout(90):
-            while await raw.keys("hone:slot:*"):
-                await asyncio.sleep(0.1)
-            early.mend()
-            while not await raw.keys("hone:slot:*"):
-                await asyncio.sleep(0.02)
-        await asyncio.sleep(1)  # and then at most two until the other one asks Redis again
-        late.mend()
-        for gate in gates:
-            gate.set()
-        async with asyncio.timeout(90):
-            while True:
-                with contextlib.suppress(Unavailable):
-                    record = await stack.until(job_id, "succeeded")
-                    break
-    await raw.aclose()
-    assert (record.trainer, record.attempts) == (had, 2)
-    assert [body.step for body in has.trained] == list(range(1, job.steps + 1))
-    assert idle.trained == []
-
-
 @contextlib.asynccontextmanager
 async def two_orchestrators(
     one: Settings, other: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[tuple[Client, Client]]:
     """Each with a trainer of its own, and jobs in common. What is away is found to be at once."""
-    monkeypatch.setattr(slots, "LOOK_AT_SLOT_S", 0.05)
-    monkeypatch.setattr(worker, "NOTE_S", 0.05)
+    monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
+    monkeypatch.setattr(worker, "REGISTER_S", 0.05)
     monkeypatch.setattr(run, "PAUSES_S", (0.0,))
     monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
     both = [settings.model_copy(update={"patience_s": 0.1}) for settings in (one, other)]
@@ -272,7 +215,7 @@ async def two_orchestrators(
     ):
         async with asyncio.timeout(90):
             for store in (first_store, second_store):
-                while not await store.slots.others("nobody"):
+                while not await store.trainers.all():
                     await asyncio.sleep(0.02)
         yield first_client, second_client
 
@@ -310,7 +253,7 @@ async def test_a_job_waits_for_a_trainer_that_is_there_whoever_has_it(
                 assert ended.trainer == resource(there.trainer_url)
 
 
-async def test_a_job_whose_trainer_goes_away_goes_on_with_that_of_another_orchestrator(
+async def test_a_job_whose_trainer_goes_away_waits_and_moves_when_it_is_paused_and_resumed(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = FakeServices(settings), FakeServices(settings)
@@ -328,7 +271,20 @@ async def test_a_job_whose_trainer_goes_away_goes_on_with_that_of_another_orches
             gates[trainers[1]].set()
             await stack.until(taken[trainers[1]], "succeeded")
             await running.aclose()  # the first trainer and its sampler
-            moved = await stack.until(taken[trainers[0]], "succeeded")
-            events = (await client.get(f"/v1/jobs/{moved.id}/events", EventList)).events
+            job_id = taken[trainers[0]]
+            async with asyncio.timeout(90):
+                while "goes on by itself" not in await said(client, job_id):
+                    await asyncio.sleep(0.02)
+            assert (await stack.get(job_id)).trainer == trainers[0]
+            await stack.post(job_id, "pause")
+            async with asyncio.timeout(90):
+                while (await stack.get(job_id)).status != "paused":
+                    await asyncio.sleep(0.02)
+            await stack.post(job_id, "resume")
+            moved = await stack.until(job_id, "succeeded")
     assert moved.trainer == trainers[1]
-    assert any(event.message.endswith("is left to another trainer") for event in events)
+
+
+async def said(client: Client, job_id: str) -> str:
+    events = (await client.get(f"/v1/jobs/{job_id}/events", EventList)).events
+    return "; ".join(event.message for event in events)

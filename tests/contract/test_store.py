@@ -17,16 +17,13 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.store import connection, heartbeat, identity, keys, scripts
+from services.orchestrator.store import connection, identity, keys, leases, scripts
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
-from services.orchestrator.store.ids import new_job_id
-from services.orchestrator.store.known_slots import KnownSlot
-from services.orchestrator.store.leases import Lease, LeaseLost
+from services.orchestrator.store.leases import Lease, LeaseLost, resource
 from services.orchestrator.store.lists import Wanted
-from services.orchestrator.store.records import Unreadable
-from services.orchestrator.store.resources import resource
+from services.orchestrator.store.records import Submission, Unreadable, new_job_id
+from services.orchestrator.store.registrations import RegisteredTrainer
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from services.orchestrator.store.worker_side import MAX_TRIES
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.http.presence import Presence, tell_nobody
@@ -95,63 +92,18 @@ async def test_a_job_that_was_cut_off_is_left_to_its_own_trainer_if_that_is_read
 ) -> None:
     cut, queued = await submit(store), await submit(store)
     await store.halt(await take(store, "one:1"), None)
-    await store.slots.note("one:1/a", "one:1", ["s:1"], "no answer" if own == "away" else None)
-    assert 9_000 < await raw.pttl("hone:slot:one:1/a") <= 10_000
+    await store.trainers.register(
+        "one:1/a", "one:1", ["s:1"], "no answer" if own == "away" else None
+    )
+    assert 9_000 < await raw.pttl("hone:trainer:one:1/a") <= 10_000
     if own == "silent":  # for ten seconds
-        await raw.delete("hone:slot:one:1/a")
+        await raw.delete("hone:trainer:one:1/a")
     lease = await take(other, "two:1")
     assert lease.job_id == (cut if taken_by_another else queued)
     assert (await take(store, "one:1")).job_id == (queued if taken_by_another else cut)
 
 
-async def test_after_redis_was_away_a_cut_off_job_is_left_to_its_trainer_for_a_while(
-    store: Store, other: Store, raw: Any
-) -> None:
-    async def note(name: str) -> None:
-        await store.slots.note(f"{name}/a", name, ["s:" + name[0]], None)
-
-    async def later(seconds: int) -> None:
-        for field, at in (await raw.hgetall("hone:noting")).items():
-            await raw.hset("hone:noting", field, int(at) - 1000 * seconds)
-
-    cut, queued = await submit(store), await submit(store)
-    for name in ("one:1", "two:1"):
-        await note(name)
-    await store.halt(await take(store, "one:1"), None)
-    await raw.delete("hone:slot:one:1/a", "hone:slot:two:1/a")
-    await later(11)
-    assert await other.take("b", "two:1", 30) is None
-    await note("two:1")
-    assert await other.take("b", "two:1", 30) is None
-    await later(9)
-    await note("two:1")
-    assert await other.take("b", "two:1", 30) is None
-    await later(2)
-    await note("two:1")
-    first = await take(other, "two:1")
-    assert first.job_id == cut, "its trainer did not come"
-    await store.halt(first, None)
-    await later(11)
-    await note("one:1")
-    assert (await take(store, "one:1")).job_id == queued, "the other job's trainer is there"
-
-
-@pytest.mark.parametrize("away", [None, "no answer"])
-async def test_a_trainer_that_comes_back_after_redis_has_its_job_first(
-    store: Store, other: Store, raw: Any, away: str | None
-) -> None:
-    cut, queued = await submit(store), await submit(store)
-    await store.slots.note("one:1/a", "one:1", ["s:1"], None)
-    await store.halt(await take(store, "one:1"), None)
-    await raw.delete("hone:slot:one:1/a")
-    await raw.hset("hone:noting", "last", 0)
-    assert await other.take("b", "two:1", 30) is None
-    await store.slots.note("one:1/a", "one:1", ["s:1"], away)
-    assert (await take(other, "two:1")).job_id == (cut if away else queued)
-    assert (await take(store, "one:1")).job_id == (queued if away else cut)
-
-
-async def test_notes_of_trainers_are_read_only_where_a_job_of_another_one_waits(
+async def test_registrations_of_trainers_are_read_only_where_a_job_of_another_one_waits(
     store: Store, raw: Any
 ) -> None:
     async def num_read() -> int:
@@ -174,7 +126,7 @@ async def test_a_cut_off_job_goes_elsewhere_if_its_trainer_has_another_job(
 ) -> None:
     cut = await submit(store)
     await store.halt(await take(store, "one:1"), None)
-    await store.slots.note("one:1/a", "one:1", ["s:1"], None)
+    await store.trainers.register("one:1/a", "one:1", ["s:1"], None)
     assert await other.take("b", "two:1", 30) is None
     await submit(store)
     assert await store.take("c", "three:1", 30, ["s:1"])
@@ -185,10 +137,10 @@ async def test_a_job_that_waits_says_why_each_trainer_takes_none(store: Store) -
     running = await submit(store)
     assert await store.take("a", "one:1", 30, ["s1:1"])
     for name, samplers in (("one:1", "s1:1"), ("two:1", "s2:1"), ("three:1", "s1:1")):
-        await store.slots.note(f"{name}/a", name, [samplers], None)
-    await store.slots.note("four:1/a", "four:1", ["s4:1"], "no connection")
+        await store.trainers.register(f"{name}/a", name, [samplers], None)
+    await store.trainers.register("four:1/a", "four:1", ["s4:1"], "no connection")
     for host, away in (("a", "no route"), ("b", None)):
-        await store.slots.note(f"five:1/{host}", "five:1", ["s5:1"], away)
+        await store.trainers.register(f"five:1/{host}", "five:1", ["s5:1"], away)
     waiting = await submit(store)
     found = await store.get(waiting)
     taken = {"one:1": Obstacle(job=running), "three:1": Obstacle(job=running)}
@@ -361,20 +313,25 @@ async def test_a_job_that_kills_its_workers_pauses_and_the_next_one_runs(store: 
     assert (await store.resume(ids[0])).status == "queued"
 
 
-async def test_a_lease_says_the_how_manyth_attempt_without_a_new_step_it_is(store: Store) -> None:
-    """By that a worker knows whether it may leave the job to another trainer."""
+async def test_a_job_that_is_left_counts_a_failed_attempt(store: Store) -> None:
     job_id = await submit(store)
     first = await take(store, "trainer-1")
     await store.report(first, "step", "a step", {"step": 1}, step=1)
-    await store.leave(first, "it is gone; left to another", "20 are gone")
+    await store.leave(first, "another attempt has it")
     found = [first.tries]
     for number in range(2, 22):
         lease = await take(store, f"trainer-{number}")
         found.append(lease.tries)
-        await store.leave(lease, "it is gone; left to another", "20 are gone")
-    record = await store.get(job_id)
+        await store.leave(lease, "another attempt has it")
     assert found == [1, *range(1, 21)]
-    assert (record.status, record.error) == ("paused", "20 are gone")
+    assert await store.take("worker", "trainer-22", 30) is None
+    record = await store.get(job_id)
+    assert record.status == "paused" and "gave up after 20 attempts" in str(record.error)
+    assert (await messages(store, job_id))[-3:] == [
+        "another attempt has it",
+        "queued",
+        record.error,
+    ]
     assert (await store.resume(job_id)).status == "queued"
 
 
@@ -420,16 +377,16 @@ async def test_a_job_that_ends_after_the_clock_went_back_is_the_newest_ended(
     await store.close()
 
 
-async def test_a_note_that_cannot_be_read_stops_nobody(store: Store, raw: Any) -> None:
-    await store.slots.note("good", "trainer-1", ["s1"], "no answer from caf\u00e9 \ud800")
-    await store.slots.note("other", "trainer-2", ["s2"], None)
-    for name, note in {"a": "{", "b": '{"trainer": "t"}', "c": '"t"', "d": r'["\ud800"]'}.items():
-        await raw.sadd(keys.SLOTS, name)
-        await raw.set(keys.SLOT + name, note)
-    found = await store.slots.others("nobody")
-    assert sorted(found, key=lambda slot: slot.trainer) == [
-        KnownSlot("trainer-1", "no answer from caf\u00e9 ?"),
-        KnownSlot("trainer-2", None),
+async def test_a_registration_that_cannot_be_read_stops_nobody(store: Store, raw: Any) -> None:
+    await store.trainers.register("good", "trainer-1", ["s1"], "no answer from caf\u00e9 \ud800")
+    await store.trainers.register("other", "trainer-2", ["s2"], None)
+    for name, text in {"a": "{", "b": '{"trainer": "t"}', "c": '"t"', "d": r'["\ud800"]'}.items():
+        await raw.sadd(keys.TRAINERS, name)
+        await raw.set(keys.TRAINER + name, text)
+    found = await store.trainers.all()
+    assert sorted(found, key=lambda each: each.trainer) == [
+        RegisteredTrainer("trainer-1", "no answer from caf\u00e9 ?"),
+        RegisteredTrainer("trainer-2", None),
     ]
     job_id = await submit(store)
     assert (await store.get(job_id)).waits_for
@@ -536,7 +493,7 @@ async def test_a_worker_that_redis_cannot_be_reached_from_stops_within_its_lease
     async with linked(redis_url, tmp_path) as (store, link):
         taken_at = time.monotonic()
         lease = await take(store, lease_s=5)
-        beat = asyncio.create_task(heartbeat.keep(store, lease, taken_at, REDIS))
+        beat = asyncio.create_task(leases.keep(store, lease, taken_at, REDIS))
         await asyncio.sleep(1)
         assert not beat.done()
         link.stall()
@@ -566,7 +523,7 @@ async def test_a_redis_that_stands_still_stops_the_worker_within_its_lease(
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(LeaseLost, match="no heartbeat"):
-            await heartbeat.keep(store, lease, taken_at, REDIS)
+            await leases.keep(store, lease, taken_at, REDIS)
         assert 2.0 < time.monotonic() - taken_at < 4.0
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -578,7 +535,7 @@ async def test_a_short_silence_of_redis_costs_nothing(store: Store, raw: Any) ->
     pid = (await raw.info("server"))["process_id"]
     taken_at = time.monotonic()
     lease = await take(store, lease_s=3)
-    beat = asyncio.create_task(heartbeat.keep(store, lease, taken_at, REDIS))
+    beat = asyncio.create_task(leases.keep(store, lease, taken_at, REDIS))
     await asyncio.sleep(0.3)
     os.kill(pid, signal.SIGSTOP)
     await asyncio.sleep(1.2)

@@ -11,10 +11,10 @@ import pytest
 
 from services.orchestrator.runs.folder import SUBMITTED, RunFolder
 from services.orchestrator.runs.found import find_runs
-from services.orchestrator.store.accepting import UNSUBMITTED_S, accept, remove_unsubmitted
 from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.records import Submission
+from services.orchestrator.store.run_folders import UNSUBMITTED_S, accept, remove_unsubmitted
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from shared.job import Job
 from tests.support import orchestrator_stack
 

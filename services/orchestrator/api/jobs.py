@@ -13,13 +13,12 @@ from services.orchestrator.api.on_cpu import on_cpu
 from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.loop.prompts import with_steps
 from services.orchestrator.pool.services import Services
-from services.orchestrator.run.colocation import check_colocation
-from services.orchestrator.run.costs import price_for
+from services.orchestrator.run.needs import check_colocation
+from services.orchestrator.run.stopping import price_for
 from services.orchestrator.runs.writable import Writable
-from services.orchestrator.store.accepting import accept, accepted
-from services.orchestrator.store.noting import stop
+from services.orchestrator.store.records import Submission
+from services.orchestrator.store.run_folders import accept, accepted, stop
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import sentences
 from shared.http.rendering import Made

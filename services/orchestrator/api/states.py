@@ -10,10 +10,10 @@ from fastapi import Query, Request
 
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.pages import METADATA, metadata_of
-from services.orchestrator.run.costs import price_for
+from services.orchestrator.run.stopping import price_for
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.lists import Wanted
-from services.orchestrator.store.noting import cancel
+from services.orchestrator.store.run_folders import cancel
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict
 from shared.http.service import Service

@@ -19,12 +19,10 @@ from services.orchestrator.api.pages import METADATA, metadata_of
 from services.orchestrator.openai import mapping
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.writable import Writable
-from services.orchestrator.store.accepting import accept, accepted
 from services.orchestrator.store.lists import Wanted
-from services.orchestrator.store.noting import cancel
-from services.orchestrator.store.records import Unreadable, check_event_id
+from services.orchestrator.store.records import Submission, Unreadable, check_event_id
+from services.orchestrator.store.run_folders import accept, accepted, cancel
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.submissions import Submission
 from shared.errors import BadRequest, NotFound
 from shared.http.service import Service, request_key
 from shared.job.file import parse_job

@@ -16,13 +16,13 @@ from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
-from services.orchestrator.run.retention import best_step, first_needed
 from services.orchestrator.run.stopping import Spent, over_budget, reason_to_stop
+from services.orchestrator.run.summary import best_step, first_needed
 from services.orchestrator.runs.checkpoint_files import checkpoint_step
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.tracking import Tracker
+from services.orchestrator.store.in_use import Use
 from services.orchestrator.store.journal import Journal
-from services.orchestrator.store.used_models import Use
 from services.orchestrator.tasks import to_disk
 from shared.host import tracing
 from shared.job import Job

@@ -1,20 +1,22 @@
-"""What happens to a job after an error: one table, for every error that reaches its run.
+"""What happens to a job after an error: one table, for every error that reaches its run. And the
+outcome of a job: at the end of an attempt, or from its run folder.
 
 One rollout's fault is no error, but data (groups.py). Faults outside the job (a service, a volume,
 a proxy) are waited for (needs.py). Faults that may be the job's are tried again a few times. If
 that does not help, or only a person can mend the fault, the job pauses, and the sentence says what
-to do. Only a job that can never run fails, because a failed job cannot be resumed.
+to do.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Literal, cast
 
 from services.orchestrator.errors import MustPause, TooDear
-from services.orchestrator.runs.folder import BatchExists
+from services.orchestrator.runs.folder import BatchExists, RunFolder
+from services.orchestrator.runs.found import WAS_DELETED, End
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.leases import LeaseLost
 from shared.errors import (
@@ -28,6 +30,7 @@ from shared.errors import (
     Unauthorized,
     Unavailable,
 )
+from shared.host.logs import get_logger
 
 MAX_RECOVERIES = 3
 """Recoveries in a row without a new step."""
@@ -54,7 +57,6 @@ class Action(Enum):
     RECOVER = "recover"
     """Load the job into trainer and sampler again, and go on from the trainer's step."""
     PAUSE = "pause"
-    FAIL = "fail"
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,18 @@ class Decision:
     why: str
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """The job's outcome: `why` says why it paused, or succeeded before its last step;
+    `summary` is its result. "failed" and
+    "cancelled" come only from the run folder. The job is queued again if another attempt got in its
+    way."""
+
+    status: Literal["succeeded", "paused", "failed", "cancelled", "queued"]
+    why: str | None = None
+    summary: dict[str, Any] | None = None
+
+
 def _codes(*codes: str) -> frozenset[str]:
     return frozenset(codes)
 
@@ -87,6 +101,7 @@ ENDS_THEM = (
     "that happened again and again before a step was done, so the job probably ends its services "
     "itself: look into their logs"
 )
+CHANGE_IT = "change the job (`hone resume JOB --set KEY=VALUE`) or the service"
 PROXY = "mend what stands between the services: a proxy, or another program at the address"
 SAME_VERSION = "make sure that all services have the same version (`hone doctor`)"
 MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --set KEY=VALUE`"
@@ -122,7 +137,7 @@ RULES = (
     Rule(Unauthorized, Action.PAUSE, SAME_TOKEN),
     Rule(Forbidden, Action.PAUSE, SAME_TOKEN),
     Rule(NotFound, Action.PAUSE, SAME_VERSION),
-    Rule(BadRequest, Action.FAIL),
+    Rule(BadRequest, Action.PAUSE, CHANGE_IT),
     Rule(OSError, Action.RECOVER, "check HONE_RUNS_DIR and its disk"),
     Rule(Exception, Action.PAUSE, "look at the trace in the orchestrator's log"),
 )
@@ -133,28 +148,32 @@ LIMITS = {Action.RECOVER: MAX_RECOVERIES, Action.RELOAD: MAX_LOSSES}
 """How often in a row each action may happen; beyond it the job pauses."""
 
 
-def decide(
-    error: Exception, num_in_a_row: int = 0, *, has_run: bool = False, again: bool = False
-) -> Decision:
-    """Returns what happens to the job. `num_in_a_row` counts reloads without a new step. A job that
-    `has_run` at least one step does not fail, because it was right before: something else changed
-    (a limit on bodies, a service's version). Before the first step, a cause that comes `again`
-    would come each time."""
+def decide(error: Exception, num_in_a_row: int = 0) -> Decision:
+    """Returns what happens to the job. `num_in_a_row` counts reloads without a new step."""
     rule = next(rule for rule in RULES if _matches(rule, error))
     action = rule.action
-    is_sure = action is Action.RECOVER and again and not has_run
-    if is_sure or num_in_a_row >= LIMITS.get(action, math.inf):
-        action = Action.PAUSE
-    if action is Action.FAIL and has_run:
+    if num_in_a_row >= LIMITS.get(action, math.inf):
         action = Action.PAUSE
     why = _sentence(error)
     return Decision(action, f"{why}; {rule.remedy}" if action is Action.PAUSE else why)
 
 
-def cause_of(error: Exception) -> tuple[str, str]:
-    """Returns a key that is equal for two errors with the same cause: class and sentence, without
-    numbers."""
-    return type(error).__name__, re.sub(r"[0-9a-f]*[0-9][0-9a-f.]*", "#", _sentence(error))
+def found_end(folder: RunFolder) -> Outcome | None:
+    """Returns the outcome of a job that has ended according to its run folder. In that case Redis
+    was restored from an older file, and the job must not begin again. An unreadable folder is
+    ignored here: the job meets the same error at once."""
+    try:
+        note = folder.note()
+        if note is None or not note.has_ended:
+            # Only a job that has ended is deleted.
+            return Outcome("cancelled", WAS_DELETED) if folder.is_deleted else None
+        summary = folder.summary() if note.status == "succeeded" else None
+    except (HoneError, OSError, ValueError) as error:
+        get_logger().warning("run folder not read", folder=str(folder.path), reason=str(error))
+        return None
+    get_logger().warning("the run folder says that the job has ended", folder=str(folder.path))
+    why = note.error if note.status == "failed" else (summary or {}).get("stopped")
+    return Outcome(cast(End, note.status), why, summary)
 
 
 def _matches(rule: Rule, error: Exception) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
-from services.orchestrator.run.doing import Doing
+from services.orchestrator.run.progress import Doing
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.journal import Journal
 from services.orchestrator.tasks import stop, to_disk

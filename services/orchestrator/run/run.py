@@ -14,8 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,19 @@ from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.waits import watch
 from services.orchestrator.run.after_step import AfterStep, Ended
-from services.orchestrator.run.colocation import check_colocation
-from services.orchestrator.run.costs import price_for
-from services.orchestrator.run.decisions import LIMITS, PAUSES_S, Action, Decision, cause_of, decide
-from services.orchestrator.run.doing import Doing
+from services.orchestrator.run.decisions import (
+    LIMITS,
+    PAUSES_S,
+    Action,
+    Decision,
+    Outcome,
+    decide,
+    found_end,
+)
 from services.orchestrator.run.job_loading import Loading
-from services.orchestrator.run.needs import DataFiles
-from services.orchestrator.run.outcome import Outcome, found_end
-from services.orchestrator.run.progress import Progress
-from services.orchestrator.run.stopping import Spent, reason_to_stop
+from services.orchestrator.run.needs import DataFiles, Needs, check_colocation
+from services.orchestrator.run.progress import Doing, Progress
+from services.orchestrator.run.stopping import Spent, price_for, reason_to_stop
 from services.orchestrator.run.summary import summarize, summarize_evaluation
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.tracking import Tracker
@@ -69,18 +72,9 @@ FILTER_ROOM = 2.0
 longer on a busy machine."""
 
 
-@dataclass(frozen=True)
-class Places:
-    """`missing` returns what every job of this trainer needs and lacks, and `may_leave` whether
-    another trainer can take the job."""
-
-    missing: Callable[[], Awaitable[str | None]]
-    may_leave: Callable[[], Awaitable[bool]]
-
-
 class Run:
     def __init__(
-        self, record: JobRecord, lease: Lease, store: Store, settings: Settings, places: Places
+        self, record: JobRecord, lease: Lease, store: Store, settings: Settings, needs: Needs
     ) -> None:
         self._record = record
         self._job = record.job
@@ -98,7 +92,7 @@ class Run:
             identity=store.identity,
             grading_waits=True,
         )
-        self._places = places
+        self._needs = needs
         self._data = DataFiles(record.job, settings)
         self._tracker = Tracker(record.job, record.id, self._folder.path)
         self._spent: Spent | None = None
@@ -108,7 +102,6 @@ class Run:
         self._furthest = record.step
         self._recoveries = record.recoveries
         self._in_a_row = 0
-        self._cause: tuple[str, str] | None = None
         self._stuck_since: float | None = None
         self._trying: asyncio.Task[None] | None = None
         self._doing = Doing()
@@ -171,8 +164,6 @@ class Run:
             is_gone = isinstance(error, HoneError) and error.code == "run_folder_gone"
             if is_gone and decision.action is Action.PAUSE:
                 await self._journal.error(decision.why)
-        if decision.action is Action.FAIL:
-            return Outcome("failed", decision.why)
         if decision.action is Action.GIVE_BACK:
             return Outcome("queued", decision.why)
         if decision.action is Action.PAUSE:
@@ -186,12 +177,9 @@ class Run:
 
     async def _decide(self, error: Exception) -> Decision:
         if isinstance(error, HoneError) and error.code == "run_folder_gone":
-            away = await self._places.missing()  # all run folders may be away
+            away = await self._needs.look()  # all run folders may be away
             error = Unavailable(away) if away else error
-        before, self._cause = self._cause, cause_of(error)
-        return decide(
-            error, self._in_a_row, has_run=self._furthest > 0, again=before == self._cause
-        )
+        return decide(error, self._in_a_row)
 
     async def _watched(self) -> dict[str, Any]:
         """Trains or evaluates. Watches meanwhile whether the services are there and the job
@@ -242,8 +230,6 @@ class Run:
         while (missing := await self._missing()) or self._is_beyond_limit():
             if self._is_beyond_limit():
                 return Outcome("paused", f"{why}; {self._waited()}; {missing or 'it is there now'}")
-            if missing and await self._places.missing() and await self._places.may_leave():
-                return Outcome("queued", f"{missing}; the job is left to another trainer")
             if not is_said:
                 await self._journal.warn(f"waits, and goes on by itself: {missing}")
             is_said = True
@@ -255,7 +241,7 @@ class Run:
         return None
 
     async def _missing(self) -> str | None:
-        return await self._places.missing() or await self._data.missing()
+        return await self._needs.look() or await self._data.missing()
 
     def _is_beyond_limit(self) -> bool:
         limit_s, since = self._settings.wait_limit_s, self._stuck_since
@@ -465,7 +451,7 @@ class Run:
         """Resets the count of recoveries once the job has done a new step."""
         if step > self._furthest:
             self._furthest, self._in_a_row = step, 0
-            self._cause = self._stuck_since = None
+            self._stuck_since = None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Takes jobs from the queue and runs them, one at a time, on one trainer and its samplers.
 
-While a job runs, its lease is renewed (heartbeat.py). A lost lease stops the work at once, without
+While a job runs, its lease is renewed (leases.py). A lost lease stops the work at once, without
 a report to the store.
 """
 
@@ -14,18 +14,16 @@ import socket
 import time
 from dataclasses import dataclass
 
-from services.orchestrator.run.needs import DataFiles
-from services.orchestrator.run.outcome import Outcome
-from services.orchestrator.run.run import Places, Run
-from services.orchestrator.run.slots import Slot
-from services.orchestrator.store import heartbeat
+from services.orchestrator.run.decisions import Outcome
+from services.orchestrator.run.needs import DataFiles, Needs
+from services.orchestrator.run.run import Run
+from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied
-from services.orchestrator.store.known_slots import NOTE_S
 from services.orchestrator.store.leases import Asked, Lease, LeaseLost
-from services.orchestrator.store.noting import note_end
 from services.orchestrator.store.records import Unreadable
+from services.orchestrator.store.registrations import REGISTER_S
+from services.orchestrator.store.run_folders import note_end
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.worker_side import MAX_LEFT
 from services.orchestrator.tasks import stop
 from shared.errors import HoneError, NotFound, Unavailable
 from shared.host.logs import get_logger
@@ -57,7 +55,7 @@ class Worker:
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
         self._settings = settings
-        self._slot = Slot(settings, store)
+        self._needs = Needs(settings, store)
         self._held: dict[str, DataFiles] = {}  # of queued jobs that wait for their data
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.num_queued = 0
@@ -74,25 +72,25 @@ class Worker:
         """Works until cancelled. While Redis is away it waits; an interrupted job is taken up again
         later."""
         await self._until_known()
-        noting = asyncio.create_task(self._note_slot())
+        registering = asyncio.create_task(self._keep_registered())
         watching = asyncio.create_task(self._watch_held())
         try:
             await self._work_forever()
         finally:
-            await stop(noting, watching)
+            await stop(registering, watching)
 
     async def _work_forever(self) -> None:
         while True:
             asked_at = time.monotonic()
             try:
                 await self._give_back()
-                if await self._slot.is_there() and not await self._is_next_held():
+                if await self._needs.are_met() and not await self._is_next_held():
                     asked_at = time.monotonic()
                     self._lease = await self._store.take(
                         self._owner,
-                        self._slot.trainer,
+                        self._needs.trainer,
                         self._settings.lease_s,
-                        self._slot.samplers,
+                        self._needs.samplers,
                         [*self._held],
                     )
                 await self._redis.heard()
@@ -106,7 +104,7 @@ class Worker:
                 await asyncio.sleep(PAUSE_S)
             except LeaseLost as error:
                 get_logger().warning("lease lost", reason=str(error))
-                if not isinstance(error, heartbeat.NoHeartbeat):
+                if not isinstance(error, leases.NoHeartbeat):
                     self._lease = None
             except StoreEmptied:
                 self._lease = None
@@ -128,8 +126,8 @@ class Worker:
     async def _is_next_held(self) -> bool:
         """Returns whether the data of the next job is away. Then the other queued jobs go first,
         until the data is there."""
-        slot = self._slot
-        job_id = await self._store.peek(slot.trainer, slot.samplers, [*self._held])
+        needs = self._needs
+        job_id = await self._store.peek(needs.trainer, needs.samplers, [*self._held])
         return job_id is not None and await self._is_held(job_id)
 
     async def _watch_held(self) -> None:
@@ -162,32 +160,25 @@ class Worker:
             self._held.pop(job_id, None)
         return why is not None
 
-    async def _note_slot(self) -> None:
-        """Sends heartbeat notes about the trainer, and whether it is available. With a job it
-        always counts as available, because the job reports its faults. While work is being stopped
-        no note is sent: if that hangs, the job is not left to this trainer for long."""
-        slot = self._slot
+    async def _keep_registered(self) -> None:
+        """Registers the trainer again and again, and says what its jobs lack. With a job nothing
+        counts as missing, because the job reports it. While work is being stopped the registration
+        is not renewed: if that hangs, the job is not left to this trainer for long."""
+        needs = self._needs
         while True:
-            if self._is_stopping or not slot.was_looked_at:
+            if self._is_stopping or needs.looked_at is None:
                 await asyncio.sleep(POLL_S)
                 continue
-            missing = None if self._lease else slot.missing
+            missing = None if self._lease else needs.missing
             try:
-                self.num_queued = await self._store.slots.note(
-                    slot.name, slot.trainer, slot.samplers, missing
+                self.num_queued = await self._store.trainers.register(
+                    needs.name, needs.trainer, needs.samplers, missing
                 )
             except (Unavailable, StoreEmptied):
                 pass  # the worker reports it
-            except Exception:  # the last resort of a background task: noted again soon
-                get_logger().exception("trainer not noted", trainer=slot.trainer)
-            await asyncio.sleep(NOTE_S)
-
-    async def _may_leave(self, lease: Lease) -> bool:
-        """Returns whether another trainer can take the job, whose own trainer is away."""
-        if lease.tries >= MAX_LEFT:
-            return False
-        others = await self._store.slots.others(self._slot.name)
-        return any(other.missing is None for other in others)
+            except Exception:  # the last resort of a background task: registered again soon
+                get_logger().exception("trainer not registered", trainer=needs.trainer)
+            await asyncio.sleep(REGISTER_S)
 
     async def _give_back(self) -> None:
         """Gives back the lease of work that was stopped while Redis was away, so that the job need
@@ -234,11 +225,10 @@ class Worker:
             await self._store.halt(lease, error.detail)
             return
         await self._say_news()
-        places = Places(self._slot.needs.missing, lambda: self._may_leave(lease))
-        run = Run(record, lease, self._store, self._settings, places)
+        run = Run(record, lease, self._store, self._settings, self._needs)
         work = asyncio.create_task(run.run())
         beats = _Beats(self._store, run)
-        beat = asyncio.create_task(heartbeat.keep(beats, lease, taken_at, self._redis))
+        beat = asyncio.create_task(leases.keep(beats, lease, taken_at, self._redis))
         try:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -266,11 +256,8 @@ class Worker:
         resume = f"then `hone resume {lease.job_id}` goes on from there"
         if outcome.status == "queued":
             get_logger().warning("job given back", job=lease.job_id, reason=outcome.why)
-            too_often = (
-                f"{outcome.why}; look for another stack that uses the same trainer or samplers, "
-                f"{resume}"
-            )
-            await self._store.leave(lease, str(outcome.why), too_often)
+            why = f"{outcome.why}; does another stack use the same trainer or samplers?"
+            await self._store.leave(lease, why)
         elif outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
             await self._store.halt(lease, f"{outcome.why}, {resume}")

@@ -15,10 +15,9 @@
                                          expires
     hone:samplers                set     names of samplers that registered themselves
     hone:sampler:<name>          string  the registration, as JSON; expires
-    hone:slots                   set     names of workers that noted which trainer they have
-    hone:slot:<trainer>/<host>   string  the note of the worker on that host, as JSON; expires
-    hone:noting                  hash    Unix milliseconds: `last`, of the newest note; `since`, of
-                                         the first one after a time without any
+    hone:trainers                set     names of trainers that their workers registered
+    hone:trainer:<trainer>/<host>  string  the registration by the worker on that host, as JSON;
+                                         expires
     hone:key:<idempotency key>   string  job id and fingerprint of its submission, or 'withdrawn';
                                          for a day
     hone:call:<call>             string  answer of a script's call, for a retry of the same call
@@ -57,9 +56,8 @@ CHECKPOINTS = ":checkpoints"
 LEASE = "hone:lease:"
 SAMPLERS = "hone:samplers"
 SAMPLER = "hone:sampler:"
-SLOTS = "hone:slots"
-SLOT = "hone:slot:"
-NOTING = "hone:noting"
+TRAINERS = "hone:trainers"
+TRAINER = "hone:trainer:"
 KEY = "hone:key:"
 CALL = "hone:call:"
 DELETED = "hone:deleted:"
@@ -74,8 +72,7 @@ TYPES = {
     ENDED: "zset",
     ATTEMPTS: "string",
     SAMPLERS: "set",
-    SLOTS: "set",
-    NOTING: "hash",
+    TRAINERS: "set",
 }
 """Redis's type of each key that exists once."""
 

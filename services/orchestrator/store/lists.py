@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from services.orchestrator.store.connection import Connection
-from services.orchestrator.store.ids import time_of
-from services.orchestrator.store.records import SUMMARY, Unreadable, summary_of
+from services.orchestrator.store.records import SUMMARY, Unreadable, summary_of, time_of
 from shared.errors import NotFound
 from shared.wire import JobList, JobSummary, Obstacle
 

@@ -1,10 +1,17 @@
-"""Turns a job's stored hash into the API's models. Another version of Hone may have written it."""
+"""A job's record: what a submission stores, and how a stored hash becomes the API's models.
+Another version of Hone may have written it."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import re
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from services.orchestrator.runs.found import FoundRun
@@ -21,12 +28,79 @@ MAX_ID_PART = 2**64 - 1
 """An event's id is two 64-bit whole numbers: Unix milliseconds, and a counter."""
 
 
+SUMMARY = tuple(JobSummary.model_fields)
+"""The fields that lists show."""
+
+ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+"""Crockford's base 32: no i, l, o or u. Digits sort like their characters."""
+
+TIME_DIGITS = 7
+"""35 bits of Unix seconds, enough until the year 3058."""
+
+RANDOM_DIGITS = 13
+"""65 bits: among a million jobs of one second, two have the same id with probability 1e-8."""
+
+
 class Unreadable(Failed):
     """This version of Hone cannot read what is stored of the job."""
 
 
-SUMMARY = tuple(JobSummary.model_fields)
-"""The fields that lists show."""
+@dataclass(frozen=True)
+class Submission:
+    """A job to be submitted, with its run folder in `runs_dir`. `key` is the idempotency key;
+    `data` are the versions of its data. `asked` is the job as it was sent, if keys were computed
+    for it since. `warnings` are its probable mistakes. Times are Unix seconds."""
+
+    job: Job
+    runs_dir: Path
+    key: str | None = None
+    data: Mapping[str, str] = field(default_factory=dict[str, str])
+    asked: Job | None = None
+    warnings: Sequence[str] = ()
+    created_at: float = field(default_factory=time.time)
+
+    @functools.cached_property
+    def id(self) -> str:
+        return new_job_id(self.job.name)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the job as it was sent: a key may be used again only with the same job."""
+        return fingerprint_of(self.asked or self.job)
+
+    @property
+    def run_dir(self) -> Path:
+        return (self.runs_dir / self.id).resolve()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the record."""
+        return {
+            **fields_of(self.job),
+            "schema": SCHEMA,
+            "id": self.id,
+            "created_at": self.created_at,
+            "step": 0,
+            "run_dir": self.run_dir,
+            "key": self.key,
+            "fingerprint": self.fingerprint if self.key else None,
+            "data": json.dumps(dict(self.data)),
+            "warnings": json.dumps(self.warnings) if self.warnings else None,
+        }
+
+    @property
+    def note(self) -> Note:
+        """The part of the record that the run folder keeps."""
+        return Note(
+            created_at=self.created_at,
+            status="queued",
+            key=self.key,
+            fingerprint=self.fingerprint if self.key else None,
+        )
+
+
+def fingerprint_of(job: Job) -> str:
+    return hashlib.sha256(job.model_dump_json().encode()).hexdigest()
 
 
 def fields_of(job: Job) -> dict[str, Any]:
@@ -144,3 +218,28 @@ def is_first_id(id: str) -> bool:
 
 def _first_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def new_job_id(name: str) -> str:
+    """Returns `<name>-<20 digits>`, at most 61 characters for a name of at most 40."""
+    return f"{name}-{_digits(int(time.time()), TIME_DIGITS)}{_random()}"
+
+
+def time_of(job_id: str) -> int | None:
+    """Returns when the id was made, in Unix seconds; None for an id that `new_job_id` did not
+    make."""
+    digits = job_id.rpartition("-")[2]
+    if len(digits) != TIME_DIGITS + RANDOM_DIGITS or not set(digits) <= set(ALPHABET):
+        return None
+    time_s = 0
+    for digit in digits[:TIME_DIGITS]:
+        time_s = time_s << 5 | ALPHABET.index(digit)
+    return time_s
+
+
+def _random() -> str:
+    return _digits(secrets.randbits(5 * RANDOM_DIGITS), RANDOM_DIGITS)
+
+
+def _digits(number: int, count: int) -> str:
+    return "".join(ALPHABET[number >> 5 * place & 31] for place in reversed(range(count)))

@@ -1,9 +1,11 @@
-"""Samplers that registered themselves, each until its lease ends."""
+"""Samplers and trainers that are registered in Redis, each until its registration expires."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from services.orchestrator.store.connection import Connection
 from shared.errors import Conflict
@@ -14,7 +16,18 @@ REGISTRATION_S = 15.0
 pause of its process; meanwhile other samplers take its groups."""
 
 
-class Registrations:
+REGISTER_S = 2.0
+"""Seconds between two registrations by a worker of its trainer."""
+
+TRAINER_REGISTRATION_S = 10.0
+"""Seconds that a trainer's registration lasts: as long as an orchestrator takes to restart.
+Meanwhile an interrupted job is left to its own trainer, if that is free, because only that trainer
+has the job's latest state: another one would repeat the steps since the newest checkpoint. It is
+not longer, because an orchestrator that restarts with another host name, as a container does, would
+count twice."""
+
+
+class SamplerRegistrations:
     """The samplers that registered themselves. Every method raises StoreUnavailable when Redis
     cannot be reached."""
 
@@ -26,29 +39,68 @@ class Registrations:
         another URL, has the name."""
         text = registration.model_dump_json()
         lease_ms = int(REGISTRATION_S * 1000)
-        answer = await self._call("register", replica=replica, registration=text, lease_ms=lease_ms)
+        answer = await self._call(
+            "register_sampler", replica=replica, registration=text, lease_ms=lease_ms
+        )
         if answer != "ok":
             raise Conflict(
                 f"sampler {replica!r} is registered at {answer}, got {registration.url}; give each "
                 "sampler a name of its own (HONE_ROLLOUT_REPLICA), or wait until the lease of the "
                 f"other one ends ({REGISTRATION_S:g} s)"
             )
-        return _registered(replica, text, lease_ms)
+        return _sampler(replica, text, lease_ms)
 
     async def unregister(self, replica: str, boot_id: str | None = None) -> None:
         """Ends the registration; with `boot_id` only if that process registered."""
-        await self._call("unregister", replica=replica, boot_id=boot_id)
+        await self._call("unregister_sampler", replica=replica, boot_id=boot_id)
 
     async def all(self) -> list[RegisteredSampler]:
         """Returns the samplers whose registration has not expired, by name."""
-        found = json.loads(await self._call("registered"))
-        return [_registered(*each) for each in sorted(found)]
+        found = json.loads(await self._call("samplers"))
+        return [_sampler(*each) for each in sorted(found)]
 
     async def urls(self) -> list[str]:
         return [sampler.url for sampler in await self.all()]
 
 
-def _registered(replica: str, text: str, left_ms: int) -> RegisteredSampler:
+@dataclass(frozen=True)
+class RegisteredTrainer:
+    """`missing` says why the trainer takes no job, None if it does."""
+
+    trainer: str
+    missing: str | None = None
+
+
+class TrainerRegistrations:
+    """The trainers of all orchestrators that share this Redis. So a job's place in the queue says
+    why no trainer takes it, and an interrupted job is left to its own trainer. Every method raises
+    StoreUnavailable when Redis cannot be reached."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._call = connection.call
+
+    async def register(
+        self, name: str, trainer: str, samplers: Sequence[str], missing: str | None
+    ) -> int:
+        """Registers for TRAINER_REGISTRATION_S seconds that the worker `name` has the trainer and
+        the samplers, and why they take no job (`missing`). Returns how many jobs wait to begin."""
+        registration = {"trainer": trainer, "samplers": " ".join(samplers)}
+        away = {"away": missing} if missing else {}
+        # Not in ASCII: a lone surrogate, which Redis cannot decode from its escape, becomes `?`.
+        answer = await self._call(
+            "register_trainer",
+            name=name,
+            registration=json.dumps(registration | away, ensure_ascii=False),
+            lease_ms=int(TRAINER_REGISTRATION_S * 1000),
+        )
+        return int(answer)
+
+    async def all(self) -> list[RegisteredTrainer]:
+        found = json.loads(await self._call("trainers"))
+        return [RegisteredTrainer(each["trainer"], each.get("away")) for each in found]
+
+
+def _sampler(replica: str, text: str, left_ms: int) -> RegisteredSampler:
     return RegisteredSampler.model_validate(
         {
             **json.loads(text),

@@ -12,24 +12,23 @@ from pathlib import Path
 
 from services.orchestrator.runs.found import FoundRun
 from services.orchestrator.runs.note import Note
-from services.orchestrator.store import identity, keys, rebuilding
+from services.orchestrator.store import identity, keys
 from services.orchestrator.store.connection import Connection, StoreUnavailable
-from services.orchestrator.store.known_slots import KnownSlots
+from services.orchestrator.store.in_use import Removals, UsedModels
 from services.orchestrator.store.lists import Lists, Wanted
 from services.orchestrator.store.records import (
+    Submission,
     Unreadable,
     check_event_id,
     event_of,
     fields_of,
+    fingerprint_of,
     is_first_id,
     note_of,
     record_of,
     state_of,
 )
-from services.orchestrator.store.registrations import Registrations
-from services.orchestrator.store.removals import Removals
-from services.orchestrator.store.submissions import Submission, fingerprint_of
-from services.orchestrator.store.used_models import UsedModels
+from services.orchestrator.store.registrations import SamplerRegistrations, TrainerRegistrations
 from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST, WorkerSide
 from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, Conflict, Failed, NotFound, no_job
@@ -56,17 +55,17 @@ REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "n
 
 class Store(WorkerSide):
     """All of the orchestrator's state, with the API's operations on it. `samplers` are the
-    registered samplers, `slots` the heartbeats of all trainers, `removals` the removed uploaded
-    files, and `used_models` the models that jobs use. Every method raises StoreUnavailable when
-    Redis cannot be reached, and StoreEmptied when it is not the jobs' Redis. The newest `keep_jobs`
-    ended jobs are kept, and at least the newest `keep_events` events of each job."""
+    registered samplers, `trainers` the registered trainers of all workers, `removals` the removed
+    uploaded files, and `used_models` the models that jobs use. Every method raises StoreUnavailable
+    when Redis cannot be reached, and StoreEmptied when it is not the jobs' Redis. The newest
+    `keep_jobs` ended jobs are kept, and at least the newest `keep_events` events of each job."""
 
     def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
         self._connection = connection = Connection(url, limits)
         super().__init__(connection)
-        self.samplers = Registrations(connection)
-        self.slots = KnownSlots(connection)
+        self.samplers = SamplerRegistrations(connection)
+        self.trainers = TrainerRegistrations(connection)
         self.removals = Removals(connection, KEY_TTL_S)
         self.used_models = UsedModels(connection)
         self._lists = Lists(connection)
@@ -267,7 +266,7 @@ class Store(WorkerSide):
         """Makes a record for each run folder whose job has none, and notes this Redis as the Redis
         of the jobs in `runs_dir`."""
         async with self._deciding:
-            return await rebuilding.rebuild(self._connection, runs, runs_dir, KEY_TTL_S)
+            return await identity.rebuild(self._connection, runs, runs_dir, KEY_TTL_S)
 
     async def events(
         self, job_id: str, after: str, *, block_s: float | None = None, count: int = 1000

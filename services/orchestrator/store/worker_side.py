@@ -12,16 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from services.orchestrator.store.connection import Connection
-from services.orchestrator.store.known_slots import KNOWN_S
 from services.orchestrator.store.leases import Asked, Lease, LeaseLost
 
 MAX_TRIES = 20
 """Attempts in a row without a new step after which a job pauses: it probably kills its workers
-itself."""
-
-MAX_LEFT = 2
-"""Attempts in a row without a new step after which a job that lost its trainer gets no other
-trainer and waits for its own: the job itself may crash its trainers."""
+itself, or another stack uses the same trainer or samplers."""
 
 PAUSED_ON_REQUEST = "paused on request"
 
@@ -42,8 +37,8 @@ class WorkerSide:
     ) -> Lease | None:
         """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits.
         Interrupted jobs come first, this trainer's own before others'; then the first in the queue,
-        by priority and age. An interrupted job whose own trainer is free, or may be (`KNOWN_S`), is
-        left to that trainer. Jobs in `skip` are passed over."""
+        by priority and age. An interrupted job whose own trainer is registered and free is left to
+        that trainer. Jobs in `skip` are passed over."""
         answer = await self._next(
             trainer, samplers, skip, owner=owner, lease_ms=int(lease_s * 1000), max_tries=MAX_TRIES
         )
@@ -67,7 +62,6 @@ class WorkerSide:
             trainer=trainer,
             samplers=" ".join(samplers),
             skip=" ".join(skip),
-            known_ms=int(KNOWN_S * 1000),
             paused=PAUSED_ON_REQUEST,
             **arguments,
         )
@@ -101,18 +95,10 @@ class WorkerSide:
         its old place. Raises LeaseLost."""
         await self._by_worker("halt", lease, why=why, paused=PAUSED_ON_REQUEST)
 
-    async def leave(self, lease: Lease, because: str, too_often: str) -> None:
+    async def leave(self, lease: Lease, because: str) -> None:
         """As `halt` without a reason to pause, so that another attempt takes the job up. It counts
-        as a failed attempt; after MAX_TRIES in a row the job pauses, with the reason `too_often`.
-        Raises LeaseLost."""
-        await self._by_worker(
-            "halt",
-            lease,
-            left_because=because,
-            left_too_often=too_often,
-            max_left=MAX_TRIES,
-            paused=PAUSED_ON_REQUEST,
-        )
+        as a failed attempt; after MAX_TRIES in a row the job pauses. Raises LeaseLost."""
+        await self._by_worker("halt", lease, left_because=because, paused=PAUSED_ON_REQUEST)
 
     async def report(
         self,

@@ -12,7 +12,6 @@ from services.orchestrator.run.decisions import (
     RULES,
     Action,
     Decision,
-    cause_of,
     decide,
 )
 from services.orchestrator.runs.folder import BatchExists
@@ -35,20 +34,20 @@ from shared.errors import (
     Unavailable,
 )
 
-STOP, RECOVER, PAUSE, FAIL = Action.STOP, Action.RECOVER, Action.PAUSE, Action.FAIL
+STOP, RECOVER, PAUSE = Action.STOP, Action.RECOVER, Action.PAUSE
 GIVE_BACK, WAIT, RELOAD = Action.GIVE_BACK, Action.WAIT, Action.RELOAD
 
 EXPECTED: dict[tuple[type[Exception], str], Action] = {
-    (BadRequest, "bad_request"): FAIL,
+    (BadRequest, "bad_request"): PAUSE,
     (BadRequest, "not_there"): WAIT,
     (BadRequest, "foreign"): PAUSE,
     (NotFound, "foreign"): WAIT,
-    (Malformed, "malformed"): FAIL,
+    (Malformed, "malformed"): PAUSE,
     (Unauthorized, "unauthorized"): PAUSE,
     (Forbidden, "forbidden"): PAUSE,
     (NotFound, "not_found"): PAUSE,
     (NotFound, "no_operation"): PAUSE,
-    (TooLarge, "too_large"): FAIL,
+    (TooLarge, "too_large"): PAUSE,
     (Conflict, "conflict"): PAUSE,
     (Conflict, "body_differs"): PAUSE,
     (Conflict, "stale"): GIVE_BACK,
@@ -112,34 +111,20 @@ def test_recovering_ends_after_a_few_times_in_a_row_and_pauses_with_what_to_do()
 
 def test_a_service_that_is_away_is_waited_for_as_often_as_it_takes() -> None:
     away = Unavailable("the service has no GPU")
-    assert {decide(away, count, again=True).action for count in range(1000)} == {WAIT}
+    assert {decide(away, count).action for count in range(1000)} == {WAIT}
     nobody = NotFound("a proxy knows no such route", code="foreign")
     assert decide(nobody, 1000).action is WAIT
 
 
 def test_a_job_that_loses_its_services_again_and_again_pauses_in_the_end() -> None:
     lost = Unavailable("cannot reach the trainer service", code="unreachable")
-    assert {decide(lost, count, again=True).action for count in range(20)} == {RELOAD}
+    assert {decide(lost, count).action for count in range(20)} == {RELOAD}
     assert decide(lost, 20).action is PAUSE and "ends its services itself" in decide(lost, 20).why
-
-
-def test_one_cause_that_comes_twice_before_any_step_pauses_with_it() -> None:
-    first, second = Failed("head size 40 (after 138.2 s)"), Failed("head size 40 (after 140.9 s)")
-    assert cause_of(first) == cause_of(second) != cause_of(Failed("no space"))
-    assert decide(second, 1, again=True).action is PAUSE
-    assert decide(second, 1, again=False).action is RECOVER
-    assert decide(second, 1, again=True, has_run=True).action is RECOVER
 
 
 def test_a_disk_that_refuses_is_tried_again() -> None:
     stale = decide(OSError(116, "Stale file handle", "/runs/a/metrics.jsonl"))
     assert stale.action is RECOVER and stale.why.startswith("the disk refuses: [Errno 116] Stale")
-
-
-def test_a_job_that_has_run_does_not_fail() -> None:
-    refused = decide(BadRequest("body of 2000 bytes; at most 1000 are taken"), has_run=True)
-    assert refused.action is PAUSE and refused.why.endswith("are taken; fix the cause")
-    assert decide(LeaseLost("job"), has_run=True).action is STOP
 
 
 def test_a_pause_names_its_remedy() -> None:
@@ -148,5 +133,7 @@ def test_a_pause_names_its_remedy() -> None:
     assert decide(ZeroDivisionError("1/0")).why == (
         "a bug in Hone: ZeroDivisionError: 1/0; look at the trace in the orchestrator's log"
     )
-    assert decide(BadRequest("unknown grader 'x'")).why == "unknown grader 'x'"
+    assert decide(BadRequest("unknown grader 'x'")).why == (
+        "unknown grader 'x'; change the job (`hone resume JOB --set KEY=VALUE`) or the service"
+    )
     assert all(rule.remedy for rule in RULES)

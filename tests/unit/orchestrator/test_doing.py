@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from services.orchestrator.pool.waits import Waits
-from services.orchestrator.run.doing import Doing
+from services.orchestrator.run.progress import Doing
 
 
 def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None:

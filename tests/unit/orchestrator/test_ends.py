@@ -10,14 +10,14 @@ import pytest
 
 from services.orchestrator.pool.waits import Waits
 from services.orchestrator.run.after_step import AfterStep
-from services.orchestrator.run.outcome import Outcome, found_end
+from services.orchestrator.run.decisions import Outcome, found_end
 from services.orchestrator.run.stopping import Spent
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.note import Note
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.journal import Journal
 from services.orchestrator.store.leases import Lease
-from services.orchestrator.store.noting import note_ends
+from services.orchestrator.store.run_folders import note_ends
 from shared.errors import Conflict, HoneError
 from shared.plan.prices import Price
 from shared.wire import MetricsRow

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.run.retention import first_needed
+from services.orchestrator.run.summary import first_needed
 from services.orchestrator.runs.finished import FinishedGroup
 from services.orchestrator.runs.folder import BatchExists, RunFolder
 from shared.errors import Conflict, Failed, NotFound

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from services.orchestrator.store import heartbeat
+from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.leases import Asked, Lease
 from shared.http import presence
@@ -41,5 +41,5 @@ async def test_saying_that_redis_is_back_does_not_keep_the_next_heartbeat_waitin
     lease = Lease("a", 1, "trainer", lease_s=1.0)
     async with asyncio.timeout(90):
         redis = Presence("Redis", tell)
-        assert await heartbeat.keep(Beats(), lease, time.monotonic(), redis) == "cancel"
+        assert await leases.keep(Beats(), lease, time.monotonic(), redis) == "cancel"
     assert said == [True, False]

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from services.orchestrator.store import watchdog
+from services.orchestrator import watchdog
 from shared.settings import Settings
 
 LIMIT_S = 0.4

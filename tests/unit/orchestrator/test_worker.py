@@ -12,14 +12,12 @@ import pytest
 
 from services.orchestrator import tasks
 from services.orchestrator.run import worker as worker_module
-from services.orchestrator.run.outcome import Outcome
+from services.orchestrator.run.decisions import Outcome
 from services.orchestrator.run.worker import Worker
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.note import Note
 from services.orchestrator.store.connection import StoreEmptied
-from services.orchestrator.store.heartbeat import NoHeartbeat
-from services.orchestrator.store.known_slots import KnownSlot
-from services.orchestrator.store.leases import Lease, LeaseLost
+from services.orchestrator.store.leases import Lease, LeaseLost, NoHeartbeat
 from services.orchestrator.tasks import all_of, stop, to_disk
 from shared.errors import NotFound
 from shared.settings import Settings
@@ -57,26 +55,11 @@ async def test_a_worker_leaves_also_where_redis_was_emptied() -> None:
     store.halt.assert_awaited_once()
 
 
-@pytest.mark.parametrize(
-    ("tries", "others", "may_leave"),
-    [(1, [None], True), (1, ["no answer"], False), (1, [], False), (2, [None], False)],
-)
-async def test_a_job_is_left_to_another_trainer_that_is_there_once(
-    tries: int, others: list[str | None], may_leave: bool
-) -> None:
-    """One that lost its second trainer too may end them itself."""
-    known = [KnownSlot(f"other-{number}", away) for number, away in enumerate(others)]
-    store = Mock()
-    store.slots.others = AsyncMock(return_value=known)
-    worker = Worker(store, Settings())
-    assert await worker._may_leave(Lease("a", 1, "trainer", 30.0, tries=tries)) is may_leave
-
-
-async def test_a_trainer_whose_work_cannot_be_stopped_is_noted_no_more(
+async def test_a_trainer_whose_work_cannot_be_stopped_is_registered_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A folder that hangs keeps the work, though its lease has expired: others are to take it."""
-    monkeypatch.setattr(worker_module, "NOTE_S", 0.0)
+    monkeypatch.setattr(worker_module, "REGISTER_S", 0.0)
     monkeypatch.setattr(worker_module, "POLL_S", 0.0)
     is_cancelled, go_on = asyncio.Event(), asyncio.Event()
 
@@ -98,24 +81,24 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_noted_no_more(
         raise NoHeartbeat("a")
 
     monkeypatch.setattr(worker_module, "Run", Hanging)
-    monkeypatch.setattr(worker_module.heartbeat, "keep", lost)
+    monkeypatch.setattr(worker_module.leases, "keep", lost)
     store = Mock(get=AsyncMock())
-    store.slots.note = AsyncMock()
+    store.trainers.register = AsyncMock()
     worker = Worker(store, Settings())
-    worker._slot = Mock(was_looked_at=True, away=None)
-    noting = asyncio.create_task(worker._note_slot())
+    worker._needs = Mock(looked_at=0.0, missing=None)
+    registering = asyncio.create_task(worker._keep_registered())
     working = asyncio.create_task(worker._work(Lease("a", 1, "trainer", 30.0), 0.0))
     await asyncio.wait_for(is_cancelled.wait(), 60)
     await _turns(3)
-    num_noted = store.slots.note.await_count
+    num_registered = store.trainers.register.await_count
     await _turns(20)
-    assert store.slots.note.await_count == num_noted
+    assert store.trainers.register.await_count == num_registered
     go_on.set()
     with pytest.raises(NoHeartbeat):
         await working
     await _turns(20)
-    assert store.slots.note.await_count > num_noted
-    await stop(noting)
+    assert store.trainers.register.await_count > num_registered
+    await stop(registering)
 
 
 async def test_a_lease_is_given_back_only_once_nothing_is_written_any_more(
@@ -161,36 +144,36 @@ async def test_a_trainer_is_noted_again_after_work_that_could_not_be_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where Redis was emptied before the job's samplers were known."""
-    monkeypatch.setattr(worker_module, "NOTE_S", 0.0)
+    monkeypatch.setattr(worker_module, "REGISTER_S", 0.0)
     monkeypatch.setattr(worker_module, "POLL_S", 0.0)
     emptied = StoreEmptied("it was emptied")
     run = Mock(run=AsyncMock(side_effect=LeaseLost("a")), close=AsyncMock(side_effect=emptied))
     monkeypatch.setattr(worker_module, "Run", Mock(return_value=run))
-    monkeypatch.setattr(worker_module.heartbeat, "keep", AsyncMock(side_effect=emptied))
+    monkeypatch.setattr(worker_module.leases, "keep", AsyncMock(side_effect=emptied))
     store = Mock(get=AsyncMock())
-    store.slots.note = AsyncMock()
+    store.trainers.register = AsyncMock()
     worker = Worker(store, Settings())
-    worker._slot = Mock(was_looked_at=True, away=None)
+    worker._needs = Mock(looked_at=0.0, missing=None)
     with pytest.raises(StoreEmptied):
         await worker._work(Lease("a", 1, "trainer", 30.0), 0.0)
-    noting = asyncio.create_task(worker._note_slot())
+    registering = asyncio.create_task(worker._keep_registered())
     await _turns(20)
-    assert store.slots.note.await_count > 0
-    await stop(noting)
+    assert store.trainers.register.await_count > 0
+    await stop(registering)
 
 
-async def test_noting_a_trainer_and_heartbeats_go_on_after_an_unexpected_error(
+async def test_registering_a_trainer_and_heartbeats_go_on_after_an_unexpected_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_module, "NOTE_S", 0.0)
+    monkeypatch.setattr(worker_module, "REGISTER_S", 0.0)
     store = Mock(beat=AsyncMock(return_value=None))
-    store.slots.note = AsyncMock(side_effect=[ValueError("a bug"), *[None] * 100])
+    store.trainers.register = AsyncMock(side_effect=[ValueError("a bug"), *[None] * 100])
     worker = Worker(store, Settings())
-    worker._slot = Mock(was_looked_at=True, away=None)
-    noting = asyncio.create_task(worker._note_slot())
+    worker._needs = Mock(looked_at=0.0, missing=None)
+    registering = asyncio.create_task(worker._keep_registered())
     await _turns(20)
-    assert store.slots.note.await_count > 1
-    await stop(noting)
+    assert store.trainers.register.await_count > 1
+    await stop(registering)
     lease = Lease("a", 1, "trainer", 30.0)
     run = Mock(doing=Mock(side_effect=KeyError("a bug")))
     assert await worker_module._Beats(store, run).beat(lease) is None

@@ -123,29 +123,28 @@ local function begun_waiting()
   return found
 end
 
--- The content of a note; nil if it cannot be read: another version may have written it.
-local function read_slot(note)
-  local is_read, slot = pcall(cjson.decode, note)
-  if not is_read or type(slot) ~= 'table' then return end
-  if type(slot.trainer) ~= 'string' or type(slot.samplers) ~= 'string' then return end
-  local away = type(slot.away) == 'string' and slot.away or nil
-  return {trainer = slot.trainer, samplers = slot.samplers, away = away}
+-- A registration of a trainer; nil if it cannot be read: another version may have written it.
+local function read_trainer(registration)
+  local is_read, found = pcall(cjson.decode, registration)
+  if not is_read or type(found) ~= 'table' then return end
+  if type(found.trainer) ~= 'string' or type(found.samplers) ~= 'string' then return end
+  local away = type(found.away) == 'string' and found.away or nil
+  return {trainer = found.trainer, samplers = found.samplers, away = away}
 end
 
--- Recent notes of workers on their trainers: name, trainer, samplers; perhaps away.
-local function known_slots()
-  local found = {}
-  for _, name in ipairs(redis.call('SMEMBERS', SLOTS)) do
-    local note = redis.call('GET', SLOT .. name)
-    local slot = note and read_slot(note)
-    if slot then
-      slot.name = name
-      found[#found + 1] = slot
-    elseif not note then
-      redis.call('SREM', SLOTS, name)
+-- The registered trainers: trainer, samplers; perhaps away.
+local function trainers()
+  local all = {}
+  for _, name in ipairs(redis.call('SMEMBERS', TRAINERS)) do
+    local registration = redis.call('GET', TRAINER .. name)
+    local found = registration and read_trainer(registration)
+    if found then
+      all[#all + 1] = found
+    elseif not registration then
+      redis.call('SREM', TRAINERS, name)
     end
   end
-  return found
+  return all
 end
 
 local function enqueue(id)

@@ -1,14 +1,12 @@
 -- Gives the trainer, the samplers and a waiting job to the caller.
--- call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, known_ms, paused
---   (the reason of a pause on request); perhaps skip (ids of jobs to pass over, with blanks
---   between) and peek (only return the job, change nothing).
+-- call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, paused (the
+--   reason of a pause on request); perhaps skip (ids of jobs to pass over, with blanks between) and
+--   peek (only return the job, change nothing).
 -- Returns attempt, number of tries and job id; '' if any of the resources is taken or no job waits.
 --
--- Interrupted jobs first, this trainer's own before jobs whose own trainer is taken or away; then
--- the first in the queue. After known_ms without notes of workers, and for as long again, a trainer
--- without a note may still exist: no new job begins before an interrupted job of such a trainer. An
--- interrupted job is cancelled or paused instead if that was requested, and pauses if it was
--- interrupted too often.
+-- Interrupted jobs first: this trainer's own, then those whose own trainer is taken, away or not
+-- registered; then the first in the queue. An interrupted job is cancelled or paused instead if that
+-- was requested, and pauses if it was interrupted too often.
 
 return once(function()
   local resources = call.trainer .. ' ' .. call.samplers
@@ -22,8 +20,8 @@ return once(function()
     if call.peek then return true end
     if redis.call('HINCRBY', job(id), 'tries', 1) > tonumber(call.max_tries) then
       local why = 'gave up after ' .. call.max_tries
-        .. ' attempts in a row that were cut off before a step was done; look into the'
-        .. " orchestrator's log, then `hone resume " .. id .. '` goes on from there'
+        .. ' attempts in a row that were cut off before a step was done; look into its events'
+        .. " and the orchestrator's log, then `hone resume " .. id .. '` goes on from there'
       pause(id, 'error', why)
       return false
     end
@@ -49,41 +47,25 @@ return once(function()
     end
   end
 
-  -- For each trainer with a note, whether it is about to take a job itself.
+  -- For each registered trainer, whether it is about to take a job itself.
   local function ready_trainers()
     local ready = {}
-    for _, slot in ipairs(known_slots()) do
-      local is_free = not slot.away and not are_taken(slot.trainer .. ' ' .. slot.samplers)
-      ready[slot.trainer] = ready[slot.trainer] or is_free
+    for _, each in ipairs(trainers()) do
+      local is_free = not each.away and not are_taken(each.trainer .. ' ' .. each.samplers)
+      ready[each.trainer] = ready[each.trainer] or is_free
     end
     return ready
   end
 
-  -- Whether every trainer that exists has a note. After a time without any notes, a worker may
-  -- not have sent its note yet.
-  local function are_all_known()
-    local last, since = unpack(redis.call('HMGET', NOTING, 'last', 'since'))
-    local now, known_ms = now_ms(), tonumber(call.known_ms)
-    if not last then return true end
-    local is_back = since and now >= tonumber(since) and now < since + known_ms
-    return now <= last + known_ms and not is_back
-  end
-
-  local own, others, ready, is_expected = {}, {}, nil, false
+  local own, others, ready = {}, {}, nil
   for _, id in ipairs(begun_waiting()) do
     local trainer = field(id, 'trainer')
     if trainer == call.trainer then
       own[#own + 1] = id
     else
       ready = ready or ready_trainers()
-      if ready[trainer] == nil and not are_all_known() then
-        is_expected = true
-      elseif not ready[trainer] then
-        others[#others + 1] = id
-      end
+      if not ready[trainer] then others[#others + 1] = id end
     end
   end
-  local found = first_of(own) or first_of(others)
-  if found or is_expected then return found or '' end
-  return first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
+  return first_of(own) or first_of(others) or first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
 end)

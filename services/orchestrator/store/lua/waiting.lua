@@ -20,9 +20,9 @@ end
 
 -- Several workers may have a trainer, and one of them not reach it.
 local is_free, found = {}, {}
-for _, slot in ipairs(known_slots()) do
-  local why = holder(slot.samplers) or slot.away and {away = slot.away}
-  if why then found[slot.trainer] = why else is_free[slot.trainer] = true end
+for _, each in ipairs(trainers()) do
+  local why = holder(each.samplers) or each.away and {away = each.away}
+  if why then found[each.trainer] = why else is_free[each.trainer] = true end
 end
 for trainer, why in pairs(found) do
   if not is_free[trainer] and not obstacles[trainer] then obstacles[trainer] = why end

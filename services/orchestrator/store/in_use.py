@@ -1,7 +1,11 @@
-"""Uploaded files that were removed, or are being removed: no job can be submitted with such a
-file."""
+"""What jobs use: uploaded files, and models, which may be checkpoints of other jobs."""
 
 from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from pathlib import Path
 
 from services.orchestrator.store import keys
 from services.orchestrator.store.connection import Connection
@@ -10,7 +14,8 @@ from shared.wire import UploadedFile
 
 
 class Removals:
-    """Each is remembered for `ttl_s` seconds. Every method raises StoreUnavailable when Redis
+    """Uploaded files that were removed: no job can be submitted with such a file. Each is
+    remembered for `ttl_s` seconds. Every method raises StoreUnavailable when Redis
     cannot be reached."""
 
     def __init__(self, connection: Connection, ttl_s: int) -> None:
@@ -39,3 +44,32 @@ class Removals:
         removed."""
         found = await self._do(self._redis.get(keys.REMOVED + file_id))
         return None if found is None else int(found)
+
+
+@dataclass(frozen=True)
+class Use:
+    """The folder of a model, with a job that uses it and has not ended."""
+
+    path: Path
+    job_id: str
+    status: str
+
+
+class UsedModels:
+    """The models that jobs begin with or evaluate. Every method raises StoreUnavailable when Redis
+    cannot be reached."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._call = connection.call
+
+    async def below(self, folder: Path) -> list[Use]:
+        """Returns the models in `folder`, or below, of jobs that have not ended. Links are
+        followed."""
+        found: list[tuple[str, str, str]] = list(json.loads(await self._call("used_models")))
+        return await asyncio.to_thread(_below, folder, found)
+
+
+def _below(folder: Path, found: list[tuple[str, str, str]]) -> list[Use]:
+    folder = folder.resolve()
+    uses = [Use(Path(model).resolve(), job_id, status) for model, job_id, status in found]
+    return [use for use in uses if use.path.is_relative_to(folder)]

@@ -1,0 +1,3 @@
+-- Returns the registered trainers as JSON; {} for none.
+
+return cjson.encode(trainers())
