@@ -253,7 +253,7 @@ async def test_a_job_waits_for_a_trainer_that_is_there_whoever_has_it(
                 assert ended.trainer == resource(there.trainer_url)
 
 
-async def test_a_job_whose_trainer_goes_away_waits_and_moves_when_it_is_paused_and_resumed(
+async def test_a_job_whose_trainer_is_away_waits_and_moves_when_resumed(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = FakeServices(settings), FakeServices(settings)

@@ -5,7 +5,7 @@
                record.json        what a rebuilt record needs besides (note.py): when it was
                                   submitted, with which key, and how it ended
                .job.json          job.json of a job that is being submitted: Redis may not have it,
-                                  and then the folder is removed (accepting.py)
+                                  and then the folder is removed (run_folders.py)
                data.json          which content its data has, as in its record
                metrics.jsonl      one line per step
                hours           for how long the job has had the services, over all attempts
