@@ -60,6 +60,11 @@ class Needs:
             await self.look()
         return self.missing is None
 
+    async def another_trainer(self) -> str | None:
+        """Returns another trainer that takes jobs; None if there is none."""
+        every = await self._store.trainers.all()
+        return next((t.trainer for t in every if t.trainer != self.trainer and not t.missing), None)
+
     async def look(self) -> str | None:
         """Returns what is away now, as sentences; None if nothing is."""
         missing = await self._find_missing()

@@ -165,7 +165,8 @@ class Run:
             if is_gone and decision.action is Action.PAUSE:
                 await self._journal.error(decision.why)
         if decision.action is Action.GIVE_BACK:
-            return Outcome("queued", decision.why)
+            why = f"{decision.why}; does another stack use the same trainer or samplers?"
+            return Outcome("queued", why)
         if decision.action is Action.PAUSE:
             return Outcome("paused", decision.why)
         # Without these checks another orchestrator could soon take the trainer and the samplers.
@@ -230,6 +231,9 @@ class Run:
         while (missing := await self._missing()) or self._is_beyond_limit():
             if self._is_beyond_limit():
                 return Outcome("paused", f"{why}; {self._waited()}; {missing or 'it is there now'}")
+            is_long = time.monotonic() - began >= self._settings.patience_s
+            if missing and is_long and (other := await self._elsewhere()):
+                return Outcome("queued", f"{missing}; the job goes to trainer {other}")
             if not is_said:
                 await self._journal.warn(f"waits, and goes on by itself: {missing}")
             is_said = True
@@ -239,6 +243,10 @@ class Run:
             waited_s = time.monotonic() - began
             await self._journal.log(f"all that it needs is there again, after {waited_s:.0f} s")
         return None
+
+    async def _elsewhere(self) -> str | None:
+        """Returns another trainer that takes jobs while this one lacks something, else None."""
+        return await self._needs.another_trainer() if await self._needs.look() else None
 
     async def _missing(self) -> str | None:
         return await self._needs.look() or await self._data.missing()

@@ -256,8 +256,7 @@ class Worker:
         resume = f"then `hone resume {lease.job_id}` goes on from there"
         if outcome.status == "queued":
             get_logger().warning("job given back", job=lease.job_id, reason=outcome.why)
-            why = f"{outcome.why}; does another stack use the same trainer or samplers?"
-            await self._store.leave(lease, why)
+            await self._store.leave(lease, str(outcome.why))
         elif outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
             await self._store.halt(lease, f"{outcome.why}, {resume}")
