@@ -257,7 +257,8 @@ class AsyncClient:
         progress: Callable[[wire.JobProgress], None] = lambda _: None,
     ) -> wire.EvaluationReport:
         """Returns the scores of at least one model on the job's held-out problems, by its rewards
-        and its `[evaluation]`. Submits a job of 0 steps for it, and waits for its end. `progress`
+        and its `[evaluation]`. A model is a dict of `model` and perhaps `revision` and `name`, as
+        in `evaluation.models` of a job. Submits a job of 0 steps, and waits for its end. `progress`
         is called every two seconds with the state. If the call is interrupted, the job is
         cancelled. Raises Failed if the job fails or is cancelled, and `hone.evaluating.Paused` if
         it is paused."""

@@ -273,7 +273,7 @@ def test_the_openai_client_samples_the_trained_policy(
     assert right / len(rows) >= 0.6
 
 
-def test_models_are_compared_without_a_job(stack: Stack, learned: dict[str, Any]) -> None:
+def test_models_are_compared_by_a_job_of_0_steps(stack: Stack, learned: dict[str, Any]) -> None:
     """The model that training began with and the last checkpoint, loaded as they are, get what the
     job's own evaluations said; the sampler serves a job's weights again afterwards."""
     models = ("task/model", f"demo:{STEPS}")
