@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from services.reward.grading import registry
-from services.reward.grading.expressions import Evaluator
+from services.reward.grading.expressions import Evaluator, parse_expression
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed, Params, grader
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -92,7 +92,7 @@ def parse(source: str) -> Formula:
     if len(source) > MAX_CHARS:
         raise FormulaError(f"a formula of {len(source)} characters; at most {MAX_CHARS} are taken")
     try:
-        tree = ast.parse(source.strip(), mode="eval").body
+        tree = parse_expression(source.strip())
         return Formula(tree, frozenset(_Arithmetic.names(tree)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise FormulaError(f"formula {source!r:.80} cannot be read: {error}") from error

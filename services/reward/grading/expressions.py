@@ -10,11 +10,28 @@ from __future__ import annotations
 
 import ast
 import operator
+import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, ItemsView, KeysView, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, ClassVar
+
+_PARSING = threading.Lock()
+
+
+def parse_program(source: str) -> ast.Module:
+    """Returns the syntax tree of a program, as `ast.parse`, in one thread at a time. CPython 3.11
+    counts the depth of a tree for all threads together: two threads that parse at once may meet
+    a SystemError (CPython's issue 106905), and a completion would lose its reward."""
+    with _PARSING:
+        return ast.parse(source)
+
+
+def parse_expression(source: str) -> ast.expr:
+    """Returns the syntax tree of an expression. See `parse_program`."""
+    with _PARSING:
+        return ast.parse(source, mode="eval").body
 
 
 class Evaluator:
@@ -103,7 +120,7 @@ def arithmetic(expression: str) -> Fraction:
     length of `expression`, which the caller bounds. Raises ValueError for any other expression, and
     for an expression that has no value."""
     try:
-        tree = ast.parse(expression, mode="eval").body
+        tree = parse_expression(expression)
         _Exact.names(tree)
         return _Exact({}).of(tree)
     except (SyntaxError, ZeroDivisionError) as error:

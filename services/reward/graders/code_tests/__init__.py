@@ -17,7 +17,6 @@ makes to its arguments (calls get copies).
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import itertools
 import re
@@ -37,6 +36,7 @@ from services.reward.graders.code_tests.candidate import (
     run_pair,
 )
 from services.reward.graders.code_tests.tests import Style, Tests, owner, read
+from services.reward.grading.expressions import parse_program
 from services.reward.grading.programs import program_of, programs_in
 from services.reward.grading.registry import (
     Column,
@@ -270,7 +270,7 @@ class CodeTests(Grader[CodeTestsParams]):
 def _is_python(text: str) -> bool:
     """Returns whether a text is a program, or the body of a function."""
     try:
-        ast.parse(textwrap.dedent(program_of(text)))
+        parse_program(textwrap.dedent(program_of(text)))
     except (SyntaxError, RecursionError, MemoryError, ValueError):
         return False
     return True

@@ -22,6 +22,7 @@ from services.reward.graders.code_tests.sound import (
     bound_names,
     loaded_names,
 )
+from services.reward.grading.expressions import parse_program
 from services.reward.grading.limited.assertions import FUNCTIONS, supported
 
 _PROGRAM = "solution"
@@ -54,8 +55,8 @@ def from_asserts(tests: str, entry_point: str | None = None, setup: str = "") ->
     The candidate's names are `entry_point`, or else all called names that Python, `setup` and
     `tests` do not know.
     """
-    body = ast.parse(tests).body
-    of_setup = BUILTINS | bound_names(ast.parse(setup))
+    body = parse_program(tests).body
+    of_setup = BUILTINS | bound_names(parse_program(setup))
     called = {
         node.func.id
         for node in _walk(body)
@@ -71,7 +72,7 @@ def from_asserts(tests: str, entry_point: str | None = None, setup: str = "") ->
 def from_check(tests: str, entry_point: str) -> Suite | None:
     """Returns HumanEval's `def check(candidate): assert ...` converted to calls of `entry_point`,
     or None. Raises SyntaxError."""
-    tree = ast.parse(tests)
+    tree = parse_program(tests)
     checks = [
         part for part in tree.body if isinstance(part, ast.FunctionDef) and part.name == "check"
     ]
@@ -217,7 +218,7 @@ def _free(node: ast.AST) -> frozenset[str]:
 def without_program(text: str) -> str:
     """Returns the tests without imports of the program, so that the imported names count as
     undefined."""
-    tree = ast.parse(text)
+    tree = parse_program(text)
     body = [
         part
         for part in tree.body
@@ -231,7 +232,7 @@ def as_asserts(text: str) -> list[str]:
     calls, with the statements beside these functions. Other tests are returned unchanged. Raises
     SyntaxError."""
     text = without_program(text)
-    tree = ast.parse(text)
+    tree = parse_program(text)
     tests = [part for part in tree.body if isinstance(part, ast.FunctionDef) and _is_test(part)]
     named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if not tests or named & {test.name for test in tests}:

@@ -17,12 +17,12 @@ fault: else a program could choose to have no reward in place of 0.
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 
 from services.reward.graders.code_tests import sound
 from services.reward.graders.code_tests.candidate import CallEnd, Candidate, job
 from services.reward.graders.code_tests.sound import BUILTINS, bound_names, loaded_names
+from services.reward.grading.expressions import parse_program
 from services.reward.grading.programs import fault
 from services.reward.grading.registry import GradingFailed, wrong_row
 from shared.wire import Verdict
@@ -56,8 +56,8 @@ class TestCode:
 def unconverted(source: str, setup: str, entry: str | None = None) -> TestCode:
     """Returns test code with proxies for all names that neither it, nor the setup, nor Python
     defines."""
-    tree = ast.parse(source)
-    known = BUILTINS | bound_names(ast.parse(setup)) | bound_names(tree)
+    tree = parse_program(source)
+    known = BUILTINS | bound_names(parse_program(setup)) | bound_names(tree)
     names = (loaded_names(tree) - known) | ({entry} if entry else set())
     return TestCode(setup, source, tuple(sorted(names)), entry)
 
@@ -128,7 +128,7 @@ def _no_call(answer: _Answer, tests: TestCode) -> str:
     fault += " or ".join(tests.names) or "its functions"
     if answer.text.startswith("ModuleNotFoundError"):
         return f"{fault}. HONE_SANDBOX_PACKAGES names the packages that tests may import"
-    name = sound.uncalled(ast.parse(tests.source))
+    name = sound.uncalled(parse_program(tests.source))
     return f"{fault}. They define {name!r} and do not call it" if name else fault
 
 

@@ -9,6 +9,8 @@ import builtins
 import unittest
 from collections.abc import Iterable, Iterator
 
+from services.reward.grading.expressions import parse_program
+
 BUILTINS = frozenset(dir(builtins))
 
 _EVALUATING = frozenset({"eval", "exec", "compile", "__import__", "pickle", "marshal"})
@@ -111,7 +113,7 @@ def _looked_at(node: ast.AST, is_alone: bool) -> list[ast.expr]:
 
 
 def _unknown(tests: ast.Module, setup: str) -> set[str]:
-    known = BUILTINS | bound_names(tests) | bound_names(ast.parse(setup))
+    known = BUILTINS | bound_names(tests) | bound_names(parse_program(setup))
     return loaded_names(tests) - known
 
 
@@ -129,7 +131,7 @@ def _innermost_calls(test: ast.expr, names: set[str]) -> list[str]:
 def completed(text: str, setup: str, names: frozenset[str]) -> str:
     """Returns the tests with the imports that they lack: those of standard names that are not among
     `names`, which the program defines."""
-    tree = ast.parse(text)
+    tree = parse_program(text)
     missing = sorted((_unknown(tree, setup) & STANDARD.keys()) - names)
     modules = {
         node.value.id

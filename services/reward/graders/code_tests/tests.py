@@ -11,7 +11,6 @@ sentence, for tests that cannot be read.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import json
 import re
@@ -23,6 +22,7 @@ from services.reward.graders.code_tests import asserts, sound
 from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.candidate import MAX_OUTPUT_BYTES, Pair
 from services.reward.graders.code_tests.proxy import TestCode, unconverted
+from services.reward.grading.expressions import parse_program
 from services.reward.grading.limited.assertions import AGREES
 from services.reward.grading.registry import GradingFailed, wrong_row
 
@@ -118,7 +118,7 @@ def recognized(value: Any) -> Style:
     if isinstance(data, dict) or (isinstance(data, list) and data and isinstance(data[0], dict)):
         return "stdio"
     try:
-        tree = ast.parse("\n".join(_texts(value)))
+        tree = parse_program("\n".join(_texts(value)))
     except SyntaxError:
         return "asserts"
     return "check" if sound.calls_for_check(tree) else "asserts"
@@ -127,7 +127,7 @@ def recognized(value: Any) -> Style:
 def _not_python(error: SyntaxError, texts: list[str]) -> str:
     what = "the setup, or the prefix that the tests use, is"
     try:
-        ast.parse("\n".join(texts))
+        parse_program("\n".join(texts))
     except SyntaxError:
         what = "the tests are"
     line = f": {error.text.strip()!r:.80}" if error.text else ""
@@ -150,7 +150,7 @@ def _asserts(texts: list[str], entry_point: str | None, setup: str) -> Tests:
     codes: list[TestCode] = []
     texts = [part for text in texts for part in asserts.as_asserts(text)]
     names = _of_program("\n".join(texts), setup, entry_point)
-    if not all(sound.assert_something(ast.parse(text)) for text in texts):
+    if not all(sound.assert_something(parse_program(text)) for text in texts):
         texts = ["\n".join(texts)]  # a text may be for the texts after it, as imports are
     for text in [sound.completed(text, setup, names) for text in texts]:
         suite = asserts.from_asserts(text, entry_point, setup)
@@ -183,7 +183,7 @@ def _check(texts: list[str], entry_point: str | None, setup: str) -> Tests:
 def _of_program(source: str, setup: str, entry_point: str | None) -> frozenset[str]:
     """Returns the names that the tests take from the program. Raises GradingFailed if their verdict
     would mean nothing, or no program could pass."""
-    tree = ast.parse(source)
+    tree = parse_program(source)
     names = sound.of_program(tree, setup, entry_point)
     if fault := sound.fault(tree, names):
         raise wrong_row(fault)
@@ -193,12 +193,12 @@ def _of_program(source: str, setup: str, entry_point: str | None) -> frozenset[s
 def _sound(code: TestCode, style: Style) -> TestCode:
     """Returns tests that run unchanged. Raises GradingFailed if their verdict would mean nothing
     for any program."""
-    tree = ast.parse(code.source)
+    tree = parse_program(code.source)
     if style == "asserts" and sound.calls_for_check(tree):
         problem = 'the tests define check(candidate) and never call it; expected style "check"'
     elif not sound.assert_something(tree):
         problem = f"the tests assert nothing: {code.source!r:.80}; expected {EXPECTED[style]}"
-    elif name := sound.evaluated(tree) or sound.evaluated(ast.parse(code.setup)):
+    elif name := sound.evaluated(tree) or sound.evaluated(parse_program(code.setup)):
         problem = f"the tests use {name!r}, and what a program returns must not run beside them"
     elif name := sound.object_of(tree, code.names):
         problem = f"the tests use an object of the class {name!r}, and only plain data crosses"

@@ -24,7 +24,7 @@ from fractions import Fraction
 from typing import Any, ClassVar
 
 from services.reward.grading.codec import NotPlain, Unfinished, crowded, decode
-from services.reward.grading.expressions import Evaluator, same
+from services.reward.grading.expressions import Evaluator, parse_expression, same
 
 MAX_SIZE = 1_000_000
 MAX_BITS = 100_000
@@ -256,7 +256,7 @@ def _verdict(shown: str, test: str, results: list[str], special: frozenset[str])
     got = ", ".join(map(_shown, values))
     try:
         holds = evaluate(
-            ast.parse(test, mode="eval").body,
+            parse_expression(test),
             {f"_{number}": value for number, value in enumerate(values)},
         )
     except (
