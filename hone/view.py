@@ -48,8 +48,8 @@ COLOURS = {
     "cancelled": "magenta",
 }
 SILENT_S = 2.5
-"""Without a live line, seconds of silence after which a line says what the job does. With the
-stream's two seconds that is less than five."""
+"""Seconds without output after which a line says what the job does, where there is no live line.
+The stream reports every two seconds, so a user waits less than five."""
 
 STEADY_S = 30.0
 """The same once steps are running."""

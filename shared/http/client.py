@@ -1,5 +1,5 @@
-"""The one client for the services. Only this file says how a call waits, is retried and is given
-up.
+"""The one client for the services. This file says how a call waits, is retried and is given up;
+polling.py, how long the pauses are.
 
 A call has a deadline. It sends `Prefer: respond-async`, so work longer than a proxy's time limit is
 polled for. After a dropped connection or a restart of the service it asks again with the same

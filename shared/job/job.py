@@ -74,7 +74,7 @@ class Job(Section):
     steps: int = Field(default=0, ge=0, le=10**9)
     """Batches to train on, up to 1,000,000,000. Each is one optimizer step unless `training.epochs`
     or `training.minibatches` make more of it. 0: as many as `data.epochs` takes; without
-    `data.epochs` the job trains nothing and only evaluates. It must then be written."""
+    `data.epochs` the job trains nothing and only evaluates, and `steps = 0` must be written out."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seeds the order of prompts, sampling, the split into minibatches and dropout. Below 2^63."""
@@ -144,7 +144,7 @@ class Job(Section):
     """The update."""
 
     correction: CorrectionSpec = CorrectionSpec()
-    """The correction where sampler and trainer give a token different log-probs."""
+    """How the loss corrects for different log-probs of sampler and trainer."""
 
     lora: LoraSpec | None = None
     """Low-rank adapters. None: all weights are trained."""

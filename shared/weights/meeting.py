@@ -22,8 +22,8 @@ NCCL one to five; where a port or an interface cannot be reached it waits for mi
 """
 
 MEETING_DEADLINES, LOADING_DEADLINES = 2, 3
-"""So many of a transfer's deadlines a sampler may take until it has met the trainer, behind others
-of whom one may hang, and then to receive and to load."""
+"""How many deadlines of a transfer a sampler may take: two until it has met the trainer, because a
+sampler before it may hang, and three to receive and load."""
 
 ASKED, TURN = "asked", "turn"
 

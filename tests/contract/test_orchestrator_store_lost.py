@@ -312,10 +312,6 @@ async def test_a_recovered_job_has_ended_as_it_ended_and_keeps_its_age_and_key(
             await until(lambda: status(client, ids["paused"]), "paused")
             fakes.fault.clear()
             await change(client, ids["paused"], "cancel")
-
-            fakes.fault["job"] = refuse
-            ids["wrong"] = (await finish(client, job)).id
-            fakes.fault.clear()
             for job_id in ids.values():
                 before[job_id] = await client.get(f"/v1/jobs/{job_id}", JobRecord)
         await empty(redis_url)
@@ -325,11 +321,7 @@ async def test_a_recovered_job_has_ended_as_it_ended_and_keeps_its_age_and_key(
                 rebuilt = await client.get(f"/v1/jobs/{job_id}", JobRecord)
                 for name in ("status", "error", "created_at", "finished_at"):
                     assert getattr(rebuilt, name) == getattr(record, name), (job_id, name)
-            assert [record.status for record in before.values()] == [
-                "cancelled",
-                "cancelled",
-                "failed",
-            ]
+            assert [record.status for record in before.values()] == ["cancelled", "cancelled"]
             assert (await submit(client, job, key="mine")).id == ids["running"]
             with pytest.raises(Conflict) as refusal:
                 await submit(client, job.model_copy(update={"steps": 2}), key="mine")

@@ -362,8 +362,8 @@ async def test_what_every_sampler_would_answer_alike_is_asked_once(pool: Pool) -
             raise BadRequest("'temperature': got -1, expected 0 or more")
 
         sampler.fault["generate"] = refuse
-    record = await pool.stack.until((await pool.stack.submit()).id)
-    assert record.status == "failed" and "'temperature'" in (record.error or "")
+    record = await pool.stack.until((await pool.stack.submit()).id, "paused")
+    assert "'temperature'" in (record.error or "")
     assert not await pool.said(record, "is out")
 
 
@@ -557,9 +557,7 @@ async def test_another_sampler_at_the_same_url_is_out_until_it_has_the_model(poo
     assert f"sampler 'r7' answers at {second.url}, and 'r1' did when the model was loaded" in said
 
 
-@pytest.mark.parametrize(
-    "value", ["rollout:8001", "dns+http://rollout:8001", "ftp://a:1", "http://"]
-)
+@pytest.mark.parametrize("value", ["rollout:8001", "ftp://a:1", "http://"])
 def test_a_place_that_is_no_url_is_named(value: str) -> None:
     with pytest.raises(ValueError, match="expected for example"):
         Settings(rollout_url=f"http://a:1,{value}")

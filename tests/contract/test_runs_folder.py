@@ -411,8 +411,8 @@ async def test_a_checkpoint_stays_while_another_job_begins_with_it(stack: Stack)
     }  # fmt: skip
     said = [event.message for event in await stack.events(record.id)]
     why = (
-        f"the checkpoint of step 2 stays until job {others[0]!r} has ended, which is queued: it is "
-        "that job's model"
+        f"the checkpoint of step 2 stays until job {others[0]!r} has ended, which is queued and "
+        "uses it as a model"
     )
     assert said.count(why) == 1
     left = (stack.folder(record.id).path / "checkpoints").iterdir()

@@ -103,6 +103,18 @@ async def test_a_job_that_was_cut_off_is_left_to_its_own_trainer_if_that_is_read
     assert (await take(store, "one:1")).job_id == (queued if taken_by_another else cut)
 
 
+async def test_interrupted_jobs_are_left_to_trainers_that_may_not_be_registered_yet(
+    store: Store, other: Store
+) -> None:
+    cut, queued = await submit(store), await submit(store)
+    await store.halt(await take(store, "one:1"), None)
+    assert await other.take("worker", "two:1", 30.0, own_only=True) is None
+    own = await store.take("worker", "one:1", 30.0, own_only=True)
+    assert own is not None and own.job_id == cut
+    lease = await other.take("worker", "two:1", 30.0, own_only=True)
+    assert lease is not None and lease.job_id == queued
+
+
 async def test_registrations_of_trainers_are_read_only_where_a_job_of_another_one_waits(
     store: Store, raw: Any
 ) -> None:
@@ -386,11 +398,14 @@ async def test_a_registration_that_cannot_be_read_stops_nobody(store: Store, raw
     found = await store.trainers.all()
     assert sorted(found, key=lambda each: each.trainer) == [
         RegisteredTrainer("trainer-1", "no answer from caf\u00e9 ?"),
-        RegisteredTrainer("trainer-2", None),
+        RegisteredTrainer("trainer-2", None, free=True),
     ]
     job_id = await submit(store)
     assert (await store.get(job_id)).waits_for
     assert (await take(store)).job_id == job_id
+    await submit(store)
+    await take(store, "trainer-2")
+    assert [each.free for each in await store.trainers.all()] == [False, False]
 
 
 async def test_a_job_that_kills_its_workers_is_cancelled_if_that_was_asked_for(

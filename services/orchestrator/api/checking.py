@@ -1,5 +1,6 @@
-"""Checks data and models of submitted jobs, in threads of its own, so that the orchestrator's other
-work in threads is not delayed. Work that asks the Hub runs in processes, which can be killed."""
+"""Where the checks of submitted jobs (`looking.py`) run: in threads of their own, so that the
+orchestrator's other work in threads is not delayed. Work that asks the Hub runs in processes, which
+can be killed."""
 
 from __future__ import annotations
 

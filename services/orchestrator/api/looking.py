@@ -1,5 +1,6 @@
-"""Checks a job's data and model before it is accepted. Everything here may take long, and may run
-in another process (`checking.py`). Also warns of allowed values that are probably mistakes."""
+"""What is checked of a job's data and model before it is accepted, and warnings of allowed values
+that are probably mistakes. All of it may take long: `checking.py` runs it in threads and
+processes."""
 
 from __future__ import annotations
 

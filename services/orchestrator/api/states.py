@@ -79,7 +79,7 @@ def _add_changing(service: Service, settings: Settings, store: Store, checks: Ch
     async def delete_job(job_id: str, files: bool = False) -> JobDeleted:
         """Forgets an ended job, with its events; a job that has not ended must be cancelled first.
         Its run folder and checkpoints stay unless `files` is true. With `files` it is refused while
-        a checkpoint is the model of a job that has not ended."""
+        a job that has not ended begins with a checkpoint or evaluates it."""
         run_dir = await store.ended_run_dir(job_id)
         if run_dir and files:
             await _check_unused(store, job_id, run_dir)

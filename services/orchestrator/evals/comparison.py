@@ -40,6 +40,11 @@ class Scores(Wire):
     missing_rewards: float
     errored_rollouts: float
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any completion was sampled and graded."""
+        return any("reward" in metrics for metrics in self.problems)
+
 
 @dataclass
 class Comparison:
@@ -76,7 +81,8 @@ class Comparison:
         await self._load(model)
         name = held_out.name
         if name not in self._prompts:
-            self._prompts[name] = await asyncio.to_thread(held_out.prompts)
+            with self.services.waits.on("data", "reading the prompts"):
+                self._prompts[name] = await asyncio.to_thread(held_out.prompts)
         num_known, num_done = self._num_known(model), itertools.count()
         total = sum(len(each.problems) for each in self.sets)
 
@@ -89,7 +95,7 @@ class Comparison:
             _seeded(self.job), name, self._prompts[name], self.services, 0, done=tell
         )
         scores = _scores(self._key(model, held_out), model.label, name, answers_P)
-        if any(scores.problems):  # else nothing was sampled, and a later attempt tries again
+        if scores.has_any:  # else a later attempt tries again
             await to_disk(self.folder.append_scores, scores.model_dump())
         self._found[scores.key] = scores
         await self.journal.evaluated(model.label, name, set_metrics(answers_P))
@@ -107,7 +113,7 @@ class Comparison:
     def _of_set(self, held_out: HeldOut) -> SetReport:
         models = self.job.evaluated_models
         scores_M = [self._found[self._key(model, held_out)] for model in models]
-        if not any(any(scores.problems) for scores in scores_M):
+        if not any(scores.has_any for scores in scores_M):
             raise MustPause(
                 f"no completion on {held_out.where} could be sampled and graded; look into the "
                 "logs of the samplers and of the reward service"

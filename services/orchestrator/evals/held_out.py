@@ -1,5 +1,5 @@
-"""Held-out accuracy: the policy's scores on problems that are never trained on, by the job's
-rewards."""
+"""Held-out accuracy: scores on problems that are never trained on, by the job's rewards. Of the
+policy between steps, and of each model of a job of 0 steps (comparison.py)."""
 
 from __future__ import annotations
 

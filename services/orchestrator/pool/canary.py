@@ -61,10 +61,10 @@ def difference(canary: Canary, serving: ServingWeights) -> float:
 
 def tolerance(canary: Canary, serving: ServingWeights) -> float:
     """Returns the nats that rounding may come to: `NOISES` times the trainer's own noise, in the
-    looser dtype of the two, but at most `MOST` of the spread: where rounding grows without bound,
-    as through sharp attention, the noise says nothing any more. A load that did nothing shows where
-    the weights moved the log-probs by more; one that gives the same bits as before shows already in
-    the sampler."""
+    less precise dtype of the two, but at most `MOST` of the log-probs' standard deviation: where
+    rounding errors grow without bound, as in sharp attention, the noise is no measure. A load that
+    did nothing is detected here if the new weights moved the log-probs by more than this; if the
+    log-probs are the same bits as before, the sampler itself detects it."""
     dtype = max(canary.dtype, serving.dtype, key=_epsilon)
     coarser = _epsilon(dtype) / _epsilon(canary.dtype)
     expected = min(NOISES * canary.noise * coarser, MOST * pstdev(canary.logprobs))

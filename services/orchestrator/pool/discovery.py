@@ -72,9 +72,9 @@ class Discovery:
         return urls
 
     async def now(self) -> tuple[str, ...] | None:
-        """Returns the URLs of all samplers. None: those of before stay, because Redis is away, or
-        because there is none only for less than the time that a service may be away: that all
-        leases ended at once ends no sampler."""
+        """Returns the URLs of all samplers. None: the pool keeps the samplers that it has, because
+        Redis is away, or because there has been no sampler for less than `patience_s`: all their
+        leases may have ended at once, while the samplers still run."""
         try:
             urls = await self._look()
         except Unavailable as error:

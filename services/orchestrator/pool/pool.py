@@ -6,9 +6,9 @@ Samplers are found by URL or by registration (discovery.py), join, leave, and co
 of them is asked for is in sampler.py. A sampler that settings and registrations name no more leaves
 once nothing of the job is under way there.
 
-Each group goes to the sampler with the most room, in the order of asking, and waits while none has
-any (admission.py). A group that one sampler does not finish is sampled by another, under the same
-key, and exactly one answer is taken: none lost, none counted twice. A sampler that fails alone
+Each group goes to the least loaded sampler with room, in the order of asking, and waits while none
+has room (admission.py). A group that one sampler does not finish is sampled by another, under the
+same key, and exactly one answer is taken: none lost, none counted twice. A sampler that fails alone
 costs the job nothing but time. If the last one fails, its error is the job's, as with one sampler.
 """
 
@@ -209,9 +209,9 @@ class Pool:
     async def generate(
         self, body: GenerateRequest, key: str, conversation: str | None = None
     ) -> RolloutGroup:
-        """Returns the group, sampled by whichever sampler; the turns of one `conversation` by the
-        same one, if it has room soon and still has the weights that it computed its cache with.
-        Raises an error that another sampler would answer alike, and the last sampler's error."""
+        """Returns the group, sampled by any sampler. The turns of one `conversation` are sampled by
+        the same one, if it has room soon and still serves the weights of its cache. Raises an error
+        that every sampler would give, or the error of the last sampler."""
         self._length.expect(body)
         sampler, group = await self._generate(body, key, self._home(conversation))
         self._length.measure(group)

@@ -47,7 +47,7 @@ own. A load balancer between two samplers that chooses at random goes unnoticed 
 and then at the latest when weights are loaded."""
 
 NUM_LIVES = 3
-"""Times that a sampler is given the model, if each time it dies before it says who it is."""
+"""How often a sampler gets the model, if it restarts each time before its identity is confirmed."""
 
 NOT_HERE = frozenset({"not_seen", "no_adapters", "not_met"})
 """Codes of a sampler that can never take weights this way: it does not see their folder, its engine
@@ -98,10 +98,10 @@ def client_of(
 
 @dataclass(frozen=True)
 class Push:
-    """A published version, as all samplers load it (`ref`). `again` returns the version as a
-    sampler loads it that has failed to, and `prove` raises unless a sampler serves it. With `drain`
-    each sampler finishes its groups before it loads. `is_trial`: it is not known yet whether every
-    sampler can take weights this way."""
+    """A published version, as all samplers load it (`ref`). `again` returns the version in
+    the form for a sampler that failed to load it; `prove` raises unless a sampler serves it. With
+    `drain` each sampler finishes its groups before it loads. `is_trial`: it is not known yet
+    whether every sampler can take weights this way."""
 
     ref: WeightsRef
     again: Callable[[], Awaitable[WeightsRef]]
@@ -126,10 +126,10 @@ class Sampler:
 
     `up`: it serves `ref`, which the job published last; None: only the model so far. A sampler that
     is not up gets no groups, and `why` says the reason. `num_joins` counts how often it came up.
-    `failed_sync`: it did not load a version that others loaded. `by_files`: it once did not receive
-    a version that was sent to its GPU. `listed`: the settings or a registration name it now.
-    `held`: it gets no further groups until a sync is done; `idle` is set while it has none.
-    `num_loads` are the versions that it loads at the moment: one, or none.
+    `failed_sync`: it did not load a version that others loaded. `by_files`: it gets versions as
+    files, because one that was sent to its GPU did not arrive. `listed`: the settings or a
+    registration name it now. `held`: it gets no further groups until a sync is done; `idle` is set
+    while it has none. `num_loads` are the versions that it loads at the moment: one, or none.
 
     Its load counts completions. `under_way` counts the completions of all groups that it was given
     and has not returned; `busy` those that it reported to work on, and `sent` those that it was
@@ -300,7 +300,7 @@ class Sampler:
         self.num_loads += 1
         try:
             ref = await push.for_sampler(self, late=late)
-            if push.drain and self.up:
+            if push.drain and self.up and not late:  # `Pool.push` lets it sample again
                 self.held = True
                 await self.idle.wait()
             serving = await self.client.call(

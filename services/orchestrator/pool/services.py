@@ -67,8 +67,7 @@ VALIDATE_DEADLINE_S = 60.0
 TRY_DEADLINE_S = 30.0
 
 PRESENCE_DEADLINE_S = 15.0
-"""Seconds for which a service is asked whether it is there, before those without work are asked
-anew."""
+"""Seconds that an idle service has to answer the question whether it is there."""
 
 RELEASE_S = 2.0
 """Seconds that the trainer has to hear that the job has left it."""
@@ -143,7 +142,7 @@ class Services:
 
     @property
     def owner(self) -> str:
-        """Names whose weights are asked for: job, attempt and epoch."""
+        """Whose weights requests ask for: job, attempt and epoch, with colons between them."""
         return f"{self._who.job_id}:{self._who.attempt}:{self._who.epoch}"
 
     async def close(self) -> None:
@@ -326,10 +325,10 @@ class Services:
         return (await client.get("/weights", ServingWeights, deadline_s=deadline_s)).doing
 
     async def look(self) -> None:
-        """Asks the services that nothing waits for whether they are there, so that the job's events
-        say within seconds which is away. Calls under way say it of the other services, and know
-        better: a starting service answers this, too. The client reports errors, and the call that
-        needs the service decides what follows."""
+        """Asks each service without a call under way whether it is there, so that the job's events
+        say within seconds which is away. Of the other services the calls themselves say it, and
+        more reliably: a service that is still starting answers this question too. The client
+        reports errors, and the call that needs the service decides what follows."""
         clients = {
             "trainer": (self._trainer,),
             "reward": (self._reward,),

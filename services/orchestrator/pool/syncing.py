@@ -28,7 +28,6 @@ NOT_OF_THE_SYNC = frozenset({"stale", "taken", "tensors_differ", "disk_full", "o
 FEW_CHANGE = 1e-5
 """Largest learning rate at which "auto" takes deltas."""
 
-
 Candidate = tuple[SyncMethod, str]
 """A method that "auto" tries, and what is known once it works."""
 

@@ -32,7 +32,6 @@ LOGPROB_WARNING = 0.05
 """In nats, mean over the tokens that were sampled by the trained weights themselves. If sampler and
 trainer differ by more, they are not the same policy."""
 
-
 MAX_DETAIL_CHARS = 200
 """Most characters of the reason why a reward failed."""
 
@@ -52,7 +51,7 @@ class Ended:
 @dataclass
 class AfterStep:
     """Ends the steps of one job. Recurring warnings are given only once. `used_below` returns the
-    models below a folder that jobs which have not ended begin with."""
+    models below a folder that unfinished jobs begin with or evaluate."""
 
     job: Job
     prompts: Prompts
@@ -152,14 +151,14 @@ class AfterStep:
         return checkpoint
 
     async def _used_by_others(self) -> set[int]:
-        """Returns the steps whose checkpoints other jobs begin with, and logs which jobs."""
+        """Returns the steps whose checkpoints other jobs use as models, and logs which jobs."""
         steps: set[int] = set()
         for use in await self.used_below(self.folder.checkpoints):
             if (step := checkpoint_step(use.path, self.folder.checkpoints)) is not None:
                 steps.add(step)
                 message = (
                     f"the checkpoint of step {step} stays until job {use.job_id!r} has ended, "
-                    f"which is {use.status}: it is that job's model"
+                    f"which is {use.status} and uses it as a model"
                 )
                 if self._is_new(f"used {step} {use.job_id}"):
                     await self.journal.log(message)

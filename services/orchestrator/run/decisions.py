@@ -80,10 +80,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The job's outcome: `why` says why it paused, or succeeded before its last step;
-    `summary` is its result. "failed" and
-    "cancelled" come only from the run folder. The job is queued again if another attempt got in its
-    way."""
+    """How an attempt at the job ended. `why` says why the job paused, or succeeded before its last
+    step; `summary` is its result. "queued": it goes on in another attempt, because a newer one was
+    found or another trainer takes it. "failed" and "cancelled" come only from the run folder."""
 
     status: Literal["succeeded", "paused", "failed", "cancelled", "queued"]
     why: str | None = None

@@ -19,7 +19,7 @@ from shared.host import tracing
 from shared.wire import JobRecord, TrainerState
 
 LOOK_AT_LOADING_S = 2.0
-"""Seconds between two questions to a trainer that loads a job what it does."""
+"""Seconds between two questions to trainer and sampler: what do you do, while you load?"""
 
 Ask = Callable[[], Coroutine[Any, Any, str | None]]
 """Returns what a service does at present; None if it does not say."""

@@ -1,6 +1,6 @@
-"""The needs of a job: a trainer, a sampler, the reward service, a writable runs folder, and its
-data. No job is taken while one of them is away; a running job that lost one goes on once it is
-back."""
+"""The needs of a job: a trainer, a sampler, the reward service, a writable runs folder, its data,
+and its model's folder. No job is taken while one of them is away; a running job that lost one goes
+on once it is back."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Needs:
         return self.missing is None
 
     async def another_trainer(self) -> str | None:
-        """Returns another trainer that takes jobs; None if there is none."""
+        """Returns another trainer that takes a job now; None if there is none."""
         every = await self._store.trainers.all()
-        return next((t.trainer for t in every if t.trainer != self.trainer and not t.missing), None)
+        return next((t.trainer for t in every if t.trainer != self.trainer and t.free), None)
 
     async def look(self) -> str | None:
         """Returns what is away now, as sentences; None if nothing is."""

@@ -73,6 +73,8 @@ longer on a busy machine."""
 
 
 class Run:
+    """One attempt at the job of `record`, under `lease`; `needs` are its trainer's."""
+
     def __init__(
         self, record: JobRecord, lease: Lease, store: Store, settings: Settings, needs: Needs
     ) -> None:
@@ -102,6 +104,7 @@ class Run:
         self._furthest = record.step
         self._recoveries = record.recoveries
         self._in_a_row = 0
+        self._tries = lease.tries
         self._stuck_since: float | None = None
         self._trying: asyncio.Task[None] | None = None
         self._doing = Doing()
@@ -245,8 +248,11 @@ class Run:
         return None
 
     async def _elsewhere(self) -> str | None:
-        """Returns another trainer that takes jobs while this one lacks something, else None."""
-        return await self._needs.another_trainer() if await self._needs.look() else None
+        """Returns another trainer that takes a job now, while this one lacks something; else None.
+        A job that has not done a step since it came here stays: it may end its trainers itself."""
+        if self._tries > 1 or not await self._needs.look():
+            return None
+        return await self._needs.another_trainer()
 
     async def _missing(self) -> str | None:
         return await self._needs.look() or await self._data.missing()
@@ -306,7 +312,7 @@ class Run:
 
     async def _evaluate(self, after: AfterStep) -> dict[str, Any]:
         """Evaluates the models of a job of 0 steps. Each model's scores on a held-out set count as
-        a step: the job has run once it has some, and new ones end a row of recoveries."""
+        a step: new ones reset the count of recoveries."""
         sets, tell = after.prompts.sets, self._doing.begin
         comparison = Comparison(self._job, sets, self._services, self._folder, self._journal, tell)
         self._furthest = max(self._furthest, await comparison.begin())
@@ -360,7 +366,7 @@ class Run:
             self._job,
             self._record.data,
             self._store.identity,
-            has_run=self._record.step > 0,
+            has_begun=self._record.step > 0 or self._record.attempts > 1,
         )
         await to_disk(self._folder.write_note, await self._store.note(self._record.id))
         spent = await self._begin_spending()
@@ -399,8 +405,9 @@ class Run:
             hours = await asyncio.to_thread(self._folder.hours)
             cost = await asyncio.to_thread(self._folder.cost)
             self._spent = Spent(rows, hours, self._price(), cost)
-        has_more = not rows or (
-            rows[-1].step < self._job.steps and reason_to_stop(rows[-1], self._job.stop) is None
+        has_more = self._job.steps > 0 and (
+            not rows
+            or (rows[-1].step < self._job.steps and not reason_to_stop(rows[-1], self._job.stop))
         )
         if has_more and (why := self._spent.beyond(self._job.stop)):
             raise TooDear(why)
@@ -458,7 +465,7 @@ class Run:
     def _note_progress(self, step: int) -> None:
         """Resets the count of recoveries once the job has done a new step."""
         if step > self._furthest:
-            self._furthest, self._in_a_row = step, 0
+            self._furthest, self._in_a_row, self._tries = step, 0, 1
             self._stuck_since = None
 
 

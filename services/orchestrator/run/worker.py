@@ -21,7 +21,7 @@ from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied
 from services.orchestrator.store.leases import Asked, Lease, LeaseLost
 from services.orchestrator.store.records import Unreadable
-from services.orchestrator.store.registrations import REGISTER_S
+from services.orchestrator.store.registrations import REGISTER_S, TRAINER_REGISTRATION_S
 from services.orchestrator.store.run_folders import note_end
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
@@ -63,6 +63,7 @@ class Worker:
         self._redis = Presence("Redis", self._tell)
         self._news: str | None = None
         self._is_stopping = False  # the work on a job, which may hang
+        self._others_at = 0.0
 
     @property
     def has_job(self) -> bool:
@@ -72,6 +73,7 @@ class Worker:
         """Works until cancelled. While Redis is away it waits; an interrupted job is taken up again
         later."""
         await self._until_known()
+        self._leave_others()
         registering = asyncio.create_task(self._keep_registered())
         watching = asyncio.create_task(self._watch_held())
         try:
@@ -92,6 +94,7 @@ class Worker:
                         self._settings.lease_s,
                         self._needs.samplers,
                         [*self._held],
+                        own_only=time.monotonic() < self._others_at,
                     )
                 await self._redis.heard()
                 if self._lease:
@@ -101,6 +104,7 @@ class Worker:
             except Unavailable as error:
                 get_logger().warning("queue unavailable", reason=error.detail)
                 await self._redis.missed(asked_at, error.detail)
+                self._leave_others()
                 await asyncio.sleep(PAUSE_S)
             except LeaseLost as error:
                 get_logger().warning("lease lost", reason=str(error))
@@ -109,6 +113,11 @@ class Worker:
             except StoreEmptied:
                 self._lease = None
                 await self._until_known()
+
+    def _leave_others(self) -> None:
+        """Leaves other trainers' interrupted jobs to them until they had time to register again:
+        they have the jobs' latest state."""
+        self._others_at = time.monotonic() + TRAINER_REGISTRATION_S
 
     async def leave(self) -> None:
         """Gives back the lease of cancelled work, so that another worker need not wait until it
@@ -161,9 +170,9 @@ class Worker:
         return why is not None
 
     async def _keep_registered(self) -> None:
-        """Registers the trainer again and again, and says what its jobs lack. With a job nothing
-        counts as missing, because the job reports it. While work is being stopped the registration
-        is not renewed: if that hangs, the job is not left to this trainer for long."""
+        """Renews the trainer's registration, and reports in it what is missing. While a job runs it
+        reports nothing as missing: the job does that. While work is being stopped it is not
+        renewed: if stopping hangs, the job soon goes to another trainer."""
         needs = self._needs
         while True:
             if self._is_stopping or needs.looked_at is None:

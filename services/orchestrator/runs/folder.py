@@ -21,9 +21,10 @@
                deleted            the job was deleted and its folder left: no record is made of it
     runs/<name>                   points at the newest job of that name
 
-The folder is made only when the job is submitted. Later writers never make it again: if it was
-removed, the job pauses. A file is complete or absent (shared/host/disk.py). A scored batch is
-written once: a worker with another batch for the step was superseded, or soon will be.
+The folder is made when the job is submitted, or by `create` before its first step. Later writers
+never make it again: if it was removed, the job pauses. A file is complete or absent
+(shared/host/disk.py). A scored batch is written once: a worker with another batch for the step was
+superseded, or soon will be.
 """
 
 from __future__ import annotations
@@ -107,17 +108,17 @@ class RunFolder:
         data: Mapping[str, str] | None = None,
         redis: str | None = None,
         *,
-        has_run: bool = False,
+        has_begun: bool = False,
     ) -> None:
         """Makes the folder unless it exists, with the files before the first step: `data.json`,
         `job.json`, the identity of the job's Redis; and points `runs/<name>` here. Doing it again
-        changes nothing. Raises Failed, "run_folder_gone", if the folder of a job that `has_run` is
-        missing; Conflict if the folder's job learns something else, so its batches are no replay of
+        changes nothing. Raises Failed, "run_folder_gone", if a job that `has_begun` has no folder;
+        Conflict if the folder's job learns something else, so its batches are no replay of
         this job, or if another Redis has the job."""
         self._check_same(job)
         self._check_redis(redis)
         with writing("run folder", self.path):
-            if has_run:
+            if has_begun:
                 self._check_there()
             self._make(data or {}, redis)
             disk.make_folder(self.path / "rollouts")
@@ -257,7 +258,7 @@ class RunFolder:
         path = self.path / name
         found: list[dict[str, Any]] = []
         for line in path.read_bytes().split(b"\n") if path.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):
+            with contextlib.suppress(ValueError):  # zeros are no JSON, or no text
                 found.append(json.loads(line))
         return found
 

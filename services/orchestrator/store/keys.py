@@ -2,8 +2,8 @@
 
     hone:store                   string  the identity of this Redis (identity.py)
     hone:jobs                    zset    every job id by creation time
-    hone:queue                   zset    ids of the jobs that wait to begin, by place
-    hone:begun                   zset    ids of begun jobs that neither ended nor paused, by place:
+    hone:queue                   zset    ids of the jobs that wait to begin, by priority and age
+    hone:begun                   zset    ids of begun jobs that neither ended nor paused, likewise:
                                          running, or interrupted and to go on first
     hone:submitted               string  `submitted_ms` of the newest job
     hone:ended                   zset    ids of ended jobs by the time they ended, for retention
@@ -38,7 +38,7 @@ A job's hash has the fields of `wire.JobRecord`, and besides:
     openai            "1" if it was submitted in OpenAI's shape
     models            the models that a job of 0 steps evaluates, as a JSON list
     files             the ids of the uploaded files that it names, with blanks between them
-    last_step, last_eval   the newest step that has such an event
+    last_<type>       the newest step that has an event of this type (step, eval, checkpoint)
 """
 
 from __future__ import annotations

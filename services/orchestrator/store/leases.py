@@ -22,7 +22,6 @@ from shared.http.urls import REGISTERED, is_loopback
 
 Asked = Literal["cancel", "pause"]
 
-
 MAX_INTERVAL_S = 1.0
 """Seconds between two beats, short so that requests are heard soon. At most a fifth of the
 lease."""

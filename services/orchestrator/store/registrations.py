@@ -15,7 +15,6 @@ REGISTRATION_S = 15.0
 """Seconds that a registration lasts; a sampler renews it after a third of that. Long enough for a
 pause of its process; meanwhile other samplers take its groups."""
 
-
 REGISTER_S = 2.0
 """Seconds between two registrations by a worker of its trainer."""
 
@@ -65,10 +64,11 @@ class SamplerRegistrations:
 
 @dataclass(frozen=True)
 class RegisteredTrainer:
-    """`missing` says why the trainer takes no job, None if it does."""
+    """`missing` says what its jobs lack, None: nothing. `free`: it takes a job now."""
 
     trainer: str
     missing: str | None = None
+    free: bool = False
 
 
 class TrainerRegistrations:
@@ -97,7 +97,9 @@ class TrainerRegistrations:
 
     async def all(self) -> list[RegisteredTrainer]:
         found = json.loads(await self._call("trainers"))
-        return [RegisteredTrainer(each["trainer"], each.get("away")) for each in found]
+        return [
+            RegisteredTrainer(each["trainer"], each.get("away"), each["free"]) for each in found
+        ]
 
 
 def _sampler(replica: str, text: str, left_ms: int) -> RegisteredSampler:

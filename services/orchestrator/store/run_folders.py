@@ -29,8 +29,8 @@ DISCARDED_WITHIN_S = 3.0
 """Longest wait, in seconds, of a refused submission for the removal of its folder."""
 
 UNSUBMITTED_S = 900.0
-"""Age in seconds at which a folder whose job Redis lacks is removed: no submission takes as long.
-Also the seconds between two searches for such folders."""
+"""Age in seconds at which a folder is removed whose job is not in Redis: every submission is done
+by then. Also the seconds between two searches for such folders."""
 
 
 async def accept(store: Store, submission: Submission) -> JobRecord:

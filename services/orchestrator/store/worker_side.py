@@ -34,13 +34,22 @@ class WorkerSide:
         lease_s: float,
         samplers: Sequence[str] = (),
         skip: Sequence[str] = (),
+        *,
+        own_only: bool = False,
     ) -> Lease | None:
         """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits.
         Interrupted jobs come first, this trainer's own before others'; then the first in the queue,
         by priority and age. An interrupted job whose own trainer is registered and free is left to
-        that trainer. Jobs in `skip` are passed over."""
+        that trainer. With `own_only` it is left there in any case. Jobs in `skip` are passed
+        over."""
         answer = await self._next(
-            trainer, samplers, skip, owner=owner, lease_ms=int(lease_s * 1000), max_tries=MAX_TRIES
+            trainer,
+            samplers,
+            skip,
+            own_only=own_only or None,
+            owner=owner,
+            lease_ms=int(lease_s * 1000),
+            max_tries=MAX_TRIES,
         )
         if not answer:
             return None

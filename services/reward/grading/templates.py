@@ -1,7 +1,7 @@
 """OpenAI's templates: `{{ item.column }}` is the row's column, `{{ sample.output_text }}` the
-completion. They have no other slots.
+completion. There are no other placeholders.
 
-A text goes in unchanged, any other value as JSON. A slot in a value is not filled.
+A text goes in unchanged, any other value as JSON. A placeholder in a value is not filled.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from shared.wire import ScoreItem
 
 MAX_CHARS = 20_000
 MAX_SLOTS = 32
-"""Each slot may hold a whole completion."""
+"""Each placeholder may hold a whole completion."""
 
 # It reads each character once, so that no run of "{{" or of blanks makes it slow.
 _SLOT = re.compile(r"\{\{((?:(?!\{\{|\}\}).)*+)\}\}", re.DOTALL)
 UNCLOSED = "{{"
 SLOT = "\0"
-"""Stands in for a slot while the text outside of slots is searched."""
+"""Stands in for a placeholder while the text outside of placeholders is searched."""
 
 _PATH = re.compile(r"item(\.[\w-]+)+|sample\.output_text")
 
 
 def check(template: str, columns: Sequence[str], label: str) -> None:
-    """Raises BadRequest for a template that is too large, a slot that is not closed or has another
-    name, or a column that the dataset lacks."""
+    """Raises BadRequest for a template that is too large, a placeholder that is not closed or has
+    another name, or a column that the dataset lacks."""
     paths = _paths(template)
     if len(template) > MAX_CHARS or len(paths) > MAX_SLOTS:
         raise BadRequest(

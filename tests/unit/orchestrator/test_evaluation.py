@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.evals import held_out as evaluation
+from services.orchestrator.evals.comparison import Scores
 from services.orchestrator.evals.held_out import Answers, evaluate, ignored, set_metrics
 from services.orchestrator.pool.services import NOT_GRADED
 from shared.errors import StateLost
@@ -84,3 +85,21 @@ def test_shares_are_of_all_completions_and_rewards_of_problems() -> None:
     metrics = {f"eval/hard/{name}": value for name, value in found.items()}
     assert ignored(metrics, ["hard"], 0.5) == {"eval/hard/ignored": 5 / 8}
     assert ignored(metrics, ["hard"], 0.7) == {}
+
+
+@pytest.mark.parametrize(
+    ("problems", "any_graded"),
+    [([{"completions/mean_length": 3.0}], False), ([{}, {"reward": 0.0, "pass@1": 0.0}], True)],
+)
+def test_scores_without_any_reward_are_none(
+    problems: list[dict[str, float]], any_graded: bool
+) -> None:
+    scores = Scores(
+        key="k",
+        model="m",
+        set="",
+        problems=tuple(problems),
+        missing_rewards=1.0,
+        errored_rollouts=0.0,
+    )
+    assert scores.has_any is any_graded

@@ -252,7 +252,7 @@ def test_verdicts_come_back_whatever_a_crash_cut_short(folder: RunFolder) -> Non
     assert folder.verdicts() == {}
     folder.append_verdicts(1, {7: "right", 8: "mixed"})
     with (folder.path / "difficulty.jsonl").open("a") as file:
-        file.write('\n{"step": 2, "verd')
+        file.write('\n{"step": 2, "verd\n' + "\0" * 6)  # zeros: the power went
     assert folder.verdicts() == {1: {7: "right", 8: "mixed"}}
     folder.append_verdicts(2, {9: "wrong"})
     folder.append_verdicts(1, {7: "wrong"})

@@ -118,6 +118,28 @@ async def test_a_sampler_is_not_left_alone_while_its_files_are_written() -> None
     assert sampler.is_left_alone
 
 
+async def test_a_sampler_that_joins_late_is_not_held_for_a_push_that_has_ended() -> None:
+    sampler = Sampler(cast(Any, None))
+    sampler.up = True  # by the end of the push, which it was part of
+    reached = asyncio.Event()
+
+    class Late(WaitsForFiles):
+        drain = True
+
+        async def for_sampler(self, *_: Any, **__: Any) -> Any:
+            return None
+
+    async def call(*_: Any, **__: Any) -> Any:
+        reached.set()
+        raise SyncFailed("seen enough")
+
+    sampler.client = cast(Any, type("Client", (), {"call": staticmethod(call)}))
+    settings = cast(Any, type("Some", (), {"sync_deadline_s": 1.0}))
+    with pytest.raises(SyncFailed, match="seen enough"):
+        await sampler.load_weights(cast(Any, Late()), settings, 0.0, late=True)
+    assert reached.is_set() and not sampler.held
+
+
 class Warned(list[str]):
     async def warn(self, message: str) -> None:
         self.append(message)

@@ -147,6 +147,11 @@ local function trainers()
   return all
 end
 
+-- Whether the registered trainer is about to take a job.
+local function is_free(registered)
+  return not registered.away and not are_taken(registered.trainer .. ' ' .. registered.samplers)
+end
+
 local function enqueue(id)
   redis.call('ZREM', BEGUN, id)
   redis.call('ZADD', QUEUE, place(id), id)

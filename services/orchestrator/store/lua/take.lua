@@ -1,7 +1,8 @@
 -- Gives the trainer, the samplers and a waiting job to the caller.
 -- call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, paused (the
---   reason of a pause on request); perhaps skip (ids of jobs to pass over, with blanks between) and
---   peek (only return the job, change nothing).
+--   reason of a pause on request); perhaps skip (ids of jobs to pass over, with blanks between),
+--   own_only (leave interrupted jobs to their own trainers, which may not be registered yet) and peek
+--   (only return the job, change nothing).
 -- Returns attempt, number of tries and job id; '' if any of the resources is taken or no job waits.
 --
 -- Interrupted jobs first: this trainer's own, then those whose own trainer is taken, away or not
@@ -51,8 +52,7 @@ return once(function()
   local function ready_trainers()
     local ready = {}
     for _, each in ipairs(trainers()) do
-      local is_free = not each.away and not are_taken(each.trainer .. ' ' .. each.samplers)
-      ready[each.trainer] = ready[each.trainer] or is_free
+      ready[each.trainer] = ready[each.trainer] or is_free(each)
     end
     return ready
   end
@@ -67,5 +67,6 @@ return once(function()
       if not ready[trainer] then others[#others + 1] = id end
     end
   end
+  if call.own_only and #others > 0 then return first_of(own) or '' end
   return first_of(own) or first_of(others) or first_of(redis.call('ZRANGE', QUEUE, 0, -1)) or ''
 end)

@@ -1,3 +1,5 @@
--- Returns the registered trainers as JSON; {} for none.
+-- Returns the registered trainers as JSON, each with `free`: whether it takes a job now; {} for none.
 
-return cjson.encode(trainers())
+local all = trainers()
+for _, each in ipairs(all) do each.free = is_free(each) end
+return cjson.encode(all)

@@ -18,7 +18,7 @@ local function holder(names)
   end
 end
 
--- Several workers may have a trainer, and one of them not reach it.
+-- Several workers may have registered one trainer, and only some of them may reach it.
 local is_free, found = {}, {}
 for _, each in ipairs(trainers()) do
   local why = holder(each.samplers) or each.away and {away = each.away}

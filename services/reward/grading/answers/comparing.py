@@ -1,4 +1,5 @@
-"""Whether two answers say the same. Pure, but for formulas, which `SameFormula` compares.
+"""Whether two answers say the same. Pure, but for formulas: see `Formulas`,
+and `SympyFormulas` in formulas.py.
 
 What the row's answer is decides how it is compared: letters alone are a text, and only the same
 letters in this order are right; `2ab` is a formula, and `2ba` is right.
