@@ -59,7 +59,7 @@ class RequestMetrics:
         )
 
 
-class Keys(Protocol):
+class AcceptedKeys(Protocol):
     """The API keys that a service accepts beside HONE_TOKEN."""
 
     async def check(self, secret: str, method: str, path: str) -> ApiKey:
@@ -78,7 +78,7 @@ class Gate:
         metrics: RequestMetrics,
         draining: Draining,
         ownership: Ownership,
-        keys: Keys | None = None,
+        keys: AcceptedKeys | None = None,
     ) -> None:
         self._app = app
         self._ownership = ownership
@@ -264,5 +264,5 @@ class Deadlines(asyncio.Protocol):
             self._late = None
 
 
-class Connection(Deadlines, AutoHTTPProtocol):
+class HttpConnection(Deadlines, AutoHTTPProtocol):
     """One connection of a service."""

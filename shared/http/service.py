@@ -36,7 +36,7 @@ from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.host.processes import check_port
 from shared.http import codec, openapi, rendering, streams
-from shared.http.gate import Connection, Gate, Keys, RequestMetrics
+from shared.http.gate import AcceptedKeys, Gate, HttpConnection, RequestMetrics
 from shared.http.health import Check, Draining, add_health_routes, hone_version
 from shared.http.operations import Operation, Operations
 from shared.http.ownership import Ownership
@@ -66,7 +66,7 @@ class Service:
         lifespan: Callable[
             [], contextlib.AbstractAsyncContextManager[None]
         ] = contextlib.nullcontext,
-        keys: Keys | None = None,
+        keys: AcceptedKeys | None = None,
         ownership: Ownership | None = None,
     ) -> None:
         self.name = name
@@ -202,7 +202,7 @@ class Service:
             access_log=False,
             timeout_graceful_shutdown=GRACE_S,
             timeout_keep_alive=75,
-            http=Connection,
+            http=HttpConnection,
         )
         return _Server(config, self.draining)
 

@@ -56,7 +56,7 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Pool:
+class GpuGroup:
     """A number of GPUs of one kind."""
 
     count: int
@@ -93,14 +93,14 @@ NAMED_MEMORY = {
 """The GB in names such as A10G-24GB, for GPUs that come in one size only."""
 
 
-def parse_gpus(text: str, where: str = "--gpus") -> tuple[Pool, ...]:
+def parse_gpus(text: str, where: str = "--gpus") -> tuple[GpuGroup, ...]:
     """Returns the pools that "1xA100-80GB" or "1xA100-80GB,2xA10G" names: the first of two is the
     trainer's, the second the samplers'. "cpu" is this host without GPUs. Raises BadRequest with
     what was expected and the nearest name; `where` is the option or setting with the text."""
     given = f"{where} {text!r}"
     parts = [part.strip() for part in text.split(",")]
     if text.strip().lower() == CPU:
-        return (Pool(1, cpu()),)
+        return (GpuGroup(1, cpu()),)
     if not 1 <= len(parts) <= 2:
         raise BadRequest(
             f"{given} has {len(parts)} kinds; expected one, or two with the trainer's first"
@@ -108,7 +108,7 @@ def parse_gpus(text: str, where: str = "--gpus") -> tuple[Pool, ...]:
     return tuple(_pool(part, given) for part in parts)
 
 
-def _pool(part: str, given: str) -> Pool:
+def _pool(part: str, given: str) -> GpuGroup:
     found = GIVEN.fullmatch(part)
     if found is None:
         raise BadRequest(f"{given}: {part!r} is no GPU; {EXPECTED}")
@@ -119,7 +119,7 @@ def _pool(part: str, given: str) -> Pool:
     count = int(found[1] or 1)
     if not 1 <= count <= MAX_GPUS:
         raise BadRequest(f"{given}: {count} GPUs; expected from 1 to {MAX_GPUS}")
-    return Pool(count, named_gpu(found[2], given))
+    return GpuGroup(count, named_gpu(found[2], given))
 
 
 def named_gpu(name: str, given: str) -> Gpu:
@@ -137,25 +137,25 @@ def named_gpu(name: str, given: str) -> Gpu:
     raise BadRequest(f"{given}: there is no GPU {name!r} in the table; {hint}")
 
 
-def visible_gpus() -> tuple[Pool, ...]:
+def visible_gpus() -> tuple[GpuGroup, ...]:
     """Returns the GPUs of this machine that nvidia-smi lists: the CPU if none, the first kind if
     several. A GPU that is not in the table has its memory, and no speed."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
-        return (Pool(1, cpu()),)
+        return (GpuGroup(1, cpu()),)
     return pools_of(said.stdout)
 
 
-def pools_of(listed: str) -> tuple[Pool, ...]:
+def pools_of(listed: str) -> tuple[GpuGroup, ...]:
     """Returns the pool for lines of "name, MiB": as many GPUs as are like the first."""
     rows = [line.rpartition(",") for line in listed.splitlines() if line.strip()]
     found = [(name.strip(), mib.strip()) for name, _, mib in rows if mib.strip().isdecimal()]
     if not found:
-        return (Pool(1, cpu()),)
+        return (GpuGroup(1, cpu()),)
     name, mib = found[0]
-    return (Pool(sum(each == name for each, _ in found), _called(name, int(mib) / 1024)),)
+    return (GpuGroup(sum(each == name for each, _ in found), _called(name, int(mib) / 1024)),)
 
 
 def _called(name: str, memory_gib: float) -> Gpu:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from shared.job import Job
 from shared.model.architectures import choose_dtype
 from shared.plan import rates
-from shared.plan.gpus import Gpu, Pool
+from shared.plan.gpus import Gpu, GpuGroup
 from shared.plan.memory import GIB, Ranks, Serving, sampler_memory, state_bytes, trainer_memory
 from shared.plan.model import Model
 from shared.settings import Settings
@@ -46,7 +46,7 @@ ASLEEP_GIB = 1.0
 
 
 @dataclass(frozen=True)
-class Needs:
+class PlanInput:
     """The input of a placement: a job, its model, the tokens of its prompts and completions, and
     the settings. Time is for `completion_tokens`, memory for `sampling.max_tokens`. `is_longest`:
     no prompt has more than `prompt_tokens`; else these are a guess."""
@@ -59,9 +59,9 @@ class Needs:
     is_longest: bool = False
 
     @property
-    def load(self) -> rates.Load:
+    def load(self) -> rates.StepSize:
         sampling = self.job.sampling
-        return rates.Load(
+        return rates.StepSize(
             completions=sampling.prompts_per_step * sampling.group_size,
             group=sampling.group_size,
             prompt_tokens=self.prompt_tokens,
@@ -83,7 +83,7 @@ class Needs:
         )
 
 
-def placements(needs: Needs, pools: tuple[Pool, ...]) -> list[Placement]:
+def placements(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> list[Placement]:
     """Returns every placement, the best first: placements that fit before the others, faster ones
     first; placements that do not fit by how much memory they lack, the least first."""
     found = list(_ways(needs, pools))
@@ -100,7 +100,7 @@ def _rank(placement: Placement) -> tuple[bool, float]:
     return False, placement.time.step_s if placement.time else 0.0
 
 
-def _ways(needs: Needs, pools: tuple[Pool, ...]) -> Iterator[Placement]:
+def _ways(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> Iterator[Placement]:
     trainer, sampler = pools[0], pools[-1]
     if trainer.gpu.is_cpu:
         yield _on_cpu(needs, trainer.gpu)
@@ -126,7 +126,7 @@ def _tensor_parallels(model: Model, num_gpus: int) -> list[int]:
     return [size for size in (1, 2, 4, 8) if size <= num_gpus and model.heads % size == 0]
 
 
-def _split(needs: Needs, trainer: tuple[Gpu, int], samplers: tuple[Gpu, int]) -> Placement:
+def _split(needs: PlanInput, trainer: tuple[Gpu, int], samplers: tuple[Gpu, int]) -> Placement:
     """As many samplers as possible, each over as few GPUs as it fits onto: GPUs that share a model
     must communicate, samplers need not."""
     gpu, num_ranks = trainer
@@ -148,7 +148,7 @@ def _settings(num_ranks: int, split: int) -> dict[str, str]:
     return found | ({"HONE_TENSOR_PARALLEL_SIZE": str(split)} if split > 1 else {})
 
 
-def _turns(needs: Needs, pool: Pool) -> Placement:
+def _turns(needs: PlanInput, pool: GpuGroup) -> Placement:
     """One sampler over as many of the trainer's GPUs as it can be split over. Unless its memory
     share is set, the share leaves room for the trainer's part that stays, at least its weights."""
     gpu = pool.gpu
@@ -179,7 +179,7 @@ def _turns(needs: Needs, pool: Pool) -> Placement:
     return placed.model_copy(update=update)
 
 
-def _shared(needs: Needs, pool: Pool) -> Placement:
+def _shared(needs: PlanInput, pool: GpuGroup) -> Placement:
     share = _utilization(needs.settings, SHARED_UTILIZATION)
     return _judged(
         needs,
@@ -189,7 +189,7 @@ def _shared(needs: Needs, pool: Pool) -> Placement:
     )
 
 
-def _on_cpu(needs: Needs, gpu: Gpu) -> Placement:
+def _on_cpu(needs: PlanInput, gpu: Gpu) -> Placement:
     """Both are in the host's memory. The sampler's cache has its configured size."""
     settings = needs.settings
     way = Way("cpu", settings.trainer_ranks, settings.rollout_replicas, 1, gpu, gpu, {})
@@ -221,7 +221,7 @@ class Way:
     settings: dict[str, str]
 
 
-def _memory(needs: Needs, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
+def _memory(needs: PlanInput, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
     settings = needs.settings
     serving = Serving(
         tensor_parallel=way.split,
@@ -238,7 +238,7 @@ def _memory(needs: Needs, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
     )
 
 
-def _ranks(needs: Needs, way: Way) -> Ranks:
+def _ranks(needs: PlanInput, way: Way) -> Ranks:
     device, turns = _device(way.trainer), way.kind == "turns"
     return Ranks(way.num_ranks, needs.itemsize(way.trainer), device, turns)
 
@@ -247,7 +247,7 @@ def _device(gpu: Gpu) -> str:
     return "cpu" if gpu.is_cpu else "gpu"
 
 
-def _judged(needs: Needs, way: Way, *, trainer_room: float, sampler_room: float) -> Placement:
+def _judged(needs: PlanInput, way: Way, *, trainer_room: float, sampler_room: float) -> Placement:
     """Returns the placement with its needs, and why it does not fit into so many GiB."""
     trainer, sampler = _memory(needs, way)
     on_each = "" if way.trainer.is_cpu else " on each GPU"
@@ -286,9 +286,9 @@ def sequences_at_once(sampler: SamplerMemory, room_gib: float, sequence_tokens: 
     return max(1, min(sampler.sequences, int(free // each)))
 
 
-def _time(needs: Needs, way: Way, sampler: SamplerMemory, room_gib: float) -> StepTime | None:
+def _time(needs: PlanInput, way: Way, sampler: SamplerMemory, room_gib: float) -> StepTime | None:
     at_once = sequences_at_once(sampler, room_gib, needs.longest)
     itemsize = needs.itemsize(way.sampler)
-    sampling = rates.Sampling(way.num_samplers, way.split, at_once, way.sampler, itemsize)
+    sampling = rates.SamplingRate(way.num_samplers, way.split, at_once, way.sampler, itemsize)
     training = rates.Training(way.num_ranks, way.trainer, needs.itemsize(way.trainer))
     return rates.tabled(needs.model, needs.job, needs.load, sampling, training, way.kind)

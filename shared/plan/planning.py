@@ -8,9 +8,9 @@ from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.checks import check_groups
 from shared.plan import rates
-from shared.plan.gpus import Pool, parse_gpus, visible_gpus
+from shared.plan.gpus import GpuGroup, parse_gpus, visible_gpus
 from shared.plan.model import CannotPlan, Model
-from shared.plan.placement import Needs, placements
+from shared.plan.placement import PlanInput, placements
 from shared.plan.prices import Price, price_per_hour
 from shared.plan.remedies import enough_gpus, remedies
 from shared.settings import Settings
@@ -34,13 +34,17 @@ class Known:
     is_longest: bool = True
 
 
-def planned_gpus(settings: Settings) -> tuple[Pool, ...]:
+def planned_gpus(settings: Settings) -> tuple[GpuGroup, ...]:
     """Returns the GPUs to plan for: HONE_GPUS, else those of this machine. Raises BadRequest."""
     return parse_gpus(settings.gpus, "HONE_GPUS") if settings.gpus else visible_gpus()
 
 
 def make_plan(
-    job: Job, model: Model, settings: Settings, pools: tuple[Pool, ...], known: Known | None = None
+    job: Job,
+    model: Model,
+    settings: Settings,
+    pools: tuple[GpuGroup, ...],
+    known: Known | None = None,
 ) -> Plan:
     """Returns the job's plan on these GPUs. Raises BadRequest for prices that cannot be read, for
     prompts and completions beyond the model's context, and for groups of one; CannotPlan for a job
@@ -74,7 +78,7 @@ def make_plan(
     )
 
 
-def _needs(job: Job, model: Model, settings: Settings, known: Known) -> Needs:
+def _needs(job: Job, model: Model, settings: Settings, known: Known) -> PlanInput:
     room = _room(job, model)
     if known.prompt_tokens is None:
         prompt = min(PROMPT_TOKENS, room)
@@ -91,7 +95,7 @@ def _needs(job: Job, model: Model, settings: Settings, known: Known) -> Needs:
     if known.measured is not None:
         completion = max(1, round(known.measured.completion_tokens))
     is_longest = known.prompt_tokens is not None and known.is_longest
-    return Needs(job, model, prompt, completion, settings, is_longest)
+    return PlanInput(job, model, prompt, completion, settings, is_longest)
 
 
 def _room(job: Job, model: Model) -> int:
@@ -122,7 +126,11 @@ def _cost(job: Job, placement: Placement, price: Price | None) -> Cost | None:
 
 
 def _notes(
-    needs: Needs, known: Known, placement: Placement, price: Price | None, pools: tuple[Pool, ...]
+    needs: PlanInput,
+    known: Known,
+    placement: Placement,
+    price: Price | None,
+    pools: tuple[GpuGroup, ...],
 ) -> list[str]:
     job, notes = needs.job, list[str]()
     if known.prompt_tokens is None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from shared.errors import BadRequest
 from shared.explain import nearest
-from shared.plan.gpus import TABLE, Pool, parse_gpus
+from shared.plan.gpus import TABLE, GpuGroup, parse_gpus
 from shared.settings import Settings
 
 OWN = Path(__file__).with_name("prices.toml")
@@ -41,7 +41,7 @@ class PriceList:
     source: str
     per_hour: dict[str, float]
 
-    def of(self, pools: tuple[Pool, ...]) -> Price | None:
+    def of(self, pools: tuple[GpuGroup, ...]) -> Price | None:
         """Returns the price of an hour of these GPUs; None if one of them has no price."""
         if any(pool.gpu.name not in self.per_hour for pool in pools):
             return None
@@ -50,7 +50,7 @@ class PriceList:
         return Price(round(total, 4), self.currency, where)
 
 
-def price_per_hour(settings: Settings, pools: tuple[Pool, ...]) -> Price | None:
+def price_per_hour(settings: Settings, pools: tuple[GpuGroup, ...]) -> Price | None:
     """Returns the price of an hour of `pools`: HONE_PRICE_PER_HOUR if it is set, else the sum of
     the table's prices; None if a GPU is not in the table. Raises BadRequest for a table that cannot
     be read."""

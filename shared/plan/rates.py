@@ -64,7 +64,7 @@ CPU_ADAM_PER_S = 1e9
 
 
 @dataclass(frozen=True)
-class Load:
+class StepSize:
     """The size of a step: its completions, `group` for each prompt, and the tokens of a prompt and
     of a completion."""
 
@@ -79,7 +79,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingRate:
     """The samplers: how many, the GPUs of each, the sequences that each samples at once, and the
     bytes of a weight."""
 
@@ -114,7 +114,7 @@ class Measured:
 
 
 def tabled(
-    model: Model, job: Job, load: Load, sampling: Sampling, training: Training, kind: Kind
+    model: Model, job: Job, load: StepSize, sampling: SamplingRate, training: Training, kind: Kind
 ) -> StepTime | None:
     """Returns the time of a step by the GPUs' data sheets; None if a GPU has no rates."""
     gpu, size, ranks = training.gpu, training.itemsize, training.num_ranks
@@ -134,7 +134,7 @@ def tabled(
     return _step(sample_s, train_s, size * synced / SYNC_BYTES_PER_S, beside=beside)
 
 
-def measured(job: Job, load: Load, found: Measured) -> StepTime:
+def measured(job: Job, load: StepSize, found: Measured) -> StepTime:
     """Returns the time of a step at a run's measured rates."""
     tokens = load.completions * load.completion_tokens
     sample_s, train_s = tokens / found.sampled_per_s, tokens / found.trained_per_s
@@ -178,7 +178,7 @@ def passes(job: Job) -> int:
     return training.epochs * each + frozen + (training.beta > 0)
 
 
-def _sample_s(model: Model, load: Load, sampling: Sampling) -> float:
+def _sample_s(model: Model, load: StepSize, sampling: SamplingRate) -> float:
     split, gpu, itemsize = sampling.tensor_parallel, sampling.gpu, sampling.itemsize
     each = math.ceil(load.completions / sampling.num)
     at_once = max(1, min(each, sampling.sequences))
@@ -196,7 +196,7 @@ def _sample_s(model: Model, load: Load, sampling: Sampling) -> float:
     )
 
 
-def _forward_flops(model: Model, load: Load) -> float:
+def _forward_flops(model: Model, load: StepSize) -> float:
     """Returns the operations of a forward pass for one token."""
     length = load.prompt_tokens + load.completion_tokens
     attention = 2 * model.num_layers * model.heads * model.head_size * length

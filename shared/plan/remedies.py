@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.job import Job, LoraSpec
-from shared.plan.gpus import TABLE, Pool
-from shared.plan.placement import Needs, placements
+from shared.plan.gpus import TABLE, GpuGroup
+from shared.plan.placement import PlanInput, placements
 from shared.wire.planning import Change
 
 COUNTS = (1, 2, 4, 8)
@@ -24,7 +24,7 @@ class Remedy:
     key: str
     why: str
     cost: int
-    apply: Callable[[Needs], Job | None]
+    apply: Callable[[PlanInput], Job | None]
     value: Callable[[Job], Any]
     learned: bool = False
 
@@ -34,7 +34,7 @@ class Remedy:
         return Change(key=self.key, value=text, why=self.why, learned=self.learned)
 
 
-def remedies(needs: Needs, pools: tuple[Pool, ...]) -> tuple[Change, ...]:
+def remedies(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> tuple[Change, ...]:
     """Returns the changes that together make the job fit onto the GPUs; () if no combination is
     enough."""
     for chosen in _combinations():
@@ -46,12 +46,12 @@ def remedies(needs: Needs, pools: tuple[Pool, ...]) -> tuple[Change, ...]:
     return ()
 
 
-def enough_gpus(needs: Needs, pools: tuple[Pool, ...]) -> tuple[str, ...]:
+def enough_gpus(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> tuple[str, ...]:
     """Returns GPUs that fit the job as it is: more GPUs of the planned kind, and the smallest
     single GPU."""
     given = pools[0]
-    more = [Pool(count, given.gpu) for count in COUNTS if count > given.count]
-    single = [Pool(1, gpu) for gpu in sorted(TABLE.values(), key=lambda gpu: gpu.memory_gib)]
+    more = [GpuGroup(count, given.gpu) for count in COUNTS if count > given.count]
+    single = [GpuGroup(1, gpu) for gpu in sorted(TABLE.values(), key=lambda gpu: gpu.memory_gib)]
     found = [
         next((pool for pool in tried if placements(needs, (pool,))[0].fits), None)
         for tried in (more if len(pools) == 1 and not given.gpu.is_cpu else [], single)
@@ -69,7 +69,7 @@ def _combinations() -> Iterator[tuple[Remedy, ...]]:
     yield from sorted(every, key=lambda chosen: sum(remedy.cost for remedy in chosen))
 
 
-def _changed(needs: Needs, chosen: Sequence[Remedy]) -> Iterator[Job]:
+def _changed(needs: PlanInput, chosen: Sequence[Remedy]) -> Iterator[Job]:
     """Yields the job with all of the changes. If smaller micro-batches are among them, yields it
     with smaller and smaller ones."""
     fewer = MICRO_BATCH in chosen
@@ -91,20 +91,20 @@ def _with_memory(job: Job, **values: Any) -> Job:
     return job.model_copy(update={"memory": job.memory.model_copy(update=values)})
 
 
-def _halved(needs: Needs) -> Job | None:
+def _halved(needs: PlanInput) -> Job | None:
     """Half the tokens of a micro-batch, down to one longest sequence."""
     tokens = needs.job.memory.micro_batch_tokens
     half = max(tokens // 2, needs.longest)
     return _with_memory(needs.job, micro_batch_tokens=half) if half < tokens else None
 
 
-def _checkpointed(needs: Needs) -> Job | None:
+def _checkpointed(needs: PlanInput) -> Job | None:
     if needs.job.memory.gradient_checkpointing:
         return None
     return _with_memory(needs.job, gradient_checkpointing=True)
 
 
-def _shorter(needs: Needs) -> Job | None:
+def _shorter(needs: PlanInput) -> Job | None:
     """Lowers the bound to the longest sequence of training or evaluation, if known. A lower bound
     would cut completions, and so change what is learned."""
     job = needs.job
@@ -114,17 +114,17 @@ def _shorter(needs: Needs) -> Job | None:
     return job.model_copy(update={"max_model_len": needed})
 
 
-def _spread(needs: Needs) -> Job | None:
+def _spread(needs: PlanInput) -> Job | None:
     return _with_memory(needs.job, zero_stage=3) if needs.job.memory.zero_stage < 3 else None
 
 
-def _offloaded(needs: Needs) -> Job | None:
+def _offloaded(needs: PlanInput) -> Job | None:
     if needs.job.memory.offload_optimizer or needs.job.memory.zero_stage == 0:
         return None
     return _with_memory(needs.job, offload_optimizer=True)
 
 
-def _adapted(needs: Needs) -> Job | None:
+def _adapted(needs: PlanInput) -> Job | None:
     return None if needs.job.lora else needs.job.model_copy(update={"lora": LoraSpec()})
 
 

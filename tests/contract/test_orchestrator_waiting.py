@@ -54,7 +54,7 @@ async def outage(
 ) -> AsyncGenerator[Outage]:
     monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
     monkeypatch.setattr(worker, "HELD_S", 0.2)
-    monkeypatch.setattr(worker, "REGISTER_S", 0.05)
+    monkeypatch.setattr(worker, "REGISTER_TRAINER_S", 0.05)
     monkeypatch.setattr(run, "PAUSES_S", (0.0,))
     monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)

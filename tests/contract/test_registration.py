@@ -80,7 +80,7 @@ async def listed(client: Client) -> list[str]:
 async def test_a_lease_ends_unless_the_sampler_renews_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registrations, "REGISTRATION_S", 1.5)
+    monkeypatch.setattr(registrations, "SAMPLER_REGISTRATION_S", 1.5)
     body = Registration(url=URL)
     first = await store.samplers.register("stays", body)
     await store.samplers.register("goes", Registration(url="http://127.0.0.1:8002"))
@@ -198,7 +198,7 @@ async def test_a_sampler_renews_its_lease_and_unregisters_when_it_drains(
 ) -> None:
     """It begins before the orchestrator does, and is there once that is."""
     monkeypatch.setattr(registration, "RETRY_S", 0.05)
-    monkeypatch.setattr(registrations, "REGISTRATION_S", 0.6)
+    monkeypatch.setattr(registrations, "SAMPLER_REGISTRATION_S", 0.6)
     port = free_port()
     own = settings.model_copy(
         update={
@@ -254,7 +254,7 @@ async def test_whatever_goes_wrong_at_a_renewal_the_next_one_comes(
     settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registration, "RETRY_S", 0.05)
-    monkeypatch.setattr(registrations, "REGISTRATION_S", 0.6)
+    monkeypatch.setattr(registrations, "SAMPLER_REGISTRATION_S", 0.6)
     store, version, faults = Store(redis_url), 1, [RuntimeError("of no kind that is known")]
 
     def serving() -> ServingWeights:
@@ -339,7 +339,7 @@ async def test_a_sampler_that_does_not_say_where_it_is_registers_nowhere(
 async def pool(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[Pool]:
-    monkeypatch.setattr(registrations, "REGISTRATION_S", 600.0)  # nobody says it again here
+    monkeypatch.setattr(registrations, "SAMPLER_REGISTRATION_S", 600.0)  # nobody says it again here
     async with (
         pool_of(2, settings) as all_,
         pool_stack(settings, redis_url, job, all_, monkeypatch, "registered") as pool,

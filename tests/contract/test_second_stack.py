@@ -24,7 +24,7 @@ async def test_a_second_stacks_job_waits_until_the_first_ones_has_ended(
     settings: Settings, redis_url: str, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
-    monkeypatch.setattr(worker, "REGISTER_S", 0.05)
+    monkeypatch.setattr(worker, "REGISTER_TRAINER_S", 0.05)
     monkeypatch.setattr(run, "PAUSES_S", (0.0,))
     monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)

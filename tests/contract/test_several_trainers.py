@@ -203,7 +203,7 @@ async def two_orchestrators(
 ) -> AsyncGenerator[tuple[Client, Client]]:
     """Each with a trainer of its own, and jobs in common. What is away is found to be at once."""
     monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
-    monkeypatch.setattr(worker, "REGISTER_S", 0.05)
+    monkeypatch.setattr(worker, "REGISTER_TRAINER_S", 0.05)
     monkeypatch.setattr(run, "PAUSES_S", (0.0,))
     monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
     both = [settings.model_copy(update={"patience_s": 0.1}) for settings in (one, other)]

@@ -21,7 +21,7 @@ from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied
 from services.orchestrator.store.leases import Asked, Lease, LeaseLost
 from services.orchestrator.store.records import Unreadable
-from services.orchestrator.store.registrations import REGISTER_S, TRAINER_REGISTRATION_S
+from services.orchestrator.store.registrations import REGISTER_TRAINER_S, TRAINER_REGISTRATION_S
 from services.orchestrator.store.run_folders import note_end
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
@@ -187,7 +187,7 @@ class Worker:
                 pass  # the worker reports it
             except Exception:  # the last resort of a background task: registered again soon
                 get_logger().exception("trainer not registered", trainer=needs.trainer)
-            await asyncio.sleep(REGISTER_S)
+            await asyncio.sleep(REGISTER_TRAINER_S)
 
     async def _give_back(self) -> None:
         """Gives back the lease of work that was stopped while Redis was away, so that the job need

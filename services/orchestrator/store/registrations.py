@@ -11,11 +11,11 @@ from services.orchestrator.store.connection import Connection
 from shared.errors import Conflict
 from shared.wire import RegisteredSampler, Registration
 
-REGISTRATION_S = 15.0
+SAMPLER_REGISTRATION_S = 15.0
 """Seconds that a registration lasts; a sampler renews it after a third of that. Long enough for a
 pause of its process; meanwhile other samplers take its groups."""
 
-REGISTER_S = 2.0
+REGISTER_TRAINER_S = 2.0
 """Seconds between two registrations by a worker of its trainer."""
 
 TRAINER_REGISTRATION_S = 10.0
@@ -34,10 +34,10 @@ class SamplerRegistrations:
         self._call = connection.call
 
     async def register(self, replica: str, registration: Registration) -> RegisteredSampler:
-        """Registers a sampler for REGISTRATION_S seconds. Raises Conflict while another sampler, at
-        another URL, has the name."""
+        """Registers a sampler for SAMPLER_REGISTRATION_S seconds. Raises Conflict while another
+        sampler, at another URL, has the name."""
         text = registration.model_dump_json()
-        lease_ms = int(REGISTRATION_S * 1000)
+        lease_ms = int(SAMPLER_REGISTRATION_S * 1000)
         answer = await self._call(
             "register_sampler", replica=replica, registration=text, lease_ms=lease_ms
         )
@@ -45,7 +45,7 @@ class SamplerRegistrations:
             raise Conflict(
                 f"sampler {replica!r} is registered at {answer}, got {registration.url}; give each "
                 "sampler a name of its own (HONE_ROLLOUT_REPLICA), or wait until the lease of the "
-                f"other one ends ({REGISTRATION_S:g} s)"
+                f"other one ends ({SAMPLER_REGISTRATION_S:g} s)"
             )
         return _sampler(replica, text, lease_ms)
 
@@ -107,7 +107,7 @@ def _sampler(replica: str, text: str, left_ms: int) -> RegisteredSampler:
         {
             **json.loads(text),
             "replica": replica,
-            "lease_s": REGISTRATION_S,
+            "lease_s": SAMPLER_REGISTRATION_S,
             "expires_at": time.time() + left_ms / 1000,
         },
         extra="ignore",

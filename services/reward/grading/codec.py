@@ -60,7 +60,7 @@ class Awaited:
         self.value = value
 
 
-class TooLarge(Exception):
+class TooLong(Exception):
     """A value of more than `MAX_CHARS` as text."""
 
 
@@ -69,14 +69,14 @@ def encode(value: Any) -> str:
     as the items that they give.
 
     Raises NotPlain for other values, and for values that nest too deeply or contain themselves;
-    TooLarge for more than `MAX_CHARS`.
+    TooLong for more than `MAX_CHARS`.
     """
     try:
         text = json.dumps(_tree(value, 0))
     except ValueError as error:
         raise NotPlain(str(error)) from None
     if len(text) > MAX_CHARS:
-        raise TooLarge(f"a value of {len(text)} characters, at most {MAX_CHARS} are taken")
+        raise TooLong(f"a value of {len(text)} characters, at most {MAX_CHARS} are taken")
     return text
 
 

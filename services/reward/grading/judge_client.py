@@ -38,7 +38,7 @@ KEY = "key"
 _CLOSING_FENCE = re.compile(r"\s*(?:```\s*)?\Z")
 
 
-class Unreadable(GradingFailed):
+class NoVerdict(GradingFailed):
     """A reply has no verdict, and the judge may be asked again."""
 
     def __init__(self, detail: str) -> None:
@@ -47,12 +47,12 @@ class Unreadable(GradingFailed):
 
 def verdict(text: str, key: str) -> dict[str, Any]:
     """Returns the JSON object that ends `text`, a closing fence after it not counted. Raises
-    Unreadable where there is none, or one without this `key`."""
+    NoVerdict where there is none, or one without this `key`."""
     found = _last_object(text[-MAX_CHARS:])
     if found is None:
-        raise Unreadable(f"the judge's reply does not end with a JSON object: {text[-200:]!r}")
+        raise NoVerdict(f"the judge's reply does not end with a JSON object: {text[-200:]!r}")
     if found.get(KEY) != key:
-        raise Unreadable(
+        raise NoVerdict(
             f"the object that ends the judge's reply has {KEY!r} {found.get(KEY)!r:.40}, expected "
             f"the one in its question, {key!r}: {text[-200:]!r}"
         )
@@ -60,20 +60,18 @@ def verdict(text: str, key: str) -> dict[str, Any]:
 
 
 def number(found: Mapping[str, Any], name: str, low: float, high: float) -> float:
-    """Returns the number under `name`. Raises Unreadable if there is none from `low` to `high`."""
+    """Returns the number under `name`. Raises NoVerdict if there is none from `low` to `high`."""
     value: Any = found.get(name)
     if type(value) not in (int, float) or not low <= value <= high:
-        raise Unreadable(
-            f"the judge gave {value!r:.80}; expected {name!r} from {low:g} to {high:g}"
-        )
+        raise NoVerdict(f"the judge gave {value!r:.80}; expected {name!r} from {low:g} to {high:g}")
     return float(value)
 
 
 def label_in(found: Mapping[str, Any], name: str, labels: tuple[str, ...]) -> str:
-    """Returns the label under `name`. Raises Unreadable if it is none of `labels`."""
+    """Returns the label under `name`. Raises NoVerdict if it is none of `labels`."""
     value = found.get(name)
     if value not in labels:
-        raise Unreadable(f"the judge gave {value!r:.80}; expected one of {', '.join(labels)}")
+        raise NoVerdict(f"the judge gave {value!r:.80}; expected one of {', '.join(labels)}")
     return value
 
 
@@ -211,7 +209,7 @@ class Judge:
         self, question: Question, read: Callable[[dict[str, Any]], T]
     ) -> tuple[T, int | None]:
         """Returns what `read` makes of the object in the reply, and the tokens that it cost, None
-        if it was cached. If `read` raises Unreadable, the judge is asked again. Raises
+        if it was cached. If `read` raises NoVerdict, the judge is asked again. Raises
         GradingFailed."""
         if self._store is None:
             self._store = JudgeStore.open(self._tools.run_folder)
@@ -231,10 +229,10 @@ class Judge:
                 try:
                     found = verdict(_whole(text), nonce)
                     value = read(found)
-                except Unreadable as error:
+                except NoVerdict as error:
                     if asks < MAX_ASKS:
                         continue
-                    raise Unreadable(f"asked {asks} times: {error.detail}") from error
+                    raise NoVerdict(f"asked {asks} times: {error.detail}") from error
                 await asyncio.to_thread(store.keep, key, json.dumps(found), spent)
                 return value, spent
 
@@ -336,5 +334,5 @@ class Judge:
 
 def _whole(text: str | None) -> str:
     if text is None:
-        raise Unreadable("the judge's reply was cut at its limit of tokens")
+        raise NoVerdict("the judge's reply was cut at its limit of tokens")
     return text

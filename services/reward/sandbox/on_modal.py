@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from services.reward.sandbox import verdicts
 from services.reward.sandbox.base import Probe, Sandbox, Worker, failures, waiting
-from services.reward.sandbox.verdicts import Facts, NotPlain, decode
+from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
 from shared.errors import Failed, how_to_install
 from shared.host.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
@@ -225,7 +225,7 @@ def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Ex
         )
     try:
         facts = _checked(decode(lines[1].encode(), max_items=MAX_ANSWER_ITEMS), wall_s)
-    except (NotPlain, ValueError, KeyError, TypeError, OverflowError):
+    except (NotDecoded, ValueError, KeyError, TypeError, OverflowError):
         return Execution(
             verdict="runtime_error",
             stderr="BadResult: the program overwrote how it ended\n",

@@ -22,7 +22,7 @@ from services.reward.sandbox import visible
 from services.reward.sandbox.base import SlotDied, Worker
 from services.reward.sandbox.cgroups import Group
 from services.reward.sandbox.inside import child, frames, zygote
-from services.reward.sandbox.verdicts import Facts, NotPlain, decode
+from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
 from services.reward.sandbox.visible import INSIDE, NO_PACKAGES, Packages
 from shared.wire import ExecuteRequest
 
@@ -308,7 +308,7 @@ class Slot(Worker):
 def _plain(message: bytes) -> Any:
     try:
         return decode(message, max_items=MAX_MESSAGE_ITEMS)
-    except NotPlain as error:
+    except NotDecoded as error:
         raise SlotDied(f"it answered with something that is not plain data: {error}") from error
 
 

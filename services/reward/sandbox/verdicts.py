@@ -19,21 +19,21 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """A string of JSON, also one that does not end, so that no text is read twice."""
 
 
-class NotPlain(Exception):
+class NotDecoded(Exception):
     """A text is not plain data. The message says why."""
 
 
 def decode(text: bytes, *, max_items: int) -> Any:
-    """Returns the value of a JSON text. Raises NotPlain for any other text, for more than
+    """Returns the value of a JSON text. Raises NotDecoded for any other text, for more than
     `max_items` values (before it makes any), for values nested deeper than `MAX_DEPTH`, and for
     numbers that are not finite."""
     if _items(text) > max_items and _items(_STRING.sub(b"", text)) > max_items:
-        raise NotPlain(f"more than {max_items} values")
+        raise NotDecoded(f"more than {max_items} values")
     try:
         value = json.loads(text)
         _check(value, 0)
     except (ValueError, RecursionError) as error:
-        raise NotPlain(f"{type(error).__name__}: {error}") from None
+        raise NotDecoded(f"{type(error).__name__}: {error}") from None
     return value
 
 
@@ -183,7 +183,7 @@ def _outcome(result: str, code: int, request: ExecuteRequest) -> tuple[Ending, A
         outcome = decode(result.encode(), max_items=MAX_ITEMS)
         end, value, trace = outcome["end"], outcome.get("value"), str(outcome.get("trace", ""))
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate could not be sent on
-    except (NotPlain, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (NotDecoded, ValueError, KeyError, TypeError, AttributeError) as error:
         return (
             "runtime_error",
             None,

@@ -58,7 +58,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Plan:
+class NextTurn:
     """The tokens after which the next answer is sampled: `prompt_token_ids`. Of these, `between`
     are new to the conversation that goes on. If `goes_on` is None, a new conversation begins, and
     `because` says why."""
@@ -150,12 +150,12 @@ class Sessions:
             )
         return answer.body
 
-    async def _plan(self, chat: Chat, session: Session, request: ChatRequest) -> Plan:
+    async def _plan(self, chat: Chat, session: Session, request: ChatRequest) -> NextTurn:
         """Goes on from the latest answer that the request's messages extend. If it is the last
         answer of its conversation, that conversation goes on; else a new one begins with its
         tokens."""
         if not session.conversations:
-            return Plan(await prompt_tokens(chat, request))
+            return NextTurn(await prompt_tokens(chat, request))
         newest = session.conversations[-1]
         known = [
             (state, recorded)
@@ -163,19 +163,19 @@ class Sessions:
             if (state := recorded.extended_by(request))
         ]
         if not known:
-            return Plan(await prompt_tokens(chat, request), because=newest.difference(request))
+            return NextTurn(await prompt_tokens(chat, request), because=newest.difference(request))
         state, recorded = max(known, key=lambda each: each[0].num_messages)
         try:
             between = await tokens_after(chat, request, state.num_messages, state.last_token)
         except CannotContinue as error:
-            return Plan(await prompt_tokens(chat, request), because=str(error))
+            return NextTurn(await prompt_tokens(chat, request), because=str(error))
         ids = [*recorded.token_ids(state), *between]
         if state is recorded.states[-1]:
-            return Plan(ids, goes_on=recorded, between=tuple(between))
-        return Plan(ids, because=recorded.difference(request))
+            return NextTurn(ids, goes_on=recorded, between=tuple(between))
+        return NextTurn(ids, because=recorded.difference(request))
 
     def _check_room(
-        self, name: str, session: Session, plan: Plan, sampling: Sampling, max_model_len: int
+        self, name: str, session: Session, plan: NextTurn, sampling: Sampling, max_model_len: int
     ) -> None:
         num_prompt = len(plan.prompt_token_ids)
         if num_prompt + sampling.max_tokens > max_model_len:

@@ -98,7 +98,7 @@ class Inbox:
             self._current.answer.set_exception(error)
 
 
-class Readiness:
+class FirstLoad:
     """Whether the trainer is ready. Its first command loads the previous ranks' job again (None: no
     job); it is ready after that, until it `ends`."""
 
@@ -108,7 +108,7 @@ class Readiness:
         self._answer = answer
 
     @classmethod
-    def after_loading(cls, inbox: Inbox, request: TrainerJob | None) -> Readiness:
+    def after_loading(cls, inbox: Inbox, request: TrainerJob | None) -> FirstLoad:
         """Returns the readiness of a trainer, and puts the loading of `request` as its first
         command."""
         return cls(request, inbox.put("load_job", request) if request else None)

@@ -30,7 +30,7 @@ import uvicorn
 
 from services.trainer.app import create_service
 from services.trainer.disk.checkpoints import fingerprint
-from services.trainer.processes.commands import Inbox, RanksMustEnd, Readiness, follow, watch
+from services.trainer.processes.commands import FirstLoad, Inbox, RanksMustEnd, follow, watch
 from services.trainer.processes.extensions import compiling
 from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import (
@@ -168,7 +168,7 @@ def trainer_maker(
     """Imports the heavy libraries, and returns the function that makes this rank's trainer."""
     # These import deepspeed, which reads DS_ACCELERATOR.
     from services.trainer.zero.deepspeed_engine import quiet_libraries, start_engine
-    from services.trainer.zero.memory import Gpu, check_fits, needs_of
+    from services.trainer.zero.memory import check_fits, needs_of
     from services.trainer.zero.models import check_model, choose_dtype, model_files
     from shared.plan.memory import GIB, Ranks
     from shared.plan.model import CannotPlan, find_model
@@ -187,7 +187,9 @@ def trainer_maker(
                 model, job, Ranks(place.num_ranks, size, "gpu"), settings.tensor_parallel_size
             )
             total_gib = torch.cuda.get_device_properties(device).total_memory / GIB
-            check_fits(needs, Gpu(total_gib, settings.gpu_memory_utilization, settings.colocate))
+            check_fits(
+                needs, SharedGpu(total_gib, settings.gpu_memory_utilization, settings.colocate)
+            )
 
     quiet_libraries()
     seams = Seams(
@@ -217,7 +219,7 @@ def lead(
     tracing.configure("trainer", settings)
     inbox = Inbox()
     loaded_before = folder.job()
-    readiness = Readiness.after_loading(inbox, loaded_before)
+    readiness = FirstLoad.after_loading(inbox, loaded_before)
     service = create_service(
         settings, trainer, inbox.run, versions(channel.num_ranks), readiness.problem, compiling
     )

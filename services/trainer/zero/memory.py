@@ -179,7 +179,7 @@ def _kib_of(file: Path, *names: str) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class SharedGpu:
     """A GPU: its memory in GiB, the sampler's share, and whether sampler and trainer take turns on
     it."""
 
@@ -221,7 +221,7 @@ def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> GpuN
     )
 
 
-def check_fits(needs: GpuNeeds, gpu: Gpu) -> None:
+def check_fits(needs: GpuNeeds, gpu: SharedGpu) -> None:
     """Raises BadRequest, with the numbers, if trainer and sampler cannot share the GPU. Activations
     and CUDA's own memory are not counted, so a refused job could not have worked."""
     sampler_gib = gpu.total_gib * gpu.sampler_share

@@ -101,7 +101,7 @@ class Progress:
         return f"{self.passing} of {sequences} sequence(s) in {tokens} tokens, {step}"
 
 
-class TooLarge(Exception):
+class DoesNotFit(Exception):
     """A micro-batch did not fit into memory, all is as it was, and half its tokens might fit."""
 
     def __init__(self, error: Failed, budget: int) -> None:
@@ -155,7 +155,7 @@ class Updater:
         while True:
             try:
                 return self._update(examples, learning_rate, totals, version)
-            except TooLarge as too_large:
+            except DoesNotFit as too_large:
                 get_logger().warning(
                     "out of memory: the step is made again in smaller micro-batches",
                     before=self._job.memory.micro_batch_tokens,
@@ -326,7 +326,7 @@ class Updater:
         if not kept:
             return OutOfMemory(sentence, progress.half)
         failed = Failed(sentence, code="out_of_memory")
-        return TooLarge(failed, progress.half) if progress.half else failed
+        return DoesNotFit(failed, progress.half) if progress.half else failed
 
 
 def _refusable(loss: Tensor, logprobs_N: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_registered_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A folder that hangs keeps the work, though its lease has expired: others are to take it."""
-    monkeypatch.setattr(worker_module, "REGISTER_S", 0.0)
+    monkeypatch.setattr(worker_module, "REGISTER_TRAINER_S", 0.0)
     monkeypatch.setattr(worker_module, "POLL_S", 0.0)
     is_cancelled, go_on = asyncio.Event(), asyncio.Event()
 
@@ -144,7 +144,7 @@ async def test_a_trainer_is_noted_again_after_work_that_could_not_be_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As where Redis was emptied before the job's samplers were known."""
-    monkeypatch.setattr(worker_module, "REGISTER_S", 0.0)
+    monkeypatch.setattr(worker_module, "REGISTER_TRAINER_S", 0.0)
     monkeypatch.setattr(worker_module, "POLL_S", 0.0)
     emptied = StoreEmptied("it was emptied")
     run = Mock(run=AsyncMock(side_effect=LeaseLost("a")), close=AsyncMock(side_effect=emptied))
@@ -165,7 +165,7 @@ async def test_a_trainer_is_noted_again_after_work_that_could_not_be_closed(
 async def test_registering_a_trainer_and_heartbeats_go_on_after_an_unexpected_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_module, "REGISTER_S", 0.0)
+    monkeypatch.setattr(worker_module, "REGISTER_TRAINER_S", 0.0)
     store = Mock(beat=AsyncMock(return_value=None))
     store.trainers.register = AsyncMock(side_effect=[ValueError("a bug"), *[None] * 100])
     worker = Worker(store, Settings())

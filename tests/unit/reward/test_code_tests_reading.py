@@ -22,7 +22,7 @@ from services.reward.graders.code_tests.tests import calls
 from services.reward.grading.codec import (
     SPECIAL,
     NotPlain,
-    TooLarge,
+    TooLong,
     Unfinished,
     decode,
     encode,
@@ -189,7 +189,7 @@ def test_numbers_are_no_text_of_more_than_30_000_digits() -> None:
 def test_whole_numbers_of_any_length_cross() -> None:
     for value in (10**5000, -(10**5000), Fraction(1, 10**5000), {"a": [10**4000 - 1]}):
         assert decode(encode(value)) == value
-    with pytest.raises(TooLarge):
+    with pytest.raises(TooLong):
         encode(10**300_000)
 
 
@@ -200,7 +200,7 @@ def test_only_exact_types_come_out() -> None:
     for value in (object(), [print], Liar):
         with pytest.raises(NotPlain):
             encode(value)
-    with pytest.raises(TooLarge):
+    with pytest.raises(TooLong):
         encode("x" * 1_000_000)
 
 

@@ -374,10 +374,10 @@ def test_the_largest_object_at_the_end_is_read() -> None:
     text = '{"key": "k", "a": {"key": "x", "score": 1}, "score": 2}'
     assert replies.verdict(f"{{not json}} {text} \n```", "k")["score"] == 2
     for other in (f"{text} {{not json}}", "{" * 20_000, "[" * 20_000 + "}", "}", "[]", "none"):
-        with pytest.raises(replies.Unreadable):
+        with pytest.raises(replies.NoVerdict):
             replies.verdict(other, "k")
     for number in (float("nan"), 10**400, "7", True, None):
-        with pytest.raises(replies.Unreadable):
+        with pytest.raises(replies.NoVerdict):
             replies.number({"score": number}, "score", 0, 10)
 
 

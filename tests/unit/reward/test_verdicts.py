@@ -18,7 +18,7 @@ import shared
 from services.reward import job_code
 from services.reward.sandbox import inside, verdicts
 from services.reward.sandbox.inside import child, seccomp
-from services.reward.sandbox.verdicts import Facts, NotPlain, decode
+from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
 from shared.wire import ExecuteRequest
 
 ENDED: dict[str, Any] = {
@@ -94,12 +94,12 @@ def test_how_a_job_ended_is_its_verdict(facts: dict[str, Any], verdict: str, val
     ],
 )
 def test_what_is_not_plain_data_is_not_decoded(text: bytes, fault: str) -> None:
-    with pytest.raises(NotPlain, match=f"^{re.escape(fault)}$"):
+    with pytest.raises(NotDecoded, match=f"^{re.escape(fault)}$"):
         decode(text, max_items=4)
 
 
 def test_a_text_of_quotes_is_gone_through_once() -> None:
-    with pytest.raises(NotPlain):
+    with pytest.raises(NotDecoded):
         decode(b'"' + b'\\"' * 2_000_000 + b"," * 100, max_items=4)
 
 
@@ -107,7 +107,7 @@ def test_text_with_many_commas_is_few_values() -> None:
     assert decode(b'["a,b,[,{", "\\"[,,,,", {}]', max_items=4) == ["a,b,[,{", '"[,,,,', {}]
     nested = b"[" * 65 + b"]" * 65
     assert decode(nested, max_items=100) is not None
-    with pytest.raises(NotPlain, match="nested deeper than 64"):
+    with pytest.raises(NotDecoded, match="nested deeper than 64"):
         decode(b"[" + nested + b"]", max_items=100)
 
 

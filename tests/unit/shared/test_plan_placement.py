@@ -11,7 +11,7 @@ from shared.job import Job
 from shared.plan.gpus import parse_gpus
 from shared.plan.model import CannotPlan
 from shared.plan.planning import Known, make_plan
-from shared.plan.rates import Load, Sampling, Training, passes, rates_of, tabled
+from shared.plan.rates import SamplingRate, StepSize, Training, passes, rates_of, tabled
 from shared.settings import Settings
 from shared.wire import MetricsRow, Plan, StepTime
 from tests.support.plan_models import job, model
@@ -212,13 +212,13 @@ def test_where_nothing_is_enough_nothing_is_promised() -> None:
 def test_a_steps_time_is_as_worked_out_by_hand() -> None:
     """1.5B on two A100-80GB: 64 completions of 100 tokens after 50, 8 to a prompt."""
     count = 1_543_714_304
-    load = Load(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
+    load = StepSize(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
     gpu = parse_gpus("1xA100-80GB")[0].gpu
     found = tabled(
         model("Qwen2.5-1.5B"),
         job(),
         load,
-        Sampling(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=2),
+        SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=2),
         Training(num_ranks=1, gpu=gpu, itemsize=2),
         "split",
     )
@@ -236,12 +236,12 @@ def test_a_steps_time_is_as_worked_out_by_hand() -> None:
 
 
 def test_time_is_by_the_number_of_updates_and_by_the_samplers_own_dtype() -> None:
-    load = Load(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
+    load = StepSize(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
     gpu = parse_gpus("1xA100-80GB")[0].gpu
     training = Training(num_ranks=1, gpu=gpu, itemsize=2)
 
     def time(itemsize: int, **sections: Any) -> StepTime:
-        sampling = Sampling(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=itemsize)
+        sampling = SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=itemsize)
         wanted = job(memory={"offload_optimizer": True}, **sections)
         found = tabled(model("Qwen2.5-1.5B"), wanted, load, sampling, training, "split")
         assert found is not None

@@ -12,9 +12,9 @@ from torch.distributed import HashStore
 from services.trainer.engine import OutOfMemory
 from services.trainer.processes import commands
 from services.trainer.processes.commands import (
+    FirstLoad,
     Inbox,
     RanksMustEnd,
-    Readiness,
     follow,
     perform,
     watch,
@@ -169,7 +169,7 @@ def test_a_rank_that_others_wait_for_in_vain_ends_the_wait_with_its_sentence(mon
 
 def test_a_job_loaded_before_a_failure_comes_first_and_makes_the_trainer_ready():
     inbox = Inbox()
-    readiness = Readiness.after_loading(inbox, job_request())
+    readiness = FirstLoad.after_loading(inbox, job_request())
     inbox.put("train_step", step_request(1))
     ticket = inbox.next(1)
     assert ticket is not None and ticket.name == "load_job"
@@ -180,7 +180,7 @@ def test_a_job_loaded_before_a_failure_comes_first_and_makes_the_trainer_ready()
     assert readiness.problem("b") is None, "someone has loaded another since"
     readiness.ends = "rank 1 has no memory"
     assert readiness.problem("b") == "rank 1 has no memory"
-    assert Readiness.after_loading(Inbox(), None).problem(None) is None
+    assert FirstLoad.after_loading(Inbox(), None).problem(None) is None
 
 
 async def test_a_failed_inbox_answers_the_command_under_way():

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from services.trainer.zero.memory import Gpu, GpuNeeds, check_fits, needs_of
+from services.trainer.zero.memory import GpuNeeds, SharedGpu, check_fits, needs_of
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.plan.memory import GIB, Ranks
@@ -78,18 +78,18 @@ SEVEN_B = GpuNeeds(weights=14, training=104, sampler=16)
 )
 def test_what_cannot_fit_is_refused_with_numbers(total, share, turns, message) -> None:
     with pytest.raises(BadRequest, match=message):
-        check_fits(SEVEN_B, Gpu(total, share, turns))
+        check_fits(SEVEN_B, SharedGpu(total, share, turns))
 
 
 def test_states_that_cannot_be_moved_are_not_there_for_the_sampler() -> None:
     stay = GpuNeeds(weights=14, training=60, sampler=16, resting=45)
     message = "keeps 14.00 GiB of weights and 45.00 GiB of optimizer states .*; lower .*, or"
     with pytest.raises(BadRequest, match=message):
-        check_fits(stay, Gpu(80, 0.6, takes_turns=True))
-    check_fits(stay, Gpu(80, 0.26, takes_turns=True))
+        check_fits(stay, SharedGpu(80, 0.6, takes_turns=True))
+    check_fits(stay, SharedGpu(80, 0.26, takes_turns=True))
 
 
 def test_taking_turns_makes_room() -> None:
-    check_fits(SEVEN_B, Gpu(140, 0.6, takes_turns=True))
+    check_fits(SEVEN_B, SharedGpu(140, 0.6, takes_turns=True))
     with pytest.raises(BadRequest, match="HONE_COLOCATE=1"):
-        check_fits(SEVEN_B, Gpu(140, 0.6, takes_turns=False))
+        check_fits(SEVEN_B, SharedGpu(140, 0.6, takes_turns=False))

@@ -17,7 +17,7 @@ from typing import Any
 from services.reward.grading.codec import (
     Awaited,
     NotPlain,
-    TooLarge,
+    TooLong,
     decode,
     encode,
 )
@@ -120,7 +120,7 @@ def _outcome(step: Callable[[], Any], cpu_s: float) -> list[str]:
         return ["late", f"more than {cpu_s:g} s of CPU time"]
     except NotPlain as error:
         return ["opaque", str(error)[:MAX_MESSAGE_CHARS]]
-    except TooLarge as error:
+    except TooLong as error:
         return ["large", str(error)[:MAX_MESSAGE_CHARS]]
     except Absent as error:
         return ["absent", f"NameError: name {error.name!r} is not defined"]

@@ -58,7 +58,7 @@ _CURRENT = "\\mathcal{I}"
 """I alone is the imaginary unit to the parser."""
 
 
-class Unreadable(ValueError):
+class NoFormula(ValueError):
     """A formula that cannot be read."""
 
     def __init__(self, formula: str) -> None:
@@ -67,12 +67,12 @@ class Unreadable(ValueError):
 
 def latex_of(formula: str) -> str:
     """Returns the LaTeX that all of `formula` is, its functions and factors written out. Raises
-    Unreadable."""
+    NoFormula."""
     text = _FUNCTION.sub(lambda found: f"\\{found[1] or found[2]} ", formula)
     is_word = _WORD.search(text)
     text = without_marks(text)
     if is_word or _TWO_NUMBERS.search(_INDEX.sub("", text)) or _INDEX_OF_NUMBER.search(text):
-        raise Unreadable(formula)
+        raise NoFormula(formula)
     text = _INVERSE.sub(r"\\arc\1 ", _ROOT.sub(r"\1\2{\3}", text))
     text = _MIXED.sub(r"(\1+\\frac{\2}{\3})", text)
     return _ADJACENT.sub(r"\\cdot ", _indexed(text, formula)).replace("°", "^\\circ ")
@@ -85,7 +85,7 @@ def _indexed(text: str, formula: str) -> str:
     while position < len(text):
         token = _TOKEN.match(text, position)
         if token is None or (token["command"] and token["command"] not in _COMMANDS):
-            raise Unreadable(formula)
+            raise NoFormula(formula)
         written = _CURRENT if token[0] == "I" and text[token.end() :][:1] != "_" else token[0]
         parts.append(f"_{{{written}}}" if is_letter and token["number"] else written)
         position, is_letter = token.end(), bool(token["letter"])
@@ -122,7 +122,7 @@ class SympyFormulas(Formulas):
 
 
 def parse(formula: str) -> Any:
-    """Returns the sympy expression that all of `formula` is. Raises Unreadable."""
+    """Returns the sympy expression that all of `formula` is. Raises NoFormula."""
     from latex2sympy2_extended.latex2sympy2 import (
         ConversionConfig,
         NormalizationConfig,
@@ -154,7 +154,7 @@ def parse(formula: str) -> Any:
     except (MemoryError, RecursionError):
         raise
     except Exception as error:  # of whatever kind its parser raises on a stranger's text
-        raise Unreadable(formula) from error
+        raise NoFormula(formula) from error
 
 
 def _exact(expression: Any, has_unit: bool) -> Any:
@@ -163,14 +163,14 @@ def _exact(expression: Any, has_unit: bool) -> Any:
     import sympy
 
     if not isinstance(expression, sympy.Expr):
-        raise Unreadable(str(expression))
+        raise NoFormula(str(expression))
     plain: dict[Any, Any] = {one: sympy.Rational(str(one)) for one in expression.atoms(sympy.Float)}
     plain |= {one: sympy.Symbol(one.name) for one in expression.atoms(sympy.Symbol)}
     if has_unit:
         plain |= {one: sympy.I for one in plain if str(one) == "i"}
     value = expression.xreplace(plain).doit()
     if value.has(sympy.nan):
-        raise Unreadable(str(expression))
+        raise NoFormula(str(expression))
     return value
 
 
@@ -301,7 +301,7 @@ def compared(given: str, wanted: str) -> tuple[bool, str]:
     """Returns whether two answers say the same, and why they cannot be compared, if so."""
     try:
         return same(read(given), read(wanted), SympyFormulas()), ""
-    except Unreadable as error:
+    except NoFormula as error:
         return False, str(error)
 
 
