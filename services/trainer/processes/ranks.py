@@ -168,7 +168,7 @@ def trainer_maker(
     """Imports the heavy libraries, and returns the function that makes this rank's trainer."""
     # These import deepspeed, which reads DS_ACCELERATOR.
     from services.trainer.zero.deepspeed_engine import quiet_libraries, start_engine
-    from services.trainer.zero.memory import check_fits, needs_of
+    from services.trainer.zero.memory import SharedGpu, check_fits, needs_of
     from services.trainer.zero.models import check_model, choose_dtype, model_files
     from shared.plan.memory import GIB, Ranks
     from shared.plan.model import CannotPlan, find_model
