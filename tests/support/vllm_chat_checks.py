@@ -223,7 +223,7 @@ async def test_what_vllm_refuses_is_refused_with_its_reason(engine: Scripted) ->
     with pytest.raises(BadRequest, match="out of vocabulary"):
         await answer(chat, asked, [300])
     strict = {**TOOL, "function": {**ADD, "strict": True}}
-    with pytest.raises(BadRequest, match="bounds what can be sampled"):
+    with pytest.raises(BadRequest, match="limits which tokens can be sampled"):
         await answer(chat, asked.model_copy(update={"tools": (strict,)}), [5])
     with pytest.raises(BadRequest, match="HONE_TOOL_PARSER to name one"):
         await prompt_tokens(chat_of(engine, None), asked.model_copy(update={"tools": (TOOL,)}))
