@@ -128,6 +128,11 @@ def count_at_least(logprobs_BV: Tensor, sampled_B1: Tensor) -> Tensor:
     return torch.tensor([np.count_nonzero(logprobs_V >= sampled) for logprobs_V, sampled in rows])
 
 
+if torch.cpu._is_amx_tile_supported():  # pyright: ignore[reportPrivateUsage]
+    # Linux lets a process use AMX once it asked. vLLM's attention in bfloat16 does not ask, and
+    # ends with an illegal instruction.
+    torch.cpu._init_amx()  # pyright: ignore[reportPrivateUsage]
+
 if os.environ.get(SERVICE_PID, str(os.getpid())) != str(os.getpid()):
     die_with(int(os.environ[SERVICE_PID]))
     os.setpgid(0, 0)  # else a Ctrl-C or SIGTERM to all of the service's group ends the engine first
