@@ -124,11 +124,17 @@ def _of_linear(
 ) -> Iterator[tuple[str, Tensor]]:
     parent, _, last = name.rpartition(".")
     parts = packed.get(last, [last])
-    for kind, own in (("weight", _matrix(layer)), ("bias", layer.bias)):
+    for kind, own in (("weight", _matrix(layer)), ("bias", _bias(layer))):
         if own is None:
             continue
         for part, tensor in zip(parts, own.split(_sizes(layer, len(parts))), strict=True):
             yield f"{parent}.{part}.{kind}", _whole(layer, part, kind, tensor, gather)
+
+
+def _bias(layer: Any) -> Tensor | None:
+    """Returns the layer's bias in the dtype that was loaded. vLLM's kernels for AMX keep it in
+    float32, which has every number of the smaller dtypes."""
+    return None if layer.bias is None else layer.bias.to(layer.params_dtype)
 
 
 def _sizes(layer: Any, num_parts: int) -> list[int]:
