@@ -134,7 +134,8 @@ def _of_linear(
 def _bias(layer: Any) -> Tensor | None:
     """Returns the layer's bias in the dtype that was loaded. vLLM's kernels for AMX keep it in
     float32, which has every number of the smaller dtypes."""
-    return None if layer.bias is None else layer.bias.to(layer.params_dtype)
+    dtype = getattr(layer, "params_dtype", None)
+    return layer.bias if layer.bias is None or dtype is None else layer.bias.to(dtype)
 
 
 def _sizes(layer: Any, num_parts: int) -> list[int]:
