@@ -1,11 +1,10 @@
 r"""Pairs of a row's answer and a completion, right or wrong by construction: 20 of each kind of
 answers, always the same ones.
 
-The layouts are those of GSM8K (the rows of its test set are in tests/data), MATH, AIME and sets of
-science questions. A kind makes an answer of random numbers, ways to write it that are right, and
-near misses: what differs in a sign, a digit, a unit, a name, an order or a bracket, says more than
-the answer, or says nothing.
-"""
+The answers are laid out as in GSM8K (the rows of its test set are in tests/data), MATH, AIME and
+sets of science questions. A kind makes an answer of random numbers, ways to write it that are
+right, and near misses: what differs in a sign, a digit, a unit, a name, an order or a bracket, says
+more than the answer, or says nothing."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ KEYS = {
 
 
 def secrets(*names: str) -> list[modal.Secret]:
-    """Returns the services' own Secret, and those of `names` that the settings name."""
+    """Returns the services' own Secret, and each Secret of `names` that the settings name."""
     wanted = [name for name in names if name in SETTINGS.modal_secrets]
     others = [modal.Secret.from_name(f"hone-{name}", required_keys=[KEYS[name]]) for name in wanted]
     return [SERVICES_SECRET, *others]

@@ -49,8 +49,8 @@ from shared.wire import (
 
 
 def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Service:
-    """Returns the service, not yet started. `sandbox` stands in for the one that the settings
-    name."""
+    """Returns the service, not yet started. `sandbox` takes the place of the sandbox that the
+    settings name."""
     graders.load()
     sandbox = sandbox or sandbox_of(settings)
     tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox), LimitedPool())
@@ -127,7 +127,7 @@ def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
             return await tools.sandbox.execute(request)
 
     async def validate(request: ValidateRequest) -> Validated:
-        """Says whether these rewards would work on rows with these columns, and on those of the
+        """Says whether these rewards would work on rows with these columns, and on the rows of the
         prompts given; 422 with sentences if not."""
         await scorer.check(request.rewards, request.columns, request.prompts)
         return Validated(rewards=tuple(spec.label for spec in request.rewards))

@@ -160,7 +160,7 @@ class Running:
         return self.adapters.using(self.adapters.serving)
 
     async def checked(self) -> CheckedWeights:
-        """Returns which of the engine's tensors are not those of the version that serves, or of the
+        """Returns which of the engine's tensors differ from the version that serves, or from the
         model that it was started with. With an adapter both are compared."""
         published, found = self.published, await self.engine.digests()
         if self.is_base:

@@ -372,7 +372,7 @@ class Sampler:
             return await Load(running, self._requests, ref).run(self._copies)
 
     async def check_weights(self) -> CheckedWeights:
-        """Returns which of the engine's tensors are not those of the version that serves."""
+        """Returns which of the engine's tensors differ from the version that serves."""
         async with self._change:
             return await (await self._ready()).checked()
 

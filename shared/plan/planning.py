@@ -35,7 +35,7 @@ class Known:
 
 
 def planned_gpus(settings: Settings) -> tuple[GpuGroup, ...]:
-    """Returns the GPUs to plan for: HONE_GPUS, else those of this machine. Raises BadRequest."""
+    """Returns the GPUs to plan for: HONE_GPUS, else this machine's GPUs. Raises BadRequest."""
     return parse_gpus(settings.gpus, "HONE_GPUS") if settings.gpus else visible_gpus()
 
 

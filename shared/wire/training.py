@@ -39,12 +39,11 @@ class Batch(Wire):
 class Example(Wire):
     """One completion with its advantage, as the trainer takes it.
 
-    `token_ids`, `sampled`, `spans`, `kept_ids` and `kept_counts` are those of `Rollout`;
+    `token_ids`, `sampled`, `spans`, `kept_ids` and `kept_counts` are as in `Rollout`;
     `old_logprobs` `[T]` are the sampler's `logprobs`, in nats, each by the weights that sampled the
     token; empty: unknown, taken to be the trainer's own. `advantages` `[T]` are per token and
     replace `advantage`; empty: `advantage` counts for all tokens. `spans` empty: sampled by no
-    job's weights, as far as is known.
-    """
+    job's weights, as far as is known."""
 
     prompt_token_ids: TokenIds
     token_ids: TokenIds
@@ -153,7 +152,7 @@ class StepResult(Wire):
 
 class CheckpointRequest(Fenced):
     """`POST /checkpoints`: write the weights of `step` as a Hugging Face checkpoint into the job's
-    run folder. Old checkpoints are removed then, except those of the steps `keep`."""
+    run folder. Old checkpoints are removed then, except the checkpoints of the steps `keep`."""
 
     step: int = Field(ge=0)
     keep: tuple[int, ...] = ()

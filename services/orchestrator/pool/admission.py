@@ -13,7 +13,7 @@ from services.orchestrator.pool.sampler import Sampler
 
 
 def choose(samplers: Iterable[Sampler]) -> Sampler | None:
-    """Returns the least loaded sampler of those that can begin a group now; None if none can."""
+    """Returns the least loaded sampler that can begin a group now; None if none can."""
     free = [
         sampler
         for sampler in samplers

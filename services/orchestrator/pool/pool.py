@@ -327,7 +327,7 @@ class Pool:
     # --- joining and leaving ---------------------------------------------------------------------
 
     def _update(self, urls: Sequence[str]) -> None:
-        """Takes up new samplers. One that is named no more gets no groups."""
+        """Takes up new samplers. A sampler that is named no more gets no groups."""
         for sampler in self.samplers.values():
             sampler.listed = sampler.url in urls
         for url in urls:

@@ -122,7 +122,8 @@ class MultiParams(Params):
 
 @grader("multi")
 class Multi(Grader[MultiParams]):
-    """The value of `calculate_output` over those of `graders`. As OpenAI's grader of that name."""
+    """The value of `calculate_output`, computed from the values of `graders`. As OpenAI's grader of
+    that name."""
 
     items_per_call = 1
     deadline_s = 900.0

@@ -259,7 +259,7 @@ class VerdictCache:
         return len(self._parts)
 
     def get(self, key: bytes) -> Part | None:
-        """Returns the verdict as one that took no time, or None."""
+        """Returns the cached verdict, with a time of 0, or None."""
         part = self._parts.get(key)
         if part is None:
             return None

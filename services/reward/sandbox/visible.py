@@ -92,7 +92,7 @@ NO_PACKAGES = Packages({}, ())
 
 def find(names: Sequence[str]) -> Packages:
     """Returns the installed distributions of these names with all that they require. Raises
-    BadRequest for one that is not installed."""
+    BadRequest for a package that is not installed."""
     wanted = {name: _installed(name) for name in names}
     binds = {
         str(path): f"{INSIDE}/{path.name}"

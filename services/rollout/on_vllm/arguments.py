@@ -139,7 +139,7 @@ def can_sleep(settings: Settings) -> bool:
 
 
 def ask_for_masks(args: AsyncEngineArgs) -> None:
-    """Turns on sampling masks: vLLM's own on a GPU, those of our executor on a CPU. Raises
+    """Turns on sampling masks: vLLM's own masks on a GPU, our executor's on a CPU. Raises
     BadRequest if neither is possible."""
     if not current_platform.is_cpu():
         args.return_sampling_mask = True

@@ -40,7 +40,7 @@ class Copies:
         self._kept: tuple[str, Path] | None = None
 
     def clear(self) -> None:
-        """Removes all copies, also those of an earlier process of this sampler."""
+        """Removes all copies, also copies of an earlier process of this sampler."""
         self._kept = None
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -193,8 +193,8 @@ def _received(ref: BroadcastWeights | SharedWeights, digest: str, received_bytes
 
 
 def check_loaded(found: dict[str, str], ref: BroadcastWeights | SharedWeights) -> None:
-    """Raises Failed, code "not_loaded", unless each tensor of the engine is the one that was
-    published. `found` are the digests that were read back."""
+    """Raises Failed, code "not_loaded", unless each tensor of the engine is as it was published.
+    `found` are the digests that were read back."""
     if wrong := differing(found, ref.tensors):
         raise Failed(
             f"of what the trainer sent {len(wrong)} tensors have other bytes, the first is "

@@ -105,7 +105,7 @@ def _hashed(tensor: Tensor, take: Callable[[memoryview], None]) -> str:
 
 
 def _in_host_memory(plain: Tensor) -> Iterator[memoryview]:
-    """Yields the bytes in order; those of a GPU in pieces, each valid until the next one."""
+    """Yields the bytes in order; a GPU's bytes come in pieces, each valid until the next one."""
     if plain.device.type == "cpu":
         yield plain.numpy().data
         return

@@ -37,8 +37,8 @@ whatever the correction, over the tokens whose sampler's log-prob is known:
                                     sequence's) is outside the correction's bounds; without a
                                     correction, w outside [0.5, 2]
 
-By which weights sampled each token, as far as that is known: of version v where those of version u
-are trained, its staleness is u - v. A completion may have tokens of several versions, each with the
+By which weights sampled each token, as far as that is known: of version v where version u is
+trained, its staleness is u - v. A completion may have tokens of several versions, each with the
 log-prob that its own version gave it, so w is of the token's own sampler throughout.
 
     staleness/mean                  mean staleness

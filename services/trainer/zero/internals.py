@@ -85,7 +85,7 @@ def _can_offload(zero: Any) -> bool:
 
 @torch.no_grad()
 def drop_gradients(zero: Any) -> None:
-    """Drops every gradient since the last step, also those of a pass that broke off."""
+    """Drops every gradient since the last step, also the gradients of a pass that broke off."""
     optimizer = zero.optimizer
     for parameter in zero.module.parameters():
         parameter.grad = None

@@ -223,7 +223,7 @@ def _without_unsaved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _in_checkpoint(model: Any, weights: dict[str, Tensor]) -> tuple[list[str], list[str]]:
-    """Returns the names of the checkpoint's tensors, and of those that are others than `weights`:
+    """Returns the names of the checkpoint's tensors, and the names of tensors other than `weights`:
     merged from adapters, or cut or turned. Asked of tensors without memory: transformers copies
     each that shares a buffer with others, as DeepSpeed has them."""
     own = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])

@@ -191,8 +191,8 @@ def _written(amount: Amount, formula: str) -> Amount:
 
 
 def _same_in_any_order(given: Several, wanted: Several, formulas: Formulas) -> bool:
-    """Returns whether each part of one is a part of the other, as often. Values without names are
-    those of the names in their order: x = 1, y = 2 is 1, 2."""
+    """Returns whether each part of one is a part of the other, as often. Values without names
+    belong to the names in their order: x = 1, y = 2 is 1, 2."""
     if _names(wanted) and not any(isinstance(part, Named) for part in given.parts):
         return _same_in_order(given.parts, wanted.parts, formulas)
     if _has_bounds_of_several(given) and not any(isinstance(one, Named) for one in wanted.parts):

@@ -274,8 +274,8 @@ def _verdict(shown: str, test: str, results: list[str], special: frozenset[str])
 
 
 def evaluate(node: ast.expr, values: dict[str, Any]) -> Any:
-    """Returns the value of a supported expression; `values` are those of its free names. Raises
-    CannotHold, or what Python would."""
+    """Returns the value of a supported expression; `values` has the values of its free names.
+    Raises CannotHold, or what Python would."""
     return _Evaluation(values).of(node)
 
 
