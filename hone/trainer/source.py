@@ -1,0 +1,388 @@
+"""A function or class of a script or notebook as source text that stands alone: its own text, and
+the text of all that it closes over.
+
+The text travels with the job, and runs in the reward service's sandbox, where the script is not.
+Imported from installed packages: an import. Functions and classes of the user's own files: their
+text, once. Plain data, patterns and loggers: an assignment. Everything else is refused, with the
+name and the reason, because an object that was left out would be missed at the first step.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dis
+import functools
+import inspect
+import linecache
+import logging
+import math
+import re
+import site
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from shared.errors import BadRequest
+from shared.job import MAX_SOURCE_BYTES
+
+HEADER = "from __future__ import annotations\n"
+SANDBOX_NAMES = ("hone", "shared.rewards")
+"""Modules whose names the sandbox has as `hone`."""
+
+MAX_LISTED = 3
+READS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_GLOBAL")
+
+
+def source_of(target: Any, name: str) -> str:
+    """Returns the text of a module that defines `target` as `name`. Raises BadRequest with the
+    reason if the text would not do in another process what `target` does here."""
+    module = _Module(name)
+    module.add(name, target, user=f"the reward {name!r}")
+    text = module.text()
+    if (size := len(text.encode())) > MAX_SOURCE_BYTES:
+        raise BadRequest(
+            f"the source of the reward {name!r}, with what it closes over, has {size} bytes; "
+            f"expected at most {MAX_SOURCE_BYTES}. Largest: {', '.join(module.largest())}"
+        )
+    return text
+
+
+class _Module:
+    """The text under way: its parts by name, in the order in which they must run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._parts: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
+
+    def text(self) -> str:
+        return HEADER + "\n".join(self._parts.values())
+
+    def largest(self) -> list[str]:
+        parts = sorted(self._parts.items(), key=lambda part: -len(part[1]))
+        return [f"{name} ({len(text)} characters)" for name, text in parts[:MAX_LISTED]]
+
+    def add(self, name: str, value: Any, user: str) -> None:
+        """Adds what defines `value` as `name`, which `user` needs, after all that it needs
+        itself."""
+        if name in self._values:
+            if not _same(self._values[name], value):
+                raise BadRequest(
+                    f"{user} and another part of the reward {self._name!r} call different objects "
+                    f"{name!r}; expected one name for each"
+                )
+            return
+        self._values[name] = value
+        if text := _as_data(name, value) or _as_import(name, value, user):
+            self._parts[name] = text
+        elif isinstance(value, functools.partial):
+            self._add_partial(name, cast("functools.partial[Any]", value), user)
+        elif isinstance(value, types.FunctionType | type) or hasattr(value, "__wrapped__"):
+            self._add_definition(name, value, user)
+        else:
+            raise BadRequest(
+                f"{user} uses {name!r}, {_described(value)}, which cannot be sent as source; "
+                "expected functions, classes, modules and plain data: make the object inside the "
+                "function that uses it"
+            )
+
+    def _add_partial(self, name: str, value: functools.partial[Any], user: str) -> None:
+        given = {"args": value.args, "keywords": value.keywords}
+        fixed = {kind: _literal(each) for kind, each in given.items()}
+        if bad := next((kind for kind, text in fixed.items() if text is None), None):
+            raise BadRequest(
+                f"{user} is a functools.partial with {bad} {given[bad]!r}; expected plain data"
+            )
+        inner = f"{name}_whole"
+        self.add(inner, value.func, user)
+        self._parts[name] = (
+            "import functools\n"
+            f"{name} = functools.partial({inner}, *{fixed['args']}, **{fixed['keywords']})\n"
+        )
+
+    def _add_definition(self, name: str, value: Any, user: str) -> None:
+        found = _Definition(value, name, user)
+        own = found.name
+        if own != name:
+            self._values.setdefault(own, value)
+            if not _same(self._values[own], value):
+                raise BadRequest(
+                    f"{user} uses two objects that are defined as {own!r}; expected one name for "
+                    "each"
+                )
+        for needed in found.names():
+            if needed not in (own, name):
+                self.add(
+                    needed, found.look_up(needed), f"{own!r}, part of the reward {self._name!r},"
+                )
+        if own not in self._parts:
+            self._parts[own] = found.text
+        if own != name:
+            self._parts[name] = f"{name} = {own}\n"
+
+
+class _Definition:
+    """A function, lambda or class of the user's, with its text and the scope that it was defined
+    in."""
+
+    def __init__(self, value: Any, name: str, user: str) -> None:
+        self._user = user
+        inner = inspect.unwrap(value)
+        node, lines = _class_node(inner) if isinstance(inner, type) else _function_node(inner)
+        if node is None:
+            raise BadRequest(
+                f"{user}: the source of {_described(value)} is not to be had; expected a function "
+                "or class of a file or a notebook's cell"
+            )
+        if inner is not value and not getattr(node, "decorator_list", ()):
+            raise BadRequest(
+                f"{user}: {name!r} wraps {inner.__name__!r} without a decorator; expected "
+                "@decorator above its definition"
+            )
+        self.name: str = getattr(node, "name", name)
+        self.text = (
+            f"{name} = {ast.unparse(node)}\n"
+            if isinstance(node, ast.Lambda)
+            else _text(node, lines)
+        )
+        functions = _functions_in(inner)
+        self._scope = _scope(functions) | (
+            {} if functions else vars(sys.modules.get(inner.__module__, builtins))
+        )
+
+    def names(self) -> list[str]:
+        """Returns the names that the text needs from outside, builtins apart, in order."""
+        code = compile(self.text, self.name, "exec", annotations.compiler_flag, dont_inherit=True)
+        found = dict.fromkeys(_free_names(code, is_module=True))
+        return [name for name in found if not hasattr(builtins, name) or name in self._scope]
+
+    def look_up(self, name: str) -> Any:
+        """Returns the value of a name in the scope. Raises BadRequest if it has none."""
+        if name not in self._scope:
+            raise BadRequest(f"{self._user}: {self.name!r} uses {name!r}, which is not defined")
+        return self._scope[name]
+
+
+def _scope(functions: list[types.FunctionType]) -> dict[str, Any]:
+    """Returns the global names and the closed-over ones of functions that were defined together."""
+    scope: dict[str, Any] = {}
+    for function in functions:
+        scope |= function.__globals__
+    for function in functions:
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            if name != "__class__":
+                try:
+                    scope[name] = cell.cell_contents
+                except ValueError:  # not yet assigned
+                    scope.pop(name, None)
+    return scope
+
+
+def _functions_in(value: Any) -> list[types.FunctionType]:
+    """Returns a function itself, or the functions that a class's own text defines."""
+    if isinstance(value, types.FunctionType):
+        return [value]
+    members = [getattr(member, "__func__", member) for member in vars(value).values()]
+    members += [member.fget for member in members if isinstance(member, property)]
+    plain = [inspect.unwrap(member) for member in members if callable(member)]
+    return [
+        member
+        for member in plain
+        if isinstance(member, types.FunctionType) and member.__module__ == value.__module__
+    ]
+
+
+def _free_names(code: types.CodeType, *, is_module: bool) -> Iterator[str]:
+    """Yields the names that code, and all code in it, reads from the module without having set
+    them."""
+    stored: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_NAME":
+            stored.add(instruction.argval)
+        elif instruction.opname in READS and instruction.argval not in stored | {"__name__"}:
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = _free_names(constant, is_module=False)
+            yield from (name for name in inner if not (is_module and name in stored))
+
+
+def _function_node(function: Any) -> tuple[ast.AST | None, list[str]]:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None, []
+    tree, lines = _tree(code.co_filename)
+    kinds = (ast.Lambda,) if code.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, kinds) and _first_line(node) == code.co_firstlineno
+    ]
+    if len(found) > 1:  # lambdas in one line
+        found = [node for node in found if _compiles_to(node, code)][:1]
+    return (found[0] if found else None), lines
+
+
+def _class_node(kind: type) -> tuple[ast.AST | None, list[str]]:
+    functions = _functions_in(kind)
+    file = (
+        functions[0].__code__.co_filename
+        if functions
+        else _file_of(sys.modules.get(kind.__module__))
+    )
+    tree, lines = _tree(file)
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == kind.__name__
+    ]
+    inside = {function.__code__.co_firstlineno for function in functions}
+    holding = [
+        node
+        for node in found
+        if all(node.lineno <= line <= (node.end_lineno or line) for line in inside)
+    ]
+    return (holding[-1] if holding else None), lines
+
+
+def _tree(file: str) -> tuple[ast.Module, list[str]]:
+    lines = linecache.getlines(file)
+    try:
+        return ast.parse("".join(lines)), lines
+    except SyntaxError:  # a cell with a magic command, or a file that was edited since
+        return ast.Module([], []), lines
+
+
+def _first_line(node: Any) -> int:
+    decorators = getattr(node, "decorator_list", ())
+    return min([node.lineno, *(decorator.lineno for decorator in decorators)])
+
+
+def _compiles_to(node: ast.AST, code: types.CodeType) -> bool:
+    whole = compile(ast.unparse(node), "<lambda>", "eval")
+    made = next(each for each in whole.co_consts if isinstance(each, types.CodeType))
+    return (made.co_consts, made.co_varnames, made.co_names, len(made.co_code)) == (
+        code.co_consts,
+        code.co_varnames,
+        code.co_names,
+        len(code.co_code),
+    )
+
+
+def _text(node: Any, lines: list[str]) -> str:
+    """Returns the text as it was written. An indented definition is written anew, because its
+    strings of several lines must not change."""
+    if node.col_offset == 0:
+        return "".join(lines[_first_line(node) - 1 : node.end_lineno]).rstrip() + "\n"
+    return ast.unparse(node) + "\n"
+
+
+def _as_import(name: str, value: Any, user: str) -> str | None:
+    """Returns the import of a module, or of what an installed package defines."""
+    if isinstance(value, types.ModuleType):
+        if not _is_installed(value.__name__):
+            raise BadRequest(
+                f"{user} uses the module {name!r}, a file of your own ({_file_of(value)}), which "
+                "is not there where the reward runs; expected functions imported by name (from "
+                f"{value.__name__} import ...)"
+            )
+        return f"import {value.__name__} as {name}\n"
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if module is None or qualified is None or not _is_installed(module):
+        return None
+    if module in SANDBOX_NAMES:
+        return f"from hone import {qualified} as {name}\n"
+    first, _, rest = qualified.partition(".")
+    if (
+        functools.reduce(
+            lambda at, part: getattr(at, part, None),
+            qualified.split("."),
+            cast(Any, sys.modules[module]),
+        )
+        is not value
+    ):
+        return None
+    return (
+        f"from {module} import {first}\n{name} = {first}.{rest}\n"
+        if rest
+        else f"from {module} import {first} as {name}\n"
+    )
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    """Whether a module comes with Python or is installed, so that the sandbox may have it."""
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or module in SANDBOX_NAMES:
+        return top != "__main__"
+    file = _file_of(sys.modules.get(module) or sys.modules.get(top))
+    folders = [*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()]
+    return any(Path(folder) in Path(file).parents for folder in folders)
+
+
+def _file_of(module: Any) -> str:
+    return str(getattr(module, "__file__", None) or "")
+
+
+def _as_data(name: str, value: Any) -> str | None:
+    if isinstance(value, logging.Logger):
+        return f"import logging\n{name} = logging.getLogger({value.name!r})\n"
+    if isinstance(value, re.Pattern):
+        return f"import re\n{name} = re.compile({value.pattern!r}, {value.flags})\n"
+    literal = _literal(value)
+    return None if literal is None else f"{name} = {literal}\n"
+
+
+def _literal(value: Any) -> str | None:
+    """Returns the expression of plain data; None for anything else."""
+    if value is None or type(value) in (bool, int, str, bytes):
+        return repr(value)
+    if type(value) is float:
+        return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
+    if type(value) is dict or isinstance(value, types.MappingProxyType):
+        pairs = [
+            (_literal(key), _literal(each)) for key, each in cast(Mapping[Any, Any], value).items()
+        ]
+        return (
+            None
+            if any(None in pair for pair in pairs)
+            else f"{{{', '.join(f'{key}: {each}' for key, each in pairs)}}}"
+        )
+    build: dict[type, str] = {
+        list: "[{}]",
+        tuple: "({})",
+        set: "set([{}])",
+        frozenset: "frozenset([{}])",
+    }
+    if type(value) not in build:
+        return None
+    items = [_literal(each) for each in value]
+    if None in items:
+        return None
+    inside = (
+        "".join(f"{item}, " for item in items)
+        if type(value) is tuple
+        else ", ".join(cast(list[str], items))
+    )
+    return build[type(value)].format(inside)
+
+
+def _same(one: Any, other: Any) -> bool:
+    literal = _literal(one)
+    return one is other or (literal is not None and literal == _literal(other))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, types.FunctionType | type):
+        return f"{value.__qualname__!r} of {value.__module__}"
+    kind = cast(type, type(value))
+    return f"an object of type {kind.__module__}.{kind.__qualname__}"
+
+
+Definable = Callable[..., Any] | type
