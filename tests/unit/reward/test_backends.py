@@ -314,7 +314,7 @@ async def test_without_the_client_or_an_account_it_says_what_to_do(
     sandbox = await started()
     problem = sandbox.problem() or ""
     assert problem.startswith("HONE_SANDBOX=modal needs the Modal client: `make setup` in Hone's")
-    assert "`pip install '.[modal]'` there" in problem
+    assert "`pip install 'hone-rl[modal]'` into" in problem
     with pytest.raises(Failed, match="needs the Modal client"):
         await sandbox.execute(ExecuteRequest(code="1"))
     with pytest.raises(Failed, match="HONE_SANDBOX=local"):

@@ -6,16 +6,19 @@ import re
 import tomllib
 from pathlib import Path
 
-from hone.commands.doctor import ENGINES
-from shared.errors import how_to_install
+import pytest
+
+from hone import installed
+from hone.installed import ENGINES, check_installed
+from shared.errors import BadRequest, how_to_install
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_an_extra_is_installed_from_the_repository() -> None:
+def test_an_extra_is_installed_beside_the_hone_that_is_there() -> None:
     assert how_to_install("otel") == (
-        "`make setup` in Hone's repository installs it into .venv, `pip install '.[otel]'` there "
-        "into another environment"
+        "`make setup` in Hone's repository installs it into .venv, `pip install 'hone-rl[otel]'` "
+        "into another environment that has Hone"
     )
 
 
@@ -24,6 +27,17 @@ def test_each_extra_that_somebody_is_told_to_install_exists() -> None:
     named = set(ENGINES)
     for part in ("hone", "shared", "services", "deploy"):
         for file in (ROOT / part).rglob("*.py"):
-            named |= set(re.findall(r"how_to_install\(['\"](\w+)['\"]\)", file.read_text()))
-    assert named == {"modal", "orchestrator", "otel", "rollout", "trainer"}
+            told = r"(?:how_to_install|check_installed)\(['\"](\w+)['\"]"
+            named |= set(re.findall(told, file.read_text()))
+    assert named == {"laptop", "modal", "orchestrator", "otel", "reward", "rollout", "trainer"}
     assert named <= project["optional-dependencies"].keys()
+
+
+def test_services_without_their_packages_are_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_installed("laptop", *ENGINES)
+    absent = {"rollout": ("no-such-package",), "reward": ("no-such-package", "pip")}
+    monkeypatch.setattr(installed, "ENGINES", ENGINES | absent)
+    with pytest.raises(BadRequest, match=r"^the packages of rollout are not installed: .*laptop"):
+        check_installed("laptop", *ENGINES)
