@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cuda demo up down test soak faults gpu compose-test check format docs lock clean
+.PHONY: help setup cuda demo up down test soak faults gpu compose-test check format docs release lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ format: $(VENV)/.ready ## put the code into shape
 
 docs: $(VENV)/.ready ## write docs/graders.md and the picture of the rooms anew, from the code
 	$(BIN)/python -m deploy.pages
+
+release: $(VENV)/.ready ## make dist/ of this commit, and check it: wheel, digests, notes, images
+	sh requirements/release.sh
 
 lock: $(VENV)/.ready ## pin requirements/ again from pyproject.toml
 	sh requirements/lock.sh

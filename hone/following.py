@@ -53,10 +53,10 @@ async def follow(
                         return
                     if kind == "progress":
                         if progress:
-                            progress(codec.decode(wire.JobProgress, data.encode()))
+                            progress(codec.decode_tolerantly(wire.JobProgress, data.encode()))
                         continue
                     last = id
-                    yield codec.decode(wire.Event, data.encode())
+                    yield codec.decode_tolerantly(wire.Event, data.encode())
         except Unavailable:
             lost_at = lost_at or time.monotonic()
             away_s = time.monotonic() - lost_at

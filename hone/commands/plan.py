@@ -70,7 +70,7 @@ def measured_in(folder: Path) -> Measured:
     """Returns the measured rates of the run in a folder. Raises BadRequest for a folder without
     them."""
     try:
-        job = codec.decode_stored(Job, (folder / "job.json").read_bytes())
+        job = codec.decode_tolerantly(Job, (folder / "job.json").read_bytes())
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         rows = [MetricsRow.model_validate_json(line) for line in lines if line.strip()]
     except (OSError, ValueError, BadRequest) as error:

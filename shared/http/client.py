@@ -244,7 +244,7 @@ class Client:
                     response = await self._finished(request, watch)
                 if response.status_code in (200, 201):
                     media_type = response.headers.get("content-type", codec.JSON).partition(";")[0]
-                    return codec.decode(result, response.content, media_type)
+                    return codec.decode_tolerantly(result, response.content, media_type)
                 problem = self._error(response)
             except TimeoutError as error:
                 if missed and watch.heard_at <= missed_at:  # it is away, and not slow

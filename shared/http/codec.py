@@ -69,9 +69,9 @@ def decode(model: type[M], data: bytes, media_type: str = JSON) -> M:
     return _validated(model, data, media_type, tolerant=False)
 
 
-def decode_stored(model: type[M], data: bytes, media_type: str = JSON) -> M:
-    """Returns the model that stored `data` holds. Another version of Hone may have written it, so
-    unknown keys are ignored. Raises BadRequest as `decode` does."""
+def decode_tolerantly(model: type[M], data: bytes, media_type: str = JSON) -> M:
+    """Returns the model that stored `data`, or a service's answer, holds. Unknown keys are ignored,
+    for a newer version of Hone may have written them. Raises BadRequest as `decode` does."""
     return _validated(model, data, media_type, tolerant=True)
 
 

@@ -24,7 +24,7 @@
 All are imported from here. All are frozen and refuse unknown keys. Token ids, log-probs and masks
 stay bytes from end to end (`packed.py`): in JSON a list of numbers, in msgpack 4, 4 and 1 bytes per
 token. The job's own sections are in `shared/job/`. What is stored is read tolerantly, see
-`codec.decode_stored`.
+`codec.decode_tolerantly`.
 """
 
 from __future__ import annotations

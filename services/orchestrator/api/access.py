@@ -119,7 +119,7 @@ class Keys:
         """Returns the stored key; None if there is no file, or it holds no key."""
         path = self._path(name)
         try:
-            return codec.decode_stored(StoredKey, path.read_bytes())
+            return codec.decode_tolerantly(StoredKey, path.read_bytes())
         except FileNotFoundError:
             return None
         except OSError as error:

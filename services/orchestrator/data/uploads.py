@@ -125,7 +125,7 @@ class Uploads:
     def get(self, id: str) -> UploadedFile:
         """Raises NotFound."""
         try:
-            return codec.decode_stored(UploadedFile, self.described_in(id).read_bytes())
+            return codec.decode_tolerantly(UploadedFile, self.described_in(id).read_bytes())
         except FileNotFoundError as error:
             raise _no_file(id) from error
 

@@ -106,7 +106,7 @@ def _stored(path: Path) -> FinishedGroups | str:
     if checksum != _checksum(data):
         return f"the file of groups {str(path)!r} is damaged: its checksum differs"
     try:
-        return codec.decode_stored(FinishedGroups, data, codec.MSGPACK)
+        return codec.decode_tolerantly(FinishedGroups, data, codec.MSGPACK)
     except BadRequest as error:
         return f"the file of groups {str(path)!r} cannot be read: {error.detail}"
 

@@ -161,7 +161,7 @@ class RunFolder:
         file = self.path / JOB
         if not file.exists():
             return
-        different = differences(codec.decode_stored(Job, file.read_bytes()), job)
+        different = differences(codec.decode_tolerantly(Job, file.read_bytes()), job)
         if different:
             raise Conflict(
                 f"{str(file)!r} is of the same job id with another job: "
@@ -308,7 +308,7 @@ class RunFolder:
         stored steps."""
         for path in (self._batch_path(step), self._ungraded_path(step)):
             if path.exists():
-                return codec.decode_stored(Batch, path.read_bytes(), codec.MSGPACK)
+                return codec.decode_tolerantly(Batch, path.read_bytes(), codec.MSGPACK)
         steps = self.batch_steps()
         have = f"steps {steps[0]} to {steps[-1]} have" if steps else "no step has yet"
         raise NotFound(f"step {step} has no stored rollouts; {have}")
@@ -342,7 +342,7 @@ class RunFolder:
     def note(self) -> Note | None:
         """Returns `record.json`; None in the folder of an older version of Hone."""
         path = self.path / NOTE
-        return codec.decode_stored(Note, path.read_bytes()) if path.exists() else None
+        return codec.decode_tolerantly(Note, path.read_bytes()) if path.exists() else None
 
     def mark_deleted(self) -> None:
         """Notes that the job was deleted, if the folder exists."""

@@ -90,7 +90,7 @@ def _read(path: Path) -> FoundRun:
         return FoundRun(path.name, path, problem=WAS_DELETED)
     file, data, ended = (path / name for name in (JOB, "data.json", "summary.json"))
     try:
-        job = codec.decode_stored(Job, file.read_bytes())
+        job = codec.decode_tolerantly(Job, file.read_bytes())
         rows, note = RunFolder(path).metrics(), RunFolder(path).note()
         summary = json.loads(ended.read_bytes()) if ended.exists() else None
         return FoundRun(

@@ -21,9 +21,11 @@ from tests.support.job_records import record
 
 
 def answer(request: httpx.Request) -> httpx.Response:
-    """Answers for jobs `demo-1` and, newer, `demo-2`, whose own record cannot be read."""
+    """Answers for jobs `demo-1` and, newer, `demo-2`, whose own record cannot be read. The
+    orchestrator is newer than the client, so there is a field that the client does not know."""
     try:
-        return httpx.Response(200, json=_body(request).model_dump(mode="json"))
+        body = _body(request).model_dump(mode="json")
+        return httpx.Response(200, json=body | {"of_a_newer_version": 1})
     except HoneError as error:
         return httpx.Response(error.status, json=error.problem())
 
@@ -174,6 +176,10 @@ async def test_the_asynchronous_client_awaits_the_same_answers() -> None:
         )
         assert (await client.cancel("demo")).status == "cancelled"
         assert [job.id for job in await client.list(name="demo")] == ["demo-1"]
+
+
+def test_a_field_of_a_newer_orchestrator_is_ignored(client: Client) -> None:
+    assert client.cancel("demo-2") == JobState(id="demo-2", status="cancelled")
 
 
 def test_lists_are_iterated_counted_and_indexed(client: Client) -> None:
