@@ -1,6 +1,6 @@
 """The parts of the documentation that `make docs` writes: docs/graders.md, from the texts of `hone
-explain` for each grader; and the rooms of the orchestrator in docs/architecture.md, with what each
-imports (`tests/unit/test_imports.py` holds their order)."""
+explain` for each grader; docs/migrating.md; and the rooms of the orchestrator in
+docs/architecture.md, with what each imports (`tests/unit/test_imports.py` holds their order)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from deploy import migrating
 from hone.commands.explain import Explanation, find
 
 ROOT = Path(__file__).parents[1]
@@ -105,4 +106,5 @@ def drawn(page: str) -> str:
 
 if __name__ == "__main__":
     GRADERS.write_text(page())
+    migrating.PAGE.write_text(migrating.page())
     ARCHITECTURE.write_text(drawn(ARCHITECTURE.read_text()))

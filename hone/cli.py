@@ -34,7 +34,7 @@ def found() -> Mapping[str, tuple[str, str]]:
 def _module_of(name: str) -> str:
     """Returns the module of a command. Only files that contain its name are parsed: parsing all
     takes a tenth of the time of `hone ls`. Raises KeyError for an unknown command."""
-    defined = re.compile(rf'\ndef {re.escape(name)}\(|name="{re.escape(name)}"')
+    defined = re.compile(rf'\ndef {re.escape(name)}_?\(|name="{re.escape(name)}"')
     likely = [file for file in _files() if defined.search(file.read_text(encoding="utf-8"))]
     return {name: module for file in likely for name, (module, _) in _commands_in(file)}[name]
 
@@ -53,7 +53,7 @@ def _commands_of(line: ast.stmt) -> Iterator[tuple[str, str]]:
     """Yields the command that a function defines, or the group that `app.add_typer` adds."""
     match line:
         case ast.FunctionDef(name=name, decorator_list=[ast.Name(id="command")]):
-            yield name, _first_sentence(ast.get_docstring(line) or "")
+            yield name.rstrip("_"), _first_sentence(ast.get_docstring(line) or "")
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr="add_typer"), keywords=given)):
             texts = {each.arg: ast.literal_eval(each.value) for each in given}
             yield texts["name"], _first_sentence(texts["help"])

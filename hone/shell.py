@@ -58,8 +58,8 @@ OverridesOption = Annotated[list[str] | None, typer.Option("--set", help="a.b=c,
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers a command under the function's name. Its HoneErrors become one sentence and exit
-    code 2."""
+    """Registers a command under the function's name, without a `_` at its end. Its HoneErrors
+    become one sentence and exit code 2."""
     return command_of(app)(function)
 
 
@@ -79,7 +79,7 @@ def _register(group: typer.Typer, function: Callable[..., Any]) -> Callable[...,
         except KeyboardInterrupt as error:
             raise typer.Exit(INTERRUPTED) from error
 
-    return group.command(function.__name__)(run)
+    return group.command(function.__name__.rstrip("_"))(run)
 
 
 def job_in(file: Path, overrides: Sequence[str] | None) -> Job:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hone.trainer import training_arguments
 from shared.errors import BadRequest
 from shared.explain import shown
 from shared.job import Job
@@ -144,6 +145,7 @@ CONVERTED = {
 }
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    **training_arguments.REFUSED,
     "repetition_penalty": ((1.0,), "the trainer's log-probs would not be the sampler's"),
     "top_entropy_quantile": ((1.0,), "all tokens are trained"),
     "entropy_coef": ((0, 0.0), "there is no entropy bonus; training.clip_high keeps entropy up"),
@@ -172,6 +174,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Name, its neutral values, and why it has no key."""
 
 WITHOUT_EFFECT = {
+    **training_arguments.WITHOUT_EFFECT,
     **dict.fromkeys(
         ("logging_steps", "logging_strategy", "logging_first_step", "log_completions"),
         "every step is logged, with its completions",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import pages
+from deploy import migrating, pages
 from hone import cli
 from hone.commands.explain import find
 from shared.job.file import parse_job
@@ -52,6 +52,10 @@ def test_prose_has_lines_of_at_most_100_columns(page: str) -> None:
 
 def test_the_page_of_graders_is_what_they_say_of_themselves() -> None:
     assert pages.GRADERS.read_text() == pages.page(), "`make docs` writes it anew"
+
+
+def test_the_page_on_migrating_has_the_tables_of_hone_import() -> None:
+    assert migrating.PAGE.read_text() == migrating.page(), "`make docs` writes it anew"
 
 
 def test_every_key_that_explain_is_shown_with_exists() -> None:

@@ -25,6 +25,7 @@ NAMED = re.compile(
     rf"(?<![\w/.<>-])((?:{TOP})/[\w./-]*\w|[\w-]+\.(?:py|md|svg))(?![\w*<{{-]|/\w|\.\w)"
 )
 ELSEWHERE = {"rewards.py", "your_rewards.py", "lengths.py", "near.py", "squares.py", "careful.py"}
+ELSEWHERE |= {"grpo.py"}
 """Files of a user's own, in examples."""
 
 PAGES = [file for file in FILES if file.endswith(".md")]

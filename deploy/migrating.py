@@ -1,0 +1,102 @@
+"""docs/migrating.md, which `make docs` writes from the tables of hone/importing/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from hone.importing import trl
+from hone.importing.importing import FRAMEWORKS
+from hone.importing.table import Framework, Row
+from hone.trainer.parameters import CONVERTED, JOINT, REFUSED, SAME, WITHOUT_EFFECT
+
+PAGE = Path(__file__).parents[1] / "docs/migrating.md"
+HEAD = ("| their key | here | what differs |", "|---|---|---|")
+
+BEGINNING = """# From another trainer
+
+`hone import` makes a job of a configuration of TRL, OpenRLHF, verl or prime-rl, and lists what has
+no counterpart. `make docs` writes this page from the tables that it uses.
+
+    .venv/bin/hone import grpo.py --to job.toml      # a script with GRPOConfig(...)
+    .venv/bin/hone import train.sh --to job.toml     # the command in a shell script; none is run
+    .venv/bin/hone import config.yaml                # of TRL or verl; a TOML of prime-rl likewise
+    .venv/bin/hone import -- trl grpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name a/b
+    .venv/bin/hone import -o json train.sh           # the job, and every key that has none, as data
+
+The job says beside each key which name it had, and above it what differs. A value that the trainer
+has by default, and a job has not, is written too. What the user must say is a comment, "fill in":
+rewards that are code of another signature, rows that a script changes, a number that depends on
+the data. The exit code is 0 as long as the configuration can be read.
+
+- **Batches.** TRL and prime-rl count completions, verl and a job count prompts, OpenRLHF's rollout
+  batch counts prompts and its training batch completions. A step of a job is a batch of
+  `prompts_per_step * group_size` completions, and `minibatches * epochs` optimizer steps.
+- **Ranges.** `clip_low` and `clip_high` are distances from 1. A trainer with one range has both.
+- **Averages.** A mean over tokens of an optimizer step is "dapo", with several minibatches "bnpo";
+  a mean of sequences' means is "grpo"; a sum over a constant length is "dr_grpo".
+- **KL in the reward** becomes a part of the loss with the same expected gradient, "k3_true".
+- **Where it runs** (GPUs, memory of samplers) is a setting of the stack: `hone import` says which.
+"""
+
+TRL_NAMES = """The names of a GRPOConfig, which `hone.Trainer` takes too
+([`trainer.md`](trainer.md)):
+"""
+
+
+def page() -> str:
+    """Returns the page."""
+    return "\n".join([BEGINNING, *(_section(each) for each in FRAMEWORKS.values())])
+
+
+def _section(framework: Framework) -> str:
+    parts = [f"## {framework.title}", _table(_counterparts(framework.rows))]
+    if framework is trl.TRL:
+        parts += [TRL_NAMES.strip(), _table(_parameters())]
+    parts += ["No counterpart, unless the value changes nothing:", _table(_lacking(framework))]
+    names = ", ".join(f"`{name}`" for name in _inside(framework))
+    return "\n\n".join([*parts, f"Not needed here:\n\n| names |\n|---|\n| {names} |"]) + "\n"
+
+
+def _table(rows: Iterator[tuple[str, str, str]]) -> str:
+    return "\n".join([*HEAD, *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _counterparts(rows: Mapping[str, Row]) -> Iterator[tuple[str, str, str]]:
+    for name, row in rows.items():
+        if row.kind in ("key", "setting"):
+            here = ", ".join(f"`{key}`" for key in row.here.split(", "))
+            yield f"`{name}`", here, row.note
+
+
+def _parameters() -> Iterator[tuple[str, str, str]]:
+    for name, key in SAME.items():
+        yield f"`{name}`", f"`{key}`", ""
+    for name, found in CONVERTED.items():
+        yield f"`{name}`", f"`{found.key}`", found.note
+    for names, text in JOINT.values():
+        yield ", ".join(f"`{name}`" for name in names), "", text
+
+
+def _lacking(framework: Framework) -> Iterator[tuple[str, str, str]]:
+    for name, row in framework.rows.items():
+        if row.kind == "none":
+            yield f"`{name}`", _neutral(row.neutral), row.note
+    if framework is trl.TRL:
+        for name, (neutral, why) in REFUSED.items():
+            yield f"`{name}`", _neutral(neutral), why
+
+
+def _neutral(values: tuple[object, ...]) -> str:
+    return f"none but {json.dumps(values[0])}" if values else "none"
+
+
+def _inside(framework: Framework) -> Iterator[str]:
+    yield from (name for name, row in framework.rows.items() if row.kind == "inside")
+    if framework is trl.TRL:
+        yield from (name for name in WITHOUT_EFFECT if name not in framework.rows)

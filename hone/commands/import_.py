@@ -1,0 +1,68 @@
+"""`hone import`: a job from another trainer's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hone.shell import Output, OutputOption, as_json, command, err, out
+
+if TYPE_CHECKING:
+    from hone.importing.importing import Imported
+    from hone.importing.table import Lacking
+
+
+@command
+def import_(
+    source: Annotated[
+        list[str],
+        typer.Argument(help="a script, YAML or TOML; or a command line, after --"),
+    ],
+    trainer: Annotated[
+        str | None, typer.Option(help="trl, openrlhf, verl or prime-rl, if it is not recognized")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="how many processes multiply TRL's batches", min=1)
+    ] = None,
+    to: Annotated[Path | None, typer.Option(help="writes the job to this file")] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Make a job of a configuration of TRL, OpenRLHF, verl or prime-rl.
+
+    The job goes to the shell's output or to --to. What has no counterpart is said beside it."""
+    from hone.importing.importing import imported
+
+    found = imported(source, trainer, processes)
+    if to is not None:
+        to.write_text(found.toml, encoding="utf-8")
+    if output is Output.json:
+        as_json(found)
+        return
+    if to is None:
+        out.print(found.toml, soft_wrap=True, markup=False, highlight=False, end="")
+    for line in _said(found, to):
+        err.print(line, markup=False, highlight=False)
+
+
+def _said(found: Imported, to: Path | None) -> list[str]:
+    """Returns what a person must know beside the job."""
+    lines = [f"fill in {key}: {why}" for key, why in found.fill_in.items()]
+    lines += [f"the job would be refused: {fault}" for fault in found.faults]
+    lines += [f"no counterpart: {_shown(each)}" for each in found.lacking]
+    lines += [f"unknown: {name} = {value!r}" for name, value in found.unknown.items()]
+    lines += [f"a setting: {name}={value}" for name, value in found.settings.items()]
+    if found.conditional:
+        said = ", ".join(found.conditional)
+        lines.append(f"set anew in a condition of the script, which was not followed: {said}")
+    if found.inside:
+        names = ", ".join(each.name for each in found.inside)
+        lines.append(f"not needed here: {names} (-o json says why)")
+    if not found.fill_in and not found.faults:
+        lines.append(f"next: hone submit --dry-run {to or 'job.toml'}")
+    return lines
+
+
+def _shown(each: Lacking) -> str:
+    return f"{each.name} = {each.value!r}: {each.why}"

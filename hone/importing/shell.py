@@ -1,0 +1,142 @@
+"""The commands in a shell script, read without running any. Variables, arrays and arithmetic that
+the script sets outside of conditions are put in; what only a shell could know becomes `UNREAD`."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hone.importing.table import UNREAD
+
+_QUOTED_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*')|(?<!\S)#[^\n]*""")
+_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
+_COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
+_VARIABLE = re.compile(r"\$\{([^{}$]*)\}|\$(\w+|@)")
+_ASSIGNMENT = re.compile(r"(?:export )?(\w+)(\+?)=(.*)", re.DOTALL)
+_SEPARATORS = "();<>|&\n"
+_OPENING, _CLOSING = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: lambda one, other: one + other,
+    ast.Sub: lambda one, other: one - other,
+    ast.Mult: lambda one, other: one * other,
+    ast.Div: lambda one, other: one // other,
+    ast.Mod: lambda one, other: one % other,
+}
+
+
+def commands(script: str, conditional: set[str]) -> Iterator[list[str]]:
+    """Yields the words of each command. A variable that a condition sets is added to `conditional`,
+    and keeps the value that it had before."""
+    variables: dict[str, list[str]] = {"HOME": [str(Path.home())]}
+    depth = 0
+    for words in _statements(script):
+        depth += sum(word in _OPENING for word in words[:1])
+        depth -= sum(word in _CLOSING for word in words[:1])
+        if not all(map(_ASSIGNMENT.fullmatch, words[:1])):
+            yield [part for word in words for part in _expanded(word, variables)]
+        elif not depth:
+            _assign(words, variables)
+        elif found := _ASSIGNMENT.fullmatch(words[0]):
+            conditional.add(found[1])
+            variables.setdefault(found[1], [UNREAD])
+
+
+def _assign(words: list[str], variables: dict[str, list[str]]) -> None:
+    """Sets the variables of a statement `A=1 B=2`, or the array of `A=( 1 2 )`, whose elements are
+    the other words."""
+    for position, word in enumerate(words):
+        found = _ASSIGNMENT.fullmatch(word)
+        if found is None:
+            return
+        name, adds, text = found.groups()
+        is_array = text == "" and len(words) > 1
+        values = words[position + 1 :] if is_array else [text]
+        expanded = [part for value in values for part in _expanded(value, variables)]
+        variables[name] = [*(variables.get(name, []) if adds else []), *expanded]
+        if is_array:
+            return
+
+
+def _statements(script: str) -> Iterator[list[str]]:
+    """Yields the words of each statement; the elements of an array belong to its name."""
+    words: list[str] = []
+    in_array = False
+    for token in _tokens(script):
+        if token.strip(_SEPARATORS):
+            words.append(token)
+            continue
+        for sign in token:
+            if sign == "(" and words and re.fullmatch(r"\w+\+?=", words[-1]):
+                in_array = True
+            elif not in_array or sign == ")":
+                if words:
+                    yield words
+                words, in_array = [], False
+    if words:
+        yield words
+
+
+def _tokens(script: str) -> Iterator[str]:
+    text = script.replace("\\\n", " ")
+    text = _QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text)
+    text = _ARITHMETIC.sub(lambda found: "${=" + re.sub(r"[\s${}]", "", found[1]) + "}", text)
+    while _COMMAND.search(text):
+        text = _COMMAND.sub(UNREAD, text)
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=_SEPARATORS)
+    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    return iter(lexer)
+
+
+def _expanded(word: str, variables: dict[str, list[str]]) -> list[str]:
+    """Returns the words that a word becomes: several for an array, or for a variable whose value
+    is options."""
+    whole = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}|\$\{?(\w+)\}?|\$@", word)
+    if whole is not None:
+        values = variables.get(
+            whole[1] or whole[2] or "@", [] if whole[1] or word == "$@" else None
+        )
+        if values is None:
+            return [UNREAD]
+        return [each for value in values for each in _split(value)]
+    text = word
+    while text.count("$") > text.count(UNREAD):
+        shorter = _VARIABLE.sub(lambda found: _value(found[1] or found[2], variables), text)
+        if shorter == text:
+            break
+        text = shorter
+    return [text]
+
+
+def _split(value: str) -> list[str]:
+    return shlex.split(value) if value.startswith("--") and " " in value else [value]
+
+
+def _value(expression: str, variables: dict[str, list[str]]) -> str:
+    """Returns the value of what stands in `${...}`."""
+    if expression.startswith("="):
+        return _computed(expression[1:], variables)
+    name, dash, default = expression.partition(":-")
+    if name in variables and (variables[name] != [""] or not dash):
+        return " ".join(variables[name])
+    return default if dash else UNREAD
+
+
+def _computed(expression: str, variables: dict[str, list[str]]) -> str:
+    def value(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.Name(id=name):
+                return int(" ".join(variables[name]))
+            case ast.BinOp(left=left, op=sign, right=right):
+                return _OPERATIONS[type(sign)](value(left), value(right))
+            case _:
+                raise ValueError(expression)
+
+    try:
+        return str(value(ast.parse(expression, mode="eval").body))
+    except (ValueError, KeyError, SyntaxError, ZeroDivisionError):
+        return UNREAD

@@ -1,0 +1,350 @@
+"""Configurations of other trainers become jobs with the values worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl.trainer.grpo_config import GRPOConfig
+from typer.testing import CliRunner
+
+from hone.cli import app
+from hone.importing import trl
+from hone.importing.importing import FRAMEWORKS, Imported, imported
+from hone.importing.table import default
+from shared.errors import BadRequest
+from shared.job.file import load_job
+
+OPENRLHF = r"""
+set -x
+MODEL=Qwen/Qwen3-4B   # the policy
+OUT=${OUT:-$(pwd)/out}
+LONG=$((1024 * 4))
+ROLLOUT=(
+   --rollout.batch_size 128      # prompts
+   --rollout.n_samples_per_prompt 8
+   --train.batch_size 256
+)
+if [ -n "$DEBUG" ]; then
+   MODEL=Qwen/Qwen3-0.6B
+fi
+ray job submit --address="http://127.0.0.1:8265" \
+   -- python3 -m openrlhf.cli.train_ppo_ray \
+   --actor.model_name_or_path ${MODEL} \
+   --data.prompt_dataset zhuzilin/dapo-math-17k --data.input_key question \
+   --rollout.max_new_tokens $LONG --data.max_len 6144 \
+   ${ROLLOUT[@]} \
+   --algo.advantage.estimator rloo \
+   --algo.kl.init_coef 1e-3 --algo.kl.use_loss --algo.kl.estimator k2 \
+   --actor.eps_clip_low_high 0.2 0.27 \
+   --actor.adam.lr 5e-7 --actor.lr_warmup_ratio 0 \
+   --algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop \
+   --ckpt.output_dir $OUT --ckpt.save_steps 10 --actor.entropy_coef 0.001 \
+   --vllm.gpu_memory_utilization 0.7 --made.up 3
+"""
+
+VERL = """
+algorithm: {adv_estimator: grpo, norm_adv_by_std_in_grpo: false, use_kl_in_reward: true,
+            kl_ctrl: {kl_coef: 0.002}}
+data:
+  train_files: train.parquet
+  val_files: test.parquet
+  train_batch_size: 512
+  max_prompt_length: 1024
+  max_response_length: 3072
+  filter_overlong_prompts: true
+actor_rollout_ref:
+  model: {path: Qwen/Qwen3-8B, lora_rank: 32, lora_alpha: 64}
+  actor:
+    ppo_mini_batch_size: 128
+    loss_agg_mode: seq-mean-token-mean
+    clip_ratio_high: 0.28
+    optim: {lr: 1e-6, lr_warmup_steps_ratio: 0.1, lr_scheduler_type: cosine, min_lr_ratio: 0.5}
+  rollout: {n: 16, top_p: 0.9, name: vllm, prompt_length: "${data.max_prompt_length}"}
+trainer: {total_training_steps: 205, logger: [console, wandb], project_name: p,
+          experiment_name: Qwen3_8B run, test_freq: 5, save_freq: -1}
+custom_reward_function: {path: mine.py, name: score}
+"""
+
+PRIME_RL = """
+max_steps = 100
+seq_len = 4096
+model.name = "Qwen/Qwen3-1.7B"
+[orchestrator]
+batch_size = 512
+group_size = 16
+max_off_policy_steps = 4
+[orchestrator.train.sampling]
+max_completion_tokens = 1024
+[[orchestrator.train.source]]
+[orchestrator.train.source.env.taskset]
+id = "math-env"
+dataset_name = "owner/math"
+[trainer.optim]
+lr = 3e-6
+[trainer.scheduler]
+type = "cosine"
+[trainer.model.lora]
+rank = 32
+[ckpt]
+interval = 50
+"""
+
+TRL = """
+import torch
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+
+RATE = 2e-6
+rows = load_dataset("owner/math", "main", split="train")
+rows = rows.map(add_prompt)
+
+def brief(completions, **kwargs):
+    return [-len(each) for each in completions]
+
+config = GRPOConfig(output_dir="out", learning_rate=RATE, per_device_train_batch_size=4,
+    gradient_accumulation_steps=8, steps_per_generation=16, num_generations=8, num_iterations=2,
+    max_steps=400, warmup_ratio=0.1, epsilon=0.1, scale_rewards=False, use_vllm=True,
+    top_entropy_quantile=0.2, reward_weights=[1.0, 0.1], loss_type="bnpo", save_steps=100,
+    seed=pick_seed())
+GRPOTrainer("m", reward_funcs=[accuracy_reward, brief], args=config, train_dataset=rows)
+"""
+
+
+def of(text: str, name: str, folder: Path, **more: Any) -> Imported:
+    file = folder / name
+    file.write_text(text)
+    return imported([str(file)], **more)
+
+
+def values(found: Imported) -> dict[str, Any]:
+    """Returns the job by dotted keys, read back from its TOML."""
+    table = tomllib.loads(found.toml)
+    assert table == found.job
+    parts = {key: value for key, value in table.items() if isinstance(value, dict)}
+    inner = {f"{name}.{key}": each for name, part in parts.items() for key, each in part.items()}
+    return {key: value for key, value in table.items() if key not in parts} | inner
+
+
+def test_an_openrlhf_script_becomes_a_job(tmp_path: Path) -> None:
+    found = of(OPENRLHF, "train.sh", tmp_path)
+    expected = {
+        "name": "qwen3-4b",
+        "model": "Qwen/Qwen3-4B",
+        "max_model_len": 6144,
+        "data.columns": {"prompt": "question"},
+        "data.epochs": 1.0,
+        "sampling.prompts_per_step": 128,
+        "sampling.group_size": 8,
+        "sampling.max_tokens": 4096,
+        "training.minibatches": 4,  # 128 * 8 / 256
+        "training.loss": "bnpo",
+        "training.clip_low": 0.2,
+        "training.clip_high": 0.27,
+        "training.beta": 0.001,
+        "training.kl": "k2",
+        "training.learning_rate": 5e-7,
+        "training.schedule": "cosine",
+        "training.min_learning_rate": 5e-8,  # a tenth, the default of min_lr_ratio
+        "training.adam_beta2": 0.95,
+        "advantages.baseline": "leave_one_out",
+        "advantages.std": "none",
+        "correction.method": "icepop",
+        "correction.low": 0.5,
+        "correction.high": 5.0,
+        "memory.gradient_checkpointing": False,
+        "checkpoints.every": 10,
+    }
+    got = values(found)
+    assert {key: got.get(key) for key in expected} == expected
+    assert found.unknown == {"made.up": 3}
+    assert found.settings == {"HONE_GPU_MEMORY_UTILIZATION": 0.7}
+    assert [each.name for each in found.lacking] == ["actor.entropy_coef"]
+    assert found.fill_in.keys() == {"rewards"}
+    assert found.conditional == ("MODEL",)
+
+
+def test_openrlhf_s_older_names_are_the_same_keys() -> None:
+    words = "python -m openrlhf.cli.train_ppo_ray --pretrain a/m --prompt_data a/d "
+    words += "--advantage_estimator group_norm --rollout_batch_size 64 --n_samples_per_prompt 4 "
+    words += "--train_batch_size 256 --prompt_max_len 512 --generate_max_len 1536 --use_kl_loss"
+    got = values(imported(words.split()))
+    assert got["model"] == "a/m"
+    assert got["sampling.prompts_per_step"] == 64
+    assert got["training.minibatches"] == 1
+    assert "training.loss" not in got  # dapo, as the job's own
+    assert (got["max_model_len"], got["sampling.max_tokens"]) == (2048, 1536)
+    assert (got["training.beta"], got["training.kl"]) == (0.01, "k1")
+
+
+def test_verl_s_yaml_becomes_a_job(tmp_path: Path) -> None:
+    found = of(VERL, "config.yaml", tmp_path)
+    expected = {
+        "name": "qwen3_8b-run",
+        "steps": 205,
+        "max_model_len": 4096,
+        "data.train": "train.parquet",
+        "sampling.prompts_per_step": 512,
+        "sampling.group_size": 16,
+        "sampling.max_tokens": 3072,
+        "sampling.overlong_prompts": "drop",
+        "sampling.top_p": 0.9,
+        "correction.truncated_sampling": "accept",
+        "advantages.std": "none",
+        "training.loss": "grpo",
+        "training.minibatches": 4,
+        "training.clip_low": None,  # 0.2, as the job's own
+        "training.clip_high": 0.28,
+        "training.dual_clip": 3.0,
+        "training.beta": 0.002,
+        "training.kl": "k3_true",
+        "training.warmup_steps": 21,  # 20.5
+        "training.schedule": "cosine",
+        "training.min_learning_rate": 5e-7,
+        "training.weight_decay": 0.01,
+        "lora.rank": 32,
+        "lora.alpha": 64.0,
+        "evaluation.every": 5,
+        "checkpoints.every": 0,
+        "wandb.project": "p",
+        "rewards": [{"file": "mine.py", "function": "score"}],
+    }
+    got = values(found)
+    assert {key: got.get(key) for key in expected} == expected
+    assert (found.fill_in, found.unknown, found.lacking) == ({}, {}, ())
+
+
+def test_verl_s_overrides_are_the_same_keys() -> None:
+    words = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gdpo data.train_batch_size=64"
+    words += " +actor_rollout_ref.actor.ppo_mini_batch_size=64 trainer.v1.trainer_mode="
+    words += "separate_async actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+    got = values(imported(words.split()))
+    assert got["advantages.combine"] == "normalize_then_sum"
+    assert (got["max_staleness"], got["sync_every"]) == (8, 4)
+    assert got["training.loss"] == "gspo" and "training.dual_clip" not in got
+
+
+def test_prime_rl_s_toml_becomes_a_job(tmp_path: Path) -> None:
+    found = of(PRIME_RL, "rl.toml", tmp_path)
+    expected = {
+        "name": "qwen3-1-7b",
+        "steps": 100,
+        "max_staleness": 4,
+        "data.train": "owner/math",
+        "sampling.prompts_per_step": 32,  # 512 completions in groups of 16
+        "sampling.group_size": 16,
+        "sampling.max_tokens": 1024,
+        "advantages.std": "none",
+        "correction.ratio_base": "sampler",
+        "training.learning_rate": 3e-6,
+        "training.schedule": "cosine",
+        "training.warmup_steps": 10,
+        "training.weight_decay": 0.01,
+        "lora.rank": 32,
+        "checkpoints.every": 50,
+    }
+    got = values(found)
+    assert {key: got.get(key) for key in expected} == expected
+    assert found.fill_in.keys() == {"rewards"}
+    assert [each.name for each in found.lacking] == ["trainer.loss.kl_tau"]
+
+
+def test_a_trl_script_becomes_a_job(tmp_path: Path) -> None:
+    found = of(TRL.replace('"m"', 'model="a/m"'), "grpo.py", tmp_path, processes=2)
+    expected = {
+        "model": "a/m",
+        "steps": 100,  # 400 updates, of which a batch has 2 minibatches * 2 iterations
+        "data.train": "owner/math",
+        "data.config": "main",
+        "sampling.prompts_per_step": 16,  # 4 * 2 processes * 16 parts / 8 completions
+        "training.minibatches": 2,  # 16 parts in updates of 8
+        "training.epochs": 2,
+        "training.loss": "bnpo",
+        "training.learning_rate": 2e-6,
+        "training.schedule": "linear",
+        "training.warmup_steps": 10,
+        "training.clip_low": 0.1,
+        "training.clip_high": 0.1,
+        "advantages.std": "none",
+        "correction.method": "sequence_mask",
+        "checkpoints.every": 25,
+        "rewards": [
+            {"grader": "math", "params": {"answer": "solution"}, "weight": 1.0},
+            {"file": "grpo.py", "function": "brief", "weight": 0.1},
+        ],
+    }
+    got = values(found)
+    assert {key: got.get(key) for key in expected} == expected
+    assert [each.name for each in found.lacking] == ["top_entropy_quantile"]
+    assert "rows.map(add_prompt)" in found.fill_in["data.messages"]
+    assert "seed" in found.fill_in
+
+
+def test_a_trl_yaml_with_arguments_beside_it_becomes_a_job_that_is_accepted(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "grpo.yaml").write_text("model_name_or_path: a/m\nlearning_rate: 1e-5\n")
+    words = ["trl", "grpo", "--config", str(tmp_path / "grpo.yaml"), "--dataset_name", "a/d"]
+    words += ["--reward_funcs", "accuracy_reward", "--max_steps=10", "--use_peft", "--beta", "0.1"]
+    words += ["--lora_target_modules", "q_proj", "v_proj"]
+    found = imported(words)
+    assert (found.fill_in, found.faults, found.lacking) == ({}, (), ())
+    (tmp_path / "job.toml").write_text(found.toml)
+    job = load_job(tmp_path / "job.toml")
+    assert job.training.learning_rate == 1e-5 and job.steps == 10
+    assert (job.training.beta, job.training.kl) == (0.1, "k3_true")
+    assert job.lora is not None
+    assert (job.lora.rank, job.lora.dropout, job.lora.target_modules) == (
+        16,
+        0.05,
+        ("q_proj", "v_proj"),
+    )
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(GRPOConfig), ids=lambda each: each.name)
+def test_every_field_of_a_grpoconfig_has_a_key_or_a_reason(field: Any) -> None:
+    assert trl.knows(field.name)
+    if field.name in trl.DEFAULTS:
+        assert trl.DEFAULTS[field.name] == field.default
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_key_of_a_table_is_the_job_s(name: str) -> None:
+    rows = FRAMEWORKS[name].rows
+    for key in (
+        each for row in rows.values() if row.kind == "key" for each in row.here.split(", ")
+    ):
+        default(key)
+    for new in FRAMEWORKS[name].aliases.values():
+        assert FRAMEWORKS[name].row(new), new
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["import", *words])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_command_prints_the_job_and_says_the_rest_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(OPENRLHF)
+    code, out, said = run(str(tmp_path / "train.sh"), "--to", str(tmp_path / "job.toml"))
+    assert (code, out) == (0, "")
+    assert "no counterpart: actor.entropy_coef = 0.001: there is no entropy bonus" in said
+    assert "unknown: made.up = 3" in said and "fill in rewards" in said
+    assert "model = " in (tmp_path / "job.toml").read_text()
+    code, out, _ = run(str(tmp_path / "train.sh"), "-o", "json")
+    assert code == 0 and json.loads(out)["lacking"][0]["value"] == 0.001
+
+
+def test_what_no_trainer_knows_is_refused(tmp_path: Path) -> None:
+    code, _, said = run("--", "train", "--foo", "3")
+    assert code == 2 and "no trainer is known with foo" in said
+    (tmp_path / "a.py").write_text("print(1)")
+    with pytest.raises(BadRequest, match=r"has no GRPOConfig"):
+        imported([str(tmp_path / "a.py")])
+    code, _, said = run(str(tmp_path / "none.sh"))
+    assert code == 2 and "cannot be read" in said
