@@ -7,6 +7,10 @@
     for event in client.events(record.id, follow=True):
         print(event.message)
 
+`Trainer` does the same from a script or notebook, by the names that TRL has:
+
+    hone.Trainer("Qwen/Qwen2.5-0.5B-Instruct", reward_funcs="math", train_dataset=rows).train()
+
 `AsyncClient` has the same methods for asynchronous code. Lists that a client returns are iterated,
 counted and indexed as lists are; the job may be a dict, and a path a str. Every error is a
 HoneError, whose `detail` is a sentence:
@@ -26,6 +30,9 @@ from shared.lazily import exporting
 
 if TYPE_CHECKING:
     from hone.client import AsyncClient, Client, NotEnded
+    from hone.trainer.modes import Distributed, Local, Remote, SingleNode
+    from hone.trainer.run import Detached, Run, TrainOutput, attach
+    from hone.trainer.trainer import Trainer, from_toml
     from shared.errors import (
         BadRequest,
         Conflict,
@@ -38,7 +45,7 @@ if TYPE_CHECKING:
     )
     from shared.job import Job
     from shared.job.file import load_job
-    from shared.rewards import Outcome, Reward
+    from shared.rewards import FunctionConfig, Outcome, Reward, RewardEnvironment, SandboxConfig
     from shared.wire import Event, JobRecord, JobSummary
 else:
     __getattr__, __dir__ = exporting(__file__, globals())
@@ -48,18 +55,31 @@ __all__ = [
     "BadRequest",
     "Client",
     "Conflict",
+    "Detached",
+    "Distributed",
     "Event",
     "Failed",
     "Forbidden",
+    "FunctionConfig",
     "HoneError",
     "Job",
     "JobRecord",
     "JobSummary",
+    "Local",
     "NotEnded",
     "NotFound",
     "Outcome",
+    "Remote",
     "Reward",
+    "RewardEnvironment",
+    "Run",
+    "SandboxConfig",
+    "SingleNode",
+    "TrainOutput",
+    "Trainer",
     "Unauthorized",
     "Unavailable",
+    "attach",
+    "from_toml",
     "load_job",
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import re
 import secrets
 from collections.abc import (
@@ -20,7 +21,7 @@ from collections.abc import (
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -41,8 +42,10 @@ if TYPE_CHECKING:  # imported where they are used, because most calls do not nee
 
 SUBMIT_DEADLINE_S = 1800.0
 REGRADE_DEADLINE_S = 3600.0
+UPLOAD_DEADLINE_S = 3600.0
 DELETE_DEADLINE_S = 600.0
 CHANGE_DEADLINE_S = 30.0
+CHAT_DEADLINE_S = 600.0
 PLAN_DEADLINE_S = 30.0
 RECOVER_DEADLINE_S = 600.0
 PING_DEADLINE_S = 10.0
@@ -303,6 +306,31 @@ class AsyncClient:
         folder = Path(to or f"{job_id}-{folder_name(step)}")
         return await download(self._client, job_id, found, folder, progress, state=state)
 
+    async def upload(
+        self, file: str | Path | IO[bytes], name: str | None = None, *, key: str | None = None
+    ) -> wire.UploadedFile:
+        """Stores a data file, which jobs name by its id. With `key`, an idempotency key, it is
+        stored once. `name` ends in .jsonl, .json, .csv or .parquet; by default the file's own."""
+        if key is not None:
+            _check_text("the idempotency key", key)
+        with contextlib.ExitStack() as opened:
+            if isinstance(file, str | os.PathLike):
+                name = name or Path(file).name
+                try:
+                    file = opened.enter_context(open(file, "rb"))  # noqa: PTH123
+                except OSError as error:
+                    raise BadRequest(f"{str(file)!r} cannot be read: {error.strerror}") from error
+            call = self._client.upload(
+                "/v1/files",
+                file,
+                name or "rows.jsonl",
+                {"purpose": "fine-tune"},
+                wire.UploadedFile,
+                deadline_s=UPLOAD_DEADLINE_S,
+                key=key or secrets.token_hex(12),
+            )
+            return await self._checked(call)
+
     async def events(
         self,
         job: str,
@@ -349,6 +377,20 @@ class AsyncClient:
             raise NotEnded(
                 f"job {job_id} is {record.status}{at} after {timeout_s:g} s, and goes on"
             ) from error
+
+    async def models(self) -> Sequence[str]:
+        """Returns the names of the models that can be called now: base models, "policy" (the
+        weights that serve at present), trained models by their jobs' ids."""
+        return [model.id for model in (await self._get("/v1/models", wire.ServedModelList)).data]
+
+    async def chat(self, model: str, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> str:
+        """Returns the answer of one of `models` to a conversation. `sampling` are other parameters
+        of OpenAI's chat completions."""
+        body = _body(wire.CallRequest, model=model, messages=list(messages), **sampling)
+        answer = await self._call(
+            "POST", "/v1/chat/completions", body, wire.CallAnswer, CHAT_DEADLINE_S
+        )
+        return answer.root["choices"][0]["message"]["content"] or ""
 
     async def create_key(self, name: str, access: wire.Access = "full") -> wire.CreatedKey:
         """Returns a new API key with its secret, which is shown only this once. Raises Conflict if
@@ -533,7 +575,10 @@ class Client:
     checkpoints = _blocking(AsyncClient.checkpoints)
     checkpoint_files = _blocking(AsyncClient.checkpoint_files)
     download = _blocking(AsyncClient.download)
+    upload = _blocking(AsyncClient.upload)
     wait = _blocking(AsyncClient.wait)
+    models = _blocking(AsyncClient.models)
+    chat = _blocking(AsyncClient.chat)
     create_key = _blocking(AsyncClient.create_key)
     keys = _blocking(AsyncClient.keys)
     revoke_key = _blocking(AsyncClient.revoke_key)

@@ -4,13 +4,21 @@ folder, else at the default ports."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hone.installed import ENGINES, check_installed
+from shared.errors import Failed, Unavailable
 
 if TYPE_CHECKING:
     from shared.settings import Settings
 
 FOLDER = Path(".hone")
+STDERR = 2
 
 
 def orchestrator(folder: Path = FOLDER) -> tuple[str, str | None]:
@@ -19,6 +27,47 @@ def orchestrator(folder: Path = FOLDER) -> tuple[str, str | None]:
 
     settings = located(load_settings(), folder)
     return settings.orchestrator_url, settings.bearer()
+
+
+def ensure(folder: Path = FOLDER, *, settings: Mapping[str, str] | None = None) -> bool:
+    """Returns whether a stack had to be started in `folder`, with `settings` beside the
+    environment's, because none answered. It stays up. Raises Unavailable if the environment names
+    an orchestrator that does not answer: then the user means that one."""
+    from hone.client import Client  # `hone up` needs no client
+    from shared.settings.environment import load_settings
+
+    url, token = orchestrator(folder)
+    try:
+        with Client(url, token=token) as client:
+            client.ping()
+        return False
+    except Unavailable:
+        if "orchestrator_url" in load_settings().model_fields_set:
+            raise
+    sys.stderr.write(f"no stack answers; one is started in {folder}\n")
+    if code := control("up", folder, told_to=STDERR, settings=settings):
+        if code < 0:
+            raise KeyboardInterrupt
+        raise Failed(f"the stack in {folder} did not start; its messages are above")
+    return True
+
+
+def control(
+    action: str,
+    folder: Path,
+    output: str = "table",
+    *,
+    told_to: int | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> int:
+    """Starts ("up") or stops ("down") the stack in `folder`, and returns the exit code. `told_to`
+    is the file descriptor for the progress, None: stdout. Raises BadRequest if a service's packages
+    are missing."""
+    if action == "up":
+        check_installed("laptop", *ENGINES)
+    arguments = [action, "--dir", str(folder), "--output", output]
+    command = [sys.executable, "-m", "deploy.local", *arguments]
+    return subprocess.call(command, stdout=told_to, env=os.environ | dict(settings or {}))
 
 
 def located(settings: Settings, folder: Path = FOLDER) -> Settings:

@@ -44,6 +44,29 @@ class Outcome:
         return self.verdict == "ok"
 
 
+@dataclass(frozen=True)
+class SandboxConfig:
+    """Where and how long a Reward's programs run. `packages` are names of installed packages that
+    they may import: a Trainer that starts the stack asks for them, elsewhere HONE_SANDBOX_PACKAGES
+    names them. Limits are each program's."""
+
+    packages: tuple[str, ...] = ()
+    timeout_s: float = 30.0
+    cpu_s: float = 4.0
+    memory_mib: int = 512
+
+    def limits(self) -> dict[str, Any]:
+        return {"timeout_s": self.timeout_s, "cpu_s": self.cpu_s, "memory_mib": self.memory_mib}
+
+
+@dataclass(frozen=True)
+class FunctionConfig:
+    """How a Reward's functions run: see `Reward.execute_in_function`."""
+
+    timeout_s: float = TIMEOUT_S
+    isolated: bool = True
+
+
 class Tools(Protocol):
     """Runs programs and functions for a Reward, for example in the reward service's worker."""
 
@@ -74,6 +97,17 @@ class Reward:
     """
 
     tools: ClassVar[Tools | None] = None
+    sandbox: SandboxConfig = SandboxConfig()
+    function: FunctionConfig = FunctionConfig()
+
+    def __init__(
+        self, sandbox: SandboxConfig | None = None, function: FunctionConfig | None = None
+    ) -> None:
+        """Defaults for all calls of the tools; None leaves the class's own."""
+        if sandbox is not None:
+            self.sandbox = sandbox
+        if function is not None:
+            self.function = function
 
     def execute_in_sandbox(self, code: str = "", **options: Any) -> Outcome:
         """Returns how `code`, which a model wrote, ended in a sandbox of its own.
@@ -87,14 +121,15 @@ class Reward:
     def execute_batch_in_sandbox(self, programs: Iterable[Mapping[str, Any]]) -> list[Outcome]:
         """Returns one outcome per program; as many run at once as the service has sandboxes. A
         program is a dict of `code` and the options of `execute_in_sandbox`."""
-        return self._tools().in_sandbox(list(programs))
+        limits = self.sandbox.limits()
+        return self._tools().in_sandbox([{**limits, **program} for program in programs])
 
     def execute_in_function(
         self,
         function: Callable[..., Any],
         *arguments: Any,
-        isolated: bool = True,
-        timeout_s: float = TIMEOUT_S,
+        isolated: bool | None = None,
+        timeout_s: float | None = None,
     ) -> Outcome:
         """Returns the outcome of `function`, your own code, for `arguments`; it is ended after
         `timeout_s`.
@@ -113,13 +148,16 @@ class Reward:
         function: Callable[..., Any],
         arguments: Iterable[tuple[Any, ...]],
         *,
-        isolated: bool = True,
-        timeout_s: float = TIMEOUT_S,
+        isolated: bool | None = None,
+        timeout_s: float | None = None,
     ) -> list[Outcome]:
         """Returns one outcome for each tuple of arguments; as many run at once as there are
-        processors. `timeout_s` is for each."""
+        processors. `timeout_s` is for each. None is what `function` of the instance says."""
         return self._tools().in_function(
-            function, list(arguments), isolated=isolated, timeout_s=timeout_s
+            function,
+            list(arguments),
+            isolated=self.function.isolated if isolated is None else isolated,
+            timeout_s=self.function.timeout_s if timeout_s is None else timeout_s,
         )
 
     def _tools(self) -> Tools:
@@ -129,3 +167,7 @@ class Reward:
                 "there on one line"
             )
         return Reward.tools
+
+
+RewardEnvironment = Reward
+"""Another name of the base class."""

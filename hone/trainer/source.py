@@ -386,3 +386,27 @@ def _described(value: Any) -> str:
 
 
 Definable = Callable[..., Any] | type
+
+
+def instance_source(instance: Any, name: str) -> str:
+    """Returns the text of a module that defines `name` as a class without arguments, whose
+    instances have what `instance` has. Raises BadRequest if an attribute is no plain data."""
+    kind = type(instance)
+    attributes = {key: _literal(value) for key, value in vars(instance).items()}
+    if bad := next((key for key, text in attributes.items() if text is None), None):
+        raise BadRequest(
+            f"the reward {name!r}: its attribute {bad!r} is {_described(vars(instance)[bad])}, "
+            "which cannot be sent; expected plain data, and other objects made in score or "
+            "score_batch"
+        )
+    whole = source_of(kind, kind.__name__)
+    if not attributes:
+        return whole
+    lines = [f"        self.{key} = {text}" for key, text in attributes.items()]
+    own = f"_{kind.__name__}"
+    return (
+        f"{whole}\n{own} = {kind.__name__}\n\n\nclass {name}({own}):\n"
+        + "    def __init__(self):\n"
+        + "\n".join(lines)
+        + "\n"
+    )

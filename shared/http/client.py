@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
@@ -169,6 +169,23 @@ class Client:
         )
         return await self._retrying(ask, result)
 
+    async def upload(
+        self,
+        path: str,
+        file: IO[bytes],
+        name: str,
+        fields: Mapping[str, str],
+        result: type[M],
+        *,
+        deadline_s: float,
+        key: str,
+    ) -> M:
+        """Returns the answer to the form with `fields` and the seekable `file`, called `name`.
+        `key` is its Idempotency-Key."""
+        form = _Form(file, name, fields)
+        ask = _Ask("POST", path, None, deadline_s, self._patience_s, key, WAIT_S, form=form)
+        return await self._retrying(ask, result)
+
     async def events(
         self, path: str, *, last_id: str | None = None
     ) -> AsyncGenerator[tuple[str, str, str]]:
@@ -228,7 +245,12 @@ class Client:
         if ask.key:
             prefer = f"respond-async, wait={ask.wait_s}"
             headers |= {"prefer": prefer, "idempotency-key": ask.key}
-        return self._http.build_request(ask.method, ask.path, content=content, headers=headers)
+        if ask.form is None:
+            return self._http.build_request(ask.method, ask.path, content=content, headers=headers)
+        files = {"file": (ask.form.name, ask.form.file)}
+        return self._http.build_request(
+            ask.method, ask.path, data=dict(ask.form.fields), files=files, headers=headers
+        )
 
     async def _retrying(self, ask: _Ask, result: type[M]) -> M:
         request = self._request(ask)
@@ -339,6 +361,16 @@ class _Ask:
     wait_s: int = 0
     counts_away: bool = True
     """Whether time in which the service is away counts towards the deadline."""
+    form: _Form | None = None
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A file and the fields of its form. Each attempt reads the file from its beginning."""
+
+    file: IO[bytes]
+    name: str
+    fields: Mapping[str, str]
 
 
 class _Chunks:

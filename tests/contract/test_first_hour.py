@@ -24,7 +24,6 @@ from typer.testing import CliRunner
 from deploy import demo
 from hone import Client, load_job, view
 from hone.cli import app
-from hone.commands import run as run_command
 from services.orchestrator.api import history
 from services.orchestrator.run import job_loading
 from shared.errors import Unavailable
@@ -154,16 +153,16 @@ def test_run_starts_a_stack_only_where_there_is_none_and_none_is_named(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Path] = []
-    monkeypatch.setattr(run_command, "start", lambda folder, *_, **__: started.append(folder))
-    assert run_command._ensure_stack(here) is False
+    monkeypatch.setattr(stack, "control", lambda _, folder, **__: started.append(folder) or 0)
+    assert stack.ensure(here) is False
     monkeypatch.setenv("HONE_ORCHESTRATOR_URL", "http://127.0.0.1:9")
     with pytest.raises(Unavailable):
-        run_command._ensure_stack(here)
+        stack.ensure(here)
     assert started == []
     monkeypatch.delenv("HONE_ORCHESTRATOR_URL")
     monkeypatch.setenv("HONE_ORCHESTRATOR_PORT", "9")
     (here / "stack.json").write_text('{"urls": {"orchestrator": "http://127.0.0.1:9"}}')
-    assert run_command._ensure_stack(here) is True
+    assert stack.ensure(here) is True
     assert started == [here]
 
 

@@ -27,9 +27,12 @@ from typing import Any
 
 from services.reward.job_code.inside_tools import Printed, WorkerTools
 from services.reward.sandbox.inside import frames
-from shared.rewards import Outcome, Reward
+from shared.rewards import FunctionConfig, Outcome, Reward, SandboxConfig
 
 MAX_ERROR_CHARS = 500
+IN_SANDBOX = (Reward, Outcome, SandboxConfig, FunctionConfig)
+"""What `import hone` has in here."""
+
 SINGULAR = {"prompts": "prompt", "completions": "completion"}
 
 
@@ -121,7 +124,7 @@ def _hone() -> types.ModuleType:
     module = types.ModuleType(
         "hone", "What of Hone exists inside the sandbox: the base class of rewards."
     )
-    module.__dict__.update(Reward=Reward, Outcome=Outcome)
+    module.__dict__.update({kind.__name__: kind for kind in IN_SANDBOX}, RewardEnvironment=Reward)
     return module
 
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from hone import cli, commands
 from hone.cli import app
 from hone.commands.regrade import steps_of
-from hone.commands.up import _local
-from hone.shell import REWARDS_ONLY, Output
+from hone.shell import REWARDS_ONLY
+from hone.stack import control
 from shared.errors import BadRequest
 from shared.job.file import load_job
 
@@ -67,6 +67,6 @@ def test_a_folder_that_cannot_be_made_is_a_sentence(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert _local("up", tmp_path / "file" / "stack", Output.table) != 0
+    assert control("up", tmp_path / "file" / "stack") != 0
     assert "no folder can be made at" in (said := capfd.readouterr().err)
     assert "Traceback" not in said

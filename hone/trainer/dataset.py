@@ -1,0 +1,148 @@
+"""Problems as people have them in a script (rows, a `datasets.Dataset`, a DataFrame, a path, a
+name of the Hub) as a source of `[data]`: inside the job where they are few, else uploaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from shared.errors import BadRequest
+from shared.explain import shown
+from shared.job import MAX_INLINE_BYTES, MAX_INLINE_ROWS
+
+if TYPE_CHECKING:
+    from hone.client import Client
+
+IN_MEMORY_BYTES = 64 << 20
+"""Rows beyond this are kept in a temporary file until they are uploaded."""
+
+NAME = "rows.jsonl"
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Problems:
+    """`source` is what `data.train` or `data.eval` says, before an upload. `file` has the rows to
+    upload, as JSON lines of the SHA-256 `digest`, or `path` is a file of the user's."""
+
+    source: Any
+    file: IO[bytes] | None = None
+    path: Path | None = None
+    digest: str = ""
+
+    def uploaded(self, client: Client) -> Any:
+        """Returns the source once it is where the orchestrator can read it. The same rows are
+        stored once."""
+        if self.file is not None:
+            self.file.seek(0)
+            return client.upload(self.file, NAME, key=f"rows-{self.digest}").id
+        if self.path is not None:
+            with self.path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                file.seek(0)
+                return client.upload(file, self.path.name, key=f"file-{digest}").id
+        return self.source
+
+    def saved(self, path: Path) -> Any:
+        """Returns the source with rows to upload written to `path`, for a job file."""
+        if self.file is None:
+            return self.source
+        self.file.seek(0)
+        with path.open("wb") as out:
+            for piece in iter(lambda: cast(IO[bytes], self.file).read(1 << 20), b""):
+                out.write(piece)
+        return str(path.resolve())
+
+
+def problems(given: Any, what: str) -> Problems:
+    """Returns the problems of the parameter `what`. Raises BadRequest for anything that is none of
+    these."""
+    if isinstance(given, Mapping):
+        splits = ", ".join(map(repr, [*cast(Mapping[Any, Any], given)][:8]))
+        raise BadRequest(f"{what} is a dict of {splits}; expected one table of rows")
+    if isinstance(given, str | os.PathLike):
+        return _named(os.fspath(cast(str, given)), what)
+    return _of_rows(_rows(given, what), what)
+
+
+def _named(name: str, what: str) -> Problems:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return Problems(str(path.resolve()), path=path)
+    if path.suffix in SUFFIXES or name.startswith((".", "/", "~")):
+        raise BadRequest(f"{what} is {name!r}, and there is no such file")
+    return Problems(name)
+
+
+def _rows(given: Any, what: str) -> Iterable[Any]:
+    kind = f"{type(given).__module__.partition('.')[0]}.{type(given).__name__}"
+    if kind == "pandas.DataFrame":
+        return given.to_dict("records")
+    if kind == "polars.DataFrame":
+        return given.to_dicts()
+    if kind == "datasets.IterableDataset":
+        raise BadRequest(
+            f"{what} is a stream, which cannot be sent; expected the data set's name on the Hub "
+            'with data={"streaming": True}, or a datasets.Dataset'
+        )
+    if kind == "datasets.Dataset" or isinstance(given, Sequence):
+        return cast(Iterable[Any], given)
+    raise BadRequest(
+        f"{what} is {shown(given)}; expected a datasets.Dataset, a list of dicts, a DataFrame, a "
+        "path, or a name of the Hugging Face Hub"
+    )
+
+
+def _of_rows(rows: Iterable[Any], what: str) -> Problems:
+    """Returns rows inside the job, or to be uploaded if they are many."""
+    file = cast(IO[bytes], tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES))  # noqa: SIM115
+    digest, number = hashlib.sha256(), 0
+    for number, row in enumerate(rows, 1):
+        line = _line(row, number - 1, what)
+        digest.update(line)
+        file.write(line)
+    if not number:
+        raise BadRequest(f"{what} has no rows; expected one or more")
+    if number <= MAX_INLINE_ROWS and file.tell() <= MAX_INLINE_BYTES // 2:
+        file.seek(0)
+        return Problems([json.loads(line) for line in file])
+    return Problems(_placeholder(digest.hexdigest()), file=file, digest=digest.hexdigest())
+
+
+def _placeholder(digest: str) -> str:
+    """Returns the id of a file, so that the job can be checked before the upload."""
+    return f"file-{digest[:24]}"
+
+
+def _line(row: Any, number: int, what: str) -> bytes:
+    if not isinstance(row, Mapping):
+        raise BadRequest(
+            f"{what}: row {number} is {shown(row)}; expected a dict of columns, such as "
+            '{"prompt": "2+2?", "answer": "4"}'
+        )
+    try:
+        return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"{what}: row {number} cannot be written as JSON: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Returns plain data: numbers of numpy as Python's, what is missing (NaN, NaT) as None."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in cast(Mapping[Any, Any], value).items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in cast(Sequence[Any], value)]
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if type(value).__name__ in ("NaTType", "NAType"):
+        return None
+    return value.isoformat() if hasattr(value, "isoformat") else value

@@ -1,0 +1,87 @@
+"""Rewards as people have them in a script, as `[[rewards]]` of a job: functions as TRL has them,
+classes and instances of `hone.Reward`, names of graders, grader objects."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from hone.trainer.source import instance_source, source_of
+from shared.errors import BadRequest
+from shared.explain import shown
+from shared.rewards import Reward
+
+
+def rewards_of(given: Any, weights: Sequence[float] | None) -> list[dict[str, Any]]:
+    """Returns a table of `[[rewards]]` for each reward. Raises BadRequest with the reason."""
+    several = list(cast(Sequence[Any], given)) if isinstance(given, list | tuple) else [given]
+    if given is None or not several:
+        raise BadRequest(
+            "reward_funcs is empty; expected a function, a hone.Reward, or the name of a grader"
+        )
+    tables = [_table(each, position) for position, each in enumerate(several)]
+    if weights is not None:
+        if len(weights) != len(tables):
+            raise BadRequest(
+                f"reward_weights has {len(weights)} weights and reward_funcs {len(tables)} "
+                "rewards; expected as many"
+            )
+        for table, weight in zip(tables, weights, strict=True):
+            table["weight"] = float(weight)
+    return _named_apart(tables)
+
+
+def _table(given: Any, position: int) -> dict[str, Any]:
+    if isinstance(given, str):
+        return {"grader": given}
+    if isinstance(given, Mapping):
+        return _object(dict(cast(Mapping[str, Any], given)))
+    if isinstance(given, Reward):
+        name = type(given).__name__
+        return {"function": name, "source": instance_source(given, name)}
+    if isinstance(given, type) or callable(given):
+        return _own(given, position)
+    raise BadRequest(
+        f"reward_funcs[{position}] is {shown(given)}; expected a function, a hone.Reward, the name "
+        "of a grader, or a grader object"
+    )
+
+
+def _own(given: Any, position: int) -> dict[str, Any]:
+    if isinstance(given, type) and not any(hasattr(given, one) for one in ("score", "score_batch")):
+        raise BadRequest(
+            f"reward_funcs[{position}] is the class {given.__name__!r} without score and "
+            "score_batch; expected one of them"
+        )
+    if inspect.ismethod(given):
+        raise BadRequest(
+            f"reward_funcs[{position}] is a method of {shown(given.__self__)}; expected a "
+            "function, or an instance of hone.Reward"
+        )
+    name = getattr(given, "__name__", "") or f"reward_{position}"
+    name = name if name.isidentifier() else f"reward_{position}"
+    return {"function": name, "source": source_of(given, name)}
+
+
+def _object(given: dict[str, Any]) -> dict[str, Any]:
+    """Returns a table of `[[rewards]]`; of a grader object of OpenAI's, its `type` is the grader
+    and the rest its params."""
+    if "type" not in given:
+        return given
+    own = {name: given.pop(name) for name in ("name", "weight", "shaping") if name in given}
+    return {"grader": given.pop("type"), **own, "params": given}
+
+
+def _named_apart(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gives a later reward of the same name a number: metrics are called by the names."""
+    seen: set[str] = set()
+    for table in tables:
+        label = table.get("name") or table.get("function") or table.get("grader", "")
+        names = (label if number == 1 else f"{label}_{number}" for number in itertools.count(1))
+        name = next(name for name in names if name not in seen)
+        seen.add(name)
+        if name != label:
+            table["name"] = name
+    return tables

@@ -1,0 +1,192 @@
+"""A job in hand: what a Trainer returns with `detach=True`, and `hone.attach` finds again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hone import stack
+from hone.client import NotEnded
+from hone.trainer.modes import Address
+from hone.trainer.progress import view_here
+from shared.errors import BadRequest, Failed, NotFound, how_to_install
+
+if TYPE_CHECKING:
+    from hone.client import Client
+    from shared.wire import Event, GradedRollout, JobRecord, MetricsList
+
+CURVES = {"reward": "reward of the steps", "eval/reward": "held out"}
+
+
+class TrainOutput(NamedTuple):
+    """How training ended: the fields of the output of transformers' `Trainer.train`. `metrics` are
+    the last step's, and the run's summary."""
+
+    global_step: int
+    training_loss: float | None
+    metrics: dict[str, float]
+
+
+class Detached(KeyboardInterrupt):
+    """Ctrl-C left a job running. The message says how to come back to it."""
+
+
+def attach(job: str, url: str | None = None, *, token: str | None = None) -> Run:
+    """Returns the job of this id or name, at the orchestrator `url`; without it, of the stack that
+    this folder or the environment names. Raises NotFound if there is none."""
+    own_url, own_token = stack.orchestrator()
+    address = Address(url or own_url, token or own_token, shares_files=url is None)
+    with address.connect() as client:
+        return Run(client.get(job).id, address)
+
+
+class Run:
+    """A job that was submitted. Its methods work from any process that reaches its
+    orchestrator."""
+
+    def __init__(self, id: str, address: Address) -> None:
+        self.id = id
+        self._address = address
+
+    def __repr__(self) -> str:
+        return f"hone.attach({self.id!r}, {self._address.url!r})"
+
+    @property
+    def client(self) -> Client:
+        """A client of the job's orchestrator, to be closed by the caller."""
+        return self._address.connect()
+
+    @property
+    def record(self) -> JobRecord:
+        """The job's record as it is now."""
+        with self.client as client:
+            return client.get(self.id)
+
+    @property
+    def status(self) -> str:
+        return self.record.status
+
+    def wait(self, timeout_s: float | None = None) -> JobRecord:
+        """Returns the record once the job has ended or is paused. Raises NotEnded after
+        `timeout_s`."""
+        with self.client as client:
+            return client.wait(self.id, timeout_s=timeout_s)
+
+    def follow(self) -> TrainOutput:
+        """Shows progress until the job's end, and returns what it came to. Ctrl-C raises Detached
+        and leaves the job running. Raises Failed for a job that has failed or was cancelled, and
+        NotEnded for one that is paused."""
+        try:
+            with self.client as client, view_here() as view:
+                for event in client.events(self.id, follow=True, progress=view.progress):
+                    view.show(event)
+        except KeyboardInterrupt as error:
+            raise Detached(
+                f"detached; job {self.id} goes on. {self!r} comes back to it, .follow() shows it, "
+                ".cancel() stops it"
+            ) from error
+        return self.output()
+
+    def output(self) -> TrainOutput:
+        """Returns what the job came to. Raises as `follow`."""
+        record = self.record
+        if record.status == "paused":
+            raise NotEnded(
+                f"job {self.id} is paused: {record.error}; {self!r}.resume() goes on where it was"
+            )
+        if record.status != "succeeded":
+            why = f": {record.error}" if record.error else ""
+            raise Failed(f"job {self.id} is {record.status}{why}")
+        rows = self._rows().rows
+        last = dict(rows[-1].metrics) if rows else {}
+        summary = {
+            name: value
+            for name, value in (record.summary or {}).items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        losses = [row.metrics["loss"] for row in rows if "loss" in row.metrics]
+        mean = sum(losses) / len(losses) if losses else None
+        return TrainOutput(record.step, mean, last | summary)
+
+    def logs(self, last: int | None = None, *, follow: bool = False) -> Iterator[Event]:
+        """Yields the job's events, or the newest `last`; with `follow` also new ones."""
+        with self.client as client:
+            yield from client.events(self.id, last=last, follow=follow)
+
+    def _rows(self) -> MetricsList:
+        with self.client as client:
+            return client.metrics(self.id)
+
+    def metrics(self) -> Any:
+        """Returns a pandas DataFrame with a row for each step, and a column for each metric."""
+        try:
+            import pandas  # pyright: ignore
+        except ImportError as error:
+            raise BadRequest("metrics() returns a DataFrame: pip install pandas") from error
+        rows = [{"step": row.step, **row.metrics} for row in self._rows()]
+        frame = pandas.DataFrame(rows)  # pyright: ignore
+        return frame.set_index("step") if rows else frame  # pyright: ignore
+
+    def plot(self, *metrics: str) -> Any:
+        """Returns a matplotlib Figure of these metrics over the steps; by default the reward of the
+        steps and of held-out problems."""
+        try:
+            from matplotlib.figure import Figure  # pyright: ignore
+        except ImportError as error:
+            why = f"plot() draws with matplotlib: {how_to_install('plot')}"
+            raise BadRequest(why) from error
+        rows, figure = self._rows().rows, Figure(figsize=(8, 4.5))
+        axes = figure.subplots()
+        for name in metrics or CURVES:
+            points = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=CURVES.get(name, name))
+            elif metrics:
+                raise BadRequest(f"no step of job {self.id} has the metric {name!r}")
+        axes.set(xlabel="step", title=self.id)
+        axes.grid(alpha=0.3)
+        axes.legend() if axes.lines else None
+        return figure
+
+    def rollouts(self, step: int | None = None) -> Sequence[GradedRollout]:
+        """Returns the graded rollouts of `step`, or of the newest step."""
+        with self.client as client:
+            return client.rollouts(self.id, step).rollouts
+
+    def cancel(self) -> None:
+        with self.client as client:
+            client.cancel(self.id)
+
+    def pause(self) -> None:
+        with self.client as client:
+            client.pause(self.id)
+
+    def resume(self, changes: Sequence[str] = ()) -> None:
+        """Lets a paused job go on, with changes such as "memory.micro_batch_tokens=4096"."""
+        with self.client as client:
+            client.resume(self.id, changes)
+
+    def checkpoint(self, to: str | Path | None = None, *, step: int | None = None) -> Path:
+        """Returns the folder of the newest checkpoint, or of `step`, as `transformers` loads it. It
+        is downloaded into `to`, unless the job's run folder is on this machine and `to` is None."""
+        with self.client as client:
+            if to is None and self._address.shares_files:
+                kept = [each for each in client.checkpoints(self.id) if step in (None, each.step)]
+                if not kept:
+                    wanted = "" if step is None else f" of step {step}"
+                    raise NotFound(f"job {self.id!r} has no checkpoint{wanted}")
+                path = Path(kept[-1].path)
+                if path.is_dir():
+                    return path
+            return client.download(self.id, to, step=step).folder
+
+    def chat(self, said: str | Sequence[Mapping[str, Any]], **sampling: Any) -> str:
+        """Returns the answer of the job's policy to a message or a conversation: the weights that
+        serve now while it runs and until another job takes the samplers; an adapter for as long as
+        it is served. `sampling` are parameters of OpenAI's chat completions. Raises Unavailable if
+        the samplers have other weights."""
+        from hone.trainer.chatting import chat
+
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
+        return chat(self._address, self.id, messages, sampling)
