@@ -1,6 +1,7 @@
 """The parts of the documentation that `make docs` writes: docs/graders.md, from the texts of `hone
-explain` for each grader; docs/migrating.md; and the rooms of the orchestrator in
-docs/architecture.md, with what each imports (`tests/unit/test_imports.py` holds their order)."""
+explain` for each grader; docs/migrating.md; the rooms of the orchestrator in docs/architecture.md,
+with what each imports (`tests/unit/test_imports.py` holds their order); and the parameters of
+`hone.Trainer` in docs/trainer.md."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import ast
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deploy import migrating
 from hone.commands.explain import Explanation, find
+from hone.trainer import parameters
 
 ROOT = Path(__file__).parents[1]
 ORCHESTRATOR = ROOT / "services/orchestrator"
@@ -21,6 +23,10 @@ BEGIN, END = "<!-- rooms: `make docs` draws this -->\n", "<!-- end of rooms -->\
 
 ROOMS = ("openai", "api", "run", "evals", "loop", "pool", "store", "data", "runs")
 """From top to bottom: a room imports only rooms below it."""
+
+TRAINER = ROOT / "docs/trainer.md"
+BEGIN_PARAMETERS = "<!-- parameters: `make docs` draws this -->\n"
+END_PARAMETERS = "<!-- end of parameters -->\n"
 
 GRADERS = ROOT / "docs/graders.md"
 WIDTH = 100
@@ -100,11 +106,43 @@ def picture() -> str:
 
 def drawn(page: str) -> str:
     """Returns the page with the picture of the rooms as they are now."""
-    before, _, rest = page.partition(BEGIN)
-    return f"{before}{BEGIN}{picture()}{END}{rest.partition(END)[2]}"
+    return _between(page, BEGIN, END, picture())
+
+
+def _between(page: str, begin: str, end: str, text: str) -> str:
+    before, _, rest = page.partition(begin)
+    return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
+
+
+def with_parameters(page: str) -> str:
+    """Returns the page of the Trainer with the table of its parameters as they are now."""
+    keys: dict[str, list[str]] = {}
+    for name, key in parameters.SAME.items():
+        keys.setdefault(f"`{key}`", []).append(name)
+    rows = [(_names(names), key, "") for key, names in keys.items()]
+    rows += [
+        (_names([name]), f"`{each.key}`", each.note) for name, each in parameters.CONVERTED.items()
+    ]
+    rows += [(_names(names), text, "") for names, text in parameters.JOINT.values()]
+    rows += [
+        (_names([name]), "none", f"other values than {neutral[0]!r} are refused: {why}")
+        for name, (neutral, why) in parameters.REFUSED.items()
+    ]
+    whys: dict[str, list[str]] = {}
+    for name, why in parameters.WITHOUT_EFFECT.items():
+        whys.setdefault(why, []).append(name)
+    rows += [(_names(names), "none", f"ignored: {why}") for why, names in whys.items()]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    head = "\n| parameter | the job's key | what differs |\n|---|---|---|\n"
+    return _between(page, BEGIN_PARAMETERS, END_PARAMETERS, f"{head}{table}\n\n")
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 if __name__ == "__main__":
     GRADERS.write_text(page())
     migrating.PAGE.write_text(migrating.page())
     ARCHITECTURE.write_text(drawn(ARCHITECTURE.read_text()))
+    TRAINER.write_text(with_parameters(TRAINER.read_text()))

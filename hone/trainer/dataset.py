@@ -4,14 +4,14 @@ name of the Hub) as a source of `[data]`: inside the job where they are few, els
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from shared.errors import BadRequest
 from shared.explain import shown
@@ -20,44 +20,39 @@ from shared.job import MAX_INLINE_BYTES, MAX_INLINE_ROWS
 if TYPE_CHECKING:
     from hone.client import Client
 
-IN_MEMORY_BYTES = 64 << 20
-"""Rows beyond this are kept in a temporary file until they are uploaded."""
-
 NAME = "rows.jsonl"
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
 class Problems:
-    """`source` is what `data.train` or `data.eval` says, before an upload. `file` has the rows to
-    upload, as JSON lines of the SHA-256 `digest`, or `path` is a file of the user's."""
+    """`source` is what `data.train` or `data.eval` says, before an upload. `lines` are the rows to
+    upload, as JSON lines, or `path` is a file of the user's."""
 
     source: Any
-    file: IO[bytes] | None = None
+    lines: bytes = b""
     path: Path | None = None
-    digest: str = ""
 
     def uploaded(self, client: Client) -> Any:
         """Returns the source once it is where the orchestrator can read it. The same rows are
         stored once."""
-        if self.file is not None:
-            self.file.seek(0)
-            return client.upload(self.file, NAME, key=f"rows-{self.digest}").id
+        if self.lines:
+            return client.upload(io.BytesIO(self.lines), NAME, key=f"rows-{_digest(self.lines)}").id
         if self.path is not None:
-            with self.path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-                file.seek(0)
-                return client.upload(file, self.path.name, key=f"file-{digest}").id
+            content = self.path.read_bytes()
+            key = f"file-{_digest(content)}"
+            return client.upload(io.BytesIO(content), self.path.name, key=key).id
         return self.source
 
     def saved(self, path: Path) -> Any:
-        """Returns the source with rows to upload written to `path`, for a job file."""
-        if self.file is None:
+        """Returns the source for a job file; rows are written to `path`."""
+        if type(self.source) is list:
+            rows = cast(list[Any], self.source)
+            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            return str(path.resolve())
+        if not self.lines:
             return self.source
-        self.file.seek(0)
-        with path.open("wb") as out:
-            for piece in iter(lambda: cast(IO[bytes], self.file).read(1 << 20), b""):
-                out.write(piece)
+        path.write_bytes(self.lines)
         return str(path.resolve())
 
 
@@ -102,23 +97,17 @@ def _rows(given: Any, what: str) -> Iterable[Any]:
 
 def _of_rows(rows: Iterable[Any], what: str) -> Problems:
     """Returns rows inside the job, or to be uploaded if they are many."""
-    file = cast(IO[bytes], tempfile.SpooledTemporaryFile(IN_MEMORY_BYTES))  # noqa: SIM115
-    digest, number = hashlib.sha256(), 0
-    for number, row in enumerate(rows, 1):
-        line = _line(row, number - 1, what)
-        digest.update(line)
-        file.write(line)
-    if not number:
+    lines = [_line(row, number, what) for number, row in enumerate(rows)]
+    if not lines:
         raise BadRequest(f"{what} has no rows; expected one or more")
-    if number <= MAX_INLINE_ROWS and file.tell() <= MAX_INLINE_BYTES // 2:
-        file.seek(0)
-        return Problems([json.loads(line) for line in file])
-    return Problems(_placeholder(digest.hexdigest()), file=file, digest=digest.hexdigest())
+    content = b"".join(lines)
+    if len(lines) <= MAX_INLINE_ROWS and len(content) <= MAX_INLINE_BYTES // 2:
+        return Problems([json.loads(line) for line in lines])
+    return Problems(f"file-{_digest(content)[:24]}", content)  # an id, to check the job by
 
 
-def _placeholder(digest: str) -> str:
-    """Returns the id of a file, so that the job can be checked before the upload."""
-    return f"file-{digest[:24]}"
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _line(row: Any, number: int, what: str) -> bytes:

@@ -15,7 +15,7 @@ import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from hone.trainer import training_arguments
 from shared.errors import BadRequest
@@ -381,7 +381,7 @@ def _lora(given: Values, job: Translation) -> None:
 
 
 def _modules(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else value
+    return sorted(cast(set[str], value)) if isinstance(value, set) else value
 
 
 def _precision(given: Values, job: Translation) -> None:

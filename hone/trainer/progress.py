@@ -7,7 +7,7 @@ import html
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -24,16 +24,7 @@ MIN_UPDATE_S = 0.3
 REWARD_COLOUR, HELD_OUT_COLOUR = "#1f5fa8", "#c2410c"
 
 
-class View(Protocol):
-    """What is told of a job while it runs."""
-
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *_: object) -> None: ...
-    def show(self, event: Event) -> None: ...
-    def progress(self, told: JobProgress) -> None: ...
-
-
-def view_here() -> View:
+def view_here() -> Notebook | Follower:
     """Returns the view that fits where the code runs."""
     return Notebook() if in_notebook() else Follower(Console())
 
@@ -62,7 +53,7 @@ class Notebook:
     def __enter__(self) -> Notebook:
         from IPython.display import HTML, display  # pyright: ignore
 
-        self._handle = display(HTML(self._html()), display_id=True)  # pyright: ignore
+        self._handle = display(HTML(self.html()), display_id=True)  # pyright: ignore
         return self
 
     def __exit__(
@@ -89,13 +80,15 @@ class Notebook:
         self._update(now=False)
 
     def _update(self, *, now: bool) -> None:
+        if self._handle is None or not (now or time.monotonic() - self._shown_at > MIN_UPDATE_S):
+            return
         from IPython.display import HTML  # pyright: ignore
 
-        if self._handle and (now or time.monotonic() - self._shown_at > MIN_UPDATE_S):
-            self._handle.update(HTML(self._html()))
-            self._shown_at = time.monotonic()
+        self._handle.update(HTML(self.html()))
+        self._shown_at = time.monotonic()
 
-    def _html(self) -> str:
+    def html(self) -> str:
+        """Returns what the cell shows."""
         step = self._steps[-1][0] if self._steps else 0
         bar = f'<progress value="{step}" max="{self._of or 1}" style="width: {WIDTH}px"></progress>'
         said = "".join(f"<div>{html.escape(line)}</div>" for line in self._said)

@@ -137,7 +137,7 @@ class Run:
             why = f"plot() draws with matplotlib: {how_to_install('plot')}"
             raise BadRequest(why) from error
         rows, figure = self._rows().rows, Figure(figsize=(8, 4.5))
-        axes = figure.subplots()
+        axes: Any = figure.subplots()
         for name in metrics or CURVES:
             points = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
             if points:
@@ -146,7 +146,8 @@ class Run:
                 raise BadRequest(f"no step of job {self.id} has the metric {name!r}")
         axes.set(xlabel="step", title=self.id)
         axes.grid(alpha=0.3)
-        axes.legend() if axes.lines else None
+        if axes.lines:
+            axes.legend()
         return figure
 
     def rollouts(self, step: int | None = None) -> Sequence[GradedRollout]:

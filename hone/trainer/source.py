@@ -28,6 +28,7 @@ from typing import Any, cast
 
 from shared.errors import BadRequest
 from shared.job import MAX_SOURCE_BYTES
+from shared.rewards import FunctionConfig, SandboxConfig
 
 HEADER = "from __future__ import annotations\n"
 SANDBOX_NAMES = ("hone", "shared.rewards")
@@ -188,7 +189,8 @@ def _functions_in(value: Any) -> list[types.FunctionType]:
     """Returns a function itself, or the functions that a class's own text defines."""
     if isinstance(value, types.FunctionType):
         return [value]
-    members = [getattr(member, "__func__", member) for member in vars(value).values()]
+    own = list(cast(dict[str, Any], vars(value)).values())
+    members = [getattr(member, "__func__", member) for member in own]
     members += [member.fget for member in members if isinstance(member, property)]
     plain = [inspect.unwrap(member) for member in members if callable(member)]
     return [
@@ -225,7 +227,7 @@ def _function_node(function: Any) -> tuple[ast.AST | None, list[str]]:
         if isinstance(node, kinds) and _first_line(node) == code.co_firstlineno
     ]
     if len(found) > 1:  # lambdas in one line
-        found = [node for node in found if _compiles_to(node, code)][:1]
+        found = [node for node in found if _is_of(node, code)][:1]
     return (found[0] if found else None), lines
 
 
@@ -264,15 +266,12 @@ def _first_line(node: Any) -> int:
     return min([node.lineno, *(decorator.lineno for decorator in decorators)])
 
 
-def _compiles_to(node: ast.AST, code: types.CodeType) -> bool:
-    whole = compile(ast.unparse(node), "<lambda>", "eval")
-    made = next(each for each in whole.co_consts if isinstance(each, types.CodeType))
-    return (made.co_consts, made.co_varnames, made.co_names, len(made.co_code)) == (
-        code.co_consts,
-        code.co_varnames,
-        code.co_names,
-        len(code.co_code),
-    )
+def _is_of(node: Any, code: types.CodeType) -> bool:
+    """Whether the code's instructions lie within the lambda's body."""
+    body = node.body
+    begin, end = (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
+    at = [(line, column) for line, _, column, _ in code.co_positions() if line and column]
+    return all(begin <= place <= end for place in at)
 
 
 def _text(node: Any, lines: list[str]) -> str:
@@ -334,7 +333,8 @@ def _as_data(name: str, value: Any) -> str | None:
     if isinstance(value, logging.Logger):
         return f"import logging\n{name} = logging.getLogger({value.name!r})\n"
     if isinstance(value, re.Pattern):
-        return f"import re\n{name} = re.compile({value.pattern!r}, {value.flags})\n"
+        pattern = cast("re.Pattern[Any]", value)
+        return f"import re\n{name} = re.compile({pattern.pattern!r}, {pattern.flags})\n"
     literal = _literal(value)
     return None if literal is None else f"{name} = {literal}\n"
 
@@ -343,6 +343,8 @@ def _literal(value: Any) -> str | None:
     """Returns the expression of plain data; None for anything else."""
     if value is None or type(value) in (bool, int, str, bytes):
         return repr(value)
+    if isinstance(value, SandboxConfig | FunctionConfig):
+        return f"__import__('hone').{value!r}"
     if type(value) is float:
         return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
     if type(value) is dict or isinstance(value, types.MappingProxyType):
@@ -360,17 +362,13 @@ def _literal(value: Any) -> str | None:
         set: "set([{}])",
         frozenset: "frozenset([{}])",
     }
-    if type(value) not in build:
+    kind = value.__class__
+    if kind not in build:
         return None
     items = [_literal(each) for each in value]
     if None in items:
         return None
-    inside = (
-        "".join(f"{item}, " for item in items)
-        if type(value) is tuple
-        else ", ".join(cast(list[str], items))
-    )
-    return build[type(value)].format(inside)
+    return build[kind].format("".join(f"{item}, " for item in items))
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -381,7 +379,7 @@ def _same(one: Any, other: Any) -> bool:
 def _described(value: Any) -> str:
     if isinstance(value, types.FunctionType | type):
         return f"{value.__qualname__!r} of {value.__module__}"
-    kind = cast(type, type(value))
+    kind = value.__class__
     return f"an object of type {kind.__module__}.{kind.__qualname__}"
 
 
@@ -391,11 +389,11 @@ Definable = Callable[..., Any] | type
 def instance_source(instance: Any, name: str) -> str:
     """Returns the text of a module that defines `name` as a class without arguments, whose
     instances have what `instance` has. Raises BadRequest if an attribute is no plain data."""
-    kind = type(instance)
-    attributes = {key: _literal(value) for key, value in vars(instance).items()}
+    kind, held = instance.__class__, cast(dict[str, Any], vars(instance))
+    attributes = {key: _literal(value) for key, value in held.items()}
     if bad := next((key for key, text in attributes.items() if text is None), None):
         raise BadRequest(
-            f"the reward {name!r}: its attribute {bad!r} is {_described(vars(instance)[bad])}, "
+            f"the reward {name!r}: its attribute {bad!r} is {_described(held[bad])}, "
             "which cannot be sent; expected plain data, and other objects made in score or "
             "score_batch"
         )

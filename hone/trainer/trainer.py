@@ -1,4 +1,5 @@
-"""`hone.Trainer`: a job from a script or notebook, by the names that people use for GRPO. READ FIRST.
+"""READ FIRST. `hone.Trainer`: a job from a script or notebook, by the names that people use for
+GRPO.
 
     trainer = hone.Trainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
@@ -18,18 +19,19 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
 from hone.trainer import parameters
-from hone.trainer.dataset import problems
+from hone.trainer.dataset import Problems, problems
 from hone.trainer.modes import Local, Mode
 from hone.trainer.rewards import rewards_of
 from hone.trainer.run import Run, TrainOutput
 from shared.errors import BadRequest
 from shared.explain import shown
 from shared.job import Job
+from shared.job.checks import check_groups
 from shared.job.file import load_job, make_job
 from shared.rewards import Reward
 
@@ -43,8 +45,8 @@ MAX_NAME = 40
 class Trainer:
     """Trains `model` by GRPO on `train_dataset` for `reward_funcs`, where `mode` says.
 
-    `args` is a whole `trl.GRPOConfig`, `peft_config` a `peft.LoraConfig`; `recipe` are parameters by
-    the names of docs/trainer.md, or the job's own keys and sections. They go over `args`. Raises
+    `args` is a whole `trl.GRPOConfig`, `peft_config` a `peft.LoraConfig`; `recipe` are parameters
+    by the names of docs/trainer.md, or the job's own keys and sections. They go over `args`. Raises
     BadRequest with a sentence for each fault.
     """
 
@@ -63,30 +65,51 @@ class Trainer:
         output_dir: str | Path | None = None,
         **recipe: Any,
     ) -> None:
-        self.mode = mode or Local()
-        _check_mode(self.mode)
-        self.output_dir = None if output_dir is None else Path(output_dir)
         given = {} if args is None else parameters.given_by(args)
-        weights = reward_weights or getattr(args, "reward_weights", None)
         translation = parameters.translate(given | {"peft_config": peft_config} | recipe)
         parameters.check(translation, "Trainer")
-        self.ignored = translation.ignored
-        self._packages = _packages(reward_funcs)
-        self._train = None if train_dataset is None else problems(train_dataset, "train_dataset")
-        self._eval = None if eval_dataset is None else problems(eval_dataset, "eval_dataset")
+        sources = {
+            key: problems(dataset, f"{key}_dataset")
+            for key, dataset in (("train", train_dataset), ("eval", eval_dataset))
+            if dataset is not None
+        }
         document = translation.job
         document["model"] = _model(model, processing_class)
         if reward_funcs is not None or "rewards" not in document:
+            weights = reward_weights or getattr(args, "reward_weights", None)
             document["rewards"] = rewards_of(reward_funcs, weights)
         data = document.setdefault("data", {})
-        for key, source in (("train", self._train), ("eval", self._eval)):
-            if source is not None:
-                data[key] = source.source
+        data |= {key: found.source for key, found in sources.items()}
         if not document.get("steps") and "epochs" not in data and data.get("train") is not None:
             data["epochs"] = EPOCHS
         document.setdefault("name", _name(getattr(args, "output_dir", None) or output_dir, model))
-        self.job: Job = make_job(document, (), "Trainer")
+        job = make_job(document, (), "Trainer")
+        check_groups(job)
+        self._assign(job, mode, sources, _packages(reward_funcs))
+        self.output_dir = None if output_dir is None else Path(output_dir)
+        self.ignored = translation.ignored
+
+    def _assign(
+        self,
+        job: Job,
+        mode: Mode | None,
+        sources: Mapping[str, Problems],
+        packages: tuple[str, ...] = (),
+    ) -> None:
+        self.job = job
+        self.mode = _checked(mode or Local())
+        self.output_dir: Path | None = None
+        self.ignored: dict[str, str] = {}
         self.run: Run | None = None
+        self._sources = sources
+        self._packages = packages
+
+    @classmethod
+    def of_job(cls, job: Job, mode: Mode | None = None) -> Trainer:
+        """Returns the Trainer of a job that is there."""
+        trainer = cls.__new__(cls)
+        trainer._assign(job, mode, {})
+        return trainer
 
     @overload
     def train(self, *, detach: Literal[True]) -> Run: ...
@@ -110,8 +133,8 @@ class Trainer:
         with address.connect() as client:
             changes = {
                 key: source.uploaded(client)
-                for key, source in (("train", self._train), ("eval", self._eval))
-                if source is not None and not (source.path and address.shares_files)
+                for key, source in self._sources.items()
+                if source.lines or (source.path and not address.shares_files)
             }
             data = self.job.data.model_copy(update=changes)
             job = self.job.model_copy(update={"data": data})
@@ -124,21 +147,19 @@ class Trainer:
         return self.run.checkpoint(folder)
 
     def to_toml(self, path: str | Path | None = None) -> str:
-        """Returns the job as the text of a job file, and writes it to `path`. Rows that are too many
-        for a job are written beside it; without `path` they raise BadRequest."""
+        """Returns the job as the text of a job file, and writes it to `path`, with its rows beside
+        it. Without `path` rows are in the text; BadRequest if they are too many for a job."""
         import tomli_w
 
         document = self.job.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
-        data = document["data"]
-        for key, source in (("train", self._train), ("eval", self._eval)):
-            if source is None or source.file is None:
-                continue
-            if path is None:
+        for key, source in self._sources.items():
+            if path is not None:
+                document["data"][key] = source.saved(Path(path).with_suffix(f".{key}.jsonl"))
+            elif source.lines:
                 raise BadRequest(
                     f"the rows of data.{key} are too many for a job file; expected a path, to "
                     "write them beside it"
                 )
-            data[key] = source.saved(Path(path).with_suffix(f".{key}.jsonl"))
         text = tomli_w.dumps(document, multiline_strings=True)
         if path is not None:
             Path(path).write_text(text)
@@ -147,29 +168,17 @@ class Trainer:
 
 def from_toml(path: str | Path, *, mode: Mode | None = None) -> Trainer:
     """Returns a Trainer of the job in the file `path`."""
-    job = load_job(path)
-    sections = {name: getattr(job, name) for name in job.model_fields_set}
-    trainer = Trainer.__new__(Trainer)
-    trainer.__dict__ |= {
-        "mode": mode or Local(),
-        "job": job,
-        "run": None,
-        "output_dir": None,
-        "ignored": {},
-        "_packages": (),
-        "_train": None,
-        "_eval": None,
-    }
-    return trainer if sections else trainer
+    return Trainer.of_job(load_job(path), mode)
 
 
-def _check_mode(mode: Any) -> None:
-    if not isinstance(mode, Mode):
-        hint = "()" if isinstance(mode, type) and issubclass(mode, Mode) else ""
-        raise BadRequest(
-            f"mode is {shown(mode)}; expected hone.Local(), hone.Remote(url), hone.SingleNode(gpu) "
-            f"or hone.Distributed(actor, rollout){' with its parentheses' if hint else ''}"
-        )
+def _checked(mode: Any) -> Mode:
+    if isinstance(mode, Mode):
+        return mode
+    hint = f"{mode.__name__}(...), with its arguments" if isinstance(mode, type) else "hone.Local()"
+    raise BadRequest(
+        f"mode is {shown(mode)}; expected {hint}: one of Local(), Remote(url), SingleNode(gpu), "
+        "Distributed(actor, rollout)"
+    )
 
 
 def _model(model: Any, processing_class: Any) -> str:
@@ -189,11 +198,10 @@ def _model(model: Any, processing_class: Any) -> str:
 
 def _packages(reward_funcs: Any) -> tuple[str, ...]:
     """Returns the packages that the rewards want in the sandbox."""
-    several = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    found = [
-        each.sandbox.packages for each in cast(Sequence[Any], several) if isinstance(each, Reward)
-    ]
-    return tuple(dict.fromkeys(package for packages in found for package in packages))
+    is_list = isinstance(reward_funcs, list | tuple)
+    several = cast(Sequence[Any], reward_funcs if is_list else (reward_funcs,))
+    own = [each for each in several if isinstance(each, Reward)]
+    return tuple(dict.fromkeys(package for each in own for package in each.sandbox.packages))
 
 
 def _name(output_dir: Any, model: Any) -> str:

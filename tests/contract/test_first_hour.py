@@ -22,7 +22,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from deploy import demo
-from hone import Client, load_job, view
+from hone import Client, load_job, stack, view
 from hone.cli import app
 from services.orchestrator.api import history
 from services.orchestrator.run import job_loading

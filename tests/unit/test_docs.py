@@ -52,6 +52,8 @@ def test_prose_has_lines_of_at_most_100_columns(page: str) -> None:
 
 def test_the_page_of_graders_is_what_they_say_of_themselves() -> None:
     assert pages.GRADERS.read_text() == pages.page(), "`make docs` writes it anew"
+    trainer = pages.TRAINER.read_text()
+    assert pages.with_parameters(trainer) == trainer, "`make docs` writes it anew"
 
 
 def test_the_page_on_migrating_has_the_tables_of_hone_import() -> None:

@@ -1,0 +1,223 @@
+"""`hone.Trainer` against a real orchestrator: a script, an event loop, another process, Ctrl-C, and
+wrong uses, each with its sentence."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas
+import pytest
+
+import hone
+from hone.trainer.progress import Notebook
+from tests.support.model_folders import make_model_folder
+from tests.support.served_stack import ServedStack, served_stack
+
+BONUS = 0.25
+ROWS = [{"prompt": f"{a} + 1 =", "answer": str(a + 1)} for a in range(12)]
+
+
+def right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    pairs = zip(completions, answer, strict=True)
+    return [BONUS + float(completion == wanted) for completion, wanted in pairs]
+
+
+class Brief(hone.RewardEnvironment):
+    def __init__(self, longest: int) -> None:
+        super().__init__(sandbox=hone.SandboxConfig(timeout_s=2.0))
+        self.longest = longest
+
+    def score(self, prompt: str, completion: str, **columns: Any) -> float:
+        return float(len(completion) <= self.longest)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStack]:
+    with served_stack(tmp_path_factory.mktemp("served")) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_model_folder(tmp_path_factory.mktemp("model") / "model", window=2048))
+
+
+def made(folder: str, served: ServedStack, **given: Any) -> hone.Trainer:
+    values: dict[str, Any] = {
+        "model": folder,
+        "reward_funcs": [right, Brief(3), "math"],
+        "reward_weights": [1.0, 0.5, 0.1],
+        "train_dataset": ROWS,
+        "mode": hone.Remote(served.url),
+        "batch_size": 2,
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "max_steps": 2,
+    }
+    return hone.Trainer(**(values | given))
+
+
+def test_training_returns_what_trls_does_and_the_run_has_the_rest(
+    model: str, served: ServedStack, tmp_path: Path
+) -> None:
+    trainer = made(model, served, eval_dataset=pandas.DataFrame(ROWS[:4]))
+    output = trainer.train()
+    assert output.global_step == 2
+    assert trainer.run and trainer.run.status == "succeeded"
+    record = trainer.run.record
+    assert [reward.label for reward in record.job.rewards] == ["right", "Brief", "math"]
+    assert [reward.weight for reward in record.job.rewards] == [1.0, 0.5, 0.1]
+    assert "BONUS = 0.25" in (record.job.rewards[0].source or "")
+    frame = trainer.run.metrics()
+    assert list(frame.index) == [0, 1, 2]
+    assert output.metrics["reward"] == frame["reward"][2]
+    assert len(trainer.run.rollouts(2)) == 4
+    assert trainer.run.plot("reward").axes[0].lines[0].get_ydata()[-1] == frame["reward"][2]
+    text = trainer.to_toml(tmp_path / "job.toml")
+    again = hone.from_toml(tmp_path / "job.toml").job
+    assert text == (tmp_path / "job.toml").read_text()
+    assert again.rewards == trainer.job.rewards and again.sampling == trainer.job.sampling
+    rows = [json.loads(line) for line in Path(str(again.data.train)).read_text().splitlines()]
+    assert rows == ROWS
+
+
+def test_many_rows_are_uploaded_and_the_same_rows_once(model: str, served: ServedStack) -> None:
+    rows = datasets.Dataset.from_list([*ROWS] * 100)
+    runs = [made(model, served, train_dataset=rows).train(detach=True) for _ in range(2)]
+    sources = {str(run.record.job.data.train) for run in runs}
+    assert len(sources) == 1 and sources.pop().startswith("file-")
+    assert {run.wait().status for run in runs} == {"succeeded"}
+
+
+def test_a_detached_job_is_found_again_from_another_process(
+    model: str, served: ServedStack
+) -> None:
+    async def detached() -> hone.Run:
+        return made(model, served).train(detach=True)
+
+    run = asyncio.run(detached())  # within a running event loop, as in a notebook
+    code = f"import hone; run = {run!r}; print(run.follow().global_step)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == "2", done.stderr
+    with pytest.raises(hone.NotFound, match="no job 'no-such-job'"):
+        hone.attach("no-such-job", served.url)
+
+
+def test_ctrl_c_detaches_and_says_how_to_come_back(model: str, served: ServedStack) -> None:
+    released = threading.Event()
+
+    async def wait(_: Any) -> None:
+        while not released.is_set():
+            await asyncio.sleep(0.01)
+
+    served.fakes.fault["model"] = wait
+    trainer = made(model, served)
+    timer = threading.Timer(2.0, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(hone.Detached, match=r"goes on. hone.attach\('.*-grpo-.*'"):
+        trainer.train()
+    del served.fakes.fault["model"]
+    released.set()
+    assert trainer.run and trainer.run.wait().status == "succeeded"
+
+
+def test_a_job_that_does_not_succeed_raises_with_the_reason(
+    model: str, served: ServedStack
+) -> None:
+    run = made(model, served, max_steps=10_000).train(detach=True)
+    run.pause()
+    assert run.wait().status == "paused"
+    with pytest.raises(hone.NotEnded, match=r"is paused.*\.resume\(\) goes on"):
+        run.follow()
+    run.resume()
+    run.cancel()
+    with pytest.raises(hone.Failed, match="is cancelled"):
+        run.follow()
+
+
+def test_a_notebook_shows_steps_and_curve_in_place(model: str, served: ServedStack) -> None:
+    run = made(model, served, eval_dataset=ROWS[:2]).train(detach=True)
+    run.wait()
+    view = Notebook()
+    for event in run.logs():
+        view.show(event)
+    html = view.html()
+    assert html.count("<tr><td>") == 2 and "held out" in html and html.count("<polyline") == 2
+    assert "step 2 of 2" in html
+
+
+class NoMethods:
+    pass
+
+
+class Client:
+    """Has no text as plain data."""
+
+
+judge = Client()
+
+
+def judged(completions: list[str], **columns: Any) -> list[Any]:
+    return [judge for _ in completions]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "model is None; expected a folder in Hugging Face format"),
+    ({"model": Client()}, "expected a folder in Hugging Face format or a name of the Hub"),
+    ({"reward_funcs": None}, "reward_funcs is empty"),
+    ({"reward_funcs": []}, "reward_funcs is empty"),
+    ({"reward_funcs": 3, "reward_weights": None}, r"reward_funcs\[0\] is 3; expected a function"),
+    ({"reward_funcs": NoMethods}, "the class 'NoMethods' without score and score_batch"),
+    ({"reward_funcs": judged}, "'judged', .* uses 'judge', an object of type"),
+    ({"reward_funcs": Brief(2).score}, "is a method of"),
+    ({"reward_weights": [1.0]}, "reward_weights has 1 weights and reward_funcs 3 rewards"),
+    ({"train_dataset": None}, "'data.train' is missing"),
+    ({"train_dataset": []}, "train_dataset has no rows"),
+    ({"train_dataset": ["text"]}, "row 0 is 'text'; expected a dict of columns"),
+    ({"train_dataset": {"train": ROWS}}, "is a dict of 'train'; expected one table of rows"),
+    ({"train_dataset": "rows.jsonl"}, "is 'rows.jsonl', and there is no such file"),
+    ({"train_dataset": [{"prompt": object()}]}, "row 0 cannot be written as JSON"),
+    ({"mode": "local"}, r"mode is 'local'; expected hone.Local\(\)"),
+    ({"mode": hone.Remote}, r"expected Remote\(...\), with its arguments"),
+    ({"max_step": 3}, "'max_step' is unknown; did you mean 'max_steps'"),
+    ({"num_generations": 1}, "sampling.group_size"),
+    ({"learning_rate": "fast"}, "training.learning_rate"),
+    ({"args": {"beta": 0.1}}, "args is .*; expected a trl.GRPOConfig"),
+    ({"processing_class": Client()}, "expected the tokenizer of"),
+    ({"weight_sync_method": "magic"}, "weight_sync"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), WRONG)
+def test_a_wrong_use_is_a_sentence_before_anything_is_submitted(
+    model: str, served: ServedStack, given: dict[str, Any], sentence: str
+) -> None:
+    kept = {"reward_weights": None} if "reward_funcs" in given else {}
+    with pytest.raises(hone.BadRequest, match=sentence):
+        made(model, served, **(kept | given))
+
+
+@pytest.mark.parametrize(
+    ("mode", "sentence"),
+    [
+        (hone.Remote("http://127.0.0.1:9"), "cannot reach the orchestrator"),
+        (hone.SingleNode("H100:2"), "takes turns on one GPU; expected one, or 'serve'"),
+        (hone.SingleNode("H100", vllm_mode="both"), "vllm_mode is 'both'"),  # pyright: ignore
+        (hone.SingleNode("H100", use_vllm=False), "use_vllm is False"),
+        (hone.Distributed("H100:x", "A10G"), "actor is 'H100:x'; expected a GPU as Modal"),
+    ],
+)
+def test_a_mode_that_cannot_be_is_a_sentence(
+    model: str, served: ServedStack, mode: Any, sentence: str
+) -> None:
+    with pytest.raises(hone.HoneError, match=sentence):
+        made(model, served, mode=mode).train()

@@ -1,0 +1,213 @@
+"""A reward's source with what it closes over: run alone, it does what the object does here."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import linecache
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.trainer.source import instance_source, source_of
+from shared.errors import BadRequest
+
+SCRIPT = '''
+import functools
+import logging
+import math
+import re
+from collections import Counter as Bag
+from statistics import mean
+import threading
+
+import helpers
+from helpers import halved
+
+DIGITS = re.compile(r"\\d+", re.I)
+WEIGHTS = {"a": [1, 2.5, None], "b": (True, float("inf")), "c": {1}}
+log = logging.getLogger("rewards")
+lock = threading.Lock()
+
+
+def uses_all(completions, **columns):
+    """Two lines
+of text."""
+    log.info("called")
+    found = [len(DIGITS.findall(text)) for text in completions]
+    total = Bag("aab")["a"] + WEIGHTS["a"][1] + math.floor(mean([1, 4])) + halved(4)
+    return [number + total for number in found]
+
+
+def doubled(function):
+    @functools.wraps(function)
+    def call(*args, **columns):
+        return [2 * value for value in function(*args, **columns)]
+    return call
+
+
+@doubled
+def decorated(completions, **columns):
+    return [1.0 for _ in completions]
+
+
+def made(bonus):
+    title = """first
+  second"""
+
+    def closes_over(completions, **columns):
+        text = """a
+  b"""
+        return [bonus + len(title) + len(text) for _ in completions]
+    return closes_over
+
+
+CLOSED = made(3)
+FIRST, SECOND = (lambda completions, **_: [1 for _ in completions]), (lambda completions, **_: [2])
+PARTIAL = functools.partial(decorated, extra=1)
+
+
+def even(n):
+    return n == 0 or odd(n - 1)
+
+
+def odd(n):
+    return n != 0 and even(n - 1)
+
+
+async def asynchronous(completions, **columns):
+    return [even(len(text) // 2) for text in completions]
+
+
+class Base:
+    offset = 10
+
+
+class Scorer(Base):
+    def __init__(self):
+        self.bonus = 5
+
+    def score(self, prompt, completion, **columns):
+        return self.offset + self.bonus + len(DIGITS.findall(completion))
+
+
+def locks(completions, **columns):
+    with lock:
+        return [0.0 for _ in completions]
+
+
+def modules(completions, **columns):
+    return helpers.halved(completions)
+
+
+def undefined(completions, **columns):
+    return [not_there for _ in completions]
+
+
+def shadowed(bonus):
+    def halved(completions):
+        return [bonus]
+    return lambda completions, **columns: halved(completions) + uses_all(completions)
+
+
+OTHER = shadowed(1)
+'''
+
+HELPERS = "SHARE = 0.5\n\n\ndef halved(value):\n    return value * SHARE\n"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    path = tmp_path / "my_script.py"
+    path.write_text(SCRIPT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "helpers", raising=False)
+    spec = importlib.util.spec_from_file_location("my_script", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "my_script", module)
+    spec.loader.exec_module(module)
+    yield module
+    sys.modules.pop("helpers", None)
+
+
+def alone(text: str) -> dict[str, Any]:
+    scope: dict[str, Any] = {"__name__": "reward_functions"}
+    exec(compile(text, "rewards.py", "exec", dont_inherit=True), scope)
+    return scope
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("uses_all", [2 + 2 + 2.5 + 2 + 2.0, 0 + 2 + 2.5 + 2 + 2.0]),
+        ("decorated", [2.0, 2.0]),
+        ("CLOSED", [3 + 14 + 5, 3 + 14 + 5]),
+        ("FIRST", [1, 1]),
+        ("SECOND", [2]),
+        ("PARTIAL", [2.0, 2.0]),
+        ("asynchronous", [True, False]),
+    ],
+)
+def test_the_text_alone_does_what_the_function_does(
+    script: Any, name: str, expected: list[Any]
+) -> None:
+    function = alone(source_of(getattr(script, name), "reward"))["reward"]
+    value = function(["1 23", "ab"])
+    assert (asyncio.run(value) if inspect.isawaitable(value) else value) == expected
+
+
+def test_a_class_comes_with_its_bases_and_an_instance_with_its_attributes(script: Any) -> None:
+    scorer = script.Scorer()
+    scorer.bonus = 7
+    made = alone(instance_source(scorer, "Scorer"))["Scorer"]()
+    assert made.score("", "1 2") == scorer.score("", "1 2") == 19
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("locks", "uses 'lock', an object of type _thread.lock, which cannot be sent"),
+        ("modules", "uses the module 'helpers', a file of your own"),
+        ("undefined", "'undefined' uses 'not_there', which is not defined"),
+        ("OTHER", "call different objects 'halved'; expected one name for each"),
+    ],
+)
+def test_what_the_text_cannot_have_is_refused_with_the_reason(
+    script: Any, name: str, sentence: str
+) -> None:
+    with pytest.raises(BadRequest, match=sentence):
+        source_of(getattr(script, name), "reward")
+
+
+def test_a_function_without_source_and_an_attribute_that_is_no_data_are_refused(
+    script: Any,
+) -> None:
+    scope: dict[str, Any] = {}
+    exec("def typed(completions): return [1]", scope)
+    with pytest.raises(BadRequest, match=r"the source of 'typed' of .* is not to be had"):
+        source_of(scope["typed"], "typed")
+    scorer = script.Scorer()
+    scorer.client = object()
+    with pytest.raises(BadRequest, match="its attribute 'client' is an object of type"):
+        instance_source(scorer, "Scorer")
+
+
+def test_a_function_of_an_installed_package_is_imported(script: Any) -> None:
+    assert source_of(linecache.getline, "reward").endswith(
+        "from linecache import getline as reward\n"
+    )
+
+
+def test_a_function_of_a_notebooks_cell_is_sent(script: Any) -> None:
+    cell = "LIMIT = 3\n\ndef brief(texts):\n    return [len(text) < LIMIT for text in texts]\n"
+    file = "<ipython-input-1-abc>"
+    linecache.cache[file] = (len(cell), None, cell.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(cell, file, "exec"), scope)
+    made = alone(source_of(scope["brief"], "brief"))["brief"]
+    assert made(["ab", "abcd"]) == [True, False]
