@@ -7,7 +7,6 @@ starts what is missing, and returns the orchestrator's address.
 | `Remote(url)` | anywhere: Compose, Kubernetes, another machine |
 | `SingleNode(gpu)` | one container on Modal |
 | `Distributed(actor, rollout)` | a container for each service on Modal |
-| `Simple()` | none but the reward service: TRL's own loop, on this machine (simple.py) |
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ ALLOWED: dict[str, set[str]] = {
     | {"numpy", "zstandard"}  # in delta.py, which only trainer and sampler import
     | {"opentelemetry"}  # in tracing.py, only where a collector is named
     | {"jinja2", "tokenizers"},  # in prompts/, for orchestrator and `hone init`
-    "hone": WIRE | {"typer", "rich", "yaml"},
+    "hone": WIRE
+    | {"tomli_w", "typer", "rich", "yaml"}
+    | {"IPython", "matplotlib", "pandas"},  # in trainer/, where the user has them
     "services/orchestrator": WIRE
     | {"aiohttp", "datasets", "huggingface_hub", "jinja2", "pyarrow", "redis", "tokenizers"}
     | {"wandb", "xxhash", "yarl"},
