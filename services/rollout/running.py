@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from services.rollout.engine import Adapter, BadPrompt, Engine, Overlong, failed_rollout
-from services.rollout.fencing import owner_of
+from services.rollout.fencing import Requests, owner_of
 from services.rollout.weights.adapters import LoadedAdapters
 from services.rollout.weights.proofs import Expected, Seen, differing, given_tensors
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
@@ -25,7 +25,12 @@ from shared.wire import (
 )
 from shared.wire.packed import TokenIds
 
+LOST = 2
+"""vLLM's level of sleep at which the weights are given up."""
+
 ASLEEP = "the sampler sleeps while the trainer has its GPU; it wakes with the next weights"
+
+ASLEEP_BY_HAND = "the sampler was put to sleep by hand; POST /wake_up wakes it"
 
 EXCHANGING = "the weights of the engine's model are being exchanged; ask again"
 
@@ -50,7 +55,9 @@ class Running:
     """An engine from its start to its end. `serving` describes the weights that serve, and
     `nothing` is the same while no version serves. `published` has the digests of the version's
     tensors, and `seen` the engine's log-probs of the last canary. `is_base`: the model has its own
-    weights, so adapters may be loaded beside it. `fault` says why the weights are unknown."""
+    weights, so adapters may be loaded beside it. `keeps_weights`: asleep, it still has them.
+    `is_updating`: a caller who is no job has begun to replace them. `fault` says why the weights
+    are unknown."""
 
     engine: Engine
     spec: EngineSpec
@@ -63,6 +70,8 @@ class Running:
     is_base: bool = True
     is_paused: bool = False
     is_asleep: bool = False
+    keeps_weights: bool = False
+    is_updating: bool = False
     is_exchanging: bool = False
     fault: str | None = None
 
@@ -70,7 +79,7 @@ class Running:
 
     async def unready(self) -> str | None:
         """Returns why nothing would be sampled, or None."""
-        return await self.failure() or (ASLEEP if self.is_asleep else None)
+        return await self.failure() or self._why_asleep()
 
     async def failure(self) -> str | None:
         """Returns why the engine needs to be replaced, or needs another version; None if it
@@ -90,8 +99,12 @@ class Running:
             raise Unavailable(EXCHANGING)
         if self.fault:
             raise StateLost(self.fault)
-        if self.is_asleep:
-            raise Unavailable(ASLEEP)
+        if why := self._why_asleep():
+            raise Unavailable(why)
+
+    def _why_asleep(self) -> str | None:
+        kept = ASLEEP_BY_HAND if self.keeps_weights else ASLEEP
+        return kept if self.is_asleep else None
 
     def check_version(self, min_version: int | None) -> None:
         """Raises Conflict, code "out_of_order", for a version that does not serve yet."""
@@ -182,15 +195,41 @@ class Running:
         self.adapters.forget()
         self.is_base = False
 
-    async def fall_asleep(self) -> None:
-        """Frees the engine's memory, its weights included. Raises StateLost if that fails: then
-        they are unknown."""
+    def forget(self) -> None:
+        """No version serves from now on."""
+        self.serving, self.published, self.seen = self.nothing, {}, None
+
+    async def fall_asleep(self, level: int, requests: Requests) -> None:
+        """Frees the engine's memory, and at level `LOST` gives up its weights. Does nothing to an
+        engine that sleeps. Raises StateLost if it fails: then the weights are unknown."""
+        if level == LOST:
+            self.forget()
+            self.lose_base()
+            self.keeps_weights = False
+        if self.is_asleep:
+            return
+        requests.lose(ASLEEP)
         try:
-            await self.engine.sleep()
+            await self.engine.sleep(level)
+        except BadRequest:
+            raise  # it did nothing
         except Exception as error:  # whatever it was, the weights are unknown
             self.fault = f"going to sleep failed ({sentence(error)}); PUT /model"
             raise StateLost(self.fault) from error
-        self.is_asleep = True
+        self.is_asleep, self.keeps_weights = True, level != LOST
+
+    async def wake_up(self) -> None:
+        """Brings back weights that the engine kept while it slept."""
+        if self.is_asleep and self.keeps_weights:
+            await self.engine.wake_weights()
+            await self.engine.wake_cache()
+            self.is_asleep = self.keeps_weights = False
+            await self.go_on()
+
+    async def go_on(self) -> None:
+        """Lets the engine sample, unless it was paused by hand."""
+        if not self.is_paused:
+            await self.engine.resume()
 
 
 def prompt_ids(request: GenerateRequest, engine: Engine) -> tuple[list[int], bool]:

@@ -22,15 +22,16 @@ decided by the weights that serve now.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from services.rollout.engine import Answer, BadPrompt, Engine, Starter
 from services.rollout.fencing import ChatTurn, Fences, Requests, owner_of, stale, taken
-from services.rollout.running import ASLEEP, Running, Start, group_without_prompt, prompt_ids
+from services.rollout.running import LOST, Running, Start, group_without_prompt, prompt_ids
 from services.rollout.weights.adapters import LoadedAdapters, one_call
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.loading import Load
@@ -47,7 +48,6 @@ from shared.wire import (
     EngineSpec,
     GenerateRequest,
     ModelRequest,
-    PauseState,
     Published,
     RolloutGroup,
     ServingWeights,
@@ -78,17 +78,21 @@ class Sampler:
         self._starter = starter
         self._weight_roots = weight_roots
         self._refresh = refresh
-        self._copies = copies
+        self.copies = copies
         self._max_adapters = max_adapters
         self._change = asyncio.Lock()
         self.ownership = Ownership("rollout")
         self._fences = Fences(self.ownership)
-        self._requests = Requests()
+        self.requests = Requests()
         self._opening: asyncio.Task[None] | None = None
         self._running: Running | None = None
         self._starting: Start | None = None
         self._not_started: str | None = None
         self._nothing = ServingWeights(replica=replica)
+
+    @property
+    def running(self) -> Running | None:
+        return self._running
 
     @property
     def serving(self) -> ServingWeights:
@@ -110,7 +114,7 @@ class Sampler:
     def open(self, model: str | None) -> None:
         """Begins to import vLLM, and to start an engine for `model`, while requests are already
         answered."""
-        self._copies.clear()
+        self.copies.clear()
         if model:
             self._starting = Start(model)
         self._opening = asyncio.create_task(self._open(model))
@@ -122,7 +126,7 @@ class Sampler:
             await asyncio.gather(self._opening, return_exceptions=True)
         await self._stop_engine()
         self._starter.close()
-        self._copies.clear()
+        self.copies.clear()
 
     async def put_model(self, request: ModelRequest) -> ServingWeights:
         """Serves the model: at once if it is already served, else by a new engine. A model that
@@ -235,15 +239,15 @@ class Sampler:
             engine,
             spec,
             replace(expected, max_lora_rank=engine.max_lora_rank),
-            LoadedAdapters(engine, self._copies, self._max_adapters),
+            LoadedAdapters(engine, self.copies, self._max_adapters),
             nothing=serving,
             serving=serving,
         )
 
     async def _stop_engine(self) -> None:
         running, self._running, self._not_started = self._running, None, None
-        self._copies.remove_adapters()
-        self._requests.lose("the engine was stopped; another one may take its place")
+        self.copies.remove_adapters()
+        self.requests.lose("the engine was stopped; another one may take its place")
         if running:
             await running.engine.stop()
 
@@ -272,7 +276,7 @@ class Sampler:
                 deadline_s=request.deadline_s,
                 adapter=adapter,
             )
-            rollouts = await self._requests.run(request, work)
+            rollouts = await self.requests.run(request, work)
         return RolloutGroup(
             prompt_token_ids=TokenIds(ids),
             rollouts=rollouts,
@@ -307,15 +311,15 @@ class Sampler:
                 salt=running.salt,
                 adapter=adapter,
             )
-            return await self._requests.run(asker, work)
+            return await self.requests.run(asker, work)
 
     async def abort(self, request: AbortRequest) -> Aborted:
         """Ends the job's requests up to this fence, and refuses later ones; or ends only the
         requests of `request.keys`. Conversations go on, because their weights still serve."""
         if request.keys:
-            return Aborted(num_requests=self._requests.end_keys(request))
+            return Aborted(num_requests=self.requests.end_keys(request))
         self._fences.abort(request)
-        num_requests = self._requests.end(
+        num_requests = self.requests.end(
             lambda asker: (
                 asker.job_id == request.job_id
                 and asker.fence <= request.fence
@@ -325,22 +329,15 @@ class Sampler:
         )
         return Aborted(num_requests=num_requests)
 
-    async def pause(self) -> PauseState:
-        """Freezes sampling: requests under way and new ones wait."""
-        await self._ready()
+    @contextlib.asynccontextmanager
+    async def changing(self, *, ready: bool = False) -> AsyncGenerator[Running]:
+        """Yields the engine to a caller who is no job, and changes nothing else meanwhile. Raises
+        Conflict, code "taken", while a job has the sampler. Only if it must be `ready` are its
+        weights known."""
+        await (self._ready() if ready else self._alive())
         async with self._change:
-            running = await self._ready()
-            await running.engine.pause()
-            running.is_paused = True
-        return PauseState(paused=True)
-
-    async def resume(self) -> PauseState:
-        await self._ready()
-        async with self._change:
-            running = await self._ready()
-            running.is_paused = False
-            await running.engine.resume()
-        return PauseState(paused=False)
+            self.ownership.check()
+            yield await (self._ready() if ready else self._alive())
 
     async def _running_with(self, weights: ServingWeights, asked_by: str) -> Running:
         running = await self._ready()
@@ -351,9 +348,9 @@ class Sampler:
         """Supersedes all older attempts and epochs, and ends their requests. Raises Conflict if the
         asker is superseded itself."""
         if self._fences.take_over(asker):
-            self._requests.end(lambda other: other.job_id is not None, taken)
+            self.requests.end(lambda other: other.job_id is not None, taken)
         elif asker.job_id is not None:
-            self._requests.end(
+            self.requests.end(
                 lambda other: other.job_id is not None and other.fence < asker.fence, _stale
             )
 
@@ -367,9 +364,11 @@ class Sampler:
         async with self._change:
             running, ref = await self._alive(), request.root
             self._take_over(ref)
+            if running.is_updating:
+                raise StateLost(running.fault or "")
             if running.serves(ref) and not ref.again:
                 return running.serving
-            return await Load(running, self._requests, ref).run(self._copies)
+            return await Load(running, self.requests, ref).run(self.copies)
 
     async def check_weights(self) -> CheckedWeights:
         """Returns which of the engine's tensors differ from the version that serves."""
@@ -382,11 +381,9 @@ class Sampler:
         async with self._change:
             running = await self._alive()
             self._take_over(request)
-            if not running.is_asleep:
-                running.serving, running.published, running.seen = running.nothing, {}, None
-                self._requests.lose(ASLEEP)
-                running.lose_base()
-                await running.fall_asleep()
+            if request.job_id is None:
+                self.ownership.check()
+            await running.fall_asleep(LOST if request.job_id else request.level, self.requests)
             return running.serving
 
 

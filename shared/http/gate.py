@@ -5,6 +5,8 @@ up."""
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import hmac
 import re
 import secrets
@@ -142,13 +144,12 @@ class Gate:
                     "127.0.0.1 or localhost"
                 )
             return True
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        is_bearer = scheme.lower() == "bearer" and given != ""
-        if is_bearer and hmac.compare_digest(given.encode(), self._token.encode()):
+        given = _given_token(headers.get("authorization", ""))
+        if given and hmac.compare_digest(given.encode(), self._token.encode()):
             return True
         if scope["path"] in OPEN_PATHS:
             return False
-        if not is_bearer:
+        if not given:
             raise Unauthorized("the header 'Authorization: Bearer <HONE_TOKEN>' is missing")
         if self._keys is None:
             raise Unauthorized("the token of the header 'Authorization: Bearer' is wrong")
@@ -209,6 +210,16 @@ class Gate:
                 status=status,
                 seconds=round(seconds, 4),
             )
+
+
+def _given_token(header: str) -> str:
+    """Returns the token of an Authorization header, "" without one. Clients that take a URL and no
+    token, such as TRL's, send `http://hone:<token>@host` as Basic, with the token as password."""
+    scheme, _, given = header.partition(" ")
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):  # no base64, or no UTF-8
+            return base64.b64decode(given, validate=True).decode().partition(":")[2]
+    return given if scheme.lower() == "bearer" else ""
 
 
 def _check_single(names: list[str]) -> None:

@@ -17,8 +17,8 @@ from shared.errors import Unavailable
 from shared.http import openapi
 from shared.wire import Dependency, Health, Readiness, VersionInfo
 
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/version"})
-"""Paths that need no token."""
+OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/version"})
+"""Paths that need no token. Only the sampler has `/health`, as vLLM's server does."""
 
 
 class Starting(str):

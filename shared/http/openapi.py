@@ -61,6 +61,17 @@ class Accepted(BaseModel):
     operation: str
 
 
+def parameters(body: type[BaseModel]) -> dict[str, Any]:
+    """Returns the fields of a body as query parameters, for a route that takes either."""
+    fields = body.model_json_schema()["properties"].items() if body.model_fields else ()
+    listed = [
+        {"name": name, "in": "query", "required": False, "schema": schema}
+        for name, schema in fields
+        if "$ref" not in repr(schema)
+    ]
+    return {"parameters": listed}
+
+
 def answers(result: Any) -> Responses:
     """Returns the responses of an operation or query with this type of result, as JSON or
     msgpack."""

@@ -19,7 +19,15 @@ from dataclasses import dataclass
 from shared.errors import Conflict
 from shared.host.logs import get_logger
 from shared.settings import PREFIX, Settings
-from shared.wire import Fence, Fenced, GenerateRequest, ModelRequest, Orchestrator, TrainerJob
+from shared.wire import (
+    Fence,
+    Fenced,
+    GenerateRequest,
+    ModelRequest,
+    Orchestrator,
+    SleepRequest,
+    TrainerJob,
+)
 
 HEADER = "x-hone-orchestrator"
 
@@ -29,7 +37,7 @@ asks idle services every 2 s, and polls long calls."""
 
 _ASKING = re.compile(r"([A-Za-z0-9]{1,64}) ([!-~]{1,300})(?: ([!-~]{1,200}))?")
 
-Asker = Fenced | GenerateRequest | ModelRequest
+Asker = Fenced | GenerateRequest | ModelRequest | SleepRequest
 
 
 @dataclass(frozen=True)

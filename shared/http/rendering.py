@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import re
 from typing import Any, Generic, TypeVar, cast
 
@@ -51,9 +52,10 @@ async def refuse_unknown_parameters(request: Request) -> None:
     extra: dict[str, Any] = route.openapi_extra or {}
     declared: list[dict[str, Any]] = extra.get("parameters", [])
     tables = [one["name"] for one in declared if one.get("style") == "deepObject"]
+    known += [one["name"] for one in declared if one["name"] not in tables]
     names = [name for name, _ in request.query_params.multi_items()]
     for name in names:
-        if (count := names.count(name)) > 1:
+        if (count := names.count(name)) > 1 and name not in lists_of(declared):
             raise BadRequest(
                 f"parameter {name!r} came {count} times, expected once",
                 errors=[{"pointer": f"/query/{name}", "detail": "expected once"}],
@@ -65,6 +67,22 @@ async def refuse_unknown_parameters(request: Request) -> None:
                 f"unknown parameter {name!r} of {request.method} {route.path_format}; {help}",
                 errors=[{"pointer": f"/query/{name}", "detail": help}],
             )
+
+
+def lists_of(declared: list[dict[str, Any]]) -> set[str]:
+    """Returns the names of the declared parameters that may come several times."""
+    return {one["name"] for one in declared if one.get("schema", {}).get("type") == "array"}
+
+
+def body_of_parameters(request: Request, data: bytes) -> bytes:
+    """Returns the body, in JSON, whose fields are the request's query parameters. Raises BadRequest
+    if there is a body too."""
+    if data.strip() not in (b"", b"{}"):
+        raise BadRequest("expected a body or query parameters, not both")
+    lists = lists_of(request.scope["route"].openapi_extra["parameters"])
+    given = request.query_params
+    fields = {name: given.getlist(name) if name in lists else given[name] for name in given}
+    return json.dumps(fields).encode()
 
 
 def media_type(request: Request, data: bytes) -> str:

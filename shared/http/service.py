@@ -97,6 +97,7 @@ class Service:
         stream: Callable[[Any], AsyncGenerator[BaseModel]] | None = None,
         cancellable: bool = False,
         durable: bool = False,
+        parameters: bool = False,
         dependencies: Sequence[params.Depends] = (),
     ) -> None:
         """Adds a route that runs `handler` once per key, however often it is retried. The key is
@@ -106,7 +107,8 @@ class Service:
         `stream` yields the same results one by one; it runs for each request that accepts NDJSON,
         and ends with the request. `cancellable`: an operation without a key, waited for by a plain
         request, also ends with the request, because nobody can ask for it again. A `durable`
-        handler remembers the result of `request_key` itself, and is called each time.
+        handler remembers the result of `request_key` itself, and is called each time. With
+        `parameters` the body's fields may be query parameters, in place of a body.
         `dependencies` are the route's; they refuse a request before its operation starts.
         """
         hints = get_type_hints(handler, include_extras=True)
@@ -116,7 +118,10 @@ class Service:
 
         async def endpoint(request: Request) -> Response:
             data = await request.body()
-            body = codec.decode(body_type, data, rendering.media_type(request, data))
+            kind = rendering.media_type(request, data)
+            if parameters and request.query_params:
+                data, kind = rendering.body_of_parameters(request, data), codec.JSON
+            body = codec.decode(body_type, data, kind)
             if stream is not None and streams.LINES in request.headers.get("accept", ""):
                 deadline_s = self.settings.operation_deadline_s
                 return await streams.answer(stream(body), request, name, deadline_s, self.draining)
@@ -141,6 +146,7 @@ class Service:
             description=handler.__doc__ or "",
             responses=openapi.answers(result_type) | openapi.accepted(),
             dependencies=dependencies,
+            openapi_extra=openapi.parameters(body_type) if parameters else None,
         )
 
     def body(self, body_type: type[BaseModel], method: str, path: str) -> None:

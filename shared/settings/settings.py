@@ -307,6 +307,11 @@ class Settings(Documented):
     for Qwen2.5. None: a request with tools must say `tool_choice` "none", and the model's tool
     calls stay text."""
 
+    weight_transfer: Literal["nccl"] | None = None
+    """How a sampler on GPUs takes tensors from trainers other than Hone's: vLLM's
+    `--weight-transfer-config`, which TRL's `GRPOTrainer` needs. Without effect on a CPU and on
+    Hone's own jobs. None: it takes none."""
+
     max_sessions: int = Field(default=1024, ge=1)
     """Sessions (recorded agents) that the sampler keeps at once. Beyond it the session that was
     idle longest is forgotten."""

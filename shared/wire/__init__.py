@@ -11,6 +11,7 @@
 | `graders.py` | `/graders` and `POST /execute` |
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
 | `weights.py` | published versions, one class per sync method |
+| `rl.py` | vLLM's routes for trainers other than Hone's |
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: lists, events, metrics |
 | `pages.py` | how many entries an answer has at most |
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from shared.wire.planning import *
     from shared.wire.records import *
     from shared.wire.rewards import *
+    from shared.wire.rl import *
     from shared.wire.rollouts import *
     from shared.wire.samplers import *
     from shared.wire.sessions import *

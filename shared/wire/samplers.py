@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 
 from shared.http.urls import check_service_url
 from shared.job import MAX_SERVED_RANK
-from shared.wire.base import Fenced, Fencing, JobId, Wire
+from shared.wire.base import Fencing, JobId, Wire
 from shared.wire.packed import Logprobs
 
 
@@ -78,8 +78,14 @@ class ServingWeights(Fencing):
     taken: str | None = None
 
 
-class SleepRequest(Fenced):
-    """`POST /sleep`: free the GPU's memory, weights included, until the next version is loaded."""
+class SleepRequest(Fencing):
+    """`POST /sleep`: free the GPU's memory until the next weights are loaded. Without a job,
+    `level` 1 keeps the weights in the host's memory until `POST /wake_up`; a job's are never kept.
+    Requests under way end, so `mode` can only be "abort"."""
+
+    job_id: JobId | None = None
+    level: int = Field(default=1, ge=1, le=2)
+    mode: Literal["abort"] = "abort"
 
 
 class CheckedWeights(Wire):
@@ -92,10 +98,6 @@ class CheckedWeights(Wire):
     num_tensors: int
     differing: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-
-
-class PauseState(Wire):
-    paused: bool
 
 
 class Registration(Wire):

@@ -39,6 +39,7 @@ from shared.wire import (
     GenerateRequest,
     Message,
     ModelRequest,
+    PauseMode,
     Published,
     Rollout,
     RolloutGroup,
@@ -61,6 +62,7 @@ class FakeEngine:
     folder: Path
     max_model_len: int = 16
     max_lora_rank: int = 0
+    transfers: bool = False
     dtype: str = "float32"
     gpus: tuple[str, ...] = ()
     vocab_size: int = 10
@@ -141,13 +143,22 @@ class FakeEngine:
         self.calls.append([adapter.name, *token_ids] if adapter else token_ids)
         return [-float(id) - self.shift for id in token_ids[1:]]
 
-    async def pause(self, *, abort: bool = False) -> None:
+    async def pause(self, mode: PauseMode = "keep") -> None:
         if self.dead:
             raise StateLost("the engine process died")
-        self.calls.append("abort" if abort else "pause")
+        self.calls.append("pause" if mode == "keep" else mode)
         self.frozen.clear()
-        if abort:
+        if mode != "keep":
             self.frozen.set()
+
+    async def reset_cache(self, *, running: bool, external: bool) -> bool:
+        self.calls.append("reset cache")
+        return True
+
+    async def transfer(self, step: str, info: Mapping[str, Any] | None = None) -> None:
+        self.calls.append(step)
+        if self.fail_load:
+            raise self.fail_load
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -174,8 +185,8 @@ class FakeEngine:
     async def adapter_digests(self, adapter: Adapter) -> dict[str, str]:
         return tensor_digests(stored_tensors(adapter.folder))
 
-    async def sleep(self) -> None:
-        self.calls.append("sleep")
+    async def sleep(self, level: int = 2) -> None:
+        self.calls.append("sleep" if level == 2 else f"sleep {level}")
         if self.fail_sleep:
             raise self.fail_sleep
 
@@ -203,7 +214,7 @@ class FakeEngine:
     async def digests(self) -> dict[str, str]:
         return self.loaded
 
-    async def set_version(self, owner: str, version: int) -> None:
+    async def set_version(self, owner: str, version: int | None) -> None:
         self.calls.append(version)
         self.label = label(owner, version)
 

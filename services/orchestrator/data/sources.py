@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.orchestrator.data.allowed import may_name
 from services.orchestrator.data.hub import hub_url
 from services.orchestrator.data.hub_tables import HubTable, Pinned
 from services.orchestrator.data.tables import (
@@ -24,6 +23,7 @@ from services.orchestrator.data.tables import (
 from services.orchestrator.data.uploads import Uploads
 from shared.errors import BadRequest, NotFound, Unavailable
 from shared.host.disk import run_for_volume
+from shared.http.folders import may_name
 from shared.job import UPLOADED, DataSpec, Job, Source
 from shared.model.names import HUB_ID
 from shared.settings import Settings

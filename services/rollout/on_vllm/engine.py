@@ -9,13 +9,17 @@ import asyncio
 import gc
 import itertools
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp
 from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import TokensInput
 from vllm.logprobs import FlatLogprobs
@@ -46,6 +50,7 @@ from shared.wire import (
     BroadcastWeights,
     EngineSpec,
     Message,
+    PauseMode,
     Rollout,
     Sampling,
     SharedWeights,
@@ -53,6 +58,9 @@ from shared.wire import (
 
 R = TypeVar("R")
 
+
+TRANSFER_S = 600.0
+"""Seconds for one step of vLLM's weight transfer. Meeting a trainer and large models take long."""
 
 STOP_S = 15.0
 """Seconds for an engine to end in order. It takes a second or two, and ten on a busy machine."""
@@ -86,6 +94,7 @@ class VllmEngine:
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
         lora = self._llm.vllm_config.lora_config
         self.max_lora_rank: int = lora.max_lora_rank if lora else 0
+        self.transfers = self._llm.vllm_config.weight_transfer_config is not None
         self.max_num_seqs: int = self._llm.vllm_config.scheduler_config.max_num_seqs
         self._adapters: LoadedAdapters | None = None
         self.openai: ASGIApp
@@ -173,9 +182,8 @@ class VllmEngine:
         assert isinstance(output.prompt_logprobs, FlatLogprobs)
         return output.prompt_logprobs.logprobs
 
-    async def pause(self, *, abort: bool = False) -> None:
+    async def pause(self, mode: PauseMode = "keep") -> None:
         # AsyncLLM.pause_generation does the same and then sleeps 20 ms, without need.
-        mode = "abort" if abort else "keep"
         core = self._llm.engine_core
         await self._answer(core.pause_scheduler_async(mode=mode, clear_cache=True))
 
@@ -188,15 +196,18 @@ class VllmEngine:
         if not await self._answer(self._llm.reset_prefix_cache()):
             raise Failed("vLLM did not reset its prefix cache")
 
-    async def sleep(self) -> None:
-        """Puts vLLM to sleep, level 2: weights and cache are discarded. A CPU has no sleep mode."""
+    async def reset_cache(self, *, running: bool, external: bool) -> bool:
+        return bool(await self._answer(self._llm.reset_prefix_cache(running, external)))
+
+    async def sleep(self, level: int = 2) -> None:
+        """Puts vLLM to sleep. A CPU has no sleep mode."""
         if current_platform.is_cpu():
-            return await self.pause(abort=True)
+            return await self.pause("abort")
         if not can_sleep(self._settings):
             raise BadRequest(
                 "the sampler cannot free its memory; expected HONE_SLEEP_MODE=1 or HONE_COLOCATE=1"
             )
-        await self._answer(self._llm.sleep(level=2))
+        await self._answer(self._llm.sleep(level))
 
     async def wake_weights(self) -> None:
         if not current_platform.is_cpu():
@@ -246,6 +257,30 @@ class VllmEngine:
         if not await self._answer(self._llm.reset_prefix_cache()):
             raise Failed("vLLM did not reset its prefix cache")
 
+    async def transfer(self, step: str, info: Mapping[str, Any] | None = None) -> None:
+        call: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "init_weight_transfer_engine": lambda: self._llm.init_weight_transfer_engine(
+                WeightTransferInitRequest(dict(info or {}))
+            ),
+            "start_weight_update": self._llm.start_weight_update,
+            "update_weights": lambda: self._llm.update_weights(
+                WeightTransferUpdateRequest(dict(info or {}))
+            ),
+            "finish_weight_update": self._llm.finish_weight_update,
+        }
+        try:
+            await asyncio.wait_for(self._answer(call[step]()), TRANSFER_S)
+        except HoneError:
+            raise
+        except TimeoutError as error:
+            await self.stop()
+            raise StateLost(
+                f"the engine was ended, because {step} hung for {TRANSFER_S:g} s; PUT /model "
+                "starts a new one"
+            ) from error
+        except Exception as error:  # vLLM raises what its process did, as a plain Exception
+            raise Conflict(f"vLLM refuses {step}: {' '.join(str(error).split())}") from error
+
     async def restart(self, folder: Path) -> None:
         await self.stop()
         self._llm = await in_own_thread(
@@ -285,7 +320,7 @@ class VllmEngine:
             found |= read
         return found
 
-    async def set_version(self, owner: str, version: int) -> None:
+    async def set_version(self, owner: str, version: int | None) -> None:
         await self._answer(self._llm.update_weight_version(label(owner, version)))
 
     async def failure(self) -> str | None:

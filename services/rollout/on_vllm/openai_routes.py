@@ -1,8 +1,8 @@
-"""OpenAI's `/models`, `/completions` and `/chat/completions`, by vLLM's own handlers. A job's
-adapter is called by the job's id.
+"""OpenAI's `/models`, `/completions` and `/chat/completions`, and what trainers ask a vLLM server,
+by vLLM's own handlers. A job's adapter is called by the job's id.
 
-The app has these three routes only. vLLM's own server has some eighty, and some of them put the
-engine to sleep, load adapters or reset caches.
+The app has these routes only. vLLM's own server has some eighty, and some of them put the engine to
+sleep, load adapters or reset caches: those are Hone's own (`services/rollout/rl_routes.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.api_router import show_available_models
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.rl.online.api_router import get_world_size
+from vllm.entrypoints.scale_out.token_in_token_out.api_router import generate
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.dev.server_info.api_router import show_server_info
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.entrypoints.serve.utils.api_utils import validate_json_request
@@ -118,6 +122,8 @@ def openai_app(
     app.state.openai_serving_chat = WatchedChat(
         engine, models, "assistant", online_renderer=renderer, **chat
     )
+    app.state.engine_client, app.state.vllm_config = engine, engine.vllm_config
+    app.state.serving_tokens = ServingTokens(engine, models, renderer, request_logger=None)
     init_exception_handler(app)
     json_only = [Depends(validate_json_request)]
     app.add_api_route("/models", show_available_models, methods=["GET"])
@@ -125,6 +131,9 @@ def openai_app(
     app.add_api_route(
         "/chat/completions", create_chat_completion, methods=["POST"], dependencies=json_only
     )
+    app.add_api_route("/inference/v1/generate", generate, methods=["POST"], dependencies=json_only)
+    app.add_api_route("/get_world_size", get_world_size, methods=["GET"])
+    app.add_api_route("/server_info", show_server_info, methods=["GET"])
     return app
 
 

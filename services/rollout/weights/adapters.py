@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from services.rollout.engine import Adapter, Engine
 from services.rollout.weights.copies import Copies, Copy
-from shared.errors import HoneError
+from shared.errors import BadRequest, HoneError
 from shared.host.logs import get_logger
 from shared.wire import AdapterWeights
 
@@ -38,14 +38,18 @@ def one_call() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Held:
-    """An adapter in the engine, used by `num_users` requests. A `retired` one gets no new
-    requests."""
+    """An adapter in the engine, used by `num_users` requests. `job_id` is its own name if it was
+    loaded by hand. A `retired` one gets no new requests."""
 
     adapter: Adapter
     job_id: str
     copy: Copy
     num_users: int = 0
     retired: bool = False
+
+    @property
+    def by_hand(self) -> bool:
+        return self.adapter.name == self.job_id
 
 
 class LoadedAdapters:
@@ -67,18 +71,48 @@ class LoadedAdapters:
         adapter of the job whose last load is longest ago. Raises Failed, and changes
         nothing, if the engine does not take it."""
         adapter = Adapter(ref.adapter, next(self._numbers), ref.version, copy.folder)
-        try:
-            await self._engine.load_adapter(adapter)
-        except BaseException:  # undone and raised again, whatever it was
+        await self._load(held := Held(adapter, ref.job_id, copy))
+        self.serving = held
+        self._retire_beyond_limit()
+
+    async def load_by_hand(self, name: str, copy: Copy) -> None:
+        """Makes this adapter available by `name`, in place of one of that name. What serves stays.
+        Raises as `load` does, and BadRequest for the name of a job's adapter."""
+        if (known := self._named(name)) and not known.by_hand:
             self._copies.remove(copy)
+            raise BadRequest(
+                f"'lora_name': {name!r} is the adapter of a job; expected another name"
+            )
+        await self._load(Held(Adapter(name, next(self._numbers), 0, copy.folder), name, copy))
+        self._retire_beyond_limit()
+
+    def drop(self, name: str) -> bool:
+        """Unloads the adapter that was loaded by hand under `name`. Returns whether there was
+        one."""
+        held = self._newest.get(name)
+        if held is None or not held.by_hand:
+            return False
+        self._retire(self._newest.pop(name))
+        return True
+
+    async def _load(self, held: Held) -> None:
+        try:
+            await self._engine.load_adapter(held.adapter)
+        except BaseException:  # undone and raised again, whatever it was
+            self._copies.remove(held.copy)
             raise
-        gone = [self._newest.pop(ref.job_id)] if ref.job_id in self._newest else []
-        self.serving = self._newest[ref.job_id] = Held(adapter, ref.job_id, copy)
-        self._held[adapter.name] = self.serving
-        while len(self._newest) > self._limit:
-            gone.append(self._newest.pop(next(iter(self._newest))))
-        for held in gone:
-            self._retire(held)
+        before = self._newest.pop(held.job_id, None)
+        self._newest[held.job_id] = self._held[held.adapter.name] = held
+        if before:
+            self._retire(before)
+
+    def _retire_beyond_limit(self) -> None:
+        """Retires the adapters that were loaded longest ago, except the one that serves and the
+        newest."""
+        *older, _ = self._newest
+        spare = [name for name in older if self._newest[name] is not self.serving]
+        for name in spare[: max(0, len(self._newest) - self._limit)]:
+            self._retire(self._newest.pop(name))
 
     def forget(self) -> None:
         """Retires all adapters: the weights that they were trained on are replaced."""

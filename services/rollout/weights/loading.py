@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from services.rollout.fencing import Requests, not_serving, owner_of
 from services.rollout.running import EXCHANGING, Running, sentence
 from services.rollout.weights.copies import Copies
-from services.rollout.weights.methods import Proven, ProvenAdapter, prove
+from services.rollout.weights.methods import Act, Proven, ProvenAdapter, prove
 from services.rollout.weights.proofs import Seen, tensors_of
 from shared.errors import Failed, StateLost, Unavailable
 from shared.host.logs import get_logger
@@ -24,15 +24,25 @@ from shared.wire.packed import Logprobs
 
 @dataclass(frozen=True)
 class Load:
-    """The load of the version `ref`. `requests` are the sampler's requests under way."""
+    """The load of the version `ref`; None: of weights that no job has published. `requests` are the
+    sampler's requests under way."""
 
     running: Running
     requests: Requests
-    ref: AnyWeights
+    ref: AnyWeights | None
+
+    def __str__(self) -> str:
+        ref = self.ref
+        return f"version {ref.version} of job {ref.job_id!r}" if ref else "weights by hand"
+
+    @property
+    def owner(self) -> str:
+        return owner_of(self.ref) if self.ref else ""
 
     async def run(self, copies: Copies) -> ServingWeights:
         """Returns what serves once the version does."""
         start, running, ref = time.monotonic(), self.running, self.ref
+        assert ref is not None, "`run_unpublished` is for weights without one"
         proven = await prove(ref, running.expected, copies)
         if isinstance(proven, ProvenAdapter):
             assert isinstance(ref, AdapterWeights)
@@ -51,10 +61,35 @@ class Load:
                 "received_bytes": proven.received_bytes,
             }
         )
-        await self._measure_canary()
+        await self._measure_canary(ref)
         seconds = round(running.serving.load_s, 4)
         get_logger().info("weights loaded", job=ref.job_id, version=ref.version, seconds=seconds)
         return running.serving
+
+    async def run_unpublished(self, load: Act) -> None:
+        """Loads weights of no version, so the next job finds none that it could go on with."""
+        await self._load_weights(Proven("", load))
+        self.running.forget()
+
+    async def begin_unpublished(self) -> None:
+        """Stops sampling, for weights that come in several calls."""
+        self._end_others()
+        has_adapters = self.running.adapters.num_jobs > 0
+        if has_adapters:
+            self.requests.end(lambda _: True, lambda _: Unavailable(EXCHANGING))
+        await self._stop_sampling(abort=has_adapters)
+        self.running.forget()
+        self.running.lose_base()
+
+    async def end_unpublished(self) -> None:
+        """Samples with the weights that came since `begin_unpublished`."""
+        running = self.running
+        await self._wake_cache()
+        await running.engine.set_version(self.owner, None)
+        if not await running.engine.reset_cache(running=False, external=False):
+            raise Failed("vLLM did not reset its prefix cache")
+        running.fault, running.is_asleep, running.is_updating = None, False, False
+        await running.go_on()
 
     # --- weights in the place of the model's -----------------------------------------------------
 
@@ -72,7 +107,7 @@ class Load:
             await self._stop_sampling(abort=has_adapters)
             await proven.load(engine)
             await self._wake_cache()
-            await engine.set_version(owner_of(self.ref), self.ref.version)
+            await engine.set_version(self.owner, self.ref.version if self.ref else None)
         except BaseException as error:  # whatever it was, the weights are unknown
             running.lose_base()
             await self._give_up(error)
@@ -81,8 +116,8 @@ class Load:
             running.is_exchanging = False
         running.lose_base()
         running.fault, running.is_asleep = None, False
-        running.published = self.ref.tensors
-        await self._go_on()
+        running.published = self.ref.tensors if self.ref else {}
+        await self.running.go_on()
         return time.monotonic() - start
 
     # --- an adapter beside it --------------------------------------------------------------------
@@ -98,7 +133,7 @@ class Load:
             await self._bring_base_back(ref, proven)
         self._end_others()
         if running.fault and is_base:
-            await self._go_on()
+            await self.running.go_on()
         running.fault, running.published = None, tensors_of(ref)
         return 0.0 if is_base else time.monotonic() - start
 
@@ -111,7 +146,7 @@ class Load:
             await running.engine.load_files(running.engine.folder)
             await self._wake_cache()
             await running.adapters.load(ref, proven.copy)
-            await self._go_on()
+            await self.running.go_on()
             running.is_base, running.is_asleep = True, False
         except BaseException as error:  # whatever it was, the weights are unknown
             await self._give_up(error)
@@ -125,16 +160,11 @@ class Load:
         if self.running.is_asleep:
             await self.running.engine.wake_weights()
         else:
-            await self.running.engine.pause(abort=abort)
+            await self.running.engine.pause("abort" if abort else "keep")
 
     async def _wake_cache(self) -> None:
         if self.running.is_asleep:
             await self.running.engine.wake_cache()
-
-    async def _go_on(self) -> None:
-        """Lets the engine sample again, unless it was paused by hand."""
-        if not self.running.is_paused:
-            await self.running.engine.resume()
 
     def _exchange(self) -> None:
         """Ends all requests and refuses new ones: they would be sampled with an adapter on other
@@ -145,8 +175,8 @@ class Load:
     def _end_others(self) -> None:
         """Ends the requests of other jobs, attempts and epochs."""
         self.requests.end(
-            lambda asker: asker.job_id is not None and owner_of(asker) != owner_of(self.ref),
-            lambda asker: not_serving(asker, self.ref),
+            lambda asker: asker.job_id is not None and owner_of(asker) != self.owner,
+            lambda asker: not_serving(asker, self.ref or self.running.nothing),
         )
 
     # --- when it fails ---------------------------------------------------------------------------
@@ -163,27 +193,24 @@ class Load:
 
     async def _distrust(self, error: BaseException) -> str:
         """Refuses to sample from now on, ends all requests, and returns the reason."""
-        running, ref = self.running, self.ref
+        running = self.running
         running.fault = (
-            f"loading version {ref.version} of job {ref.job_id!r} failed halfway "
-            f"({sentence(error)}), so the engine's weights are unknown; reload a version, or PUT "
-            "/model"
+            f"loading {self} failed halfway ({sentence(error)}), so the engine's weights are "
+            "unknown; reload a version, or PUT /model"
         )
         running.serving = running.nothing
-        get_logger().error(
-            "weights unknown", job=ref.job_id, version=ref.version, error=sentence(error)
-        )
+        get_logger().error("weights unknown", of=str(self), error=sentence(error))
         self.requests.lose(running.fault)
         with contextlib.suppress(StateLost):  # a dead engine has nothing under way
-            await running.engine.pause(abort=True)
+            await running.engine.pause("abort")
         return running.fault
 
     # --- the canary ------------------------------------------------------------------------------
 
-    async def _measure_canary(self) -> None:
+    async def _measure_canary(self, ref: AnyWeights) -> None:
         """Keeps the log-probs of the canary by the weights or the adapter that serve. Raises Failed
         if they are the same as before: then the load did nothing."""
-        running, canary = self.running, self.ref.canary
+        running, canary = self.running, ref.canary
         if canary is None or running.is_paused:
             return
         with running.serving_adapter() as adapter:
