@@ -2,6 +2,8 @@
 
     __main__.py     starts the service
     app.py          the routes
+    rl_routes.py    vLLM's routes, for trainers that are not Hone's
+    by_hand.py      what these may do to the engine
     sampler.py      READ FIRST: which engine runs, and what it is asked to do
     running.py      the engine that runs, its weights, and the prompts that it can sample
     fencing.py      who may ask, how requests are ended, and which weights sampled which tokens

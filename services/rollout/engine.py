@@ -103,9 +103,10 @@ class Chat(Protocol):
 class Engine(Protocol):
     """A started engine. It samples `max_num_seqs` completions at once, and its cache holds
     `kv_cache_tokens` tokens of all of them together. `openai` answers `/models`, `/completions` and
-    `/chat/completions` below its mount point, and what trainers ask a vLLM server. `max_lora_rank` is the largest rank of adapters that
-    the engine takes; 0: none. With `transfers` it takes tensors by vLLM's weight transfer. After the
-    engine's process has died, every method raises StateLost."""
+    `/chat/completions` below its mount point, and the routes of a vLLM server that change nothing.
+    `max_lora_rank` is the largest rank of adapters that the engine takes; 0: none. With `transfers`
+    it takes tensors by vLLM's weight transfer. After the engine's process has died, every method
+    raises StateLost."""
 
     max_model_len: int
     max_lora_rank: int

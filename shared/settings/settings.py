@@ -65,10 +65,11 @@ class Settings(Documented):
     """Address to listen on. The default is this machine only; another address needs `token`."""
 
     token: SecretStr | None = None
-    """Bearer token: every request but `/healthz`, `/readyz` and `/version` must carry it, and
-    services and `hone` send it. At least 8 visible ASCII characters: it goes into a header, and
-    must not be guessed. None: no authentication, and loopback only. This and the other secrets
-    (`redis_url`, `judge_api_key`) may be in a file, which HONE_TOKEN_FILE then names."""
+    """Bearer token: every request but `/healthz`, `/readyz`, `/version` and the sampler's `/health`
+    must carry it, and services and `hone` send it. At least 8 visible ASCII characters: it goes
+    into a header, and must not be guessed. None: no authentication, and loopback only. This and the
+    other secrets (`redis_url`, `judge_api_key`) may be in a file, which HONE_TOKEN_FILE then
+    names."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe messages that are logged."""

@@ -7,6 +7,7 @@ change at random. torch is imported where it is used.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator
@@ -20,6 +21,7 @@ import pytest
 import pytest_asyncio
 
 from services.orchestrator.pool import canary
+from services.rollout.app import create_service
 from services.rollout.engine import Adapter
 from services.rollout.on_vllm.starter import VllmStarter
 from services.rollout.sampler import Sampler
@@ -42,7 +44,10 @@ from shared.wire import (
     WeightsRef,
 )
 from shared.wire.packed import Logprobs, TokenIds
-from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
+from tests.support.fuzzing import served
+from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.trl_server import AdapterRollouts, grpo_trainer, logprobs_of, vllm_client
+from tests.system.test_rollout_engine import make_model
 
 pytestmark = [
     pytest.mark.engine,
@@ -118,6 +123,7 @@ class Bench:
     model: Path
     settings: Settings
     sampler: Sampler
+    url: str
     epoch: int = 0
 
     def trainer(self, job_id: str) -> Trainer:
@@ -141,6 +147,10 @@ class Bench:
         assert self.sampler._running is not None
         return self.sampler._running.adapters.find(job_id)
 
+    def adapter_names(self) -> dict[str, Adapter]:
+        assert self.sampler.running is not None
+        return self.sampler.running.adapters.names()
+
     async def largest_gap(self, trainer: Trainer) -> float:
         """Returns by how much a log-prob of 64 sequences, by the job's weights, differs at most
         from the trainer's."""
@@ -156,7 +166,7 @@ class Bench:
 @contextlib.asynccontextmanager
 async def a_bench(folder: Path, **more: Any) -> AsyncIterator[Bench]:
     """Yields a sampler of adapters with further settings."""
-    model = make_tiny_model(folder / "model", num_heads=2)  # vLLM on a CPU needs heads of 32
+    make_model(model := folder / "model", 0, tied=True)
     settings = Settings(
         shm_dir=folder / "shm", runs_dir=folder / "runs", rollout_adapters=2, **more
     )
@@ -165,12 +175,11 @@ async def a_bench(folder: Path, **more: Any) -> AsyncIterator[Bench]:
     roots = (settings.shm_dir, settings.runs_dir)
     sampler = Sampler(VllmStarter(settings), roots, copies, max_adapters=2)
     try:
-        sampler.open(None)
-        spec = ModelRequest(model=str(model), dtype="float32", max_lora_rank=RANK.rank)
-        await sampler.put_model(spec)
-        yield Bench(folder, model, settings, sampler)
+        async with served(create_service(settings, sampler)) as url:
+            spec = ModelRequest(model=str(model), dtype="float32", max_lora_rank=RANK.rank)
+            await sampler.put_model(spec)
+            yield Bench(folder, model, settings, sampler, url)
     finally:
-        await sampler.close()
         os.environ.clear()
         os.environ.update(environment)
 
@@ -179,6 +188,89 @@ async def a_bench(folder: Path, **more: Any) -> AsyncIterator[Bench]:
 async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     async with a_bench(tmp_path_factory.mktemp("adapters")) as bench:
         yield bench
+
+
+async def hones_logprobs(bench: Bench, ids: list[int], first: int) -> list[float]:
+    engine = await bench.sampler.ready_engine()
+    return (await engine.logprobs(ids))[first - 1 :]
+
+
+async def test_trls_client_samples_chats_and_scores_as_hones_own_routes_do(bench: Bench) -> None:
+    client = await asyncio.to_thread(vllm_client, bench.url)
+    assert client.model == str(bench.model)
+    assert await asyncio.to_thread(client.get_world_size) == 1
+    options = {"n": 2, "max_tokens": 6, "temperature": 0.7}
+    sampled = await asyncio.to_thread(client.generate, [[5, 6, 7], [8, 9]], **options)
+    assert sampled["prompt_ids"] == [[5, 6, 7], [8, 9]]
+    chat = [[{"role": "user", "content": "ab"}]]
+    chatted = await asyncio.to_thread(client.chat, chat, max_tokens=6)
+    assert chatted["prompt_ids"] == [[3, 4, 2, 28]]
+    for ids, logprobs in zip(chatted["completion_ids"], chatted["logprobs"], strict=True):
+        ours = await hones_logprobs(bench, [3, 4, 2, 28, *ids], 4)
+        assert [one for (one,) in logprobs] == pytest.approx(ours, abs=1e-4)
+    sequences = [[5, 6, 7, *sampled["completion_ids"][0]], [8, 9, *sampled["completion_ids"][2]]]
+    scored = await asyncio.to_thread(
+        client.get_sequence_logprobs, sequences, [3, 2], top_logprobs=40
+    )
+    assert {len(top) for of in scored["logprobs"] for top in of} == {40}
+    for ids, first, scores in zip(sequences, (3, 2), scored["actual_logprobs"], strict=True):
+        ours = await hones_logprobs(bench, ids, first)
+        seen = [(one, mine) for (one,), mine in zip(scores, ours, strict=True) if one > -9e9]
+        assert len(seen) > 2, "of 64 tokens, the 40 likeliest"
+        assert [one for one, _ in seen] == pytest.approx([mine for _, mine in seen], abs=1e-4)
+
+
+async def test_trls_grpo_trains_with_adapters_that_the_sampler_reads_from_its_folder(
+    bench: Bench, tmp_path: Path
+) -> None:
+    rollouts = AdapterRollouts(bench.url, tmp_path)
+
+    def train() -> None:
+        grpo_trainer(bench.model, tmp_path / "out", rollout_func=rollouts).train()
+
+    await asyncio.to_thread(train)
+    assert len(rollouts.sampled) == 2
+    for step in rollouts.sampled:
+        for _, sampler, trainer in step:
+            assert sampler == pytest.approx(trainer, abs=1e-4)
+    (ids, _, ours), *_ = rollouts.sampled[1]
+    before = await hones_logprobs(bench, [5, 6, *ids], 2)
+    assert ours != pytest.approx(before, abs=1e-3), "the first step changed nothing"
+    assert set(bench.adapter_names()) == {"trl-policy-v1"}
+
+
+async def test_trls_grpo_in_server_mode_is_refused_at_once_on_a_cpu(
+    bench: Bench, tmp_path: Path
+) -> None:
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": bench.url}
+    with pytest.raises(RuntimeError, match="has no weight-transfer engine"):
+        async with asyncio.timeout(60):
+            await asyncio.to_thread(grpo_trainer, bench.model, tmp_path, config=server)
+    async with httpx.AsyncClient(base_url=bench.url) as http:
+        for path in ("/init_weight_transfer_engine", "/start_weight_update"):
+            answer = await http.post(path, json={"init_info": {}} if "init" in path else {})
+            assert (answer.status_code, answer.json()["code"]) == (422, "bad_request")
+            assert "needs a GPU and HONE_WEIGHT_TRANSFER=nccl" in answer.json()["detail"]
+
+
+async def test_a_folder_of_other_weights_samples_until_a_job_loads_its_own(bench: Bench) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make_model(other := bench.settings.runs_dir / "other", 7, tied=True)
+    theirs = logprobs_of(AutoModelForCausalLM.from_pretrained(other, dtype="float32"), SEQUENCES[0])
+    own = await hones_logprobs(bench, SEQUENCES[0], 1)
+    async with httpx.AsyncClient(base_url=bench.url, timeout=60) as http:
+        assert (await http.post("/pause?mode=keep")).json()["status"] == "paused"
+        answer = await http.post("/update_weights", json={"weight_dir": str(other)})
+        assert (answer.status_code, answer.json()["status"]) == (200, "ok"), answer.text
+        assert (await http.post("/resume")).json()["status"] == "resumed"
+    found = await hones_logprobs(bench, SEQUENCES[0], 1)
+    assert found == pytest.approx(theirs, abs=1e-4) and found != pytest.approx(own, abs=1e-2)
+    assert (bench.sampler.serving.version, bench.sampler.serving.digest) == (None, None)
+    trainer = bench.trainer("job")
+    trainer.step()
+    await bench.sync(trainer)
+    assert await bench.largest_gap(trainer) < 1e-3
 
 
 async def test_after_each_step_the_engine_computes_as_peft_and_as_the_merged_weights(

@@ -1,0 +1,250 @@
+"""vLLM's routes for other trainers than Hone's, over HTTP: the real app, an engine at the `Engine`
+seam. None of them touches a job's sampler."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from shared.errors import Conflict, StateLost
+from shared.http.ownership import HEADER
+from shared.wire import AbortRequest, ModelRequest, ServingWeights
+from tests.contract.test_rollout_adapters import SPEC, Bench, held, until_held
+from tests.support.rollout_bench import RolloutBench
+
+OWNER = {HEADER: "redis1 host:8000 job"}
+NO_TRANSFER = "needs a GPU and HONE_WEIGHT_TRANSFER=nccl"
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+    bench = Bench(tmp_path)
+    async with bench.client:
+        await bench.put(SPEC)
+        yield bench
+
+
+async def post(bench: RolloutBench, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
+    answer = await bench.raw("POST", path, **({} if body is None else {"json": body}))
+    return answer.status_code, answer.json()
+
+
+def folder_of(bench: Bench, name: str, value: float = 7.0, **tensors: np.ndarray) -> Path:
+    (folder := bench.runs / name).mkdir(parents=True)
+    whole = {key: np.full(base.shape, value, np.float32) for key, base in bench.base.items()}
+    save_file(tensors or whole, folder / "model.safetensors")
+    return folder
+
+
+async def test_a_folder_of_weights_replaces_a_version_which_then_nobody_is_told_to_have(
+    bench: Bench,
+) -> None:
+    await bench.reload(bench.publish(3, **bench.base))
+    await bench.abort()
+    bench.engine.calls.clear()
+    theirs = folder_of(bench, "step_4")
+    assert (await post(bench, "/update_weights", {"weight_dir": str(theirs)}))[0] == 200
+    assert bench.engine.calls == ["pause", "step_4", None, "resume"]
+    serving = await bench.client.get("/weights", ServingWeights)
+    assert (serving.job_id, serving.version, serving.digest) == (None, None, None)
+    assert (await bench.generate()).rollouts[0].versions == ()
+    with pytest.raises(Conflict, match="the weights that serve are no job's; reload"):
+        await bench.generate(job_id="job", epoch=1)
+    again = await bench.reload(bench.publish(3, fence=(0, 1), **bench.base))
+    assert (again.version, bench.engine.calls[-3:]) == (3, ["v3", 3, "resume"])
+
+
+async def test_nothing_is_changed_while_a_job_has_the_sampler(bench: Bench) -> None:
+    ref = bench.publish(3, **bench.base)
+    headers = {**OWNER, "content-type": "application/json"}
+    loaded = await bench.raw(
+        "POST", "/reload_weights", content=ref.model_dump_json(), headers=headers
+    )
+    assert loaded.status_code == 200, loaded.text
+    folder = str(folder_of(bench, "theirs"))
+    bodies: dict[str, Any] = {
+        "/update_weights": {"weight_dir": folder},
+        "/init_weight_transfer_engine": {"init_info": {}},
+        "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": folder}},
+        "/v1/unload_lora_adapter": {"lora_name": "a"},
+    }
+    adapter = {"lora_name": "a", "lora_path": folder}
+    paths = [path for path in bench.service.app.openapi()["paths"] if path not in OURS]
+    before = list(bench.engine.calls)
+    for path in paths:
+        body = bodies.get(path, adapter if "load_lora" in path else {})
+        status, answer = await post(bench, path, body)
+        assert (path, status, answer["code"]) == (path, 409, "taken")
+        assert answer["detail"].startswith("the sampler has job 'job' of the orchestrator at host")
+    assert len(paths) == 14 and bench.engine.calls == before
+    left = AbortRequest(job_id="job").model_dump_json()
+    await bench.raw("POST", "/abort", content=left, headers=headers)
+    assert (await post(bench, "/pause"))[0] == 200
+
+
+OURS = {
+    *("/generate", "/abort", "/model", "/reload_weights", "/weights/check", "/weights"),
+    *("/health", "/healthz", "/readyz", "/version", "/metrics", "/is_paused", "/is_sleeping"),
+    *("/sessions/{session_id}", "/operations/{id}", "/operations/wait"),
+}
+"""Routes that are Hone's, or change nothing."""
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({}, "expected one of 'update_info' and 'weight_dir', not both or neither"),
+        ({"weight_dir": "/etc"}, "'weight_dir': got '/etc'; folders may be named below these only"),
+        ({"weight_dir": "runs/gone"}, "'weight_dir': there is no folder"),
+        ({"weight_dir": "runs/small"}, "'runs/small' does not fit the model: 1 of 2 tensors are"),
+        ({"weight_dir": "runs/none"}, "'weight_dir': "),
+        ({"update_info": {}}, NO_TRANSFER),
+        ({"weight_file": "a"}, "'weight_file'"),
+    ],
+)
+async def test_weights_that_cannot_be_loaded_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bench = Bench(tmp_path, model_dirs=(tmp_path / "models",))
+    folder_of(bench, "small", **{"layer.b": np.zeros(3, np.float32)})
+    (bench.runs / "none").mkdir()
+    async with bench.client:
+        await bench.put(SPEC)
+        status, answer = await post(bench, "/update_weights", body)
+        assert (status, sentence in answer["detail"]) == (422, True), answer["detail"]
+        assert bench.engine.calls == [] and (await bench.generate()).rollouts
+
+
+async def test_a_load_that_fails_halfway_leaves_weights_that_nobody_samples(bench: Bench) -> None:
+    body = {"weight_dir": str(folder_of(bench, "theirs"))}
+    bench.engine.fail_load = OSError("gone")
+    assert (await post(bench, "/update_weights", body))[0] == 409
+    with pytest.raises(StateLost, match="loading weights by hand failed halfway"):
+        await bench.generate()
+    assert (await bench.raw("GET", "/health")).status_code == 503
+    bench.engine.fail_load = None
+    assert (await post(bench, "/update_weights", body))[0] == 200
+    assert (await bench.raw("GET", "/health")).status_code == 200
+
+
+async def test_vllms_transfer_takes_its_steps_in_order_and_gives_no_version(bench: Bench) -> None:
+    bench.engine.transfers = True
+    await bench.reload(bench.publish(3, **bench.base))
+    await bench.abort()
+    bench.engine.calls.clear()
+    status, answer = await post(bench, "/update_weights", {"update_info": {"names": []}})
+    assert (status, answer["code"]) == (409, "out_of_order")
+    for path, body in (
+        ("/init_weight_transfer_engine", {"init_info": {"world_size": 2}}),
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": {"names": []}}),
+    ):
+        assert (await post(bench, path, body))[0] == 200
+    with pytest.raises(StateLost, match="weights are being updated by hand"):
+        await bench.generate()
+    assert (await post(bench, "/finish_weight_update"))[1]["message"] == "Weight update finished"
+    begin = ["init_weight_transfer_engine", "pause", "start_weight_update", "update_weights"]
+    assert bench.engine.calls == [*begin, "finish_weight_update", None, "reset cache", "resume"]
+    assert bench.sampler.serving.version is None and (await bench.generate()).rollouts
+
+
+async def test_a_job_that_finds_a_transfer_half_done_gets_another_engine(bench: Bench) -> None:
+    bench.engine.transfers = True
+    await post(bench, "/start_weight_update")
+    job = ModelRequest(**SPEC.model_dump(exclude={"job_id"}), job_id="job")
+    with pytest.raises(StateLost, match="weights are being updated by hand"):
+        await bench.reload(bench.publish(3, **bench.base))
+    await bench.put(job)
+    await bench.reload(bench.publish(3, **bench.base))
+    assert len(bench.engines) == 2 and (await bench.generate(job_id="job")).rollouts
+
+
+async def test_an_adapter_is_called_by_its_name_beside_what_serves(bench: Bench) -> None:
+    await bench.reload(ref := bench.publish_adapter(3))
+    await bench.abort()
+    for name in ("policy-v1", "policy-v2", "policy-v3"):
+        body = {"lora_name": name, "lora_path": ref.path, "load_inplace": False}
+        assert (await post(bench, "/v1/load_lora_adapter", body))[1]["status"] == "ok"
+    await until_held(bench, "job/v3-0.0", "policy-v3")
+    assert (await bench.generate()).rollouts[0].text == "job/v3-0.0"
+    drop = {"lora_name": "policy-v3"}
+    assert (await post(bench, "/v1/unload_lora_adapter", drop))[0] == 200
+    await until_held(bench, "job/v3-0.0")
+    assert (await post(bench, "/v1/unload_lora_adapter", drop))[0] == 404
+    assert bench.sampler.serving.version == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "sentence"),
+    [
+        ("tiny", None, "expected a name without '#' that is not the model's"),
+        ("job", None, "'job' is the adapter of a job; expected another name"),
+        ("a", '{"r": 8, "target_modules": ["w"]}', "has rank 8, expected at most 4"),
+        ("a", "{}", "adapter_config.json cannot be used"),
+    ],
+)
+async def test_an_adapter_that_cannot_be_called_or_loaded_is_refused(
+    bench: Bench, name: str, config: str | None, sentence: str
+) -> None:
+    await bench.reload(bench.publish_adapter(3))
+    await bench.abort()
+    given = bench.publish_adapter(9, "theirs", **({"config": config} if config else {}))
+    body = {"lora_name": name, "lora_path": given.path}
+    status, answer = await post(bench, "/v1/load_lora_adapter", body)
+    assert (status, sentence in answer["detail"]) == (422, True), answer["detail"]
+    assert held(bench) == ["job/v3-0.0"]
+    assert len(list((bench.copies / "adapters").iterdir())) == 1
+
+
+async def test_level_1_keeps_the_version_and_level_2_gives_it_up(bench: Bench) -> None:
+    await bench.reload(bench.publish(3, **bench.base))
+    await bench.abort()
+    bench.engine.calls.clear()
+    assert (await post(bench, "/sleep?level=1"))[0] == 200
+    assert (await bench.raw("GET", "/is_sleeping")).json() == {"is_sleeping": True}
+    assert "POST /wake_up wakes it" in (await bench.raw("GET", "/readyz")).text
+    assert (await post(bench, "/wake_up?tags=weights&tags=kv_cache"))[1] == {"status": "awake"}
+    assert bench.engine.calls == ["sleep 1", "wake weights", "wake cache", "resume"]
+    assert bench.sampler.serving.version == 3
+    await post(bench, "/sleep", {"level": 2})
+    assert (await post(bench, "/wake_up"))[1] == {"status": "sleeping"}
+    assert bench.sampler.serving.version is None
+    body = {"weight_dir": str(folder_of(bench, "theirs"))}
+    assert (await post(bench, "/update_weights", body))[0] == 200
+    assert (await bench.raw("GET", "/is_sleeping")).json() == {"is_sleeping": False}
+
+
+async def test_parameters_are_vllms_and_others_are_refused(bench: Bench) -> None:
+    assert (await post(bench, "/pause?mode=abort&clear_cache=true"))[1]["status"] == "paused"
+    assert bench.engine.calls == ["abort"]
+    assert (await bench.raw("GET", "/is_paused")).json() == {"is_paused": True}
+    assert (await post(bench, "/resume"))[1] == {"paused": False, "status": "resumed"}
+    assert (await post(bench, "/reset_prefix_cache?reset_external=false"))[1] == {"success": True}
+    for path, body, sentence in (
+        ("/pause?mode=stop", None, "input should be 'keep', 'abort' or 'wait'"),
+        ("/pause?moed=keep", None, "did you mean 'mode'?"),
+        ("/pause?mode=keep", {"mode": "abort"}, "expected a body or query parameters, not both"),
+        ("/collective_rpc", {"method": "exec"}, "cannot be called from outside"),
+    ):
+        status, answer = await post(bench, path, body)
+        assert (status, sentence in answer["detail"]) == (422, True), answer["detail"]
+    page = await bench.raw("POST", "/pause", headers={"origin": "https://example.org"})
+    assert (page.status_code, bench.engine.calls[-1]) == (422, "reset cache")
+
+
+async def test_a_client_without_tokens_gives_the_token_in_its_url(tmp_path: Path) -> None:
+    bench = RolloutBench(tmp_path, token="open-sesame:1")
+    for password, status in (("open-sesame:1", 409), ("open", 401), ("", 401)):
+        basic = base64.b64encode(f"hone:{password}".encode()).decode()
+        for value in (f"Basic {basic}", f"Basic {basic}!"):
+            answer = await bench.raw("POST", "/resume", headers={"authorization": value})
+            assert answer.status_code == (401 if value.endswith("!") else status)
+    assert json.loads((await bench.raw("GET", "/health")).text)["status"] == "ok"
