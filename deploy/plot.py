@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shared.wire import MetricsList, MetricsRow
@@ -61,6 +61,31 @@ def plot_learning_curve(rows: Sequence[MetricsRow], path: Path, title: str) -> P
     return path
 
 
+def plot_comparison(jobs: Mapping[str, Sequence[MetricsRow]], path: Path, title: str) -> Path:
+    """Draws several jobs' rewards of the steps, each as its running mean, and their held-out
+    rewards as points of the same colour; returns `path`, the picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
+    for job, rows in jobs.items():
+        rewards = {row.step: row.metrics["reward"] for row in rows if "reward" in row.metrics}
+        held_out = {
+            row.step: row.metrics["eval/reward"] for row in rows if "eval/reward" in row.metrics
+        }
+        (line,) = axes.plot([*rewards], running_mean([*rewards.values()]), label=job)
+        axes.plot([*held_out], [*held_out.values()], "o", color=line.get_color())
+    axes.set(xlabel="step", ylabel="mean reward; points: held-out", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    figure.tight_layout()
+    figure.savefig(path, format=path.suffix.lstrip(".") or "png")
+    pyplot.close(figure)
+    return path
+
+
 def running_mean(values: Sequence[float]) -> list[float]:
     """Returns for each value the mean of it and the up to `WINDOW - 1` before it."""
     return [
@@ -79,12 +104,14 @@ def main() -> None:
     arguments = parser.parse_args()
     run: Path = arguments.run
     out = arguments.out or run / "learning_curve.png"
-    rows = _given() if str(run) == "-" else _stored(run)
-    print(plot_learning_curve(rows, out, arguments.title or run.name))
-
-
-def _given() -> Sequence[MetricsRow]:
-    return MetricsList.model_validate_json(sys.stdin.read()).rows
+    title = arguments.title or run.name
+    given = json.load(sys.stdin) if str(run) == "-" else {}
+    if "jobs" in given:
+        jobs = {job: MetricsList.model_validate(each).rows for job, each in given["jobs"].items()}
+        print(plot_comparison(jobs, out, title))
+        return
+    rows = MetricsList.model_validate(given).rows if given else _stored(run)
+    print(plot_learning_curve(rows, out, title))
 
 
 def _stored(run: Path) -> Sequence[MetricsRow]:

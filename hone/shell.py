@@ -53,6 +53,9 @@ OutputOption = Annotated[
 JobArgument = Annotated[
     str, typer.Argument(help="a job's id, or its name for the newest of that name")
 ]
+JobsArgument = Annotated[
+    list[str], typer.Argument(help="jobs' ids, or their names for the newest of a name")
+]
 JobFileArgument = Annotated[Path, typer.Argument(help="a job as TOML")]
 OverridesOption = Annotated[list[str] | None, typer.Option("--set", help="a.b=c, may be repeated")]
 

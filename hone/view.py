@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         JobProgress,
         JobRecord,
         JobSummary,
+        MetricsList,
         MetricsRow,
         Obstacle,
         PreviewedPrompt,
@@ -235,6 +236,20 @@ def metrics_table(rows: Iterable[MetricsRow], columns: Mapping[str, str] = COLUM
     return table
 
 
+def side_by_side(jobs: Mapping[str, MetricsList], names: Sequence[str]) -> Table:
+    """Returns the table of several jobs' metrics `names` by step, a column for each job."""
+    found = {
+        (name, job): {row.step: row.metrics[name] for row in listed if name in row.metrics}
+        for name in names
+        for job, listed in jobs.items()
+    }
+    table = Table("step", *(f"{name}\n{job}" for name, job in found), box=None, pad_edge=False)
+    for step in sorted({step for values in found.values() for step in values}):
+        cells = [values.get(step) for values in found.values()]
+        table.add_row(str(step), *("" if cell is None else f"{cell:.4g}" for cell in cells))
+    return table
+
+
 class Follower:
     """Shows a job's events as they come: one live line on a terminal, elsewhere one line per
     event."""
@@ -309,30 +324,47 @@ if TYPE_CHECKING:
     from shared.wire import MetricsRow
 
 HEIGHT, WIDTH = 12, 72
-REWARD, HELD_OUT = "·", "●"
+MARKS, LETTERS = "·●", "abcdefghijklmnopqrstuvwxyz"
 
 
 def text_curve(rows: Sequence[MetricsRow], title: str) -> str:
     """Returns the mean reward and the held-out reward over the steps. If there are more steps than
     columns, a column is the mean of several. Without rewards, returns a sentence."""
-    rewards = {row.step: row.metrics["reward"] for row in rows if "reward" in row.metrics}
-    held_out = {
-        row.step: row.metrics["eval/reward"] for row in rows if "eval/reward" in row.metrics
-    }
-    every = [*rewards.values(), *held_out.values()]
+    series = {"reward of the steps": of(rows, "reward"), "held-out reward": of(rows, "eval/reward")}
+    return curves(series, title)
+
+
+def compared_curves(jobs: Mapping[str, MetricsList]) -> str:
+    """Returns several jobs' curves in one picture: of held-out rewards if all have some, else of
+    the rewards of the steps."""
+    held_out = {job: of(listed.rows, "eval/reward") for job, listed in jobs.items()}
+    if all(held_out.values()):
+        return curves(held_out, "held-out reward", LETTERS)
+    rewards = {job: of(listed.rows, "reward") for job, listed in jobs.items()}
+    return curves(rewards, "reward of the steps", LETTERS)
+
+
+def of(rows: Sequence[MetricsRow], name: str) -> dict[int, float]:
+    """Returns a metric by step."""
+    return {row.step: row.metrics[name] for row in rows if name in row.metrics}
+
+
+def curves(series: Mapping[str, Mapping[int, float]], title: str, marks: str = MARKS) -> str:
+    """Returns a picture of each series of values by step, with a mark of its own."""
+    every = [value for values in series.values() for value in values.values()]
     if not every:
         return f"{title}: no step has a reward yet"
     low, high = min(0.0, *every), max(1.0, *every)
-    last = max([*rewards, *held_out])
+    last = max(step for values in series.values() for step in values)
     grid = [[" "] * WIDTH for _ in range(HEIGHT)]
-    for marks, values in ((REWARD, rewards), (HELD_OUT, held_out)):
+    for mark, values in zip(marks, series.values(), strict=False):
         for column, value in _by_column(values, last).items():
-            line = round((high - value) / (high - low) * (HEIGHT - 1))
-            grid[line][column] = marks
+            grid[round((high - value) / (high - low) * (HEIGHT - 1))][column] = mark
     shown = [f"{_at(line, low, high)} {''.join(cells).rstrip()}" for line, cells in enumerate(grid)]
     axis = f"{'':>6} 0{f'step {last}':>{WIDTH - 1}}"
-    key = f"{REWARD} reward of the steps   {HELD_OUT} held-out reward"
-    return "\n".join([title, *shown, axis, key if held_out else key.partition("   ")[0]])
+    named = zip(marks, series.items(), strict=False)
+    key = "   ".join(f"{mark} {name}" for mark, (name, values) in named if values)
+    return "\n".join([title, *shown, axis, key])
 
 
 def _by_column(values: Mapping[int, float], last: int) -> dict[int, float]:

@@ -1,10 +1,11 @@
-"""`hone grade`: tries rewards on one completion. It uses the running reward service, or starts one
-for the call."""
+"""`hone grade`: tries rewards on one completion, or on a file of them. It uses the running reward
+service, or starts one for the call."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
+from pydantic import BaseModel
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,6 +26,11 @@ from shared.job.file import load_job, read_source
 from shared.wire import Score, ScoreItem, ScoreRequest, ScoreResult, VersionInfo
 
 SCORE_DEADLINE_S = 900.0
+
+AT_ONCE = 1024
+"""Completions of one request to the reward service."""
+
+ITEM = ("completion", "prompt", "num_tokens")
 
 SILENT_S = 5.0
 """Seconds of grading until the user is told that it goes on."""
@@ -47,6 +54,10 @@ def grade(
     completion: Annotated[
         str, typer.Option(help="what the model said; - reads it from stdin")
     ] = "-",
+    completions: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines, each a row with its `completion`; in place of the three"),
+    ] = None,
     row: Annotated[str, typer.Option(help="the dataset's row as JSON")] = "{}",
     prompt: Annotated[str, typer.Option(help="what the model was asked")] = "",
     num_tokens: Annotated[
@@ -62,9 +73,9 @@ def grade(
     ] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Try a grader, or rewards of your own, on one completion.
+    """Try a grader, or rewards of your own, on one completion or on a file of them.
 
-    Exits 1 if there is no reward."""
+    Exits 1 if a completion has no reward."""
     if sum(source is not None for source in (grader, file, reward)) != 1:
         raise BadRequest(
             "name one of: a grader, --file with your own function, --reward with a TOML of rewards"
@@ -79,11 +90,31 @@ def grade(
     else:
         own = own_reward(file, function, param or []) if file else None
         rewards = (own or named_reward(grader or "", param or []),)
-    text = sys.stdin.read() if completion == "-" else completion
-    result = score(item(text, prompt, row, num_tokens), rewards)
-    show(output, result, lambda: table(result))
-    if result.value is None:
+    if completions is not None:
+        graded = Graded.of(score(items_in(completions), rewards))
+        show(output, graded, lambda: list_of(graded))
+        missing = graded.num_missing
+    else:
+        text = sys.stdin.read() if completion == "-" else completion
+        (result,) = score([item(text, prompt, row, num_tokens)], rewards)
+        show(output, result, lambda: table(result))
+        missing = result.value is None
+    if missing:
         raise typer.Exit(1)
+
+
+class Graded(BaseModel):
+    """The scores of a file's completions in its order. `mean` is over those that have a reward."""
+
+    mean: float | None
+    num_missing: int
+    scores: tuple[Score, ...]
+
+    @classmethod
+    def of(cls, scores: Sequence[Score]) -> Graded:
+        values = [score.value for score in scores if score.value is not None]
+        mean = statistics.fmean(values) if values else None
+        return cls(mean=mean, num_missing=len(scores) - len(values), scores=tuple(scores))
 
 
 def own_reward(file: Path, function: str, params: Sequence[str]) -> RewardSpec:
@@ -116,10 +147,49 @@ def item(completion: str, prompt: str, row: str, num_tokens: int | None) -> Scor
     )
 
 
-def score(item: ScoreItem, rewards: Sequence[RewardSpec]) -> Score:
-    """Returns the reward service's score. Raises its HoneError."""
+def items_in(file: Path) -> list[ScoreItem]:
+    """Returns the completions in a file of JSON lines. A line's `completion`, `prompt` and
+    `num_tokens` are the item's, all its columns its row's. Raises BadRequest for a line without a
+    completion."""
+    found: list[ScoreItem] = []
+    for number, line in enumerate(read_source(file).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            columns: Any = json.loads(line)
+            given = {name: columns[name] for name in ITEM if columns.get(name) is not None}
+            own = {name: value for name, value in columns.items() if name != "completion"}
+            found.append(ScoreItem.model_validate({"prompt": ""} | given | {"row": own}))
+        except (ValueError, AttributeError) as error:
+            raise BadRequest(
+                f"{file}, line {number} is {line!r:.80}; expected a JSON object with `completion`, "
+                "a text, beside the row's columns"
+            ) from error
+    if not found:
+        raise BadRequest(f"{str(file)!r} has no line; expected JSON lines with `completion`")
+    return found
+
+
+def score(items: Sequence[ScoreItem], rewards: Sequence[RewardSpec]) -> list[Score]:
+    """Returns the reward service's scores. Raises its HoneError."""
     with reward_service() as (url, token):
-        return asyncio.run(_score(url, token, ScoreRequest(items=(item,), rewards=tuple(rewards))))
+        requests = [
+            ScoreRequest(items=tuple(items[start : start + AT_ONCE]), rewards=tuple(rewards))
+            for start in range(0, len(items), AT_ONCE)
+        ]
+        return [each for ask in requests for each in asyncio.run(_score(url, token, ask))]
+
+
+def list_of(graded: Graded) -> Table:
+    """Returns one line per completion, each reward in a column, and the mean."""
+    labels = list(graded.scores[0].parts)
+    shown = Table("", *map(escape, labels), "sum", "why", box=None, pad_edge=False)
+    for number, each in enumerate(graded.scores, 1):
+        why = "; ".join(part.detail for part in each.parts.values() if part.value is None)
+        values = [_number(each.parts[label].value) for label in labels]
+        shown.add_row(str(number), *values, _number(each.value), escape(why))
+    shown.add_row("[bold]mean[/]", *[""] * len(labels), f"[bold]{_number(graded.mean)}[/]")
+    return shown
 
 
 def table(score: Score) -> Table:
@@ -158,13 +228,13 @@ def _params(params: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-async def _score(url: str, token: str | None, request: ScoreRequest) -> Score:
+async def _score(url: str, token: str | None, request: ScoreRequest) -> tuple[Score, ...]:
     async with Client("reward", url, token=token) as client:
         call = client.call("POST", "/score", request, ScoreResult, deadline_s=SCORE_DEADLINE_S)
         grading = asyncio.ensure_future(call)
         if not (await asyncio.wait({grading}, timeout=SILENT_S))[0]:
             typer.echo(await _why_silent(client, url), err=True)
-        return (await grading).scores[0]
+        return (await grading).scores
 
 
 async def _why_silent(client: Client, url: str) -> str:

@@ -1,31 +1,50 @@
-"""`hone metrics`: what was measured at each step."""
+"""`hone metrics`: what was measured at each step, of one job or of several side by side."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import BaseModel
 
 from hone import view
-from hone.shell import JobArgument, Output, OutputOption, command, connect, show
+from hone.shell import JobsArgument, Output, OutputOption, command, connect, show
 from shared.errors import BadRequest
+from shared.wire import MetricsList
 
 if TYPE_CHECKING:
     from shared.wire import MetricsRow
 
 
+COMPARED = ["reward", "eval/reward"]
+
+
+class Compared(BaseModel):
+    """The metrics of each job, by the name that was asked for."""
+
+    jobs: dict[str, MetricsList]
+
+
 @command
 def metrics(
-    job: JobArgument,
+    job: JobsArgument,
     min_step: Annotated[int, typer.Option(help="first step to show")] = 0,
     keys: Annotated[
         str | None, typer.Option(help="which metrics, with commas: reward,time/step")
     ] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Show a job's metrics, one row per step."""
+    """Show a job's metrics, one row per step.
+
+    Those of several jobs stand side by side: `reward` and `eval/reward`, or --keys."""
     with connect() as client:
-        listed = client.metrics(job, min_step - 1)
+        listed_of = {name: client.metrics(name, min_step - 1) for name in job}
+    if len(job) > 1:
+        rows = tuple(row for listed in listed_of.values() for row in listed)
+        chosen = COMPARED if keys is None else _names(keys, rows)
+        show(output, Compared(jobs=listed_of), lambda: view.side_by_side(listed_of, chosen))
+        return
+    (listed,) = listed_of.values()
     columns = view.COLUMNS
     if keys is not None:
         names = _names(keys, listed.rows)

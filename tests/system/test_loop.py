@@ -271,6 +271,9 @@ def test_the_openai_client_samples_the_trained_policy(
         for text, row in zip(texts, rows, strict=True)
     )
     assert right / len(rows) >= 0.6
+    asked = ("--prompt", rows[0]["prompt"], "--max-tokens", "6", "--temperature", "0")
+    said = json.loads(stack.hone("sample", *asked, "-o", "json").stdout)
+    assert (said["model"], said["choices"][0]["text"]) == (model, texts[0])
 
 
 def test_models_are_compared_by_a_job_of_0_steps(stack: Stack, learned: dict[str, Any]) -> None:

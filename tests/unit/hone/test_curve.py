@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from hone.view import HEIGHT, WIDTH, text_curve
-from shared.wire import MetricsRow
+from rich.console import Console
+
+from hone.view import HEIGHT, WIDTH, compared_curves, side_by_side, text_curve
+from shared.wire import MetricsList, MetricsRow
 
 
 def rows(*metrics: dict[str, float]) -> list[MetricsRow]:
@@ -25,3 +27,28 @@ def test_rewards_beyond_0_and_1_stretch_the_axis_and_nothing_is_a_sentence() -> 
     assert (shown[1].split()[0], shown[HEIGHT].split()[0]) == ("3.00", "-1.00")
     assert shown[-1] == "· reward of the steps"
     assert text_curve(rows({"loss": 1.0}), "j") == "j: no step has a reward yet"
+
+
+def test_several_jobs_are_in_one_picture_each_with_a_letter() -> None:
+    low = MetricsList(rows=tuple(rows({"reward": 0.0}, {"reward": 0.5, "eval/reward": 0.25})))
+    high = MetricsList(rows=tuple(rows({"reward": 0.0}, {"loss": 1.0}, {"reward": 1.0})))
+    title, *lines = compared_curves({"low": low, "high": high}).splitlines()
+    assert (title, lines[-1]) == ("reward of the steps", "a low   b high")
+    assert lines[0] == f"  1.00 {' ' * (WIDTH - 1)}b"
+    assert lines[HEIGHT - 1].split() == ["0.00", "b"]
+    title, *lines = compared_curves({"low": low, "again": low}).splitlines()
+    assert (title, lines[-1]) == ("held-out reward", "a low   b again")
+
+
+def test_several_jobs_metrics_stand_side_by_side_by_step() -> None:
+    low = MetricsList(rows=tuple(rows({"reward": 0.0}, {"reward": 0.5, "eval/reward": 0.25})))
+    high = MetricsList(rows=tuple(rows({}, {"reward": 1.0})[1:]))
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(side_by_side({"low": low, "high": high}, ["reward", "eval/reward"]))
+    assert [line.split() for line in shown.get().splitlines()] == [
+        ["reward", "reward", "eval/reward", "eval/reward"],
+        ["step", "low", "high", "low", "high"],
+        ["0", "0"],
+        ["1", "0.5", "1", "0.25"],
+    ]

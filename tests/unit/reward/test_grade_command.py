@@ -191,3 +191,31 @@ def test_its_service_ends_though_the_command_is_killed() -> None:
         for _ in range(100):
             socket.create_connection((str(url.hostname), url.port or 0)).close()
             time.sleep(0.1)
+
+
+def test_a_file_of_completions_is_graded_row_by_row_with_the_mean(folder: Path) -> None:
+    lines = [
+        {"prompt": "a", "completion": "x\n", "answer": "y", "wanted": 1},
+        {"completion": "y", "answer": "y", "wanted": 1},
+    ]
+    file = folder / "completions.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    own = ("--reward", str(folder / "rewards.toml"), "--completions", str(file))
+    code, shown = grade(*own, "-o", "json")
+    graded = json.loads(shown.splitlines()[-1])
+    assert code == 0 and (graded["mean"], graded["num_missing"]) == (1.5, 0)  # 1 and 2 * 1
+    assert [score["value"] for score in graded["scores"]] == [1.0, 2.0]
+    assert graded["scores"][0]["parts"]["Lines"]["detail"] == "a gave 1"
+    _, shown = grade(*own)
+    assert [line.split() for line in shown.splitlines()[-3:]] == [
+        ["1", "0", "1", "1"],
+        ["2", "1", "0", "2"],
+        ["mean", "1.5"],
+    ]
+
+
+def test_a_line_without_a_completion_is_named(folder: Path) -> None:
+    file = folder / "completions.jsonl"
+    file.write_text('{"completion": "a"}\n[1]\n')
+    code, shown = grade("exact_match", "--completions", str(file))
+    assert code == 2 and "line 2 is '[1]'; expected a JSON object with `completion`" in shown

@@ -1,0 +1,101 @@
+"""What holds for every command: -o json, the exit codes of docs/commands.md, a place on that
+page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hone import cli, shell
+from hone.cli import app
+from hone.commands.explain import find
+from hone.importing import trl
+from shared.host.processes import free_port
+
+PAGE = Path(__file__).parents[3] / "docs/commands.md"
+
+JOB = """
+name = "a"
+model = "owner/model"
+steps = 1
+data.train = "owner/data"
+rewards = [{ grader = "length", params = { max = 9 } }]
+"""
+
+ASKING = (
+    *("cancel a", "checkpoints a", "download a", "eval m --data FILE"),
+    *("get a", "keys create a", "keys list", "keys revoke a", "logs a", "ls", "metrics a b"),
+    *("pause a", "plot a b", "recover", "regrade a --step 1 --reward JOB", "resume a", "rm a"),
+    *("rollouts a", "sample --prompt a", "submit JOB", "wait a"),
+)
+"""Commands that ask a service, each with arguments."""
+
+OTHERS = {"doctor", "down", "explain", "grade", "import", "init", "plan", "run", "up"}
+OF_MODAL = {"data", "modal"}
+"""Commands that start what they need, or need none."""
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    whole: Any = typer.main.get_command(app)
+    for name, command in whole.commands.items():
+        inner = getattr(command, "commands", None)
+        yield from (
+            ((f"{name} {each}", inner[each]) for each in inner) if inner else [(name, command)]
+        )
+
+
+def test_every_command_has_json_for_programs() -> None:
+    options = {
+        name: [each.opts for each in command.params if "-o" in each.opts]
+        for name, command in commands()
+    }
+    assert (
+        len(options) > 30
+        and {name for name, own in options.items() if own != [["-o", "--output"]]} == set()
+    )
+
+
+@pytest.mark.parametrize("line", ASKING)
+def test_a_command_ends_with_2_and_a_sentence_if_no_service_answers(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "JOB").write_text(JOB)
+    (tmp_path / "FILE").write_text('{"prompt": "a"}\n')
+    nobody = f"http://127.0.0.1:{free_port()}"
+    env = {"HONE_ORCHESTRATOR_URL": nobody, "HONE_ROLLOUT_URL": nobody, "HONE_PATIENCE_S": "1"}
+    done = CliRunner().invoke(app, line.split(), env=env)
+    said = done.stderr.splitlines()[-1]
+    assert (done.exit_code, done.stdout) == (shell.WRONG, "")
+    assert said.startswith("hone: ") and nobody.removeprefix("http://") in said
+
+
+def test_every_command_is_asked_or_needs_no_service() -> None:
+    assert {line.split()[0] for line in ASKING} | OTHERS | OF_MODAL == cli.found().keys()
+
+
+@pytest.mark.parametrize("name", cli.found())
+def test_a_command_ends_with_2_for_an_option_that_there_is_not(name: str) -> None:
+    assert CliRunner().invoke(app, [name, "--nothing-like-it"]).exit_code == shell.WRONG
+
+
+def test_the_page_of_commands_has_each_of_them_and_the_exit_codes() -> None:
+    page = PAGE.read_text()
+    assert {name for name in cli.found() if f"`hone {name}" not in page} == set()
+    codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+    own = (shell.FAILED, shell.WRONG, shell.PAUSED, shell.TIMED_OUT, shell.INTERRUPTED)
+    assert [int(code) for code in codes] == [0, *own]
+
+
+def test_the_options_of_a_grpo_script_are_there_with_keys_that_exist() -> None:
+    rows = re.findall(r"^\| (`--.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
+    options = {option for row, _ in rows for option in re.findall(r"`--(\w+)", row)}
+    assert len(rows) > 20 and {option for option in options if not trl.knows(option)} == set()
+    for key in {key for _, row in rows for key in re.findall(r"`([a-z_]+\.[a-z_]+)`", row)}:
+        assert find(key).text, key
