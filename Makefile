@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cuda demo up down test soak faults gpu compose-test check format docs release lock clean
+.PHONY: help setup cuda demo up down test soak faults gpu compose-test check format docs site release lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,10 @@ format: $(VENV)/.ready ## put the code into shape
 docs: $(VENV)/.ready ## write docs/graders.md and the picture of the rooms anew, from the code
 	$(BIN)/python -m deploy.pages
 
+site: $(VENV)/.ready ## build the documentation as a site in site/, which loads nothing from elsewhere
+	$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python -r requirements/docs.txt
+	$(BIN)/python -m docs.site.build
+
 release: $(VENV)/.ready ## make dist/ of this commit, and check it: wheel, digests, notes, images
 	sh requirements/release.sh
 
@@ -72,4 +76,4 @@ lock: $(VENV)/.ready ## pin requirements/ again from pyproject.toml
 	sh requirements/lock.sh
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info build
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info build site

@@ -54,19 +54,19 @@ def page() -> str:
 
 def _section(grader: Explanation) -> str:
     name = grader.key.partition(".")[2]
-    rows = [_row(param.key.removeprefix(f"{grader.key}."), param) for param in _params(grader)]
+    rows = [row(param.key.removeprefix(f"{grader.key}."), param) for param in params(grader)]
     table = "\n".join([*HEAD, *rows]) + "\n" if rows else ""
     said = "\n".join(textwrap.fill(line, WIDTH) for line in grader.text.splitlines())
     return "\n".join([f"## {name}\n", f"{said}\n", *([table] if rows else [])])
 
 
-def _params(section: Explanation) -> Iterator[Explanation]:
+def params(section: Explanation) -> Iterator[Explanation]:
     for field in section.fields:
         yield field
-        yield from _params(field)
+        yield from params(field)
 
 
-def _row(name: str, param: Explanation) -> str:
+def row(name: str, param: Explanation) -> str:
     kind = ", ".join(fact for fact in (param.type, param.bounds) if fact)
     default = "none" if param.default is None else f"`{json.dumps(param.default)}`"
     cells = (f"`{name}`", kind, "" if param.required or param.fields else default, param.text)

@@ -271,6 +271,7 @@ class AsyncClient:
         return await evaluating.follow(self, submitted.id, progress)
 
     async def checkpoints(self, job: str) -> wire.CheckpointList:
+        """Returns the checkpoints that the job has kept, oldest first."""
         return await self._get(
             f"/v1/jobs/{(await self.get(job)).id}/checkpoints", wire.CheckpointList
         )

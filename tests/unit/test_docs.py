@@ -60,6 +60,13 @@ def test_the_page_on_migrating_has_the_tables_of_hone_import() -> None:
     assert migrating.PAGE.read_text() == migrating.page(), "`make docs` writes it anew"
 
 
+def test_every_page_has_its_place_in_the_site() -> None:
+    named = re.findall(r"^docs/([\w-]+)$", (ROOT / "docs/site/contents.txt").read_text(), re.M)
+    made = {"rest_orchestrator", "rest_rollout", "rest_trainer", "rest_reward"}
+    made |= {"python", "job_keys", "settings"}
+    assert {*named} - made == {page.stem for page in ROOT.glob("docs/*.md")}
+
+
 def test_every_key_that_explain_is_shown_with_exists() -> None:
     keys = {key for page in PAGES for key in EXPLAINED.findall((ROOT / page).read_text())}
     assert {find(key).text != "" for key in keys} == {True}
