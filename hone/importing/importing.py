@@ -104,8 +104,10 @@ def _read(
 
 
 def _trains(words: list[str]) -> bool:
-    command = " ".join(words[:12])
-    return any(mark in command for each in FRAMEWORKS.values() for mark in each.marks)
+    command = " ".join(words)
+    return bool(reading.of_words(words)) and any(
+        mark in command for each in FRAMEWORKS.values() for mark in each.marks
+    )
 
 
 def _of_command(
@@ -115,7 +117,7 @@ def _of_command(
         words = shlex.split(words[0])
     if "--" in words:  # as after `ray job submit`
         words = words[words.index("--") + 1 :]
-    given = reading.of_words(words)
+    given = reading.of_words(_own(words))
     for key, file in (("config", given.get("config")), ("@", _after_at(words))):
         if isinstance(file, str) and UNREAD not in file:
             given.pop(key, None)
@@ -123,6 +125,13 @@ def _of_command(
             reader = reading.of_toml if path.suffix == ".toml" else reading.of_yaml
             given = reader(reading.read(path)) | given
     return _recognized(given, name, " ".join(words[:12]))
+
+
+def _own(words: list[str]) -> list[str]:
+    """Returns the words without those of a launcher before a module of OpenRLHF or verl."""
+    modules = ("openrlhf.", "verl.trainer")
+    starts = [number for number, word in enumerate(words) if word.startswith(modules)]
+    return words[starts[0] :] if starts else words
 
 
 def _after_at(words: Sequence[str]) -> str | None:

@@ -318,6 +318,7 @@ ROWS = {
     "actor.gradient_checkpointing_reentrant": inside(OTHER_PLACE),
     "data.*": inside(OTHER_PLACE),
     "local_rank": inside(GPUS),
+    "ptx_coef": none("there is no loss of pretraining data"),
     "use_ms": none("models and data are files, or come from the Hugging Face Hub", False),
     "perf": inside("`hone plan`, and the metrics time/*"),
 }

@@ -4,6 +4,7 @@ the script sets outside of conditions are put in; what only a shell could know b
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -11,12 +12,15 @@ from pathlib import Path
 
 from hone.importing.table import UNREAD
 
-_QUOTED_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*')|(?<!\S)#[^\n]*""")
+_QUOTED_OR_COMMENT = re.compile(r"""(\\.|"(?:\\.|[^"\\])*"|'[^']*')|(?<!\S)#[^\n]*""")
 _ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _COMMAND = re.compile(r"\$\([^()]*\)|`[^`]*`")
 _VARIABLE = re.compile(r"\$\{([^{}$]*)\}|\$(\w+|@)")
-_ASSIGNMENT = re.compile(r"(?:export )?(\w+)(\+?)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _SEPARATORS = "();<>|&\n"
+_ENCODED = str.maketrans({"(": "\x01", ")": "\x02", **dict.fromkeys(" \t\n${}", None)})
+"""Within `${=...}` there must be no separator and no brace."""
+
 _OPENING, _CLOSING = ("if", "case", "for", "while", "until"), ("fi", "esac", "done")
 _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: lambda one, other: one + other,
@@ -32,28 +36,34 @@ def commands(script: str, conditional: set[str]) -> Iterator[list[str]]:
     and keeps the value that it had before."""
     variables: dict[str, list[str]] = {"HOME": [str(Path.home())]}
     depth = 0
-    for words in _statements(script):
-        depth += sum(word in _OPENING for word in words[:1])
-        depth -= sum(word in _CLOSING for word in words[:1])
-        if not all(map(_ASSIGNMENT.fullmatch, words[:1])):
-            yield [part for word in words for part in _expanded(word, variables)]
-        elif not depth:
+    for statement in _statements(script):
+        words = statement[1:] if statement[0] in ("export", "local", "declare") else statement
+        depth += statement[0] in _OPENING
+        depth -= statement[0] in _CLOSING
+        own = [] if _is_array(words) else list(itertools.dropwhile(_ASSIGNMENT.fullmatch, words))
+        if own:
+            yield [part for word in own for part in _expanded(word, variables)]
+        elif words and not depth:
             _assign(words, variables)
-        elif found := _ASSIGNMENT.fullmatch(words[0]):
+        elif words and (found := _ASSIGNMENT.fullmatch(words[0])):
             conditional.add(found[1])
             variables.setdefault(found[1], [UNREAD])
+
+
+def _is_array(words: list[str]) -> bool:
+    return len(words) > 1 and re.fullmatch(r"\w+\+?=", words[0]) is not None
 
 
 def _assign(words: list[str], variables: dict[str, list[str]]) -> None:
     """Sets the variables of a statement `A=1 B=2`, or the array of `A=( 1 2 )`, whose elements are
     the other words."""
-    for position, word in enumerate(words):
+    for word in words:
         found = _ASSIGNMENT.fullmatch(word)
         if found is None:
             return
         name, adds, text = found.groups()
-        is_array = text == "" and len(words) > 1
-        values = words[position + 1 :] if is_array else [text]
+        is_array = _is_array(words)
+        values = words[1:] if is_array else [text]
         expanded = [part for value in values for part in _expanded(value, variables)]
         variables[name] = [*(variables.get(name, []) if adds else []), *expanded]
         if is_array:
@@ -82,7 +92,7 @@ def _statements(script: str) -> Iterator[list[str]]:
 def _tokens(script: str) -> Iterator[str]:
     text = script.replace("\\\n", " ")
     text = _QUOTED_OR_COMMENT.sub(lambda found: found[1] or "", text)
-    text = _ARITHMETIC.sub(lambda found: "${=" + re.sub(r"[\s${}]", "", found[1]) + "}", text)
+    text = _ARITHMETIC.sub(lambda found: f"${{={found[1].translate(_ENCODED)}}}", text)
     while _COMMAND.search(text):
         text = _COMMAND.sub(UNREAD, text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=_SEPARATORS)
@@ -137,6 +147,7 @@ def _computed(expression: str, variables: dict[str, list[str]]) -> str:
                 raise ValueError(expression)
 
     try:
-        return str(value(ast.parse(expression, mode="eval").body))
+        text = expression.replace("\x01", "(").replace("\x02", ")")
+        return str(value(ast.parse(text, mode="eval").body))
     except (ValueError, KeyError, SyntaxError, ZeroDivisionError):
         return UNREAD

@@ -198,7 +198,7 @@ def _set(row: Row, name: str, values: Values, draft: Draft, *, is_default: bool)
         said = value if isinstance(value, Said) else Said(value, "")
         if isinstance(said.value, FillIn):
             draft.fill_in[key] = f"{name}: {said.value.why}"
-        elif said.value is None or (is_default and said.value == default(key)):
+        elif said.value in (None, {}) or (is_default and said.value == default(key)):
             continue
         else:
             origin = f"the default of {name}" if is_default else name

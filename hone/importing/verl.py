@@ -118,7 +118,9 @@ ROWS: dict[str, Row] = {
     f"{ACTOR}policy_loss.*": inside("belongs to a loss that is not here"),
     f"{ACTOR}loss_scale_factor": none("dr_grpo divides by sampling.max_tokens"),
     f"{ACTOR}clip_ratio": inside("clip_ratio_low and clip_ratio_high have defaults that go first"),
-    f"{ACTOR}clip_ratio_low": to("training.clip_low"),
+    f"{ACTOR}clip_ratio_low": to(
+        "training.clip_low", becomes.clip_low, '"cispo" has no lower bound here'
+    ),
     f"{ACTOR}clip_ratio_high": to("training.clip_high"),
     f"{ACTOR}clip_ratio_c": to("training.dual_clip", becomes.dual_clip),
     f"{ACTOR}tau_pos": to("training.tau_positive"),
@@ -203,7 +205,12 @@ ROWS: dict[str, Row] = {
         ("ray_kwargs*", "global_profiler*", "skip.*", "transfer_queue*", "model_engine", "hydra.*"),
         inside(OTHER_PLACE),
     ),
-    "distillation*": none("no teacher is distilled"),
+    "distillation.enabled": none("no teacher is distilled", False),
+    "distillation*": inside("belongs to distillation.enabled"),
+    "algorithm.pf_ppo.*": inside("belongs to algorithm.use_pf_ppo"),
+    "*_target_": inside(OTHER_PLACE),
+    "*@*": inside(OTHER_PLACE),
+    "config-*": inside("hydra's file; its defaults are verl's"),
 }
 
 DEFAULTS: dict[str, Any] = {

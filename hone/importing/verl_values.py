@@ -68,6 +68,10 @@ def loss(mode: Any, values: Values) -> Any:
     raise LacksError("the losses here are vanilla, gspo, sapo and cispo of them")
 
 
+def clip_low(value: Any, values: Values) -> Any:
+    return None if values[f"{ACTOR}policy_loss.loss_mode"] == "cispo" else value
+
+
 def dual_clip(value: Any, values: Values) -> Any:
     return value if values[f"{ACTOR}policy_loss.loss_mode"] == "vanilla" else None
 

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 from hone.cli import app
 from hone.importing import trl
 from hone.importing.importing import FRAMEWORKS, Imported, imported
-from hone.importing.table import default
+from hone.importing.shell import commands
+from hone.importing.table import UNREAD, default
 from shared.errors import BadRequest
 from shared.job.file import load_job
 
@@ -32,6 +33,7 @@ ROLLOUT=(
 if [ -n "$DEBUG" ]; then
    MODEL=Qwen/Qwen3-0.6B
 fi
+export NCCL_DEBUG=WARN
 ray job submit --address="http://127.0.0.1:8265" \
    -- python3 -m openrlhf.cli.train_ppo_ray \
    --actor.model_name_or_path ${MODEL} \
@@ -338,6 +340,29 @@ def test_the_command_prints_the_job_and_says_the_rest_beside_it(tmp_path: Path) 
     assert "model = " in (tmp_path / "job.toml").read_text()
     code, out, _ = run(str(tmp_path / "train.sh"), "-o", "json")
     assert code == 0 and json.loads(out)["lacking"][0]["value"] == 0.001
+
+
+SHELL = r"""
+export A=2 B=${UNSET:-x}
+N=$(( ($A + 1) * 1024 ))   # not # here: "a # b"
+OPTIONS="--one 1 --two"
+LIST=(--l 'a b' "$B" --q \"none\")   # it's 5" long
+LIST+=(
+    --m   # said
+)
+case $A in
+    1) N=5 ;;
+esac
+ENV=1 run "${LIST[@]}" $OPTIONS --n $N/$((N / 2)) --c $(date +%s) --u $NOWHERE > log &
+"""
+
+
+def test_a_shell_s_variables_are_put_in_and_nothing_is_run() -> None:
+    conditional: set[str] = set()
+    found = [words for words in commands(SHELL, conditional) if words[0] == "run"]
+    listed = ["--l", "a b", "x", "--q", '"none"', "--m", "--one", "1", "--two"]
+    assert found == [["run", *listed, "--n", "3072/1536", "--c", UNREAD, "--u", UNREAD]]
+    assert conditional == {"N"}
 
 
 def test_what_no_trainer_knows_is_refused(tmp_path: Path) -> None:
