@@ -226,6 +226,17 @@ class Running:
             self.is_asleep = self.keeps_weights = False
             await self.go_on()
 
+    async def end_pauses(self) -> None:
+        """Ends a pause and a sleep by hand, which a job knows nothing of. A dead engine is left as
+        it is."""
+        was_paused, self.is_paused = self.is_paused, False
+        if await self.failure():
+            return
+        if self.is_asleep:
+            await self.wake_up()
+        elif was_paused:
+            await self.engine.resume()
+
     async def go_on(self) -> None:
         """Lets the engine sample, unless it was paused by hand."""
         if not self.is_paused:

@@ -133,6 +133,8 @@ class Sampler:
         does not exist stops nothing. Raises Conflict, code "stale", for a superseded job."""
         async with self._change:
             self._take_over(request)
+            if request.job_id and self._running:
+                await self._running.end_pauses()
             if request.own_weights:
                 return await self._serve_own_weights(request)
             return await self._serve(request.spec)

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
@@ -19,6 +18,7 @@ from shared.wire import AbortRequest, ModelRequest, ServingWeights
 from tests.contract.test_rollout_adapters import SPEC, Bench, held, until_held
 from tests.support.rollout_bench import RolloutBench
 
+BASE: dict[str, Any] = dict(Bench.base)
 OWNER = {HEADER: "redis1 host:8000 job"}
 NO_TRANSFER = "needs a GPU and HONE_WEIGHT_TRANSFER=nccl"
 
@@ -36,17 +36,17 @@ async def post(bench: RolloutBench, path: str, body: Any = None) -> tuple[int, d
     return answer.status_code, answer.json()
 
 
-def folder_of(bench: Bench, name: str, value: float = 7.0, **tensors: np.ndarray) -> Path:
+def folder_of(bench: Bench, name: str, without: str = "") -> Path:
     (folder := bench.runs / name).mkdir(parents=True)
-    whole = {key: np.full(base.shape, value, np.float32) for key, base in bench.base.items()}
-    save_file(tensors or whole, folder / "model.safetensors")
+    tensors = {key: base + 7 for key, base in bench.base.items() if key != without}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
 async def test_a_folder_of_weights_replaces_a_version_which_then_nobody_is_told_to_have(
     bench: Bench,
 ) -> None:
-    await bench.reload(bench.publish(3, **bench.base))
+    await bench.reload(bench.publish(3, **BASE))
     await bench.abort()
     bench.engine.calls.clear()
     theirs = folder_of(bench, "step_4")
@@ -57,12 +57,12 @@ async def test_a_folder_of_weights_replaces_a_version_which_then_nobody_is_told_
     assert (await bench.generate()).rollouts[0].versions == ()
     with pytest.raises(Conflict, match="the weights that serve are no job's; reload"):
         await bench.generate(job_id="job", epoch=1)
-    again = await bench.reload(bench.publish(3, fence=(0, 1), **bench.base))
+    again = await bench.reload(bench.publish(3, fence=(0, 1), **BASE))
     assert (again.version, bench.engine.calls[-3:]) == (3, ["v3", 3, "resume"])
 
 
 async def test_nothing_is_changed_while_a_job_has_the_sampler(bench: Bench) -> None:
-    ref = bench.publish(3, **bench.base)
+    ref = bench.publish(3, **BASE)
     headers = {**OWNER, "content-type": "application/json"}
     loaded = await bench.raw(
         "POST", "/reload_weights", content=ref.model_dump_json(), headers=headers
@@ -114,7 +114,7 @@ async def test_weights_that_cannot_be_loaded_change_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     bench = Bench(tmp_path, model_dirs=(tmp_path / "models",))
-    folder_of(bench, "small", **{"layer.b": np.zeros(3, np.float32)})
+    folder_of(bench, "small", without="layer.w.weight")
     (bench.runs / "none").mkdir()
     async with bench.client:
         await bench.put(SPEC)
@@ -137,7 +137,7 @@ async def test_a_load_that_fails_halfway_leaves_weights_that_nobody_samples(benc
 
 async def test_vllms_transfer_takes_its_steps_in_order_and_gives_no_version(bench: Bench) -> None:
     bench.engine.transfers = True
-    await bench.reload(bench.publish(3, **bench.base))
+    await bench.reload(bench.publish(3, **BASE))
     await bench.abort()
     bench.engine.calls.clear()
     status, answer = await post(bench, "/update_weights", {"update_info": {"names": []}})
@@ -161,9 +161,9 @@ async def test_a_job_that_finds_a_transfer_half_done_gets_another_engine(bench: 
     await post(bench, "/start_weight_update")
     job = ModelRequest(**SPEC.model_dump(exclude={"job_id"}), job_id="job")
     with pytest.raises(StateLost, match="weights are being updated by hand"):
-        await bench.reload(bench.publish(3, **bench.base))
+        await bench.reload(bench.publish(3, **BASE))
     await bench.put(job)
-    await bench.reload(bench.publish(3, **bench.base))
+    await bench.reload(bench.publish(3, **BASE))
     assert len(bench.engines) == 2 and (await bench.generate(job_id="job")).rollouts
 
 
@@ -196,7 +196,8 @@ async def test_an_adapter_that_cannot_be_called_or_loaded_is_refused(
 ) -> None:
     await bench.reload(bench.publish_adapter(3))
     await bench.abort()
-    given = bench.publish_adapter(9, "theirs", **({"config": config} if config else {}))
+    own: dict[str, Any] = {"config": config} if config else {}
+    given = bench.publish_adapter(9, "theirs", **own)
     body = {"lora_name": name, "lora_path": given.path}
     status, answer = await post(bench, "/v1/load_lora_adapter", body)
     assert (status, sentence in answer["detail"]) == (422, True), answer["detail"]
@@ -205,7 +206,7 @@ async def test_an_adapter_that_cannot_be_called_or_loaded_is_refused(
 
 
 async def test_level_1_keeps_the_version_and_level_2_gives_it_up(bench: Bench) -> None:
-    await bench.reload(bench.publish(3, **bench.base))
+    await bench.reload(bench.publish(3, **BASE))
     await bench.abort()
     bench.engine.calls.clear()
     assert (await post(bench, "/sleep?level=1"))[0] == 200
@@ -220,6 +221,17 @@ async def test_level_1_keeps_the_version_and_level_2_gives_it_up(bench: Bench) -
     body = {"weight_dir": str(folder_of(bench, "theirs"))}
     assert (await post(bench, "/update_weights", body))[0] == 200
     assert (await bench.raw("GET", "/is_sleeping")).json() == {"is_sleeping": False}
+
+
+async def test_a_job_ends_a_pause_and_a_sleep_that_another_trainer_left(bench: Bench) -> None:
+    job = ModelRequest(**SPEC.model_dump(exclude={"job_id"}), job_id="job")
+    for left in ("/pause", "/sleep?level=1"):
+        assert (await post(bench, left))[0] == 200
+    await bench.put(job)
+    assert bench.engine.calls == ["pause", "sleep 1", "wake weights", "wake cache", "resume"]
+    await post(bench, "/pause")
+    await bench.put(job)
+    assert bench.engine.calls[-2:] == ["pause", "resume"] and (await bench.generate()).rollouts
 
 
 async def test_parameters_are_vllms_and_others_are_refused(bench: Bench) -> None:

@@ -12,7 +12,7 @@ PROMPTS = ("abc", "de", "fgh", "ij")
 GROUP = 4
 
 
-def odd_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+def odd_tokens(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
     return [float(sum(id % 2 for id in ids)) for ids in completion_ids]
 
 
@@ -32,7 +32,8 @@ def grpo_trainer(model: Path, folder: Path, **options: Any) -> Any:
         from datasets import Dataset
         from peft import LoraConfig
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        from trl import GRPOConfig, GRPOTrainer
+        from trl.trainer.grpo_config import GRPOConfig
+        from trl.trainer.grpo_trainer import GRPOTrainer
 
         config = GRPOConfig(
             str(folder),
