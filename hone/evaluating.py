@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
-from shared.job import EvaluatedModel, Job
+from shared.job import MAX_NAME, EvaluatedModel, Job
 from shared.job.file import parse_job
 from shared.wire import EvaluationReport, JobProgress, JobRecord
 
@@ -21,8 +21,6 @@ NAME = "eval"
 
 OF_TRAINING = ("checkpoints", "stop", "wandb", "request")
 """Sections of a job that are not taken over, because they are about its training."""
-
-MAX_NAME = 40
 
 
 class Paused(HoneError):

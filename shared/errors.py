@@ -229,6 +229,12 @@ def from_problem(status: int, document: dict[str, Any] | None, source: str) -> H
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or its class if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def no_job(job: str) -> NotFound:
     """Returns the error of a job that is missing."""
     return NotFound(f"no job {job!r}; `hone ls` or GET /v1/jobs lists them")

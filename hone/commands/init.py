@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from hone.first_job.looking import READERS, Reward, Row, Source, look
 from hone.first_job.writing import Draft, content, job_text, own_text
 from hone.shell import Output, OutputOption, command, err, show
 from shared.errors import BadRequest
+from shared.job import name_of
 from shared.job.file import load_job
 
 if TYPE_CHECKING:
@@ -121,8 +121,7 @@ def _a_file() -> str | None:
 def _name(source: Source, file: Path) -> str:
     """Returns a name that a job may have: of the data set, or of the folder that the job is in."""
     text = source.train if not source.rows else file.resolve().parent.name
-    name = re.sub(r"[^a-z0-9_-]+", "-", Path(text).name.lower()).strip("-_")
-    return name[:40] or "first"
+    return name_of(Path(text).name, "first")
 
 
 def _check_reward(draft: Draft) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from hone.importing.prime_rl import PRIME_RL
 from hone.importing.table import UNREAD, Draft, Entry, Framework, Lacking, convert
 from hone.importing.verl import VERL
 from shared.errors import BadRequest
+from shared.job import name_of
 from shared.job.file import parse_job
 
 FRAMEWORKS: Mapping[str, Framework] = {
@@ -171,9 +171,9 @@ def _complete(draft: Draft) -> None:
     """Names the job, and says which keys are missing."""
     named = draft.entries.get("name") or draft.entries.get("model")
     whole = str(named.value if named else "imported")
-    short = re.sub(r"[^a-z0-9_-]+", "-", whole.rstrip("/").rpartition("/")[2].lower())
+    short = name_of(whole.rstrip("/").rpartition("/")[2], "imported")
     draft.fill_in.pop("name", None)
-    draft.set("name", short.strip("-_")[:40] or "imported", named.origin if named else "")
+    draft.set("name", short, named.origin if named else "")
     for key, why in MISSING.items():
         had = draft.rewards if key == "rewards" else draft.entries.get(key)
         if key == "steps" and "data.epochs" in draft.entries:

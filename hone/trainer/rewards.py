@@ -12,6 +12,7 @@ from hone.trainer.source import instance_source, source_of
 from shared.errors import BadRequest
 from shared.explain import shown
 from shared.rewards import Reward
+from shared.wire.graders import reward_of
 
 
 def rewards_of(given: Any, weights: Sequence[float] | None) -> list[dict[str, Any]]:
@@ -70,8 +71,8 @@ def _object(given: dict[str, Any]) -> dict[str, Any]:
     and the rest its params."""
     if "type" not in given:
         return given
-    own = {name: given.pop(name) for name in ("name", "weight", "shaping") if name in given}
-    return {"grader": given.pop("type"), **own, "params": given}
+    own = {name: given.pop(name) for name in ("weight", "shaping") if name in given}
+    return reward_of(given).model_dump(exclude_defaults=True) | own
 
 
 def _named_apart(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ source text (source.py, rewards.py), parameters the job's keys (parameters.py).
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,16 +29,13 @@ from hone.trainer.rewards import rewards_of
 from hone.trainer.run import Run, TrainOutput
 from shared.errors import BadRequest
 from shared.explain import shown
-from shared.job import Job
+from shared.job import Job, name_of
 from shared.job.checks import check_groups
 from shared.job.file import load_job, make_job
 from shared.rewards import Reward
 
 EPOCHS = 3.0
 """Passes over the rows if nothing says how long to train, as in TRL."""
-
-MAX_NAME = 40
-"""Most characters of a job's name."""
 
 
 class Trainer:
@@ -207,5 +203,4 @@ def _packages(reward_funcs: Any) -> tuple[str, ...]:
 def _name(output_dir: Any, model: Any) -> str:
     """Returns a job's name made of the output folder's, else of the model's."""
     base = Path(str(output_dir)).name if output_dir else f"{Path(str(model)).name}-grpo"
-    slug = re.sub(r"[^a-z0-9_-]+", "-", base.lower()).strip("-_")[:MAX_NAME]
-    return slug or "grpo"
+    return name_of(base, "grpo")

@@ -29,7 +29,7 @@ from shared.job.running import (
     WandbSpec,
 )
 from shared.job.sampling import DifficultySpec, RewardSpec, SamplingSpec
-from shared.job.section import JOB_ID, Section
+from shared.job.section import JOB_ID, MAX_NAME, Section
 from shared.job.sync import SyncChoice
 
 MAY_CHANGE = frozenset(
@@ -58,7 +58,7 @@ class Job(Section):
     other_names: ClassVar[dict[str, str]] = OTHER_NAMES
     name_notes: ClassVar[dict[str, str]] = NOTES
 
-    name: str = Field(pattern=JOB_ID, max_length=40)
+    name: str = Field(pattern=JOB_ID, max_length=MAX_NAME)
     """Begins the job's id and its run folder; `runs/<name>` points at the newest run of the name.
     Lower-case letters, digits, "-" and "_", at most 40."""
 

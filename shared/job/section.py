@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -11,6 +12,15 @@ from shared.documented import Documented
 
 JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 """Ids and names end up in paths and URLs, so they are made of these characters only."""
+
+
+MAX_NAME = 40
+"""Most characters of a job's name."""
+
+
+def name_of(text: str, otherwise: str) -> str:
+    """Returns a job's name made of `text`; `otherwise` if nothing of it can be in a name."""
+    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-_")[:MAX_NAME] or otherwise
 
 
 class Section(Documented):

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from shared.errors import BadRequest
+from shared.errors import BadRequest, first_line
 from shared.model.check import TOKENIZERS
 from shared.model.names import may_be_on_hub
 
@@ -54,7 +54,7 @@ def fetch_model(model: str, revision: str | None) -> str | None:
             ) from error
         return f"{hub_url()} answers {status} for it"
     except Exception as error:  # the Hub's library may raise any class
-        return f"{hub_url()} cannot be reached ({_first_line(error.__cause__ or error)})"
+        return f"{hub_url()} cannot be reached ({first_line(error.__cause__ or error)})"
     return None
 
 
@@ -67,8 +67,3 @@ def hub_url() -> str:
 def _is_whole(folder: Path) -> bool:
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)
     return has_tokenizer and (folder / "config.json").is_file()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, cast
 
 from shared.errors import BadRequest
-from shared.job import LORA_LEARNING_RATE, UPLOADED, SamplingSpec
+from shared.job import LORA_LEARNING_RATE, UPLOADED, SamplingSpec, name_of
 from shared.wire import (
     Checkpoint,
     CreateFineTuningJob,
@@ -22,8 +21,6 @@ from shared.wire import (
 from shared.wire.graders import reward_of
 from shared.wire.openai import PREFIX, ReinforcementHyperparameters
 
-MAX_NAME = 40
-
 
 def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
     """Returns the requested job, with one step: the number of steps depends on the data and is set
@@ -34,7 +31,7 @@ def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
     _check_file("validation_file", request.validation_file)
     knobs = request.method.reinforcement.hyperparameters
     document: dict[str, Any] = {
-        "name": _name(request.suffix),
+        "name": name_of(request.suffix or "", "fine-tuning"),
         "model": request.model,
         "steps": 1,
         "seed": request.seed or 0,
@@ -124,12 +121,6 @@ def _check_file(field: str, name: str | None) -> None:
             f"'{field}': got {name!r:.80}; expected the id of an uploaded file, 'file-' and 24 "
             "hexadecimal digits"
         )
-
-
-def _name(suffix: str | None) -> str:
-    """Returns a valid job name from OpenAI's suffix."""
-    name = re.sub(r"[^a-z0-9_-]+", "-", (suffix or "").lower()).strip("-_")
-    return name[:MAX_NAME] or "fine-tuning"
 
 
 def _given(**values: Any) -> dict[str, Any]:

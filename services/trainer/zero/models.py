@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.hub import cached_file, cached_files
 
-from shared.errors import BadRequest, Conflict, HoneError, from_problem
+from shared.errors import BadRequest, Conflict, HoneError, first_line, from_problem
 from shared.job import Job
 from shared.model import architectures
 from shared.model.check import check_rope, read_config
@@ -156,11 +156,11 @@ def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:
     except ImportError as error:
         raise BadRequest(
             f"memory.attention is {job.memory.attention!r}, which is not installed: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     except (OSError, ValueError, KeyError) as error:
         raise BadRequest(
-            f"cannot load the model {job.model!r}: {_first_line(error)}; {EXPECTED}"
+            f"cannot load the model {job.model!r}: {first_line(error)}; {EXPECTED}"
         ) from error
     _cap_attention(model, job)
     return model.to(device).eval()
@@ -247,7 +247,3 @@ def choose_dtype(asked: str) -> torch.dtype:
         or torch.cpu._is_amx_tile_supported(),
     )
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[chosen]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
