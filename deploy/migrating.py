@@ -31,7 +31,8 @@ rewards that are code of another signature, rows that a script changes, a number
 the data. The exit code is 0 as long as the configuration can be read.
 
 - **Batches.** TRL and prime-rl count completions, verl and a job count prompts, OpenRLHF's rollout
-  batch counts prompts and its training batch completions. A step of a job is a batch of
+  batch counts prompts and its training batch completions. TRL's is multiplied by the processes:
+  `--processes 8`, unless the command line says it. A step of a job is a batch of
   `prompts_per_step * group_size` completions, and `minibatches * epochs` optimizer steps.
 - **Ranges.** `clip_low` and `clip_high` are distances from 1. A trainer with one range has both.
 - **Averages.** A mean over tokens of an optimizer step is "dapo", with several minibatches "bnpo";
@@ -89,7 +90,8 @@ def _lacking(framework: Framework) -> Iterator[tuple[str, str, str]]:
             yield f"`{name}`", _neutral(row.neutral), row.note
     if framework is trl.TRL:
         for name, (neutral, why) in REFUSED.items():
-            yield f"`{name}`", _neutral(neutral), why
+            if name not in framework.rows:
+                yield f"`{name}`", _neutral(neutral), why
 
 
 def _neutral(values: tuple[object, ...]) -> str:

@@ -113,6 +113,14 @@ ROWS: dict[str, Row] = {
     "rollout_func": none("a job samples one completion for a prompt"),
     "environment_factory": none("a job samples one completion for a prompt"),
     "tools": none("a job samples one completion for a prompt"),
+    "max_prompt_length": to(
+        "max_model_len, sampling.overlong_prompts",
+        lambda value, values: (
+            value + values.get("max_completion_length", DEFAULTS["max_completion_length"]),
+            "truncate",
+        ),
+        "longer prompts lose their first tokens there too",
+    ),
     "vllm_tensor_parallel_size": setting("HONE_TENSOR_PARALLEL_SIZE"),
     "vllm_gpu_memory_utilization": setting("HONE_GPU_MEMORY_UTILIZATION"),
     "load_in_4bit": none("base weights are not quantized", False),
@@ -200,7 +208,8 @@ TRL = Framework(
 def translated(given: Values) -> Draft:
     """Returns the job for the arguments of a GRPO script."""
     named = {name for name in given if name in ROWS}
-    draft = convert(TRL, {name: given[name] for name in given if name in named | {"eval_strategy"}})
+    beside = {"eval_strategy", "max_completion_length"}
+    draft = convert(TRL, {name: given[name] for name in given if name in named | beside})
     draft.unknown.clear()
     rest = {name: value for name, value in given.items() if name not in named}
     values = DEFAULTS | {name: value for name, value in rest.items() if value is not None}

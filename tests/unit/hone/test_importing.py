@@ -293,13 +293,14 @@ def test_a_trl_yaml_with_arguments_beside_it_becomes_a_job_that_is_accepted(
     (tmp_path / "grpo.yaml").write_text("model_name_or_path: a/m\nlearning_rate: 1e-5\n")
     words = ["trl", "grpo", "--config", str(tmp_path / "grpo.yaml"), "--dataset_name", "a/d"]
     words += ["--reward_funcs", "accuracy_reward", "--max_steps=10", "--use_peft", "--beta", "0.1"]
-    words += ["--lora_target_modules", "q_proj", "v_proj"]
+    words += ["--lora_target_modules", "q_proj", "v_proj", "--max_prompt_length", "1024"]
     found = imported(words)
     assert (found.fill_in, found.faults, found.lacking) == ({}, (), ())
     (tmp_path / "job.toml").write_text(found.toml)
     job = load_job(tmp_path / "job.toml")
     assert job.training.learning_rate == 1e-5 and job.steps == 10
     assert (job.training.beta, job.training.kl) == (0.1, "k3_true")
+    assert (job.max_model_len, job.sampling.overlong_prompts) == (1536, "truncate")
     assert job.lora is not None
     assert (job.lora.rank, job.lora.dropout, job.lora.target_modules) == (
         16,

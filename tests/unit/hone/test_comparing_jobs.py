@@ -1,0 +1,79 @@
+"""`hone metrics A B` and `hone plot A B`, as typed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hone.cli import app
+from hone.commands import metrics, plot
+from shared.errors import NotFound
+from shared.wire import JobRecord, MetricsList, MetricsRow
+from tests.support.job_records import record
+
+REWARDS = {"low": (0.0, 0.25), "high": (0.0, 0.75, 1.0)}
+
+
+class Orchestrator:
+    """Answers as `hone.Client` does, for two jobs."""
+
+    def get(self, job: str) -> JobRecord:
+        if job not in REWARDS:
+            raise NotFound(f"no job {job!r}")
+        return record("running", None).model_copy(update={"id": job})
+
+    def metrics(self, job: str, after_step: int = -1) -> MetricsList:
+        rewards = list(enumerate(REWARDS[self.get(job).id]))[after_step + 1 :]
+        rows = [MetricsRow(step=step, metrics={"reward": value}) for step, value in rewards]
+        return MetricsList(rows=tuple(rows))
+
+
+@pytest.fixture(autouse=True)
+def orchestrator(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def connect() -> Iterator[Orchestrator]:
+        yield Orchestrator()
+
+    for module in (metrics, plot):
+        monkeypatch.setattr(module, "connect", connect)
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, words)
+    return done.exit_code, done.output
+
+
+def test_metrics_of_two_jobs_stand_side_by_side() -> None:
+    code, shown = run("metrics", "low", "high", "--keys", "reward", "--min-step", "1")
+    assert code == 0
+    assert [line.split() for line in shown.splitlines()] == [
+        ["reward", "reward"],
+        ["step", "low", "high"],
+        ["1", "0.25", "0.75"],
+        ["2", "1"],
+    ]
+    _, shown = run("metrics", "low", "high", "-o", "json")
+    jobs = json.loads(shown)["jobs"]
+    assert jobs["low"]["rows"][1] == {"step": 1, "metrics": {"reward": 0.25}}
+    assert run("metrics", "low", "high", "--keys", "rewrd")[0] == 2
+
+
+def test_two_jobs_are_plotted_in_one_picture(tmp_path: Path) -> None:
+    code, shown = run("plot", "low", "high")
+    assert code == 0 and shown.splitlines()[-1] == "a low   b high"
+    assert run("plot", "low", "high", "--png", str(tmp_path / "both.png"))[0] == 0
+    assert (tmp_path / "both.png").read_bytes()[1:4] == b"PNG"
+    code, shown = run("plot", "low", "other")
+    assert code == 2 and shown == "hone: no job 'other'\n"
+
+
+def test_one_job_is_shown_as_ever() -> None:
+    _, shown = run("metrics", "low", "-o", "json")
+    assert [row["step"] for row in json.loads(shown)["rows"]] == [0, 1]
+    _, shown = run("plot", "low")
+    assert shown.splitlines()[0] == "low"
