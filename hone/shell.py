@@ -42,6 +42,30 @@ REWARDS_ONLY = ("name=rewards", "model=any/model", "steps=1", "data.train=any")
 """Keys that complete a file with only `[[rewards]]` to a job."""
 
 
+COMPLETION_S = 5.0
+"""Seconds that a shell's Tab waits for the names of jobs."""
+
+
+def job_names(incomplete: str) -> list[str]:
+    """Returns the names and ids of the newest jobs that begin so, for a shell's completion. Empty
+    if no stack answers in time: a Tab shows no errors."""
+    import asyncio
+
+    from hone.client import AsyncClient
+
+    async def newest() -> list[str]:
+        url, token = stack.orchestrator()
+        async with asyncio.timeout(COMPLETION_S), AsyncClient(url, token=token) as client:
+            await client.ping()
+            return [name for job in await client.list(100) for name in (job.name, job.id)]
+
+    with contextlib.suppress(HoneError, TimeoutError):
+        return [
+            name for name in dict.fromkeys(asyncio.run(newest())) if name.startswith(incomplete)
+        ]
+    return []
+
+
 class Output(StrEnum):
     table = "table"
     json = "json"
@@ -51,7 +75,10 @@ OutputOption = Annotated[
     Output, typer.Option("-o", "--output", help="table for people, json for programs")
 ]
 JobArgument = Annotated[
-    str, typer.Argument(help="a job's id, or its name for the newest of that name")
+    str,
+    typer.Argument(
+        help="a job's id, or its name for the newest of that name", autocompletion=job_names
+    ),
 ]
 JobsArgument = Annotated[
     list[str], typer.Argument(help="jobs' ids, or their names for the newest of a name")
