@@ -5,30 +5,31 @@ The text travels with the job, and runs in the reward service's sandbox, where t
 Imported from installed packages: an import. Functions and classes of the user's own files: their
 text, once. Plain data, patterns and loggers: an assignment. Everything else is refused, with the
 name and the reason, because an object that was left out would be missed at the first step.
+
+A reward that a package defines, such as `trl.rewards.accuracy_reward`, is text too, with what it
+uses of its package: the reward service need not have the package of a training script.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import dis
 import functools
 import inspect
 import linecache
-import logging
-import math
-import re
 import site
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from hone.trainer.literals import as_data, described, literal_of, same
 from shared.errors import BadRequest
 from shared.job import MAX_SOURCE_BYTES
-from shared.rewards import FunctionConfig, SandboxConfig
 
 HEADER = "from __future__ import annotations\n"
 SANDBOX_NAMES = ("hone", "shared.rewards")
@@ -41,7 +42,14 @@ READS = ("LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_GLOBAL")
 def source_of(target: Any, name: str) -> str:
     """Returns the text of a module that defines `target` as `name`. Raises BadRequest with the
     reason if the text would not do in another process what `target` does here."""
-    module = _Module(name)
+    if package := _package_of(target):
+        with contextlib.suppress(BadRequest):  # then it is imported, where its package is installed
+            return _text_of(target, name, package)
+    return _text_of(target, name, "")
+
+
+def _text_of(target: Any, name: str, package: str) -> str:
+    module = _Module(name, package)
     module.add(name, target, user=f"the reward {name!r}")
     text = module.text()
     if (size := len(text.encode())) > MAX_SOURCE_BYTES:
@@ -53,10 +61,12 @@ def source_of(target: Any, name: str) -> str:
 
 
 class _Module:
-    """The text under way: its parts by name, in the order in which they must run."""
+    """The text under way: its parts by name, in the order in which they must run. Of `package`
+    nothing is imported."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, package: str) -> None:
         self._name = name
+        self._package = package
         self._parts: dict[str, str] = {}
         self._values: dict[str, Any] = {}
 
@@ -71,14 +81,14 @@ class _Module:
         """Adds what defines `value` as `name`, which `user` needs, after all that it needs
         itself."""
         if name in self._values:
-            if not _same(self._values[name], value):
+            if not same(self._values[name], value):
                 raise BadRequest(
                     f"{user} and another part of the reward {self._name!r} call different objects "
                     f"{name!r}; expected one name for each"
                 )
             return
         self._values[name] = value
-        if text := _as_data(name, value) or _as_import(name, value, user):
+        if text := as_data(name, value) or _as_import(name, value, user, self._package):
             self._parts[name] = text
         elif isinstance(value, functools.partial):
             self._add_partial(name, cast("functools.partial[Any]", value), user)
@@ -86,14 +96,14 @@ class _Module:
             self._add_definition(name, value, user)
         else:
             raise BadRequest(
-                f"{user} uses {name!r}, {_described(value)}, which cannot be sent as source; "
+                f"{user} uses {name!r}, {described(value)}, which cannot be sent as source; "
                 "expected functions, classes, modules and plain data: make the object inside the "
                 "function that uses it"
             )
 
     def _add_partial(self, name: str, value: functools.partial[Any], user: str) -> None:
         given = {"args": value.args, "keywords": value.keywords}
-        fixed = {kind: _literal(each) for kind, each in given.items()}
+        fixed = {kind: literal_of(each) for kind, each in given.items()}
         if bad := next((kind for kind, text in fixed.items() if text is None), None):
             raise BadRequest(
                 f"{user} is a functools.partial with {bad} {given[bad]!r}; expected plain data"
@@ -110,7 +120,7 @@ class _Module:
         own = found.name
         if own != name:
             self._values.setdefault(own, value)
-            if not _same(self._values[own], value):
+            if not same(self._values[own], value):
                 raise BadRequest(
                     f"{user} uses two objects that are defined as {own!r}; expected one name for "
                     "each"
@@ -120,6 +130,8 @@ class _Module:
                 self.add(
                     needed, found.look_up(needed), f"{own!r}, part of the reward {self._name!r},"
                 )
+        for module in found.submodules():
+            self._parts.setdefault(module, f"__import__({module!r})\n")
         if own not in self._parts:
             self._parts[own] = found.text
         if own != name:
@@ -136,7 +148,7 @@ class _Definition:
         node, lines = _class_node(inner) if isinstance(inner, type) else _function_node(inner)
         if node is None:
             raise BadRequest(
-                f"{user}: the source of {_described(value)} is not to be had; expected a function "
+                f"{user}: the source of {described(value)} is not to be had; expected a function "
                 "or class of a file or a notebook's cell"
             )
         if inner is not value and not getattr(node, "decorator_list", ()):
@@ -160,6 +172,22 @@ class _Definition:
         code = compile(self.text, self.name, "exec", annotations.compiler_flag, dont_inherit=True)
         found = dict.fromkeys(_free_names(code, is_module=True))
         return [name for name in found if not hasattr(builtins, name) or name in self._scope]
+
+    def submodules(self) -> list[str]:
+        """Returns the modules that the text reaches through a package: `import concurrent` alone
+        has no `concurrent.futures`."""
+        chains = [
+            ast.unparse(node).partition(".")
+            for node in ast.walk(ast.parse(self.text))
+            if isinstance(node, ast.Attribute)
+        ]
+        packages = [(self._scope.get(name), rest) for name, _, rest in chains]
+        reached = [
+            f"{package.__name__}.{rest}"
+            for package, rest in packages
+            if isinstance(package, types.ModuleType)
+        ]
+        return [module for module in dict.fromkeys(reached) if module in sys.modules]
 
     def look_up(self, name: str) -> Any:
         """Returns the value of a name in the scope. Raises BadRequest if it has none."""
@@ -282,10 +310,24 @@ def _text(node: Any, lines: list[str]) -> str:
     return ast.unparse(node) + "\n"
 
 
-def _as_import(name: str, value: Any, user: str) -> str | None:
-    """Returns the import of a module, or of what an installed package defines."""
+def _package_of(target: Any) -> str:
+    """Returns the name of the installed package that defines a reward; empty if it is the user's
+    own, or Python's."""
+    module = str(getattr(target, "__module__", None) or "")
+    package = _top(module)
+    known = package in sys.stdlib_module_names or module in SANDBOX_NAMES
+    return package if module and not known and _is_installed(module) else ""
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _as_import(name: str, value: Any, user: str, package: str) -> str | None:
+    """Returns the import of a module, or of what an installed package defines, unless it is
+    `package`."""
     if isinstance(value, types.ModuleType):
-        if not _is_installed(value.__name__):
+        if _top(value.__name__) == package or not _is_installed(value.__name__):
             raise BadRequest(
                 f"{user} uses the module {name!r}, a file of your own ({_file_of(value)}), which "
                 "is not there where the reward runs; expected functions imported by name (from "
@@ -294,6 +336,8 @@ def _as_import(name: str, value: Any, user: str) -> str | None:
         return f"import {value.__name__} as {name}\n"
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module is None or qualified is None or not _is_installed(module):
+        return None
+    if _top(module) == package:
         return None
     if module in SANDBOX_NAMES:
         return f"from hone import {qualified} as {name}\n"
@@ -317,7 +361,7 @@ def _as_import(name: str, value: Any, user: str) -> str | None:
 @functools.cache
 def _is_installed(module: str) -> bool:
     """Whether a module comes with Python or is installed, so that the sandbox may have it."""
-    top = module.partition(".")[0]
+    top = _top(module)
     if top in sys.stdlib_module_names or module in SANDBOX_NAMES:
         return top != "__main__"
     file = _file_of(sys.modules.get(module) or sys.modules.get(top))
@@ -329,60 +373,6 @@ def _file_of(module: Any) -> str:
     return str(getattr(module, "__file__", None) or "")
 
 
-def _as_data(name: str, value: Any) -> str | None:
-    if isinstance(value, logging.Logger):
-        return f"import logging\n{name} = logging.getLogger({value.name!r})\n"
-    if isinstance(value, re.Pattern):
-        pattern = cast("re.Pattern[Any]", value)
-        return f"import re\n{name} = re.compile({pattern.pattern!r}, {pattern.flags})\n"
-    literal = _literal(value)
-    return None if literal is None else f"{name} = {literal}\n"
-
-
-def _literal(value: Any) -> str | None:
-    """Returns the expression of plain data; None for anything else."""
-    if value is None or type(value) in (bool, int, str, bytes):
-        return repr(value)
-    if isinstance(value, SandboxConfig | FunctionConfig):
-        return f"__import__('hone').{value!r}"
-    if type(value) is float:
-        return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
-    if type(value) is dict or isinstance(value, types.MappingProxyType):
-        pairs = [
-            (_literal(key), _literal(each)) for key, each in cast(Mapping[Any, Any], value).items()
-        ]
-        return (
-            None
-            if any(None in pair for pair in pairs)
-            else f"{{{', '.join(f'{key}: {each}' for key, each in pairs)}}}"
-        )
-    build: dict[type, str] = {
-        list: "[{}]",
-        tuple: "({})",
-        set: "set([{}])",
-        frozenset: "frozenset([{}])",
-    }
-    kind = value.__class__
-    if kind not in build:
-        return None
-    items = [_literal(each) for each in value]
-    if None in items:
-        return None
-    return build[kind].format("".join(f"{item}, " for item in items))
-
-
-def _same(one: Any, other: Any) -> bool:
-    literal = _literal(one)
-    return one is other or (literal is not None and literal == _literal(other))
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, types.FunctionType | type):
-        return f"{value.__qualname__!r} of {value.__module__}"
-    kind = value.__class__
-    return f"an object of type {kind.__module__}.{kind.__qualname__}"
-
-
 Definable = Callable[..., Any] | type
 
 
@@ -390,10 +380,10 @@ def instance_source(instance: Any, name: str) -> str:
     """Returns the text of a module that defines `name` as a class without arguments, whose
     instances have what `instance` has. Raises BadRequest if an attribute is no plain data."""
     kind, held = instance.__class__, cast(dict[str, Any], vars(instance))
-    attributes = {key: _literal(value) for key, value in held.items()}
+    attributes = {key: literal_of(value) for key, value in held.items()}
     if bad := next((key for key, text in attributes.items() if text is None), None):
         raise BadRequest(
-            f"the reward {name!r}: its attribute {bad!r} is {_described(held[bad])}, "
+            f"the reward {name!r}: its attribute {bad!r} is {described(held[bad])}, "
             "which cannot be sent; expected plain data, and other objects made in score or "
             "score_batch"
         )

@@ -61,3 +61,45 @@ def save_tiny_qwen2(
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
+
+
+def make_byte_model(folder: Path, *, window: int = 2048) -> Path:
+    """Writes a chat model of random weights that reads and writes any text, a token per byte, and
+    returns `folder`. Heads have 32 dimensions: vLLM's CPU attention has no kernel for fewer."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    symbols = ["<pad>", "<eos>", *bytes_to_unicode().values()]
+    symbols += [f"<unused{n}>" for n in range(-len(symbols) % 8)]
+    config = Qwen2Config(
+        vocab_size=len(symbols),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=window,
+        tie_word_embeddings=False,
+        dtype="float32",
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=1)
+    model.save_pretrained(folder)
+    Qwen2Tokenizer(
+        vocab={symbol: id for id, symbol in enumerate(symbols)},
+        merges=[],
+        unk_token="<pad>",
+        pad_token="<pad>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=window,
+        chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}",
+    ).save_pretrained(folder)
+    return folder

@@ -6,10 +6,12 @@ import asyncio
 import importlib.util
 import inspect
 import linecache
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from hone.trainer.source import instance_source, source_of
@@ -211,3 +213,40 @@ def test_a_function_of_a_notebooks_cell_is_sent(script: Any) -> None:
     exec(compile(cell, file, "exec"), scope)
     made = alone(source_of(scope["brief"], "brief"))["brief"]
     assert made(["ab", "abcd"]) == [True, False]
+
+
+FUTURES = """
+import concurrent.futures
+
+
+def pooled(completions, **columns):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return list(pool.map(len, completions))
+"""
+
+
+def test_a_module_of_a_package_is_imported_with_it(tmp_path: Path) -> None:
+    (tmp_path / "futures.py").write_text(FUTURES)
+    spec = importlib.util.spec_from_file_location("futures", tmp_path / "futures.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "alone.py").write_text(source_of(module.pooled, "pooled") + "print(pooled(['ab']))")
+    command = [sys.executable, "-S", str(tmp_path / "alone.py")]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "[2]\n"
+
+
+def test_a_reward_of_a_package_is_text_that_needs_no_package() -> None:
+    from trl.rewards import accuracy_reward
+
+    text = source_of(accuracy_reward, "accuracy_reward")
+    assert "\nimport trl" not in text and "\nfrom trl" not in text
+    assert "metadata.packages_distributions()" in text  # those of the sandbox, not of this machine
+    said = [[{"role": "assistant", "content": f"It is \\boxed{{{n}}}"}] for n in (3, 4)]
+    assert alone(text)["accuracy_reward"](said, ["$3$", "$3$"]) == [1.0, 0.0]
+
+
+def test_a_reward_whose_package_cannot_be_sent_is_imported() -> None:
+    assert source_of(inspect.unwrap, "unwrap").endswith("from inspect import unwrap as unwrap\n")
+    numeric = source_of(numpy.cumsum, "cumsum")
+    assert numeric.endswith("from numpy import cumsum as cumsum\n")
