@@ -92,7 +92,8 @@ class Notebook:
         step = self._steps[-1][0] if self._steps else 0
         bar = f'<progress value="{step}" max="{self._of or 1}" style="width: {WIDTH}px"></progress>'
         said = "".join(f"<div>{html.escape(line)}</div>" for line in self._said)
-        steps = f"step {step} of {self._of}: " if self._of else ""
+        is_said = not self._of or self._doing.startswith("step ")
+        steps = "" if is_said else f"step {step} of {self._of}: "
         return (
             f"<div>{bar}<div>{steps}{html.escape(self._doing)}</div>{said}"
             f"{self._curve()}{self._table()}</div>"

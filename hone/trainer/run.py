@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from hone.client import Client
     from shared.wire import Event, GradedRollout, JobRecord, MetricsList
 
-CURVES = {"reward": "reward of the steps", "eval/reward": "held out"}
-
 
 class TrainOutput(NamedTuple):
     """How training ended: the fields of the output of transformers' `Trainer.train`. `metrics` are
@@ -30,6 +28,10 @@ class TrainOutput(NamedTuple):
 
 class Detached(KeyboardInterrupt):
     """Ctrl-C left a job running. The message says how to come back to it."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns what a notebook's cell shows: nothing went wrong, so there is no traceback."""
+        return [str(self)]
 
 
 def attach(job: str, url: str | None = None, *, token: str | None = None) -> Run:
@@ -81,11 +83,11 @@ class Run:
             with self.client as client, view_here() as view:
                 for event in client.events(self.id, follow=True, progress=view.progress):
                     view.show(event)
-        except KeyboardInterrupt as error:
+        except KeyboardInterrupt:
             raise Detached(
                 f"detached; job {self.id} goes on. {self!r} comes back to it, .follow() shows it, "
                 ".cancel() stops it"
-            ) from error
+            ) from None
         return self.output()
 
     def output(self) -> TrainOutput:
@@ -132,23 +134,11 @@ class Run:
         """Returns a matplotlib Figure of these metrics over the steps; by default the reward of the
         steps and of held-out problems."""
         try:
-            from matplotlib.figure import Figure  # pyright: ignore
+            from hone.trainer.plotting import curves
         except ImportError as error:
             why = f"plot() draws with matplotlib: {how_to_install('plot')}"
             raise BadRequest(why) from error
-        rows, figure = self._rows().rows, Figure(figsize=(8, 4.5))
-        axes: Any = figure.subplots()
-        for name in metrics or CURVES:
-            points = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
-            if points:
-                axes.plot(*zip(*points, strict=True), label=CURVES.get(name, name))
-            elif metrics:
-                raise BadRequest(f"no step of job {self.id} has the metric {name!r}")
-        axes.set(xlabel="step", title=self.id)
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-        return figure
+        return curves(self._rows().rows, metrics, self.id)
 
     def rollouts(self, step: int | None = None) -> Sequence[GradedRollout]:
         """Returns the graded rollouts of `step`, or of the newest step."""

@@ -17,7 +17,8 @@ from shared.settings import PREFIX, Settings
 from shared.settings.environment import FILE, secret_variables
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in ROOT.glob("docs/*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md"]
+PAGES += [f"docs/{page.name}" for page in ROOT.glob("docs/*.md")]
 EXPLAINED = re.compile(r"(?:`|bin/)hone explain ([\w.]+)")
 README = (ROOT / "README.md").read_text()
 RECIPES = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("training", "data"))

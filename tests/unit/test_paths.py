@@ -20,7 +20,7 @@ FILES = subprocess.run(
 ).stdout.split()
 FOLDERS = {"/".join(file.split("/")[:depth]) for file in FILES for depth in range(1, 6)}
 PATHS, NAMES = FOLDERS | set(FILES), {Path(file).name for file in FILES}
-TOP = "services|shared|hone|deploy|docs|tests|bench|docker|requirements"
+TOP = "services|shared|hone|deploy|docs|tests|bench|docker|requirements|examples"
 NAMED = re.compile(
     rf"(?<![\w/.<>-])((?:{TOP})/[\w./-]*\w|[\w-]+\.(?:py|md|svg))(?![\w*<{{-]|/\w|\.\w)"
 )
