@@ -424,6 +424,15 @@ def test_modal_run_says_what_is_wrong_with_flags_in_a_sentence() -> None:
         checked(Flags("deploy/jobs/gsm8k.toml", simple_mode=True, vllm_mode="serve"), "A10G:4")
 
 
+def test_a_trainers_mode_deploys_with_its_gpus_and_returns_the_jobs_api() -> None:
+    asks = "import hone; print(hone.SingleNode('A100', vllm_mode='serve').stack().url)"
+    with ControlPlane() as plane:
+        ended = plane.python("-c", asks)
+        assert ended.stdout.splitlines()[-1].startswith("https://"), ended.stderr
+        gpus = plane.functions["Stack"]["resources"]["gpu_config"]
+    assert gpus == {"count": 2, "gpu_type": "A100"}
+
+
 def test_what_is_deployed_is_stopped_and_nothing_else() -> None:
     with ControlPlane() as plane:
         plane.apps = {"hone-rollout": 2, "other": 1}
