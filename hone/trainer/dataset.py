@@ -47,8 +47,8 @@ class Problems:
     def saved(self, path: Path) -> Any:
         """Returns the source for a job file; rows are written to `path`."""
         if type(self.source) is list:
-            rows = cast(list[Any], self.source)
-            path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            lines = [json.dumps(row, ensure_ascii=False) for row in cast(list[Any], self.source)]
+            path.write_text("\n".join([*lines, ""]))
             return str(path.resolve())
         if not self.lines:
             return self.source
