@@ -14,7 +14,7 @@ from services.orchestrator.pool import canary
 from services.rollout.engine import Adapter
 from services.rollout.sampler import Sampler
 from shared.job import SyncMethod
-from tests.system.test_adapter_sync import a_bench
+from tests.support.adapter_bench import a_bench
 from tests.system.test_sync_methods import SEQUENCES, a_pair
 
 pytestmark = [pytest.mark.engine, pytest.mark.soak, pytest.mark.timeout(1800)]

@@ -62,6 +62,12 @@ R = TypeVar("R")
 TRANSFER_S = 600.0
 """Seconds for one step of vLLM's weight transfer. Meeting a trainer and large models take long."""
 
+TRANSFER_REQUESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "init_weight_transfer_engine": WeightTransferInitRequest,
+    "update_weights": WeightTransferUpdateRequest,
+}
+"""What vLLM takes in the steps that have something to tell."""
+
 STOP_S = 15.0
 """Seconds for an engine to end in order. It takes a second or two, and ten on a busy machine."""
 
@@ -258,18 +264,10 @@ class VllmEngine:
             raise Failed("vLLM did not reset its prefix cache")
 
     async def transfer(self, step: str, info: Mapping[str, Any] | None = None) -> None:
-        call: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-            "init_weight_transfer_engine": lambda: self._llm.init_weight_transfer_engine(
-                WeightTransferInitRequest(dict(info or {}))
-            ),
-            "start_weight_update": self._llm.start_weight_update,
-            "update_weights": lambda: self._llm.update_weights(
-                WeightTransferUpdateRequest(dict(info or {}))
-            ),
-            "finish_weight_update": self._llm.finish_weight_update,
-        }
+        request = TRANSFER_REQUESTS.get(step)
+        given = (request(dict(info or {})),) if request else ()
         try:
-            await asyncio.wait_for(self._answer(call[step]()), TRANSFER_S)
+            await asyncio.wait_for(self._answer(getattr(self._llm, step)(*given)), TRANSFER_S)
         except HoneError:
             raise
         except TimeoutError as error:
