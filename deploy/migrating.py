@@ -37,7 +37,8 @@ the data. The exit code is 0 as long as the configuration can be read.
 - **Ranges.** `clip_low` and `clip_high` are distances from 1. A trainer with one range has both.
 - **Averages.** A mean over tokens of an optimizer step is "dapo", with several minibatches "bnpo";
   a mean of sequences' means is "grpo"; a sum over a constant length is "dr_grpo".
-- **KL in the reward** becomes a part of the loss with the same expected gradient, "k3_true".
+- **KL in the reward** becomes a part of the loss, "k3_true". In the reward a token answers for the
+  divergence of all later tokens too, in the loss for its own alone.
 - **Where it runs** (GPUs, memory of samplers) is a setting of the stack: `hone import` says which.
 """
 

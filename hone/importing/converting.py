@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from hone.importing.table import Convert, FillIn, LacksError, Said, Values
@@ -15,7 +14,10 @@ SINGLE_TURN = "a job samples one completion for a prompt; agents in the loop are
 NO_ENTROPY = "there is no entropy bonus; training.clip_high keeps entropy up"
 NO_ROUTERS = "there is no loss of routers"
 ADAMW = "the optimizer is AdamW"
-KL_IN_REWARD = "in the reward there; here in the loss, with the same expected gradient"
+KL_IN_REWARD = (
+    "in the reward there, so that a token answers for the KL of all later tokens too; here in the "
+    "loss, for its own alone"
+)
 BATCH_STD = "there the advantages of all tokens are divided, here by the rewards' deviation"
 MOST_REFILLS = 10
 
@@ -117,7 +119,8 @@ def only_last(value: Any, _: Values) -> int:
 
 
 def warmup_share(steps: str | None) -> Convert:
-    """Returns the conversion of a share of the steps, whose number the key `steps` has."""
+    """Returns the conversion of a share of the steps, whose number the key `steps` has; rounded
+    down, as verl does."""
 
     def convert(value: Any, values: Values) -> Any:
         if not value:
@@ -127,7 +130,7 @@ def warmup_share(steps: str | None) -> Convert:
                 f"{value:g} of the steps there; here a number of steps, and "
                 "`hone submit --dry-run` says how many steps the job has"
             )
-        return math.ceil(value * values[steps])
+        return int(value * values[steps])
 
     return convert
 

@@ -89,9 +89,13 @@ def _algorithm(value: Any, _: Values) -> Any:
 def _schedule(value: Any, values: Values) -> Any:
     if value == "constant":
         return "constant", None, None
-    note = "here it decays over all steps after the warm-up" if value == "linear" else ""
-    warmup = values.get(f"{SCHEDULER}warmup_steps", 10)
-    return Said(value, note), warmup, values.get(f"{SCHEDULER}min_lr")
+    warmup, least = values.get(f"{SCHEDULER}warmup_steps", 10), values.get(f"{SCHEDULER}min_lr")
+    if value != "linear":
+        return value, warmup, least
+    decay, steps = values.get(f"{SCHEDULER}decay_steps", 10), values.get("max_steps") or 0
+    if 2 * decay > steps - warmup:
+        return Said(value, "here it decays over all steps after the warm-up"), warmup, least
+    return Said("constant", f"there it decays over the last {decay} steps"), warmup, None
 
 
 def _sync(value: Any, _: Values) -> Any:
@@ -218,6 +222,7 @@ DEFAULTS: dict[str, Any] = {
     f"{ORCHESTRATOR}group_size": 1,
     f"{ORCHESTRATOR}max_off_policy_steps": 8,
     f"{ORCHESTRATOR}algo.type": "grpo",
+    f"{EVAL}interval": 100,
     "trainer.loss.type": "default",
     "trainer.loss.kl_tau": 1e-3,
     f"{OPTIM}lr": 1e-6,

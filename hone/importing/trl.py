@@ -125,7 +125,6 @@ ROWS: dict[str, Row] = {
     "vllm_gpu_memory_utilization": setting("HONE_GPU_MEMORY_UTILIZATION"),
     "load_in_4bit": none("base weights are not quantized", False),
     "load_in_8bit": none("base weights are not quantized", False),
-    "vllm_importance_sampling_cap": to("correction.high"),
     **dict.fromkeys(
         (
             *("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
@@ -176,10 +175,13 @@ ORIGINS = {
     "training.clip_low": ("epsilon",),
     "training.clip_high": ("epsilon", "epsilon_high"),
     "training.kl": ("use_bias_correction_kl",),
+    "advantages.combine": ("multi_objective_aggregation",),
+    "evaluation.samples": ("num_generations_eval", "num_generations"),
+    "evaluation.temperature": ("temperature",),
     "training.dtype": ("bf16",),
     "training.min_learning_rate": ("lr_scheduler_kwargs",),
     "correction.method": (f"{CORRECTION}mode", f"{CORRECTION}correction"),
-    "correction.high": (f"{CORRECTION}clip_max",),
+    "correction.high": (f"{CORRECTION}clip_max", f"{CORRECTION}cap"),
     "correction.low": (f"{CORRECTION}clip_min",),
     "evaluation.every": ("eval_steps",),
     "checkpoints.every": ("save_steps", "save_strategy"),
@@ -216,6 +218,8 @@ def translated(given: Values) -> Draft:
     values = _for_all_processes(values, given.get("num_processes") or 1)
     if values.get("use_peft"):
         values = MODEL_CONFIG | values
+    if "data.eval" in draft.entries:
+        values = {"num_generations_eval": values["num_generations"]} | values
     _drop_unknown_loss(values, draft)
     found = translate(values)
     _take(found.job, "", given, draft)

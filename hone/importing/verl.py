@@ -151,9 +151,19 @@ ROWS: dict[str, Row] = {
     f"{ACTOR}optim.weight_decay": to("training.weight_decay"),
     f"{ACTOR}optim.betas": to("training.adam_beta1, training.adam_beta2", pair),
     f"{ACTOR}optim.optimizer": none(ADAMW, "AdamW", "adam"),
+    f"{ACTOR}optim.lr_decay_style": to(
+        "training.schedule, training.min_learning_rate", becomes.megatron_schedule
+    ),
+    f"{ACTOR}optim.min_lr": inside("see lr_decay_style"),
+    f"{ACTOR}optim.lr_decay_steps": none("the rate decays over all steps"),
+    f"{ACTOR}optim.override_optimizer_config*": none(ADAMW, {}),
+    f"{ACTOR}optim.clip_grad": to("training.max_grad_norm"),
     f"{ACTOR}optim.*": inside(OTHER_PLACE),
     f"{ACTOR}grad_clip": to("training.max_grad_norm"),
-    "trainer.v1.trainer_mode": to("max_staleness, sync_every", becomes.staleness),
+    "trainer.v1.trainer_mode": to("max_staleness, correction.method", becomes.staleness),
+    "trainer.v1.separate_async.parameter_sync_step": inside(
+        "counts the minibatches of a batch; weights are synced after each batch, there too"
+    ),
     "trainer.v1.*": inside("see trainer.v1.trainer_mode"),
     # memory
     f"{ACTOR}ppo_max_token_len_per_gpu": to("memory.micro_batch_tokens"),
@@ -173,6 +183,11 @@ ROWS: dict[str, Row] = {
     f"{MODEL}lora_rank": to("lora.rank, lora.alpha, lora.target_modules", becomes.lora),
     f"{MODEL}lora_alpha": inside("see lora_rank"),
     f"{MODEL}target_modules": inside("see lora_rank"),
+    f"{MODEL}lora.rank": to("lora.rank, lora.alpha, lora.dropout", becomes.megatron_lora),
+    f"{MODEL}lora.target_modules": none("names of Megatron's layers: see lora.target_modules"),
+    f"{MODEL}lora.*": inside("see lora.rank"),
+    f"{MODEL}*exclude_modules": none("adapters are on all of lora.target_modules", []),
+    f"{MODEL}*adapter_path": none("to begin with an adapter, merge it into the model"),
     f"{MODEL}custom_chat_template": none("the model's own chat template is used"),
     f"{MODEL}trust_remote_code": none("code of a model is not run", False),
     f"{MODEL}*": inside(OTHER_PLACE),
@@ -240,7 +255,6 @@ DEFAULTS: dict[str, Any] = {
     "trainer.project_name": "verl_examples",
     "trainer.save_freq": -1,
     "trainer.v1.sampler.max_off_policy_threshold": 8,
-    "trainer.v1.separate_async.parameter_sync_step": 4,
 }
 
 VERL = Framework(

@@ -98,6 +98,8 @@ def kl_reward(value: Any, values: Values) -> Any:
 def correction(value: Any, values: Values) -> Any:
     bounds = str(values.get("algorithm.rollout_correction.rollout_is_threshold") or 2.0)
     *low, high = (float(part) for part in bounds.split("_"))
+    if low and value == "sequence":
+        return correct("sequence_mask", low[0], high)
     if low:
         return correct("icepop", low[0], high)
     return correct({"token": "token_tis", "sequence": "sequence_tis"}[value], None, high)
@@ -160,13 +162,26 @@ def lora(value: Any, values: Values) -> Any:
     return value, float(values[f"{MODEL}lora_alpha"]), modules
 
 
+def megatron_lora(value: Any, values: Values) -> Any:
+    if not value:
+        return None
+    alpha, dropout = (values.get(f"{MODEL}lora.{name}") for name in ("alpha", "dropout"))
+    return value, float(alpha or 32), dropout or None
+
+
+def megatron_schedule(value: Any, values: Values) -> Any:
+    if value not in ("constant", "linear", "cosine"):
+        raise LacksError("training.schedule is constant, linear or cosine")
+    return value, None if value == "constant" else values.get(f"{ACTOR}optim.min_lr") or None
+
+
 def staleness(value: Any, values: Values) -> Any:
     if value == "sync":
         return None
     note = "the versions that a completion may span there; older ones are dropped"
     most = Said(min(values["trainer.v1.sampler.max_off_policy_threshold"], 64), note)
-    separate = value == "separate_async"
-    return most, values["trainer.v1.separate_async.parameter_sync_step"] if separate else None
+    corrects = values.get("algorithm.rollout_correction.rollout_is")
+    return most, None if corrects else Said("none", "as there, where rollout_is is not set")
 
 
 def evaluated(value: Any, values: Values) -> Any:

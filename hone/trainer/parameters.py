@@ -21,6 +21,7 @@ from hone.trainer import training_arguments
 from shared.errors import BadRequest
 from shared.explain import shown
 from shared.job import Job
+from shared.job.learning import LEARNING_RATE, LORA_LEARNING_RATE
 
 Values = Mapping[str, Any]
 """What was given, by name."""
@@ -78,7 +79,6 @@ SAME = {
     "sapo_temperature_pos": "training.tau_positive",
     "sapo_temperature_neg": "training.tau_negative",
     "importance_sampling_level": "training.importance",
-    "multi_objective_aggregation": "advantages.combine",
     "mask_truncated_completions": "advantages.mask_truncated",
     "num_train_epochs": "data.epochs",
     "n_epochs": "data.epochs",
@@ -88,7 +88,6 @@ SAME = {
     "gradient_checkpointing": "memory.gradient_checkpointing",
     "weight_sync_method": "weight_sync",
     "sync_weights_every": "sync_every",
-    "num_generations_eval": "evaluation.samples",
     "save_total_limit": "checkpoints.keep_last",
 }
 """Names whose value is the key's. None leaves the key at its default."""
@@ -306,6 +305,23 @@ def _clipping(given: Values, job: Translation) -> None:
     job.set("training.clip_high", high)
 
 
+def _normalized(given: Values, job: Translation) -> None:
+    """TRL's "normalize_then_sum" divides by deviations, whatever `scale_rewards` is."""
+    if (combine := given.get("multi_objective_aggregation")) is None:
+        return
+    job.set("advantages.combine", combine)
+    if combine == "normalize_then_sum":
+        job.set("advantages.std", "group")
+
+
+def _evaluated(given: Values, job: Translation) -> None:
+    """TRL evaluates at the temperature of training. At 0, a job's default, all samples would be
+    the same."""
+    if (samples := given.get("num_generations_eval")) is not None:
+        job.set("evaluation.samples", samples)
+        job.set("evaluation.temperature", given.get("temperature", 1.0))
+
+
 def _kl(given: Values, job: Translation) -> None:
     if given.get("beta") and given.get("use_bias_correction_kl"):
         job.set("training.kl", "k3_true")
@@ -320,6 +336,7 @@ CORRECTIONS = {
 
 
 def _correction(given: Values, job: Translation) -> None:
+    """TRL has no lower bound unless one is given; a job's "icepop" has."""
     mode = given.get("vllm_importance_sampling_mode")
     if given.get("vllm_importance_sampling_correction") is False:
         job.set("correction.method", "none")
@@ -332,8 +349,11 @@ def _correction(given: Values, job: Translation) -> None:
             f"{', '.join(map(repr, CORRECTIONS))}"
         )
     job.set("correction.method", CORRECTIONS[mode])
+    if mode == "token_mask":
+        job.set("correction.low", 0.0)
     for name, key in (
         ("vllm_importance_sampling_clip_max", "correction.high"),
+        ("vllm_importance_sampling_cap", "correction.high"),  # as it was called
         ("vllm_importance_sampling_clip_min", "correction.low"),
     ):
         if given.get(name) is not None:
@@ -406,18 +426,25 @@ def _least_rate(given: Values, job: Translation) -> None:
     if "min_lr" in options:
         job.set("training.min_learning_rate", options.pop("min_lr"))
     rate = options.pop("min_lr_rate", None)
-    if rate is not None and given.get("learning_rate") is not None:
-        job.set("training.min_learning_rate", rate * given["learning_rate"])
+    if rate is not None:
+        usual = LORA_LEARNING_RATE if "lora" in job.job else LEARNING_RATE
+        peak = job.job.get("training", {}).get("learning_rate", usual)
+        job.set("training.min_learning_rate", rate * peak)
     if options:
         job.refused["lr_scheduler_kwargs"] = f"{shown(options)}; expected min_lr or min_lr_rate"
 
 
 def _generation(given: Values, job: Translation) -> None:
     for name, value in dict(given.get("generation_kwargs") or {}).items():
-        if name in SAME and SAME[name].startswith("sampling."):
-            job.set(SAME[name], value)
+        if key_of(name).startswith("sampling."):
+            _translate_one(name, value, job)
         else:
             job.refused[f"generation_kwargs.{name}"] = f"{shown(value)} has no key of [sampling]"
+
+
+def key_of(name: str) -> str:
+    """Returns the key that a name becomes alone; "" if there is none."""
+    return CONVERTED[name].key if name in CONVERTED else SAME.get(name, "")
 
 
 def _reports(given: Values, job: Translation) -> None:
@@ -460,17 +487,30 @@ JOINT: dict[Callable[[Values, Translation], None], tuple[tuple[str, ...], str]] 
         "`training.loss`, `clip_low`, `clip_high`; without `epsilon_high` both are `epsilon`; for "
         '"cispo" `epsilon_high` - 1',
     ),
+    _normalized: (
+        ("multi_objective_aggregation",),
+        '`advantages.combine`; "normalize_then_sum" has `advantages.std` "group", as in TRL',
+    ),
+    _evaluated: (
+        ("num_generations_eval",),
+        "`evaluation.samples`, at `temperature` (`evaluation.temperature`), as in TRL",
+    ),
     _kl: (("use_bias_correction_kl",), '`training.kl` = "k3_true", if `beta` is above 0'),
     _correction: (
         (
             "vllm_importance_sampling_correction",
             "vllm_importance_sampling_mode",
             "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_cap",
             "vllm_importance_sampling_clip_min",
         ),
         "`correction.method`, `high`, `low`",
     ),
-    _lora: (("use_lora", "use_peft", "peft_config", *LORA), "`[lora]`"),
+    _lora: (
+        ("use_lora", "use_peft", "peft_config", *LORA),
+        "`[lora]`; without `target_modules` every linear layer, where peft takes a few, mostly "
+        "q_proj and v_proj",
+    ),
     _precision: (
         ("bf16", "model_init_kwargs"),
         '`training.dtype` ("auto": bfloat16 where the hardware computes in it), `model_revision`, '
@@ -546,13 +586,12 @@ def _nearest(name: str) -> str:
 
 def given_by(config: Any) -> dict[str, Any]:
     """Returns the parameters of a dataclass of arguments, such as a `trl.GRPOConfig`: the names
-    that say what is learned, and names that are refused or without effect where they are not at
-    their defaults."""
+    that say what is learned, and refused names where they are not at their defaults."""
     if not dataclasses.is_dataclass(config):
         raise BadRequest(
             f"args is {shown(config)}; expected a trl.GRPOConfig, or parameters by name"
         )
-    known = {*SAME, *CONVERTED, *JOINT_NAMES}
+    known = {*SAME, *CONVERTED, *JOINT_NAMES, "seed", "use_vllm"}
     values = {each.name: (getattr(config, each.name), each) for each in dataclasses.fields(config)}
     return {
         name: value

@@ -205,7 +205,7 @@ def test_verl_s_yaml_becomes_a_job(tmp_path: Path) -> None:
         "training.dual_clip": 3.0,
         "training.beta": 0.002,
         "training.kl": "k3_true",
-        "training.warmup_steps": 21,  # 20.5
+        "training.warmup_steps": 20,  # 20.5, rounded down there
         "training.schedule": "cosine",
         "training.min_learning_rate": 5e-7,
         "training.weight_decay": 0.01,
@@ -224,11 +224,32 @@ def test_verl_s_yaml_becomes_a_job(tmp_path: Path) -> None:
 def test_verl_s_overrides_are_the_same_keys() -> None:
     words = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gdpo data.train_batch_size=64"
     words += " +actor_rollout_ref.actor.ppo_mini_batch_size=64 trainer.v1.trainer_mode="
-    words += "separate_async actor_rollout_ref.actor.policy_loss.loss_mode=gspo"
+    words += "separate_async actor_rollout_ref.actor.policy_loss.loss_mode=gspo "
+    words += "actor_rollout_ref.actor.optim.clip_grad=0.3 actor_rollout_ref.model.lora.rank=8 "
+    words += "actor_rollout_ref.actor.optim.lr_decay_style=cosine "
+    words += "actor_rollout_ref.actor.optim.min_lr=1e-7"
     got = values(imported(words.split()))
     assert got["advantages.combine"] == "normalize_then_sum"
-    assert (got["max_staleness"], got["sync_every"]) == (8, 4)
+    assert got["max_staleness"] == 8 and "sync_every" not in got  # after each batch, there too
+    assert got["correction.method"] == "none"
+    assert (got["training.max_grad_norm"], got["lora.rank"]) == (0.3, 8)
+    assert (got["training.schedule"], got["training.min_learning_rate"]) == ("cosine", 1e-7)
     assert got["training.loss"] == "gspo" and "training.dual_clip" not in got
+
+
+def test_verl_s_two_bounds_are_of_tokens_or_of_sequences() -> None:
+    key = "algorithm.rollout_correction.rollout_is"
+    for level, method in (("token", "icepop"), ("sequence", "sequence_mask")):
+        job = imported(["verl", f"{key}={level}", f"{key}_threshold=0.5_5.0"]).job
+        assert job["correction"] == {"method": method, "low": 0.5, "high": 5.0}
+
+
+def test_prime_rl_decays_over_the_last_steps_only(tmp_path: Path) -> None:
+    text = PRIME_RL.replace('"cosine"', '"linear"')
+    got = values(of(text, "rl.toml", tmp_path))
+    assert (got["training.schedule"], got["training.warmup_steps"]) == ("constant", 10)
+    got = values(of(text.replace('"linear"', '"linear"\ndecay_steps = 90'), "rl.toml", tmp_path))
+    assert got["training.schedule"] == "linear"
 
 
 def test_prime_rl_s_toml_becomes_a_job(tmp_path: Path) -> None:
@@ -294,6 +315,7 @@ def test_a_trl_yaml_with_arguments_beside_it_becomes_a_job_that_is_accepted(
     words = ["trl", "grpo", "--config", str(tmp_path / "grpo.yaml"), "--dataset_name", "a/d"]
     words += ["--reward_funcs", "accuracy_reward", "--max_steps=10", "--use_peft", "--beta", "0.1"]
     words += ["--lora_target_modules", "q_proj", "v_proj", "--max_prompt_length", "1024"]
+    words += ["--use_vllm", "--vllm_importance_sampling_cap", "2", "--eval_strategy", "steps"]
     found = imported(words)
     assert (found.fill_in, found.faults, found.lacking) == ({}, (), ())
     (tmp_path / "job.toml").write_text(found.toml)
@@ -301,6 +323,8 @@ def test_a_trl_yaml_with_arguments_beside_it_becomes_a_job_that_is_accepted(
     assert job.training.learning_rate == 1e-5 and job.steps == 10
     assert (job.training.beta, job.training.kl) == (0.1, "k3_true")
     assert (job.max_model_len, job.sampling.overlong_prompts) == (1536, "truncate")
+    assert (job.correction.method, job.correction.high) == ("sequence_mask", 2)
+    assert (job.evaluation.samples, job.evaluation.temperature) == (8, 1)  # as in training
     assert job.lora is not None
     assert (job.lora.rank, job.lora.dropout, job.lora.target_modules) == (
         16,

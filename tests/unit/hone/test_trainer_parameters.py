@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from trl.trainer.grpo_config import GRPOConfig
 
-from hone.trainer.parameters import check, translate
+from hone.trainer.parameters import check, given_by, translate
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import parse_job
@@ -100,8 +101,7 @@ def test_other_values_become_the_keys_values() -> None:
         vllm_importance_sampling_mode="token_truncate",
         vllm_importance_sampling_clip_max=2.5,
         model_init_kwargs={"torch_dtype": "bfloat16", "revision": "abc"},
-        generation_kwargs={"stop": ["\n"]},
-        top_k=-1,
+        generation_kwargs={"stop": ["\n"], "top_k": -1},
         report_to=["wandb"],
         weight_sync_method="disk",
     )
@@ -123,6 +123,36 @@ def test_lora_comes_from_a_switch_from_fields_or_from_pefts_config() -> None:
     config = job_of(max_steps=1, peft_config=Adapter(target_modules={"v_proj", "q_proj"})).lora
     assert config and (config.rank, config.alpha) == (8, 16)
     assert config.target_modules == ("q_proj", "v_proj")
+
+
+def of_trl(**given: Any) -> Job:
+    config = GRPOConfig("out", use_cpu=True, max_steps=10, **given)
+    return job_of(**given_by(config))
+
+
+def test_a_whole_config_of_trl_has_its_seed_and_corrects_only_for_vllm() -> None:
+    job = of_trl(seed=7, vllm_importance_sampling_mode="token_mask")
+    assert (job.seed, job.correction.method) == (7, "auto")
+    correction = of_trl(use_vllm=True, vllm_importance_sampling_mode="token_mask").correction
+    assert (correction.method, correction.low, correction.high) == ("icepop", 0.0, 3.0)
+
+
+def test_a_config_of_trl_divides_each_of_several_rewards_by_its_deviation() -> None:
+    job = of_trl(multi_objective_aggregation="normalize_then_sum", scale_rewards="none")
+    assert (job.advantages.combine, job.advantages.std) == ("normalize_then_sum", "group")
+
+
+def test_evaluations_with_several_samples_have_the_temperature_of_training() -> None:
+    evaluation = job_of(max_steps=1, num_generations_eval=4, temperature=0.8).evaluation
+    assert (evaluation.samples, evaluation.temperature) == (4, 0.8)
+
+
+def test_a_share_of_the_learning_rate_is_of_the_default_too() -> None:
+    share = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+    assert job_of(max_steps=1, **share).training.min_learning_rate == pytest.approx(1e-7)
+    assert job_of(max_steps=1, use_lora=True, **share).training.min_learning_rate == (
+        pytest.approx(1e-6)
+    )
 
 
 def test_a_section_of_the_job_goes_over_other_names() -> None:
