@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -240,19 +240,23 @@ trainer.train()
 """
 
 
+def wait_for(client: Any, asked: str, wanted: Callable[[Any], bool]) -> Any:
+    """Returns the first message about what was `asked` that is `wanted`."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        message = client.get_iopub_msg(timeout=120)
+        if message["parent_header"].get("msg_id") == asked and wanted(message):
+            return message
+    raise TimeoutError(f"no such message of the kernel within 120 s; the last was {message}")
+
+
 def test_interrupting_a_kernel_detaches_with_the_sentence_alone(stack: Stack) -> None:
     manager, client = start_new_kernel(cwd=str(stack.folder), env=stack.environment)
     try:
         asked = client.execute(ENDLESS)
-        error: dict[str, Any] = {}
-        while not error:
-            message = client.get_iopub_msg(timeout=120)
-            if message["parent_header"].get("msg_id") != asked:
-                continue
-            shown = message["content"].get("data", {}).get("text/html", "")
-            if "step 2/" in shown:
-                manager.interrupt_kernel()
-            error = message["content"] if message["msg_type"] == "error" else {}
+        wait_for(client, asked, lambda message: "<tr><td>" in str(message["content"].get("data")))
+        manager.interrupt_kernel()
+        error = wait_for(client, asked, lambda message: message["msg_type"] == "error")["content"]
         assert error["ename"] == "Detached" and "goes on. hone.attach('" in error["evalue"]
         assert error["traceback"] == [error["evalue"]]
         assert stack.newest().status == "running"
