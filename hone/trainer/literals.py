@@ -24,18 +24,18 @@ def as_data(name: str, value: Any) -> str | None:
     if isinstance(value, re.Pattern):
         pattern = cast("re.Pattern[Any]", value)
         return f"import re\n{name} = re.compile({pattern.pattern!r}, {pattern.flags})\n"
-    entries = len(cast(dict[Any, Any], value)) if type(value) is dict else 0
-    if entries >= MANY and value == _distributions():
+    names = cast(dict[Any, Any], value).keys() if type(value) is dict else ()
+    if len(names) >= MANY and names == _importable():
         return f"from importlib import metadata\n{name} = metadata.packages_distributions()\n"
     literal = literal_of(value)
     return None if literal is None else f"{name} = {literal}\n"
 
 
 @functools.cache
-def _distributions() -> dict[str, list[str]]:
-    """Returns which packages are installed here. Where a reward asks for that, it means the place
+def _importable() -> set[str]:
+    """Returns which packages can be imported here. Where a reward asks for that, it means the place
     where it runs."""
-    return dict(metadata.packages_distributions())
+    return set(metadata.packages_distributions())
 
 
 def literal_of(value: Any) -> str | None:

@@ -76,7 +76,8 @@ def decode_tolerantly(model: type[M], data: bytes, media_type: str = JSON) -> M:
 
 
 def _validated(model: type[M], data: bytes, media_type: str, *, tolerant: bool) -> M:
-    extra = "ignore" if tolerant else None
+    is_closed = model.model_config.get("extra") == "forbid"
+    extra = "ignore" if tolerant and is_closed else None  # an open model keeps its extra fields
     try:
         if media_type != MSGPACK:
             return model.model_validate_json(data or b"{}", extra=extra)

@@ -172,7 +172,7 @@ def test_without_the_library_a_collector_is_refused_with_the_remedy(
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     given = settings.model_copy(update={"otel_endpoint": "http://127.0.0.1:4318"})
     with pytest.raises(
-        BadRequest, match=r"install '\.\[otel\]'` there .*; or unset HONE_OTEL_ENDPOINT"
+        BadRequest, match=r"pip install 'hone-rl\[otel\]'` .*; or unset HONE_OTEL_ENDPOINT"
     ):
         tracing.configure("reward", given)
 

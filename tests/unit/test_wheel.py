@@ -50,5 +50,6 @@ def test_the_client_needs_no_server_and_no_engine(wheel: zipfile.ZipFile) -> Non
     assert f"Version: {project['version']}" in lines
     needed = {line for line in lines if line.startswith("Requires-Dist") and "extra ==" not in line}
     assert {line.split()[1].partition("<")[0].partition(">")[0] for line in needed} == {
-        *("httpx2", "msgpack", "pydantic", "pyyaml", "rich", "structlog", "typer", "xxhash")
+        *("httpx2", "msgpack", "pydantic", "pyyaml", "rich", "structlog", "tomli-w", "typer"),
+        "xxhash",
     }

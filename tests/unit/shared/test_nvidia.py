@@ -173,7 +173,7 @@ def gpu() -> tuple[str, str]:
 def test_without_torch_doctor_judges_by_the_driver(
     one_card: pytest.MonkeyPatch, cards: int, driver: str | None, state: str, detail: str
 ) -> None:
-    one_card.setattr(doctor, "_version", lambda name: None)
+    one_card.setattr(doctor, "version_of", lambda name: None)
     one_card.setattr(nvidia, "num_cards", lambda: cards)
     one_card.setattr(nvidia, "driver", lambda: driver)
     assert gpu() == (state, detail)
