@@ -37,9 +37,10 @@ async def _ping(url: str, token: str | None) -> None:
 
 
 @contextlib.contextmanager
-def reward_service() -> Generator[tuple[str, str | None]]:
+def reward_service(sandbox_slots: int | None = 1) -> Generator[tuple[str, str | None]]:
     """Yields a reward service's URL and token. If the environment names one, only that one is
-    tried."""
+    tried. A service that is started here has so many slots of the sandbox; None: as many as its
+    settings say."""
     settings = load_settings()
     named, url = "reward_url" in settings.model_fields_set, stack.located(settings).reward_url
     try:
@@ -47,14 +48,14 @@ def reward_service() -> Generator[tuple[str, str | None]]:
     except Unavailable:
         if named:
             raise
-        with started() as own:
+        with started(sandbox_slots) as own:
             yield own
     else:
         yield url, settings.bearer()
 
 
 @contextlib.contextmanager
-def started() -> Generator[tuple[str, str]]:
+def started(sandbox_slots: int | None = 1) -> Generator[tuple[str, str]]:
     """Yields the URL and token of a service of our own, ended afterwards. Raises BadRequest if its
     packages are missing."""
     check_installed("reward", "reward")
@@ -64,9 +65,10 @@ def started() -> Generator[tuple[str, str]]:
         "HOST": "127.0.0.1",
         "REWARD_PORT": str(port),
         "TOKEN": token,
-        "SANDBOX_SLOTS": "1",
         "LOG_LEVEL": "error",
     }
+    if sandbox_slots is not None:
+        own["SANDBOX_SLOTS"] = str(sandbox_slots)
     environment = os.environ | {PREFIX + name: value for name, value in own.items()}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(

@@ -1,0 +1,175 @@
+"""A job as the parameters of a `trl.GRPOConfig`: the inverse of parameters.py, for the mode Simple.
+What TRL has no parameter for is refused, a sentence for each key of the job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hone.trainer.parameters import SAME
+from shared.errors import BadRequest
+from shared.explain import shown
+from shared.job import Job
+
+NAMES = (
+    *("num_generations", "max_completion_length", "temperature", "chat_template_kwargs"),
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "beta"),
+    *("delta", "sapo_temperature_pos", "sapo_temperature_neg", "importance_sampling_level"),
+    *("multi_objective_aggregation", "mask_truncated_completions", "gradient_checkpointing"),
+)
+"""Names of the table `SAME` that TRL has too."""
+
+ITSELF = "the model that is trained samples, in the same process"
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "max_staleness": ((0,), ITSELF),
+    "drain_before_sync": ((False,), ITSELF),
+    "weight_sync": (("auto",), ITSELF),
+    "sync_every": ((1,), ITSELF),
+    "sampling.stop": (((),), "a completion ends at the model's own end tokens"),
+    "sampling.stop_token_ids": (((),), "a completion ends at the model's own end tokens"),
+    "sampling.overlong_prompts": (("error",), "TRL leaves out and cuts no prompts"),
+    "sampling.repeatable": ((False,), "TRL seeds a run, not each completion"),
+    "sampling.refills": ((0,), "TRL replaces no groups"),
+    "difficulty.skip_right": ((0,), "TRL skips no problems"),
+    "difficulty.skip_wrong": ((0,), "TRL skips no problems"),
+    "advantages.baseline": (("mean",), "TRL's baseline is the mean of the group"),
+    "training.loss": (
+        ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"),
+        'TRL has it as loss "grpo" with importance "sequence"',
+    ),
+    "training.max_log_ratio": ((20.0,), "TRL does not clamp the ratio's logarithm"),
+    "training.kl": (("k3", "k3_true"), "TRL estimates the divergence by these"),
+    "training.on_nonfinite": (("stop",), "TRL takes the step in any case, and the run then stops"),
+    "training.dtype": (
+        ("auto", "float32"),
+        'TRL would keep the weights themselves in it, which "auto" does not',
+    ),
+    "correction.method": (("auto", "none"), ITSELF),
+    "correction.ratio_base": (("trainer",), ITSELF),
+    "stop.target": ((None,), "TRL trains all steps"),
+    "stop.max_tokens": ((None,), "TRL trains all steps"),
+    "stop.max_hours": ((None,), "TRL trains all steps"),
+    "stop.max_cost": ((None,), "TRL trains all steps"),
+    "wandb": ((None,), "metrics.jsonl of the run folder has all metrics"),
+}
+"""Keys that TRL has no parameter for: the values that it can have, and why no others."""
+
+
+def value_at(job: Job, key: str) -> Any:
+    """Returns the value of a key such as "training.beta"."""
+    value: Any = job
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def check(job: Job) -> None:
+    """Raises BadRequest with a sentence for each key that TRL has no parameter for."""
+    faults = [
+        f"{key} is {shown(value)}, expected {' or '.join(map(repr, allowed))}: {why}"
+        for key, (allowed, why) in REFUSED.items()
+        if (value := value_at(job, key)) not in allowed
+    ]
+    if faults := [*faults, *_faults(job)]:
+        raise BadRequest(f"TRL cannot run the job {job.name!r}: {'; '.join(faults)}")
+
+
+def _faults(job: Job) -> list[str]:
+    sampling, training = job.sampling, job.training
+    faults: list[str] = []
+    if not job.trains:
+        faults.append("steps is 0, expected 1 or more: `hone eval` evaluates")
+    if sampling.group_size < 2:
+        faults.append("sampling.group_size is 1, expected 2 or more: TRL compares completions")
+    if job.needs_masks:
+        faults.append(
+            'correction.truncated_sampling is "refuse", expected "accept" with top_p, top_k or '
+            "min_p: TRL's log-probs are over the whole vocabulary"
+        )
+    if training.min_learning_rate and training.schedule == "linear":
+        faults.append('training.min_learning_rate is not 0, expected schedule "cosine" with it')
+    if (completions := sampling.prompts_per_step * sampling.group_size) % training.minibatches:
+        faults.append(
+            f"training.minibatches is {training.minibatches}, expected a divisor of the step's "
+            f"{completions} completions"
+        )
+    names = [reward.label for reward in job.rewards if reward.shaping]
+    return faults + [
+        f"shaping of the reward {name!r} is true, expected false: TRL trains on all differences"
+        for name in names
+    ]
+
+
+def grpo_arguments(job: Job) -> dict[str, Any]:
+    """Returns the parameters of a `trl.GRPOConfig` that learns what the job says on one device.
+    `data` and `lora` are none of its parameters. The job has passed `check`."""
+    training, sampling = job.training, job.sampling
+    return {
+        **{name: value_at(job, SAME[name]) for name in NAMES},
+        **_batches(job),
+        **_clipping(job),
+        **_rates(job),
+        "num_iterations": training.epochs,
+        "max_steps": job.steps * updates(job),
+        "scale_rewards": job.advantages.std,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p or None,
+        "use_bias_correction_kl": training.kl == "k3_true",
+        "vllm_importance_sampling_correction": False,
+        "bf16": training.dtype == "auto",
+        "model_init_kwargs": _model(job),
+        "seed": job.seed % 2**32,
+    }
+
+
+def updates(job: Job) -> int:
+    """Returns how many optimizer steps a step of the job has."""
+    return job.training.minibatches * job.training.epochs
+
+
+def _batches(job: Job) -> dict[str, int]:
+    """As many completions at a time as `memory.micro_batch_tokens` surely holds."""
+    share = job.sampling.prompts_per_step * job.sampling.group_size // job.training.minibatches
+    longest = job.max_model_len or 2 * job.sampling.max_tokens
+    most = min(max(job.memory.micro_batch_tokens // longest, 1), share)
+    at_a_time = next(size for size in range(most, 0, -1) if share % size == 0)
+    parts = share // at_a_time
+    return {
+        "per_device_train_batch_size": at_a_time,
+        "gradient_accumulation_steps": parts,
+        "steps_per_generation": parts * job.training.minibatches,
+    }
+
+
+def _clipping(job: Job) -> dict[str, Any]:
+    training = job.training
+    high = training.clip_high + (1 if training.loss == "cispo" else 0)
+    return {"loss_type": training.loss, "epsilon": training.clip_low, "epsilon_high": high}
+
+
+def _rates(job: Job) -> dict[str, Any]:
+    """The schedule "constant" of transformers has no warmup, and its "cosine" goes to 0."""
+    training = job.training
+    found: dict[str, Any] = {
+        "learning_rate": job.learning_rate,
+        "warmup_steps": training.warmup_steps * updates(job),
+        "lr_scheduler_type": training.schedule,
+    }
+    if training.schedule == "constant" and training.warmup_steps:
+        found["lr_scheduler_type"] = "constant_with_warmup"
+    if training.schedule == "cosine" and training.min_learning_rate:
+        found["lr_scheduler_type"] = "cosine_with_min_lr"
+        found["lr_scheduler_kwargs"] = {"min_lr": training.min_learning_rate}
+    return found
+
+
+def _model(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if job.training.dtype == "float32":
+        found["dtype"] = "float32"
+    if job.model_revision:
+        found["revision"] = job.model_revision
+    if job.memory.attention != "auto":
+        found["attn_implementation"] = job.memory.attention
+    return found
