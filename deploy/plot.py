@@ -1,4 +1,5 @@
-"""The learning curve of a run as a PNG: `python -m deploy.plot runs/demo`."""
+"""The learning curve of a run as a PNG: `python -m deploy.plot runs/demo`; of several runs, in one
+picture: `python -m deploy.plot runs/a runs/b --out both.png`."""
 
 from __future__ import annotations
 
@@ -97,17 +98,26 @@ def running_mean(values: Sequence[float]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deploy.plot", description=__doc__)
     parser.add_argument(
-        "run", type=Path, help="a run folder, with its metrics.jsonl; -: metrics come on stdin"
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="run",
+        help="a run folder, with its metrics.jsonl; -: metrics come on stdin",
     )
     parser.add_argument("--out", type=Path, help="the picture (default: in the run folder)")
     parser.add_argument("--title", help="(default: the folder's name)")
+    parser.add_argument("--names", help="of several runs, with commas (default: the folders')")
     arguments = parser.parse_args()
-    run: Path = arguments.run
+    runs: list[Path] = arguments.runs
+    run = runs[0]
     out = arguments.out or run / "learning_curve.png"
     title = arguments.title or run.name
     given = json.load(sys.stdin) if str(run) == "-" else {}
-    if "jobs" in given:
-        jobs = {job: MetricsList.model_validate(each).rows for job, each in given["jobs"].items()}
+    jobs = {job: MetricsList.model_validate(e).rows for job, e in given.get("jobs", {}).items()}
+    if len(runs) > 1:
+        names = arguments.names.split(",") if arguments.names else [each.name for each in runs]
+        jobs = dict(zip(names, map(_stored, runs), strict=True))
+    if jobs:
         print(plot_comparison(jobs, out, title))
         return
     rows = MetricsList.model_validate(given).rows if given else _stored(run)

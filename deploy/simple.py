@@ -1,8 +1,8 @@
 """Trains a job by TRL's `GRPOTrainer`: `python -m deploy.simple FOLDER < job.json`, which
 hone/trainer/simple.py starts.
 
-Rows, rewards, held-out sets, metrics and run folder are by the code that Hone's own loop has, so two
-runs of a job differ in what is compared: sampling (by transformers), loss and optimizer step.
+Rows, rewards, held-out sets, metrics and run folder are by the code of Hone's own loop, so two runs
+of a job differ in what is compared: sampling (by transformers), loss and optimizer step.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class SimpleRun:
             return {"row": [*rows["row"]], "prompt": [_content(each) for each in prompts]}
 
         rows = Dataset.from_dict({"row": range(count * self._job.steps)})
-        return rows.with_transform(made)
+        rows.set_format("custom", transform=made)
+        return rows
 
     def prompt_at(self, row: int) -> Prompt:
         step, place = divmod(row, self._job.sampling.prompts_per_step)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hone.client import AsyncClient, Client, NotEnded
     from hone.trainer.modes import Distributed, Local, Remote, SingleNode
     from hone.trainer.run import Detached, Run, TrainOutput, attach
+    from hone.trainer.simple import Simple
     from hone.trainer.trainer import Trainer, from_toml
     from shared.errors import (
         BadRequest,
@@ -74,6 +75,7 @@ __all__ = [
     "RewardEnvironment",
     "Run",
     "SandboxConfig",
+    "Simple",
     "SingleNode",
     "TrainOutput",
     "Trainer",

@@ -7,6 +7,7 @@ starts what is missing, and returns the orchestrator's address.
 | `Remote(url)` | anywhere: Compose, Kubernetes, another machine |
 | `SingleNode(gpu)` | one container on Modal |
 | `Distributed(actor, rollout)` | a container for each service on Modal |
+| `Simple()` (simple.py) | none: TRL's `GRPOTrainer` trains the job |
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Literal
 from hone import stack
 from hone.client import Client
 from shared.errors import BadRequest, Unavailable, how_to_install
+from shared.job import Job
 
 GPUS = "a GPU as Modal writes it, such as 'A100' or 'H100:2'"
 
@@ -41,7 +43,10 @@ class Address:
 
 
 class Mode:
-    """Base class of the modes that are stacks."""
+    """Base class of the modes."""
+
+    def check(self, job: Job) -> None:
+        """Raises BadRequest for a job that this mode cannot run."""
 
     def stack(self, packages: tuple[str, ...] = ()) -> Address:
         """Returns where the jobs API is, once it answers. `packages` are what the sandbox for

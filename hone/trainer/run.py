@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hone import stack
 from hone.client import NotEnded
@@ -14,7 +14,7 @@ from shared.errors import BadRequest, Failed, NotFound, how_to_install
 
 if TYPE_CHECKING:
     from hone.client import Client
-    from shared.wire import Event, GradedRollout, JobRecord, MetricsList
+    from shared.wire import Event, GradedRollout, JobRecord, MetricsList, MetricsRow
 
 
 class TrainOutput(NamedTuple):
@@ -24,6 +24,24 @@ class TrainOutput(NamedTuple):
     global_step: int
     training_loss: float | None
     metrics: dict[str, float]
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[MetricsRow], summary: Mapping[str, Any], step: int | None = None
+    ) -> Self:
+        """Returns the output of a run with these rows of metrics, after `step` steps; None: the
+        step of the last row."""
+        last = dict(rows[-1].metrics) if rows else {}
+        numbers = {
+            name: value
+            for name, value in summary.items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        losses = [row.metrics["loss"] for row in rows if "loss" in row.metrics]
+        mean = sum(losses) / len(losses) if losses else None
+        if step is None:
+            step = rows[-1].step if rows else 0
+        return cls(step, mean, last | numbers)
 
 
 class Detached(KeyboardInterrupt):
@@ -43,12 +61,42 @@ def attach(job: str, url: str | None = None, *, token: str | None = None) -> Run
         return Run(client.get(job).id, address)
 
 
-class Run:
+class Measured:
+    """A run whose steps have metrics."""
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+
+    def _rows(self) -> MetricsList:
+        raise NotImplementedError
+
+    def metrics(self) -> Any:
+        """Returns a pandas DataFrame with a row for each step, and a column for each metric."""
+        try:
+            import pandas  # pyright: ignore
+        except ImportError as error:
+            raise BadRequest("metrics() returns a DataFrame: pip install pandas") from error
+        rows = [{"step": row.step, **row.metrics} for row in self._rows()]
+        frame = pandas.DataFrame(rows)  # pyright: ignore
+        return frame.set_index("step") if rows else frame  # pyright: ignore
+
+    def plot(self, *metrics: str) -> Any:
+        """Returns a matplotlib Figure of these metrics over the steps; by default the reward of the
+        steps and of held-out problems."""
+        try:
+            from hone.trainer.plotting import curves
+        except ImportError as error:
+            why = f"plot() draws with matplotlib: {how_to_install('plot')}"
+            raise BadRequest(why) from error
+        return curves(self._rows().rows, metrics, self.id)
+
+
+class Run(Measured):
     """A job that was submitted. Its methods work from any process that reaches its
     orchestrator."""
 
     def __init__(self, id: str, address: Address) -> None:
-        self.id = id
+        super().__init__(id)
         self._address = address
 
     def __repr__(self) -> str:
@@ -100,16 +148,7 @@ class Run:
         if record.status != "succeeded":
             why = f": {record.error}" if record.error else ""
             raise Failed(f"job {self.id} is {record.status}{why}")
-        rows = self._rows().rows
-        last = dict(rows[-1].metrics) if rows else {}
-        summary = {
-            name: value
-            for name, value in (record.summary or {}).items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
-        losses = [row.metrics["loss"] for row in rows if "loss" in row.metrics]
-        mean = sum(losses) / len(losses) if losses else None
-        return TrainOutput(record.step, mean, last | summary)
+        return TrainOutput.of(self._rows().rows, record.summary or {}, record.step)
 
     def logs(self, last: int | None = None, *, follow: bool = False) -> Iterator[Event]:
         """Yields the job's events, or the newest `last`; with `follow` also new ones."""
@@ -119,26 +158,6 @@ class Run:
     def _rows(self) -> MetricsList:
         with self.client as client:
             return client.metrics(self.id)
-
-    def metrics(self) -> Any:
-        """Returns a pandas DataFrame with a row for each step, and a column for each metric."""
-        try:
-            import pandas  # pyright: ignore
-        except ImportError as error:
-            raise BadRequest("metrics() returns a DataFrame: pip install pandas") from error
-        rows = [{"step": row.step, **row.metrics} for row in self._rows()]
-        frame = pandas.DataFrame(rows)  # pyright: ignore
-        return frame.set_index("step") if rows else frame  # pyright: ignore
-
-    def plot(self, *metrics: str) -> Any:
-        """Returns a matplotlib Figure of these metrics over the steps; by default the reward of the
-        steps and of held-out problems."""
-        try:
-            from hone.trainer.plotting import curves
-        except ImportError as error:
-            why = f"plot() draws with matplotlib: {how_to_install('plot')}"
-            raise BadRequest(why) from error
-        return curves(self._rows().rows, metrics, self.id)
 
     def rollouts(self, step: int | None = None) -> Sequence[GradedRollout]:
         """Returns the graded rollouts of `step`, or of the newest step."""

@@ -27,6 +27,7 @@ from hone.trainer.dataset import Problems, problems
 from hone.trainer.modes import Local, Mode
 from hone.trainer.rewards import rewards_of
 from hone.trainer.run import Run, TrainOutput
+from hone.trainer.simple import Simple, SimpleRun
 from shared.errors import BadRequest
 from shared.explain import shown
 from shared.job import Job, name_of
@@ -94,9 +95,10 @@ class Trainer:
     ) -> None:
         self.job = job
         self.mode = _checked(mode or Local())
+        self.mode.check(job)
         self.output_dir: Path | None = None
         self.ignored: dict[str, str] = {}
-        self.run: Run | None = None
+        self.run: Run | SimpleRun | None = None
         self._sources = sources
         self._packages = packages
 
@@ -108,13 +110,14 @@ class Trainer:
         return trainer
 
     @overload
-    def train(self, *, detach: Literal[True]) -> Run: ...
+    def train(self, *, detach: Literal[True]) -> Run | SimpleRun: ...
     @overload
     def train(self, *, detach: Literal[False] = False) -> TrainOutput: ...
 
-    def train(self, *, detach: bool = False) -> TrainOutput | Run:
+    def train(self, *, detach: bool = False) -> TrainOutput | Run | SimpleRun:
         """Trains, shows progress, and returns what training came to; with `detach` returns the
-        submitted job at once. Ctrl-C raises Detached and leaves the job running."""
+        submitted job at once. Ctrl-C raises Detached and leaves the job running; in the mode Simple
+        it ends the run."""
         self.run = self.submit()
         if detach:
             return self.run
@@ -123,8 +126,11 @@ class Trainer:
             self.save_model(self.output_dir)
         return output
 
-    def submit(self) -> Run:
-        """Returns the job once the orchestrator has accepted it."""
+    def submit(self) -> Run | SimpleRun:
+        """Returns the job once the orchestrator has accepted it; in the mode Simple, once its
+        process has begun."""
+        if isinstance(self.mode, Simple):
+            return self.mode.start(self.job, self._sources)
         address = self.mode.stack(self._packages)
         with address.connect() as client:
             changes = {
@@ -173,7 +179,7 @@ def _checked(mode: Any) -> Mode:
     hint = f"{mode.__name__}(...), with its arguments" if isinstance(mode, type) else "hone.Local()"
     raise BadRequest(
         f"mode is {shown(mode)}; expected {hint}: one of Local(), Remote(url), SingleNode(gpu), "
-        "Distributed(actor, rollout)"
+        "Distributed(actor, rollout), Simple()"
     )
 
 
