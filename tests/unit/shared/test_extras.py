@@ -29,7 +29,10 @@ def test_each_extra_that_somebody_is_told_to_install_exists() -> None:
         for file in (ROOT / part).rglob("*.py"):
             told = r"(?:how_to_install|check_installed)\(['\"](\w+)['\"]"
             named |= set(re.findall(told, file.read_text()))
-    assert named == {"laptop", "modal", "orchestrator", "otel", "reward", "rollout", "trainer"}
+    assert named == {
+        *("laptop", "modal", "orchestrator", "otel", "plot", "reward", "rollout", "simple"),
+        "trainer",
+    }
     assert named <= project["optional-dependencies"].keys()
 
 
