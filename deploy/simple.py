@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def main() -> None:
         train(job, folder, note.created_at)
         ended = {"status": "succeeded", "error": None}
     except Exception as error:
-        why = error.detail if isinstance(error, HoneError) else f"{error!r}"
+        why = error.detail if isinstance(error, HoneError) else repr(error)
         ended = {"status": "failed", "error": why}
         raise
     finally:
@@ -90,7 +91,7 @@ def train(job: Job, folder: RunFolder, created_at: float) -> None:
         run = SimpleRun(job, folder, prompts, services, loop)
         began = time.monotonic()
         run.trainer.train()
-        rows = folder.metrics()
+        train_s = time.monotonic() - began
         record = JobRecord(
             id=folder.path.name,
             name=job.name,
@@ -101,9 +102,9 @@ def train(job: Job, folder: RunFolder, created_at: float) -> None:
             job=job,
             run_dir=str(folder.path),
         )
-        checkpoint = described(path_of(folder.checkpoints, job.steps), job.steps)
-        train_s = time.monotonic() - began
-        folder.write_summary(summarize(record, rows, checkpoint, train_s, {"trl": _trl_version()}))
+        last = described(path_of(folder.checkpoints, job.steps), job.steps)
+        versions = {"trl": metadata.version("trl")}
+        folder.write_summary(summarize(record, folder.metrics(), last, train_s, versions))
         loop.run(services.close())
 
 
@@ -119,7 +120,7 @@ class SimpleRun:
         loop: asyncio.Runner,
     ) -> None:
         self._job = job
-        self._folder = folder
+        self.folder = folder
         self._prompts = prompts
         self._held_out = prompts.held_out()
         self._services = services
@@ -128,7 +129,7 @@ class SimpleRun:
         self._scores_PG: list[tuple[Score, ...]] = []
         self._measured: dict[str, float] = {}
         self.for_step = functools.lru_cache(maxsize=2)(prompts.for_step)
-        self.trainer = _trainer(job, self.rows(), self.reward_functions(), self)
+        self.trainer = _trainer(job, self)
 
     def rows(self) -> Any:
         """Returns the problems of all steps in the job's order, made when they are read."""
@@ -180,7 +181,7 @@ class SimpleRun:
         prompts = tuple(self.prompt_at(row) for row in rows[::size])
         groups = [_group(rollouts[at : at + size]) for at in range(0, len(rollouts), size)]
         self._scores_PG = self.scores(prompts, groups)
-        self._folder.write_batch(
+        self.folder.write_batch(
             Batch(
                 step=step,
                 version=step - 1,
@@ -199,7 +200,7 @@ class SimpleRun:
         self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]
     ) -> list[tuple[Score, ...]]:
         pairs = zip(prompts, groups, strict=True)
-        return self._loop.run(_all(self._services.score(*pair) for pair in pairs))
+        return self._loop.run(all_of(self._services.score(*pair) for pair in pairs))
 
     def _rollout(self, text: str, ids: Sequence[int], version: int) -> Rollout:
         ended = bool(ids) and ids[-1] in self.trainer.eos_token_ids
@@ -213,7 +214,7 @@ class SimpleRun:
     def begin(self) -> None:
         """Evaluates the model as it is: step 0."""
         if self._job.evaluates:
-            self._folder.append_metrics(MetricsRow(step=0, metrics=self.evaluate(0)))
+            self.folder.append_metrics(MetricsRow(step=0, metrics=self.evaluate(0)))
         self._began = time.monotonic()
 
     def end_step(self, step: int, told: Mapping[str, Any]) -> None:
@@ -230,9 +231,9 @@ class SimpleRun:
             metrics[WRITTEN] = self.write_checkpoint(step)
         metrics["time/step"] = time.monotonic() - self._began
         self._began = time.monotonic()
-        self._folder.append_metrics(MetricsRow(step=step, metrics=metrics))
-        best = best_step(job, self._folder.metrics())
-        remove_old(self._folder.checkpoints, job.checkpoints, () if best is None else (best,))
+        self.folder.append_metrics(MetricsRow(step=step, metrics=metrics))
+        best = best_step(job, self.folder.metrics())
+        remove_old(self.folder.checkpoints, job.checkpoints, () if best is None else (best,))
 
     def evaluate(self, version: int) -> dict[str, float]:
         """Returns the metrics of the held-out sets, with the names that Hone's loop gives them."""
@@ -251,7 +252,7 @@ class SimpleRun:
     def sample(self, prompts: Sequence[Prompt], version: int) -> list[RolloutGroup]:
         """Returns the completions of held-out prompts by `[evaluation]`."""
         from transformers import GenerationConfig
-        from trl.models import unwrap_model_for_generation
+        from trl.models.utils import unwrap_model_for_generation
 
         spec, trainer = self._job.evaluation, self.trainer
         drawn = {"do_sample": True, "temperature": spec.temperature, "top_k": 0}
@@ -264,7 +265,8 @@ class SimpleRun:
         )
         groups: list[RolloutGroup] = []
         size = max(HELD_OUT_AT_A_TIME // spec.samples, 1)
-        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+        with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as found:
+            model: Any = found
             model.eval()
             for at in range(0, len(prompts), size):
                 several = _tokens(trainer, prompts[at : at + size], self._job)
@@ -281,7 +283,7 @@ class SimpleRun:
     def write_checkpoint(self, step: int) -> float:
         """Writes the model as `transformers` loads it, with an adapter merged into it; returns how
         many seconds that took."""
-        began, path = time.monotonic(), path_of(self._folder.checkpoints, step)
+        began, path = time.monotonic(), path_of(self.folder.checkpoints, step)
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         if self._job.lora:
             model = copy.deepcopy(model).merge_and_unload()
@@ -292,18 +294,17 @@ class SimpleRun:
         return time.monotonic() - began
 
 
-def _trainer(job: Job, rows: Any, functions: list[Callable[..., Any]], run: SimpleRun) -> Any:
+def _trainer(job: Job, run: SimpleRun) -> Any:
     import torch
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     class Steps(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             run.begin()
 
-        def on_log(
-            self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **_: Any
-        ) -> None:
+        def on_log(self, _: Any, state: Any, *__: Any, logs: Any, **___: Any) -> None:
             if "loss" in logs:
                 run.end_step(state.global_step // to_trl.updates(job), logs)
 
@@ -311,7 +312,7 @@ def _trainer(job: Job, rows: Any, functions: list[Callable[..., Any]], run: Simp
     arguments["bf16"] &= torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     config = GRPOConfig(
         **arguments,
-        output_dir=str(run._folder.path / "trl"),
+        output_dir=str(run.folder.path / "trl"),
         reward_weights=[each.weight for each in job.rewards],
         shuffle_dataset=False,  # the rows are in the job's order
         logging_steps=to_trl.updates(job),
@@ -324,9 +325,9 @@ def _trainer(job: Job, rows: Any, functions: list[Callable[..., Any]], run: Simp
     )
     return GRPOTrainer(
         model=job.model,
-        reward_funcs=functions,
+        reward_funcs=run.reward_functions(),  # pyright: ignore[reportArgumentType]
         args=config,
-        train_dataset=rows,
+        train_dataset=run.rows(),
         processing_class=tokenizer,
         callbacks=[Steps()],
         peft_config=_adapter(job),
@@ -393,16 +394,6 @@ def _named(told: Mapping[str, Any]) -> dict[str, float]:
         for name, value in told.items()
         if isinstance(value, int | float) and not name.startswith(OTHER_NAMES)
     }
-
-
-async def _all(calls: Any) -> list[tuple[Score, ...]]:
-    return await all_of(calls)
-
-
-def _trl_version() -> str:
-    from importlib.metadata import version
-
-    return version("trl")
 
 
 if __name__ == "__main__":

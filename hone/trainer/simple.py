@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -86,7 +87,7 @@ class SimpleRun(Measured):
                 preexec_fn=ending_with_parent(),
             )
         assert process.stdin is not None
-        with process.stdin as stdin:
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it may end at once
             stdin.write(job.model_dump_json().encode())
         return cls(path, process)
 
