@@ -14,7 +14,7 @@ NAMES = (
     *("num_generations", "max_completion_length", "temperature", "chat_template_kwargs"),
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "beta"),
     *("delta", "sapo_temperature_pos", "sapo_temperature_neg", "importance_sampling_level"),
-    *("multi_objective_aggregation", "mask_truncated_completions", "gradient_checkpointing"),
+    *("mask_truncated_completions", "gradient_checkpointing"),
 )
 """Names of the table `SAME` that TRL has too."""
 
@@ -86,6 +86,11 @@ def _faults(job: Job) -> list[str]:
             'correction.truncated_sampling is "refuse", expected "accept" with top_p, top_k or '
             "min_p: TRL's log-probs are over the whole vocabulary"
         )
+    if job.advantages.combine == "normalize_then_sum" and job.advantages.std != "group":
+        faults.append(
+            f'advantages.std is {job.advantages.std!r}, expected "group" with combine '
+            '"normalize_then_sum": TRL divides each reward by its deviation in the group'
+        )
     if training.min_learning_rate and training.schedule == "linear":
         faults.append('training.min_learning_rate is not 0, expected schedule "cosine" with it')
     if (completions := sampling.prompts_per_step * sampling.group_size) % training.minibatches:
@@ -111,6 +116,7 @@ def grpo_arguments(job: Job) -> dict[str, Any]:
         **_rates(job),
         "num_iterations": training.epochs,
         "max_steps": job.steps * updates(job),
+        "multi_objective_aggregation": job.advantages.combine,
         "scale_rewards": job.advantages.std,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
