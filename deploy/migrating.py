@@ -9,7 +9,6 @@ from pathlib import Path
 from hone.importing import trl
 from hone.importing.importing import FRAMEWORKS
 from hone.importing.table import Framework, Row
-from hone.trainer.parameters import CONVERTED, JOINT, REFUSED, SAME, WITHOUT_EFFECT
 
 PAGE = Path(__file__).parents[1] / "docs/migrating.md"
 HEAD = ("| their key | here | what differs |", "|---|---|---|")
@@ -42,9 +41,8 @@ the data. The exit code is 0 as long as the configuration can be read.
 - **Where it runs** (GPUs, memory of samplers) is a setting of the stack: `hone import` says which.
 """
 
-TRL_NAMES = """The names of a GRPOConfig, which `hone.Trainer` takes too
-([`trainer.md`](trainer.md)):
-"""
+TRL_NAMES = """What surrounds a GRPOConfig. Its own names are
+[the parameters of `hone.Trainer`](trainer.md#parameters)."""
 
 
 def page() -> str:
@@ -53,11 +51,11 @@ def page() -> str:
 
 
 def _section(framework: Framework) -> str:
-    parts = [f"## {framework.title}", _table(_counterparts(framework.rows))]
-    if framework is trl.TRL:
-        parts += [TRL_NAMES.strip(), _table(_parameters())]
+    parts = [f"## {framework.title}", *([TRL_NAMES] if framework is trl.TRL else [])]
+    parts += [_table(_counterparts(framework.rows))]
     parts += ["No counterpart, unless the value changes nothing:", _table(_lacking(framework))]
-    names = ", ".join(f"`{name}`" for name in _inside(framework))
+    inside = (name for name, row in framework.rows.items() if row.kind == "inside")
+    names = ", ".join(f"`{name}`" for name in inside)
     return "\n\n".join([*parts, f"Not needed here:\n\n| names |\n|---|\n| {names} |"]) + "\n"
 
 
@@ -76,30 +74,11 @@ def _counterparts(rows: Mapping[str, Row]) -> Iterator[tuple[str, str, str]]:
             yield f"`{name}`", here, row.note
 
 
-def _parameters() -> Iterator[tuple[str, str, str]]:
-    for name, key in SAME.items():
-        yield f"`{name}`", f"`{key}`", ""
-    for name, found in CONVERTED.items():
-        yield f"`{name}`", f"`{found.key}`", found.note
-    for names, text in JOINT.values():
-        yield ", ".join(f"`{name}`" for name in names), "", text
-
-
 def _lacking(framework: Framework) -> Iterator[tuple[str, str, str]]:
     for name, row in framework.rows.items():
         if row.kind == "none":
             yield f"`{name}`", _neutral(row.neutral), row.note
-    if framework is trl.TRL:
-        for name, (neutral, why) in REFUSED.items():
-            if name not in framework.rows:
-                yield f"`{name}`", _neutral(neutral), why
 
 
 def _neutral(values: tuple[object, ...]) -> str:
     return f"none but {json.dumps(values[0])}" if values else "none"
-
-
-def _inside(framework: Framework) -> Iterator[str]:
-    yield from (name for name, row in framework.rows.items() if row.kind == "inside")
-    if framework is trl.TRL:
-        yield from (name for name in WITHOUT_EFFECT if name not in framework.rows)
