@@ -14,7 +14,9 @@ from pathlib import Path
 
 from deploy import migrating
 from hone.commands.explain import Explanation, find
-from hone.trainer import parameters
+from hone.trainer.joint import JOINT
+from hone.trainer.single import CONVERTED, SAME
+from hone.trainer.training_arguments import REFUSED, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[1]
 ORCHESTRATOR = ROOT / "services/orchestrator"
@@ -117,19 +119,17 @@ def _between(page: str, begin: str, end: str, text: str) -> str:
 def with_parameters(page: str) -> str:
     """Returns the page of the Trainer with the table of its parameters as they are now."""
     keys: dict[str, list[str]] = {}
-    for name, key in parameters.SAME.items():
+    for name, key in SAME.items():
         keys.setdefault(f"`{key}`", []).append(name)
     rows = [(_names(names), key, "") for key, names in keys.items()]
-    rows += [
-        (_names([name]), f"`{each.key}`", each.note) for name, each in parameters.CONVERTED.items()
-    ]
-    rows += [(_names(names), text, "") for names, text in parameters.JOINT.values()]
+    rows += [(_names([name]), f"`{each.key}`", each.note) for name, each in CONVERTED.items()]
+    rows += [(_names(names), text, "") for names, text in JOINT.values()]
     rows += [
         (_names([name]), "none", f"other values than {neutral[0]!r} are refused: {why}")
-        for name, (neutral, why) in parameters.REFUSED.items()
+        for name, (neutral, why) in REFUSED.items()
     ]
     whys: dict[str, list[str]] = {}
-    for name, why in parameters.WITHOUT_EFFECT.items():
+    for name, why in WITHOUT_EFFECT.items():
         whys.setdefault(why, []).append(name)
     rows += [(_names(names), "none", f"ignored: {why}") for why, names in whys.items()]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -47,6 +47,7 @@ from hone.importing.table import (
     setting,
     to,
 )
+from hone.trainer.single import SCHEDULES
 
 RESUMES = "a job that is interrupted goes on by itself, a paused one by `hone resume`"
 IN_RUN_FOLDER = "everything of a job is in its run folder, under HONE_RUNS_DIR"
@@ -117,15 +118,6 @@ def _template(value: Any, values: Values) -> Any:
     if values.get("data.apply_chat_template"):
         return None
     return str(value).replace("\\n", "\n").replace("{}", "{{ prompt }}")
-
-
-SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-}
 
 
 def _schedule(value: Any, values: Values) -> Any:

@@ -25,16 +25,10 @@ from hone.importing.table import (
     setting,
     to,
 )
-from hone.trainer.parameters import (
-    BATCHES,
-    CONVERTED,
-    JOINT_NAMES,
-    LORA,
-    REFUSED,
-    SAME,
-    WITHOUT_EFFECT,
-    translate,
-)
+from hone.trainer.joint import BATCHES, JOINT_NAMES, LORA
+from hone.trainer.parameters import translate
+from hone.trainer.single import CONVERTED, SAME, key_of
+from hone.trainer.training_arguments import REFUSED, WITHOUT_EFFECT
 from shared.job import TrainingSpec
 
 SOLUTION = "the column `solution`, as there"
@@ -167,7 +161,7 @@ CORRECTION = "vllm_importance_sampling_"
 
 ORIGINS = {
     "steps": ("max_steps", "num_iterations"),
-    "sampling.prompts_per_step": (*BATCHES, "num_processes"),
+    "sampling.prompts_per_step": (*BATCHES, "num_generations", "num_processes"),
     "training.minibatches": ("steps_per_generation", "gradient_accumulation_steps"),
     "training.epochs": ("num_iterations",),
     "training.warmup_steps": ("warmup_ratio", "warmup_steps"),
@@ -262,10 +256,7 @@ def _take(table: Mapping[str, Any], prefix: str, given: Values, draft: Draft) ->
 
 
 def _origin(key: str, given: Values) -> str:
-    keys = {**SAME, **{name: found.key for name, found in CONVERTED.items()}}
-    return ", ".join(
-        name for name in given if keys.get(name) == key or name in ORIGINS.get(key, ())
-    )
+    return ", ".join(name for name in given if key_of(name) == key or name in ORIGINS.get(key, ()))
 
 
 def knows(name: str) -> bool:

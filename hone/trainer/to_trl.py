@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.trainer.parameters import SAME
+from hone.trainer.single import SAME
 from shared.errors import BadRequest
 from shared.explain import shown
 from shared.job import Job

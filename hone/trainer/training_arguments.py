@@ -1,16 +1,12 @@
-"""The other fields of transformers' TrainingArguments and TRL's GRPOConfig: names that have no key,
-and why. `REFUSED` and `WITHOUT_EFFECT` of `parameters.py` take them up."""
+"""Fields of transformers' TrainingArguments and TRL's GRPOConfig that have no key, and why.
+
+`REFUSED` would change what is learned: only their neutral value is accepted. `WITHOUT_EFFECT` say
+how another trainer works inside.
+"""
 
 from __future__ import annotations
 
 from typing import Any
-
-PLACE = "where and how it runs is a setting of the stack, or in [memory]"
-LOGS = "metrics and completions of every step are in the run folder"
-KEPT = "checkpoints are in the run folder; `hone download` fetches one"
-BATCHED = "evaluation and data are batched by the services"
-ENTROPY = "belongs to the entropy bonus, which there is not"
-INSIDE = "how TRL works inside"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "optim_target_modules": ((None,), "the optimizer is AdamW, for all trained weights"),
@@ -24,7 +20,32 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_tool_calling_iterations": ((None,), "a job samples one completion for a prompt"),
     "use_cache": ((False,), "training needs no cache of keys and values"),
     "save_only_model": ((False,), "every checkpoint can be resumed from"),
+    "repetition_penalty": ((1.0,), "the trainer's log-probs would not be the sampler's"),
+    "top_entropy_quantile": ((1.0,), "all tokens are trained"),
+    "entropy_coef": ((0, 0.0), "there is no entropy bonus; training.clip_high keeps entropy up"),
+    "use_adaptive_entropy": ((False,), "there is no entropy bonus"),
+    "sync_ref_model": ((False,), "the reference is the model that the job began with"),
+    "off_policy_mask_threshold": ((None,), "see [correction]"),
+    "router_aux_loss_coef": ((None, 0, 0.0, 0.001), "there is no loss of routers"),
+    "adam_epsilon": ((1e-8,), "AdamW's epsilon is 1e-8"),
+    "fp16": ((False,), 'training.dtype is "bfloat16" or "float32"'),
+    "trust_remote_code": ((False,), "code of a model is not run"),
+    "disable_dropout": ((False, True), "a job's only dropout is lora.dropout"),
+    "neftune_noise_alpha": ((None,), "no noise is added to embeddings"),
+    "label_smoothing_factor": ((0, 0.0), "labels are sampled tokens"),
+    "vllm_structured_outputs_regex": ((None,), "what a regex cuts off, the trainer cannot see"),
+    "max_prompt_length": ((None,), "max_model_len bounds prompt and completion together"),
+    "cast_lm_head_to_fp32": ((False,), "logits are always computed in float32"),
+    "resume_from_checkpoint": (
+        (None, False),
+        "a job resumes by itself; to begin with a checkpoint, make it the model",
+    ),
+    "load_best_model_at_end": (
+        (False,),
+        "the best checkpoint is kept beside the last (checkpoints.keep_best)",
+    ),
 }
+"""Name, its neutral values, and why it has no key."""
 
 WITHOUT_EFFECT: dict[str, str] = {
     **dict.fromkeys(
@@ -35,7 +56,7 @@ WITHOUT_EFFECT: dict[str, str] = {
             *("ddp_static_graph", "ddp_timeout", "local_rank", "torch_empty_cache_steps"),
             *("auto_find_batch_size", "gradient_checkpointing_kwargs", "enable_jit_checkpoint"),
         ),
-        PLACE,
+        "where and how it runs is a setting of the stack, or in [memory]",
     ),
     **dict.fromkeys(
         ("use_liger_kernel", "liger_kernel_config"),
@@ -48,14 +69,14 @@ WITHOUT_EFFECT: dict[str, str] = {
             *("trackio_static_space_id", "log_multimodal", "num_completions_to_print"),
             *("log_unique_prompts", "log_completions_hub_repo", "skip_memory_metrics", "debug"),
         ),
-        LOGS,
+        "metrics and completions of every step are in the run folder",
     ),
     **dict.fromkeys(
         (
             *("output_dir", "save_on_each_node", "hub_token", "hub_private_repo"),
             *("hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
         ),
-        KEPT,
+        "checkpoints are in the run folder; `hone download` fetches one",
     ),
     **dict.fromkeys(
         (
@@ -63,9 +84,10 @@ WITHOUT_EFFECT: dict[str, str] = {
             *("eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
             *("batch_eval_metrics", "dataloader_drop_last", "dataloader_persistent_workers"),
             *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-            *("label_names", "length_column_name"),
+            *("label_names", "length_column_name", "per_device_eval_batch_size"),
+            *("dataloader_num_workers", "dataloader_pin_memory"),
         ),
-        BATCHED,
+        "evaluation and data are batched by the services",
     ),
     **dict.fromkeys(
         ("eval_strategy", "eval_on_start"),
@@ -81,19 +103,36 @@ WITHOUT_EFFECT: dict[str, str] = {
         'belongs to the loss "vespo", which there is not',
     ),
     **dict.fromkeys(
-        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), ENTROPY
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        "belongs to the entropy bonus, which there is not",
     ),
     **dict.fromkeys(("ref_model_mixup_alpha", "ref_model_sync_steps"), "belongs to sync_ref_model"),
     **dict.fromkeys(
-        ("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_group_port"),
+        (
+            *("use_vllm", "vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
+            *("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_group_port"),
+        ),
         "sampling is always by vLLM; its place and size are settings of the stack",
     ),
     **dict.fromkeys(
         (
             *("do_train", "do_eval", "do_predict", "pad_to_multiple_of", "cache_implementation"),
             *("use_transformers_continuous_batching", "use_transformers_paged"),
-            "transformers_continuous_batching_config",
+            *("transformers_continuous_batching_config", "remove_unused_columns", "push_to_hub"),
+            *("disable_tqdm", "ds3_gather_for_generation"),
         ),
-        INSIDE,
+        "how TRL works inside",
+    ),
+    **dict.fromkeys(
+        ("logging_steps", "logging_strategy", "logging_first_step", "log_completions"),
+        "every step is logged, with its completions",
+    ),
+    **dict.fromkeys(
+        ("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout"),
+        "the stack knows its samplers",
+    ),
+    **dict.fromkeys(
+        ("deepspeed", "fsdp", "fsdp_config", "ddp_backend", "optim_args"),
+        "the trainer is DeepSpeed ZeRO-2; see [memory]",
     ),
 }

@@ -165,7 +165,7 @@ def test_a_section_of_the_job_goes_over_other_names() -> None:
     [
         ({"num_generatins": 4}, "'num_generatins' is unknown; did you mean 'num_generations'?"),
         ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1: the trainer's log-probs"),
-        ({"scale_rewards": "all"}, 'scale_rewards is \'all\'; expected "group", "batch"'),
+        ({"scale_rewards": "all"}, "scale_rewards is 'all'; expected one of True, False, 'group'"),
         ({"lr_scheduler_type": "step"}, "lr_scheduler_type is 'step'; expected one of 'constant'"),
         ({"per_device_train_batch_size": 6}, "a batch has 6 completions .* num_generations is 8"),
         (
