@@ -22,10 +22,6 @@ BATCH_STD = "there the advantages of all tokens are divided, here by the rewards
 MOST_REFILLS = 10
 
 
-def same(value: Any, _: Values) -> Any:
-    return value
-
-
 def either(value: Any, _: Values) -> Any:
     """Returns the value for both keys, such as a clip range of both sides."""
     return value, value
@@ -75,12 +71,27 @@ def overlong(buffer: Any, max_tokens: Any, penalty: Any) -> Any:
     """Returns the reward that takes DAPO's overlong penalty from long completions."""
     if max_tokens is None:
         return FillIn("the grader `overlong` needs max_tokens")
-    params = {
-        "max_tokens": int(max_tokens),
-        "buffer_tokens": int(buffer),
-        "penalty": float(penalty),
-    }
+    sizes = {"max_tokens": int(max_tokens), "buffer_tokens": int(buffer)}
+    params = sizes | {"penalty": float(penalty)}
     return {"grader": "overlong", "shaping": True, "params": params}
+
+
+def prompt_column(name: Any, _: Values) -> Any:
+    """Returns `data.columns` for the column of the prompts."""
+    return None if name == "prompt" else {"prompt": name}
+
+
+def positive(value: Any, _: Values) -> Any:
+    return value if value > 0 else None
+
+
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "fp32": "float32", "float32": "float32"}
+
+
+def dtype(value: Any, _: Values) -> str:
+    if value not in DTYPES:
+        raise LacksError('training.dtype is "bfloat16", "float32" or "auto"')
+    return DTYPES[value]
 
 
 def modules(targets: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hone.importing.converting import (
     ADAMW,
+    BATCH_STD,
     COUNTED_BY_TOKENS,
     CRITIC,
     GPUS,
@@ -22,6 +23,7 @@ from hone.importing.converting import (
     accepted,
     attention,
     correct,
+    dtype,
     either,
     every,
     least_rate,
@@ -32,6 +34,7 @@ from hone.importing.converting import (
     overlong,
     own_reward,
     pair,
+    prompt_column,
     token_mean,
     warmup_share,
 )
@@ -69,12 +72,7 @@ ESTIMATORS: dict[str, tuple[str, Any]] = {
         Said("none", "as there, the loss stays a mean over tokens; Dr.GRPO's is loss = dr_grpo"),
     ),
     "rloo": ("leave_one_out", "none"),
-    "reinforce_baseline": (
-        "mean",
-        Said(
-            "batch", "there the advantages of all tokens are divided, here the rewards' deviation"
-        ),
-    ),
+    "reinforce_baseline": ("mean", Said("batch", BATCH_STD)),
 }
 
 
@@ -132,12 +130,6 @@ def _lora(value: Any, values: Values) -> Any:
     return value, float(values["ds.lora.alpha"]), values["ds.lora.dropout"] or None, targets
 
 
-def _dtype(value: Any, _: Values) -> str:
-    if value != "bf16":
-        raise LacksError('training.dtype is "bfloat16", "float32" or "auto"')
-    return "bfloat16"
-
-
 def _staleness(value: Any, values: Values) -> Any:
     if not value:
         return None, None
@@ -167,7 +159,7 @@ ROWS = {
     "data.prompt_split": to("data.train_split"),
     "data.input_key": to(
         "data.columns",
-        lambda value, _: None if value == "prompt" else {"prompt": value},
+        prompt_column,
         "a list of messages goes through the chat template; for a column of text set `messages`",
     ),
     "data.apply_chat_template": inside("lists of messages always go through the chat template"),
@@ -255,7 +247,7 @@ ROWS = {
     # memory
     "ds.zero_stage": to("memory.zero_stage"),
     "ds.adam_offload": to("memory.offload_optimizer"),
-    "ds.param_dtype": to("training.dtype", _dtype),
+    "ds.param_dtype": to("training.dtype", dtype),
     "ds.attn_implementation": to("memory.attention", attention),
     "ds.packing_samples": to("memory.packing", lambda value, _: "on" if value else None),
     "actor.gradient_checkpointing_enable": to("memory.gradient_checkpointing"),

@@ -14,6 +14,7 @@ from hone.importing.converting import (
     OTHER_PLACE,
     attention,
     minibatches,
+    positive,
 )
 from hone.importing.table import (
     FillIn,
@@ -38,14 +39,10 @@ def _prompts(value: Any, values: Values) -> Any:
     return minibatches(value, values[f"{ORCHESTRATOR}group_size"], "completions")
 
 
-def _max_tokens(values: Values) -> Any:
-    if values.get(f"{SAMPLING}max_completion_tokens"):
-        return None
-    return FillIn("a completion may take what its prompt leaves there; here this bounds it")
-
-
 def _max_model_len(value: Any, values: Values) -> Any:
-    return value, _max_tokens(values)
+    if values.get(f"{SAMPLING}max_completion_tokens"):
+        return value, None
+    return value, FillIn("a completion may take what its prompt leaves there; here this bounds it")
 
 
 def _taskset(source: Any) -> dict[str, Any]:
@@ -103,10 +100,6 @@ def _sync(value: Any, _: Values) -> Any:
     if value not in known:
         raise LacksError("`hone explain weight_sync` lists the ways")
     return known[value]
-
-
-def _count(value: Any, _: Values) -> Any:
-    return value if value > 0 else None
 
 
 ROWS: dict[str, Row] = {
@@ -185,7 +178,7 @@ ROWS: dict[str, Row] = {
     "trainer.*": inside(OTHER_PLACE),
     # evaluation, checkpoints, logs
     f"{EVAL}interval": to("evaluation.every"),
-    f"{EVAL}num_examples": to("evaluation.num_prompts", _count),
+    f"{EVAL}num_examples": to("evaluation.num_prompts", positive),
     f"{EVAL}group_size": to("evaluation.samples"),
     f"{EVAL}sampling.temperature": to("evaluation.temperature"),
     f"{EVAL}sampling.max_completion_tokens": to("evaluation.max_tokens"),

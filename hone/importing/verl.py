@@ -17,11 +17,14 @@ from hone.importing.converting import (
     OTHER_PLACE,
     SINGLE_TURN,
     accepted,
+    dtype,
     every,
     least_rate,
     one_source,
     only_last,
     pair,
+    positive,
+    prompt_column,
     top_k,
     warmup_share,
 )
@@ -40,9 +43,9 @@ ROWS: dict[str, Row] = {
     # data
     "data.train_files": to("data.train", one_source),
     "data.val_files": to("data.eval", one_source),
-    "data.prompt_key": to("data.columns", becomes.columns),
-    "data.train_max_samples": to("data.max_samples", becomes.limit),
-    "data.val_max_samples": to("evaluation.num_prompts", becomes.limit),
+    "data.prompt_key": to("data.columns", prompt_column),
+    "data.train_max_samples": to("data.max_samples", positive),
+    "data.val_max_samples": to("evaluation.num_prompts", positive),
     "data.shuffle": to("data.shuffle"),
     "data.seed": to("data.shuffle_seed"),
     "data.max_prompt_length": to(
@@ -134,9 +137,7 @@ ROWS: dict[str, Row] = {
     ),
     f"{ACTOR}ppo_epochs": to("training.epochs"),
     f"{ACTOR}optim.lr": to("training.learning_rate"),
-    f"{ACTOR}optim.lr_warmup_steps": to(
-        "training.warmup_steps", lambda value, _: value if value > 0 else None
-    ),
+    f"{ACTOR}optim.lr_warmup_steps": to("training.warmup_steps", positive),
     f"{ACTOR}optim.lr_warmup_steps_ratio": to("training.warmup_steps", warmup_share(STEPS)),
     f"{ACTOR}optim.lr_scheduler_type": to(
         "training.schedule, training.min_learning_rate",
@@ -170,7 +171,7 @@ ROWS: dict[str, Row] = {
     f"{ACTOR}use_dynamic_bsz": inside("micro-batches are always bounded by tokens"),
     f"{ACTOR}ppo_micro_batch_size*": inside(COUNTED_BY_TOKENS),
     f"{ACTOR}fsdp_config.optimizer_offload": to("memory.offload_optimizer"),
-    f"{ACTOR}fsdp_config.dtype": to("training.dtype", becomes.dtype),
+    f"{ACTOR}fsdp_config.dtype": to("training.dtype", dtype),
     f"{ACTOR}ulysses_sequence_parallel_size": none("a sequence is not split over GPUs", 1),
     f"{ACTOR}fsdp_config.*": inside("the trainer is DeepSpeed ZeRO: [memory]"),
     f"{ACTOR}megatron.*": inside("the trainer is DeepSpeed ZeRO: [memory]"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from hone.importing import converting
 from hone.importing.converting import (
+    BATCH_STD,
     KL_IN_REWARD,
     MOST_REFILLS,
     correct,
@@ -22,12 +23,7 @@ ESTIMATORS = {
     "gdpo": ("mean", "group"),
     "rloo": ("leave_one_out", "none"),
     "rloo_vectorized": ("leave_one_out", "none"),
-    "reinforce_plus_plus_baseline": (
-        "mean",
-        Said(
-            "batch", "there the advantages of all tokens are divided, here the rewards' deviation"
-        ),
-    ),
+    "reinforce_plus_plus_baseline": ("mean", Said("batch", BATCH_STD)),
 }
 
 
@@ -47,13 +43,13 @@ def minibatches(_: Any, values: Values) -> Any:
 
 
 def averaged(mode: Any, values: Values) -> Any:
-    known = {"seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
     if mode == "token-mean":
         return token_mean(minibatches(None, values))
     if mode == "seq-mean-token-sum":
         return Said("dr_grpo", "here divided by sampling.max_tokens, there not")
+    known = {"seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
     if mode not in known:
-        raise LacksError(f"no loss is averaged so; nearest is {'dapo'!r}")
+        raise LacksError("no loss is averaged so; nearest is 'dapo'")
     return known[mode]
 
 
@@ -120,14 +116,6 @@ def cut(value: Any, values: Values) -> Any:
     return CUT[value]
 
 
-def columns(value: Any, _: Values) -> Any:
-    return None if value == "prompt" else {"prompt": value}
-
-
-def limit(value: Any, _: Values) -> Any:
-    return value if value > 0 else None
-
-
 def overlong(value: Any, values: Values) -> Any:
     prefix = next(
         f"{name}.reward_kwargs.overlong_buffer_cfg."
@@ -144,15 +132,8 @@ SIGNATURE = "compute_score(data_source, solution_str, ground_truth, extra_info)"
 
 
 def reward(path: Any, values: Values) -> Any:
-    name = next(
-        (
-            values[key]
-            for key in ("reward.custom_reward_function.name", "custom_reward_function.name")
-            if values.get(key)
-        ),
-        "compute_score",
-    )
-    return own_reward(SIGNATURE, name)(path, values)
+    key = "custom_reward_function.name"
+    return own_reward(SIGNATURE, values.get(f"reward.{key}") or values.get(key))(path, values)
 
 
 def lora(value: Any, values: Values) -> Any:
@@ -193,13 +174,6 @@ def wandb(value: Any, values: Values) -> Any:
     if not used:
         return None
     return values["trainer.project_name"], values.get("trainer.experiment_name")
-
-
-def dtype(value: Any, _: Values) -> Any:
-    known = {"bfloat16": "bfloat16", "bf16": "bfloat16", "fp32": "float32", "float32": "float32"}
-    if value not in known:
-        raise LacksError('training.dtype is "bfloat16", "float32" or "auto"')
-    return known[value]
 
 
 def refills(value: Any, values: Values) -> Any:
