@@ -25,13 +25,14 @@ from hone.importing.table import (
     setting,
     to,
 )
-from hone.trainer.joint import BATCHES, JOINT_NAMES, LORA
+from hone.trainer.joint import BATCHES, JOINT_NAMES, LORA, LORA_NEUTRAL
 from hone.trainer.parameters import translate
 from hone.trainer.single import CONVERTED, SAME, key_of
 from hone.trainer.training_arguments import REFUSED, WITHOUT_EFFECT
 from shared.job import TrainingSpec
 
 SOLUTION = "the column `solution`, as there"
+ADAPTERS = "adapters are LoRA's plain ones"
 TARGETS = "peft takes its own list for the model there, mostly q_proj and v_proj"
 
 
@@ -117,6 +118,8 @@ ROWS: dict[str, Row] = {
     ),
     "vllm_tensor_parallel_size": setting("HONE_TENSOR_PARALLEL_SIZE"),
     "vllm_gpu_memory_utilization": setting("HONE_GPU_MEMORY_UTILIZATION"),
+    "lora_target_parameters": none(ADAPTERS),
+    "lora_modules_to_save": none(ADAPTERS),
     "load_in_4bit": none("base weights are not quantized", False),
     "load_in_8bit": none("base weights are not quantized", False),
     **dict.fromkeys(
@@ -128,14 +131,7 @@ ROWS: dict[str, Row] = {
         ),
         inside("how a run is launched"),
     ),
-    **{
-        name: none("adapters are LoRA's plain ones", neutral)
-        for name, neutral in (
-            *(("use_rslora", False), ("use_dora", False), ("bias", "none")),
-            *(("lora_target_parameters", None), ("lora_modules_to_save", None)),
-            ("modules_to_save", None),
-        )
-    },
+    **{name: none(ADAPTERS, neutral) for name, neutral in LORA_NEUTRAL.items()},
 }
 
 DEFAULTS: dict[str, Any] = {
@@ -203,13 +199,13 @@ TRL = Framework(
 
 def translated(given: Values) -> Draft:
     """Returns the job for the arguments of a GRPO script."""
-    named = {name for name in given if name in ROWS}
     beside = {"eval_strategy", "max_completion_length"}
-    draft = convert(TRL, {name: given[name] for name in given if name in named | beside})
+    draft = convert(TRL, {name: given[name] for name in given if name in ROWS.keys() | beside})
     draft.unknown.clear()
-    rest = {name: value for name, value in given.items() if name not in named}
-    values = DEFAULTS | {name: value for name, value in rest.items() if value is not None}
-    values = _for_all_processes(values, given.get("num_processes") or 1)
+    values = DEFAULTS | {
+        name: value for name, value in given.items() if name not in ROWS and value is not None
+    }
+    values["per_device_train_batch_size"] *= given.get("num_processes") or 1
     if values.get("use_peft"):
         values = MODEL_CONFIG | values
     if "data.eval" in draft.entries:
@@ -230,12 +226,6 @@ def translated(given: Values) -> Draft:
     ]
     draft.unknown |= {name: values[name] for name in found.unknown}
     return draft
-
-
-def _for_all_processes(values: dict[str, Any], processes: int) -> dict[str, Any]:
-    return values | {
-        "per_device_train_batch_size": values["per_device_train_batch_size"] * processes
-    }
 
 
 def _drop_unknown_loss(values: dict[str, Any], draft: Draft) -> None:

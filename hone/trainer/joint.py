@@ -13,8 +13,7 @@ from shared.explain import shown
 from shared.job.learning import LEARNING_RATE, LORA_LEARNING_RATE
 
 Values = Mapping[str, Any]
-"""What was given, by name."""
-
+"""What was given, by name; nothing is None."""
 
 GROUP_SIZE, PER_DEVICE = 8, 8
 """TRL's defaults."""
@@ -24,7 +23,7 @@ def _batches(given: Values, job: Translation) -> None:
     """TRL counts completions: a generation batch has `per_device_train_batch_size *
     steps_per_generation` of one device, and `gradient_accumulation_steps` of its parts make one
     update."""
-    if not any(given.get(name) is not None for name in BATCHES):
+    if not given.keys() & BATCHES:
         return
     accumulated = given.get("gradient_accumulation_steps") or 1
     if "batch_size" in given or "prompts_per_step" in given:
@@ -52,10 +51,8 @@ def _batches(given: Values, job: Translation) -> None:
 
 
 BATCHES = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "generation_batch_size",
+    *("per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("steps_per_generation", "generation_batch_size"),
 )
 
 
@@ -101,13 +98,11 @@ def _clipping(given: Values, job: Translation) -> None:
     """TRL clips on both sides by `epsilon` unless `epsilon_high` is set. Its "cispo" bounds the
     ratio itself by `epsilon_high`, a job's by 1 + clip_high."""
     loss, low = given.get("loss_type"), given.get("epsilon")
-    high = given.get("epsilon_high")
     if loss is not None:
         job.set("training.loss", loss)
     if low is not None and loss != "cispo":
         job.set("training.clip_low", low)
-    high = low if high is None else high
-    if high is None:
+    if (high := given.get("epsilon_high", low)) is None:
         return
     if loss == "cispo":
         if high < 1:
@@ -171,7 +166,7 @@ def _correction(given: Values, job: Translation) -> None:
         ("vllm_importance_sampling_cap", "correction.high"),  # as it was called
         ("vllm_importance_sampling_clip_min", "correction.low"),
     ):
-        if given.get(name) is not None:
+        if name in given:
             job.set(key, given[name])
 
 
@@ -184,16 +179,16 @@ LORA = {
     "target_modules": "target_modules",
     "lora_target_modules": "target_modules",
 }
-LORA_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    "use_rslora": (False,),
-    "use_dora": (False,),
-    "modules_to_save": (None,),
-    "layers_to_transform": (None,),
-    "exclude_modules": (None,),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
-    "init_lora_weights": (True,),
+LORA_NEUTRAL: dict[str, Any] = {
+    "bias": "none",
+    "use_rslora": False,
+    "use_dora": False,
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "exclude_modules": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "init_lora_weights": True,
 }
 """Fields of peft's LoraConfig whose other values change what is learned."""
 
@@ -202,13 +197,13 @@ def _lora(given: Values, job: Translation) -> None:
     config = given.get("peft_config")
     if given.get("use_lora") is False or given.get("use_peft") is False:
         return
-    fields = {name: given[name] for name in LORA if given.get(name) is not None}
+    fields = {name: given[name] for name in LORA if name in given}
     if config is not None:
         own = {name: getattr(config, name, None) for name in LORA}
         fields |= {name: value for name, value in own.items() if value is not None}
         for name, neutral in LORA_NEUTRAL.items():
-            if (value := getattr(config, name, neutral[0])) not in neutral:
-                job.refused[f"peft_config.{name}"] = f"{shown(value)}; expected {neutral[0]!r}"
+            if (value := getattr(config, name, neutral)) != neutral:
+                job.refused[f"peft_config.{name}"] = f"{shown(value)}; expected {neutral!r}"
     if not (fields or config is not None or given.get("use_lora") or given.get("use_peft")):
         return
     lora = {LORA[name]: _modules(value) for name, value in fields.items()}

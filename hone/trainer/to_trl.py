@@ -3,6 +3,7 @@ What TRL has no parameter for is refused, a sentence for each key of the job."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from hone.trainer.single import SAME
@@ -55,20 +56,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Keys that TRL has no parameter for: the values that it can have, and why no others."""
 
 
-def value_at(job: Job, key: str) -> Any:
-    """Returns the value of a key such as "training.beta"."""
-    value: Any = job
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def check(job: Job) -> None:
     """Raises BadRequest with a sentence for each key that TRL has no parameter for."""
     faults = [
         f"{key} is {shown(value)}, expected {' or '.join(map(repr, allowed))}: {why}"
         for key, (allowed, why) in REFUSED.items()
-        if (value := value_at(job, key)) not in allowed
+        if (value := attrgetter(key)(job)) not in allowed
     ]
     if faults := [*faults, *_faults(job)]:
         raise BadRequest(f"TRL cannot run the job {job.name!r}: {'; '.join(faults)}")
@@ -110,7 +103,7 @@ def grpo_arguments(job: Job) -> dict[str, Any]:
     `data` and `lora` are none of its parameters. The job has passed `check`."""
     training, sampling = job.training, job.sampling
     return {
-        **{name: value_at(job, SAME[name]) for name in NAMES},
+        **{name: attrgetter(SAME[name])(job) for name in NAMES},
         **_batches(job),
         **_clipping(job),
         **_rates(job),
