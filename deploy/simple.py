@@ -35,6 +35,7 @@ from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.note import Note
 from services.orchestrator.tasks import all_of
 from services.trainer.disk.checkpoints import described, path_of, remove_old
+from services.trainer.learning.schedule import learning_rate
 from shared.errors import Failed, HoneError
 from shared.job import Job
 from shared.settings.environment import load_settings
@@ -255,12 +256,14 @@ class SimpleRun:
         from trl.models.utils import unwrap_model_for_generation
 
         spec, trainer = self._job.evaluation, self.trainer
-        drawn = {"do_sample": True, "temperature": spec.temperature, "top_k": 0}
+        drawn = {"do_sample": True, "temperature": spec.temperature}
+        drawn |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         config = GenerationConfig(
             max_new_tokens=spec.max_tokens or self._job.sampling.max_tokens,
             num_return_sequences=spec.samples,
             pad_token_id=trainer.processing_class.pad_token_id,
             eos_token_id=trainer.eos_token_ids,
+            repetition_penalty=1.0,  # what is not said here is as the model's file says
             **(drawn if spec.temperature else {"do_sample": False}),
         )
         groups: list[RolloutGroup] = []
@@ -300,6 +303,17 @@ def _trainer(job: Job, run: SimpleRun) -> Any:
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
+    class Trainer(GRPOTrainer):
+        """Has the job's learning rates."""
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            peak, updates = job.learning_rate or 1.0, to_trl.updates(job)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer,
+                lambda update: learning_rate(job, min(update // updates + 1, job.steps)) / peak,
+            )
+            return self.lr_scheduler
+
     class Steps(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             run.begin()
@@ -323,7 +337,7 @@ def _trainer(job: Job, run: SimpleRun) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(
         job.model, revision=job.model_revision, padding_side="left"
     )
-    return GRPOTrainer(
+    return Trainer(
         model=job.model,
         reward_funcs=run.reward_functions(),  # pyright: ignore[reportArgumentType]
         args=config,

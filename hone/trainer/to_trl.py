@@ -84,12 +84,25 @@ def _faults(job: Job) -> list[str]:
             f'advantages.std is {job.advantages.std!r}, expected "group" with combine '
             '"normalize_then_sum": TRL divides each reward by its deviation in the group'
         )
-    if training.min_learning_rate and training.schedule == "linear":
-        faults.append('training.min_learning_rate is not 0, expected schedule "cosine" with it')
+    if training.dual_clip is not None and training.dual_clip < 1 + training.clip_high:
+        faults.append(
+            f"training.dual_clip is {training.dual_clip:g}, expected 1 + clip_high or more: TRL "
+            "bounds by it where the advantage is positive too"
+        )
+    if training.beta and training.kl == "k3_true" and training.importance == "sequence":
+        faults.append(
+            'training.kl is "k3_true", expected "k3" with importance "sequence": TRL multiplies '
+            "each token's divergence by its sequence's ratio"
+        )
     if (completions := sampling.prompts_per_step * sampling.group_size) % training.minibatches:
         faults.append(
             f"training.minibatches is {training.minibatches}, expected a divisor of the step's "
             f"{completions} completions"
+        )
+    elif training.loss == "bnpo" and _batches(job)["gradient_accumulation_steps"] > 1:
+        faults.append(
+            'training.loss is "bnpo", expected "dapo", or memory.micro_batch_tokens for all of an '
+            "update: TRL averages over each micro-batch's tokens"
         )
     names = [reward.label for reward in job.rewards if reward.shaping]
     return faults + [
@@ -100,22 +113,25 @@ def _faults(job: Job) -> list[str]:
 
 def grpo_arguments(job: Job) -> dict[str, Any]:
     """Returns the parameters of a `trl.GRPOConfig` that learns what the job says on one device.
-    `data` and `lora` are none of its parameters. The job has passed `check`."""
+    `data` and `lora` are none of its parameters, and deploy/simple.py has the schedule of learning
+    rates, since TRL's begins at 0 and ends above the least. The job has passed `check`."""
     training, sampling = job.training, job.sampling
     return {
         **{name: attrgetter(SAME[name])(job) for name in NAMES},
         **_batches(job),
         **_clipping(job),
-        **_rates(job),
+        "learning_rate": job.learning_rate,
         "num_iterations": training.epochs,
         "max_steps": job.steps * updates(job),
         "multi_objective_aggregation": job.advantages.combine,
         "scale_rewards": job.advantages.std,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "min_p": sampling.min_p or None,
+        "min_p": sampling.min_p,
         "use_bias_correction_kl": training.kl == "k3_true",
         "vllm_importance_sampling_correction": False,
+        "router_aux_loss_coef": 0.0,
+        "disable_dropout": not (job.lora and job.lora.dropout),  # it would disable LoRA's too
         "bf16": training.dtype == "auto",
         "model_init_kwargs": _model(job),
         "seed": job.seed % 2**32,
@@ -145,22 +161,6 @@ def _clipping(job: Job) -> dict[str, Any]:
     training = job.training
     high = training.clip_high + (1 if training.loss == "cispo" else 0)
     return {"loss_type": training.loss, "epsilon": training.clip_low, "epsilon_high": high}
-
-
-def _rates(job: Job) -> dict[str, Any]:
-    """The schedule "constant" of transformers has no warmup, and its "cosine" goes to 0."""
-    training = job.training
-    found: dict[str, Any] = {
-        "learning_rate": job.learning_rate,
-        "warmup_steps": training.warmup_steps * updates(job),
-        "lr_scheduler_type": training.schedule,
-    }
-    if training.schedule == "constant" and training.warmup_steps:
-        found["lr_scheduler_type"] = "constant_with_warmup"
-    if training.schedule == "cosine" and training.min_learning_rate:
-        found["lr_scheduler_type"] = "cosine_with_min_lr"
-        found["lr_scheduler_kwargs"] = {"min_lr": training.min_learning_rate}
-    return found
 
 
 def _model(job: Job) -> dict[str, Any]:

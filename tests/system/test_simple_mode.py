@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import hone
 from deploy.tiny_model import make_model, make_tokenizer
@@ -34,8 +35,11 @@ def short(completions, **columns):
 
 
 def save_model(folder: Path) -> Path:
-    """Saves a random Qwen2 with the tokenizer of the demo, a token per character."""
-    make_model(seed=0).save_pretrained(folder)
+    """Saves a random Qwen2 with the tokenizer of the demo, a token per character, whose file asks
+    for no repetitions."""
+    model = make_model(seed=0)
+    model.generation_config.repetition_penalty = 50.0
+    model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 
@@ -54,6 +58,8 @@ def trainer(model: Path, folder: Path, rows: list[dict[str, object]]) -> hone.Tr
         max_completion_length=8,
         max_steps=4,
         learning_rate=1e-2,
+        lr_scheduler_type="linear",
+        training={"min_learning_rate": 4e-3},
         torch_dtype="float32",
         evaluation={"every": 1},
         mode=hone.Simple(folder),
@@ -79,7 +85,8 @@ def test_a_run_has_the_rows_and_names_of_hones_own_loop(run: SimpleRun) -> None:
     assert run.status == "succeeded" and [row.step for row in rows] == [0, 1, 2]
     assert all(0 <= row.metrics["eval/reward"] <= 1.5 for row in rows)
     for row in rows[1:]:
-        assert row.metrics["learning_rate"] == 1e-2 and row.metrics["grad_norm"] > 0
+        assert row.metrics["learning_rate"] == pytest.approx((1e-2, 4e-3)[row.step - 1])
+        assert row.metrics["grad_norm"] > 0
         assert 1 <= row.metrics["completions/mean_length"] <= 8
     output = run.wait()
     assert output.global_step == 2
@@ -106,6 +113,22 @@ def test_stored_completions_have_the_rewards_of_the_jobs_functions(run: SimpleRu
         assert row.metrics["reward"] == pytest.approx(sum(values) / len(values))
 
 
+def test_held_out_problems_are_answered_by_the_likeliest_tokens(run: SimpleRun) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(run.path.parents[1] / "model")
+    tokenizer, rewards = make_tokenizer(), []
+    for row in ROWS[:2]:
+        ids = tokenizer(row["prompt"], return_tensors="pt")["input_ids"]
+        for _ in range(8):
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+        said = [tokenizer.decode(ids[0, -8:].tolist()).partition("<eos>")[0]]
+        judged = high(said, [row["wanted"]])[0]
+        rewards += [] if judged is None else [judged + 0.5 * short(said)[0]]
+    reward = RunFolder(run.path).metrics()[0].metrics["eval/reward"]
+    assert reward == pytest.approx(sum(rewards) / len(rewards))
+
+
 def test_the_prompts_of_a_step_are_those_of_hones_own_order(run: SimpleRun) -> None:
     from services.orchestrator.loop.prompts import load_prompts
     from shared.job import Job
@@ -118,7 +141,6 @@ def test_the_prompts_of_a_step_are_those_of_hones_own_order(run: SimpleRun) -> N
 
 
 def test_its_checkpoint_loads_in_transformers_and_has_moved(run: SimpleRun, tmp_path: Path) -> None:
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert run.checkpoint().name == "step-000002"
