@@ -7,6 +7,7 @@
 | `sync.py` | the ways in which weights are synced |
 | `data.py` | `[data]`, `[evaluation.sets.NAME]` |
 | `sampling.py` | `[sampling]`, `[difficulty]`, `[[rewards]]` |
+| `environment.py` | `[environment]` |
 | `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
 | `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[stop]`, `[rollouts]`, `[wandb]` |
 | `checks.py` | rules that involve several sections |
@@ -28,6 +29,7 @@ from shared.lazily import exporting
 
 if TYPE_CHECKING:
     from shared.job.data import *
+    from shared.job.environment import *
     from shared.job.job import *
     from shared.job.learning import *
     from shared.job.running import *

@@ -8,6 +8,7 @@
 | `rollouts.py` | prompts, `POST /generate`, rollouts |
 | `sessions.py` | recorded conversations of agents |
 | `rewards.py` | `POST /score`, verdicts and scores |
+| `episodes.py` | a job's own environments: open, step, close |
 | `graders.py` | `/graders` and `POST /execute` |
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
 | `weights.py` | published versions, one class per sync method |
@@ -40,6 +41,7 @@ from shared.lazily import exporting
 
 if TYPE_CHECKING:
     from shared.wire.base import *
+    from shared.wire.episodes import *
     from shared.wire.evaluations import *
     from shared.wire.graders import *
     from shared.wire.jobs import *

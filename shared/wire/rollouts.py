@@ -45,9 +45,21 @@ class Sampling(Wire):
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
+class Known(Wire):
+    """A conversation so far: the token ids `[T]` of its first `num_messages` messages, of which the
+    last is an answer, up to the last sampled token."""
+
+    num_messages: int = Field(ge=2)
+    token_ids: TokenIds
+
+
 class GenerateRequest(Fencing):
     """`POST /generate`: one prompt's group. Text, chat messages (rendered by the model's template,
-    with `template_args`) or token ids.
+    with `template_args` and `tools`) or token ids.
+
+    `known` are the tokens that the first messages have: they are not rendered again, and only the
+    messages after them are. With `tools` or `known`, each rollout's `messages` are its answer, with
+    the calls of tools that the sampler's parser found in it.
 
     A job names itself and its fence. Only its own weights of that epoch, of version `min_version`
     or later, answer it. Without `job_id`, any weights that serve answer.
@@ -62,6 +74,8 @@ class GenerateRequest(Fencing):
     prompt: str | tuple[Message, ...] | None = None
     prompt_token_ids: TokenIds | None = None
     template_args: dict[str, Plain] = {}
+    tools: tuple[dict[str, Plain], ...] = ()
+    known: Known | None = None
     truncate_prompt: bool = False
     deadline_s: float | None = Field(default=None, gt=0)
     sampling: Sampling = Sampling()
@@ -137,9 +151,11 @@ class Rollout(Wire):
 class RolloutGroup(Wire):
     """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids`, by the
     sampler `replica` ("": none of ours). `overlong`: the prompt was too long, so its first tokens
-    were cut off, or it was refused."""
+    were cut off, or it was refused. `forked`: why the prompt does not begin with the request's
+    `known` tokens; "": it does, or there were none."""
 
     prompt_token_ids: TokenIds
     rollouts: tuple[Rollout, ...]
     replica: str = ""
     overlong: bool = False
+    forked: str = ""
