@@ -85,6 +85,14 @@ class Chat(Protocol):
         """Returns a special token's text, and "" for any other token."""
         ...
 
+    async def parsed(
+        self, request: ChatRequest, prompt_token_ids: list[int], rollouts: Sequence[Rollout]
+    ) -> list[Message]:
+        """Returns the answers that the completions of these tokens are, with the calls of the
+        request's tools. A completion in which the parser finds none is a text. Raises BadRequest if
+        there are tools and no parser."""
+        ...
+
     async def answer(
         self,
         request: ChatRequest,

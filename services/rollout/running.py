@@ -8,7 +8,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from services.rollout.engine import Adapter, BadPrompt, Engine, Overlong, failed_rollout
+from services.rollout.engine import Adapter, Engine
 from services.rollout.fencing import Requests, owner_of
 from services.rollout.weights.adapters import LoadedAdapters
 from services.rollout.weights.proofs import Expected, Seen, differing, given_tensors
@@ -18,12 +18,9 @@ from shared.http.presence import since
 from shared.wire import (
     CheckedWeights,
     EngineSpec,
-    GenerateRequest,
     Published,
-    RolloutGroup,
     ServingWeights,
 )
-from shared.wire.packed import TokenIds
 
 LOST = 2
 """vLLM's level of sleep at which the weights are given up."""
@@ -241,45 +238,6 @@ class Running:
         """Lets the engine sample, unless it was paused by hand."""
         if not self.is_paused:
             await self.engine.resume()
-
-
-def prompt_ids(request: GenerateRequest, engine: Engine) -> tuple[list[int], bool]:
-    """Returns the prompt's token ids `[T]`, and whether its first tokens were cut off. Raises
-    BadPrompt if nothing can be sampled after it, and BadRequest for a request without a prompt or
-    with two."""
-    if (request.prompt is None) == (request.prompt_token_ids is None):
-        raise BadRequest("give one of 'prompt' and 'prompt_token_ids', not both or neither")
-    if request.prompt_token_ids is None:
-        assert request.prompt is not None
-        ids = engine.encode(request.prompt, request.template_args)
-    else:
-        ids = list(request.prompt_token_ids)
-    room = engine.max_model_len - request.sampling.max_tokens
-    is_cut = request.truncate_prompt and 0 < room < len(ids)
-    ids = ids[-room:] if is_cut else ids
-    _check_prompt(ids, request.sampling.max_tokens, engine)
-    return ids, is_cut
-
-
-def group_without_prompt(request: GenerateRequest, error: BadPrompt) -> RolloutGroup:
-    """Returns the group of a prompt after which nothing can be sampled. Each rollout says why."""
-    rollouts = (failed_rollout(error.detail),) * request.sampling.n
-    overlong = isinstance(error, Overlong)
-    return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=rollouts, overlong=overlong)
-
-
-def _check_prompt(ids: list[int], max_tokens: int, engine: Engine) -> None:
-    if not ids:
-        raise BadPrompt("the prompt has no tokens")
-    outside = min(ids) if min(ids) < 0 else max(ids)
-    if not 0 <= outside < engine.vocab_size:
-        raise BadPrompt(f"'prompt_token_ids': got {outside}, expected 0 to {engine.vocab_size - 1}")
-    total = len(ids) + max_tokens
-    if total > engine.max_model_len:
-        raise Overlong(
-            f"a prompt of {len(ids)} tokens with 'max_tokens' {max_tokens} makes {total}; the "
-            f"model holds {engine.max_model_len}"
-        )
 
 
 def sentence(error: BaseException) -> str:

@@ -29,9 +29,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from services.rollout.engine import Answer, BadPrompt, Engine, Starter
+from services.rollout.engine import Answer, Engine, Starter
 from services.rollout.fencing import ChatTurn, Fences, Requests, owner_of, stale, taken
-from services.rollout.running import LOST, Running, Start, group_without_prompt, prompt_ids
+from services.rollout.groups import sampled_group
+from services.rollout.running import LOST, Running, Start
 from services.rollout.weights.adapters import LoadedAdapters, one_call
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.loading import Load
@@ -54,7 +55,6 @@ from shared.wire import (
     SleepRequest,
     WeightsRef,
 )
-from shared.wire.packed import TokenIds
 
 NO_MODEL = "no model is loaded; PUT /model loads one"
 
@@ -262,29 +262,10 @@ class Sampler:
         running = await self._ready()
         self._fences.check(request, running.serving)
         running.check_version(request.min_version)
-        try:
-            ids, is_cut = prompt_ids(request, running.engine)
-        except BadPrompt as error:
-            if request.job_id is None:
-                raise
-            group = group_without_prompt(request, error)
-            return group.model_copy(update={"replica": self.serving.replica})
         with running.serving_adapter() as adapter:
-            work = running.engine.sample(
-                ids,
-                request.sampling,
-                owner=owner_of(request),
-                salt=running.salt,
-                deadline_s=request.deadline_s,
-                adapter=adapter,
-            )
-            rollouts = await self.requests.run(request, work)
-        return RolloutGroup(
-            prompt_token_ids=TokenIds(ids),
-            rollouts=rollouts,
-            replica=self.serving.replica,
-            overlong=is_cut,
-        )
+            work = sampled_group(request, running, adapter)
+            group = await self.requests.run(request, work)
+        return group.model_copy(update={"replica": self.serving.replica})
 
     async def engine_with(self, weights: ServingWeights, *, asked_by: str) -> Engine:
         """Returns the engine if it serves any version of the same job, attempt and epoch as

@@ -15,7 +15,7 @@ from shared.wire import ChatRequest, FinishReason, Message, Rollout, Span
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 SPECIAL = {BEGIN: 1, END: 2}
 PAIR = 1 << 16
-CALL = re.compile(r"(.*?)<tool_call>(.*)</tool_call>", re.DOTALL)
+CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 def tokens(text: str) -> list[int]:
@@ -35,6 +35,23 @@ def text_of(ids: Sequence[int]) -> str:
         names.get(id) or (chr(id) if id < PAIR else chr((id - PAIR) // 256) + chr(id % 256))
         for id in ids
     )
+
+
+def message_of(text: str) -> Message:
+    """The answer with its calls, which are `call-1` and so on in each answer."""
+    found = [json.loads(call) for call in CALL.findall(text)]
+    if not found:
+        return {"role": "assistant", "content": text}
+    calls = [
+        {
+            "id": f"call-{number}",
+            "type": "function",
+            "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+        }
+        for number, call in enumerate(found, 1)
+    ]
+    said = text.partition("<tool_call>")[0]
+    return {"role": "assistant", "content": said or None, "tool_calls": calls}
 
 
 @dataclass
@@ -73,6 +90,12 @@ class FakeChat:
     def special_text(self, token_id: int) -> str:
         return next((text for text, id in SPECIAL.items() if id == token_id), "")
 
+    async def parsed(
+        self, request: ChatRequest, prompt_token_ids: list[int], rollouts: Sequence[Rollout]
+    ) -> list[Message]:
+        self.asked.append(prompt_token_ids)
+        return [message_of(rollout.text) for rollout in rollouts]
+
     async def answer(
         self,
         request: ChatRequest,
@@ -86,12 +109,7 @@ class FakeChat:
         self.asked.append(prompt_token_ids)
         spans = await self.sample(prompt_token_ids, owner, adapter)
         ids = sampled_tokens(text)[: None if self.finish_reason == "stop" else -1]
-        message: Message = {"role": "assistant", "content": text}
-        if found := CALL.fullmatch(text):
-            call = json.loads(found[2])
-            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
-            calls = [{"id": "call-1", "type": "function", "function": function}]
-            message = {"role": "assistant", "content": found[1] or None, "tool_calls": calls}
+        message = message_of(text)
         body = {
             "id": f"chatcmpl-{len(self.asked)}",
             "object": "chat.completion",

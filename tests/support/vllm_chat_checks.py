@@ -18,7 +18,7 @@ from services.rollout.conversations.recording import prompt_tokens, tokens_after
 from services.rollout.engine import Answer
 from shared.errors import BadRequest, Failed, NotFound
 from shared.settings import Settings
-from shared.wire import ChatRequest, EngineSpec
+from shared.wire import ChatRequest, EngineSpec, Message
 
 if TYPE_CHECKING:
     from services.rollout.on_vllm.chat import VllmChat
@@ -176,6 +176,41 @@ async def test_calls_of_tools_are_found_and_what_follows_is_the_templates(engine
     assert (said.message["content"], engine.asked[1]) == ("It is 5.", ids)
     cut = await tokens_after(chat, second, 2, called.rollout.token_ids[3])
     assert engine.tokenizer.decode(cut) == "<|im_end|>" + engine.tokenizer.decode(between)
+
+
+async def test_a_completion_is_parsed_as_the_route_parses_its_own(engine: Scripted) -> None:
+    chat = chat_of(engine)
+    other = CALL.removeprefix("Well.\n").replace("2", "7")
+    cut = CALL.partition('"a"')[0]
+    replies = [f"{CALL}{other}<|im_end|>", "It is 5.<|im_end|>", cut]
+    asked = ChatRequest(messages=({"role": "user", "content": "2 + 3?"},), tools=(TOOL,))
+    engine.replies = replies
+    answers = [await answer(chat, asked, [5]) for _ in replies]
+    said = await chat.parsed(asked, [5], [each.rollout for each in answers])
+    for one, other in zip(said, answers, strict=True):
+        assert without_ids(one) == without_ids(other.message)
+    calls = said[0].pop("tool_calls")
+    assert [call["function"]["arguments"] for call in calls] == [
+        '{"b": 3, "a": 2}',
+        '{"b": 3, "a": 7}',
+    ]
+    assert len({call["id"] for call in calls}) == 2
+    assert [message["content"] for message in said] == ["Well.\n", "It is 5.", cut]
+
+    stops = asked.model_copy(update={"stop": ("</tool_call>",)})
+    (stopped,) = await chat.parsed(stops, [5], [answers[0].rollout])
+    (call,) = stopped["tool_calls"]
+    assert call["function"]["arguments"] == '{"b": 3, "a": 2}'
+    with pytest.raises(BadRequest, match="HONE_TOOL_PARSER to name one"):
+        await chat_of(engine, None).parsed(asked, [5], [])
+    bare = asked.model_copy(update={"tools": None})
+    (text,) = await chat_of(engine, None).parsed(bare, [5], [answers[1].rollout])
+    assert text == {"role": "assistant", "content": "It is 5."}
+
+
+def without_ids(message: Message) -> Message:
+    calls = [call["function"] for call in message.get("tool_calls", [])]
+    return {**message, "tool_calls": calls}
 
 
 async def test_an_answer_says_what_its_tokens_were_drawn_from_if_it_was_asked_for(

@@ -38,12 +38,11 @@ templates strip."""
 
 @dataclass(frozen=True)
 class State:
-    """A conversation up to an answer: its number of messages, its number of tokens after the
-    prompt, and the last token."""
+    """A conversation up to an answer: its number of messages, and its number of tokens after the
+    prompt."""
 
     num_messages: int
     num_tokens: int
-    last_token: int
 
 
 class Recorded:
@@ -143,7 +142,7 @@ class Recorded:
             )
         )
         self._last = rollout
-        self.states.append(State(len(self.messages), len(self._token_ids), self._token_ids[-1]))
+        self.states.append(State(len(self.messages), len(self._token_ids)))
 
     def conversation(self) -> Conversation:
         assert self._last is not None, "a conversation is recorded with its first answer"
@@ -221,6 +220,18 @@ class CannotContinue(Exception):
 async def prompt_tokens(chat: Chat, request: ChatRequest) -> list[int]:
     """Returns the token ids `[T]` of all messages, ready for the answer."""
     return chat.tokenize(await chat.render(request, request.messages, answering=True))
+
+
+async def next_prompt(
+    chat: Chat, request: ChatRequest, num_known: int, known_ids: list[int]
+) -> tuple[list[int], str]:
+    """Returns the token ids `[T]` of all messages, ready for the answer. They begin with
+    `known_ids`, the tokens of the first `num_known` messages; else a reason comes with them."""
+    try:
+        between = await tokens_after(chat, request, num_known, known_ids[-1])
+    except CannotContinue as error:
+        return await prompt_tokens(chat, request), str(error)
+    return [*known_ids, *between], ""
 
 
 async def tokens_after(

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.rollout.conversations.recording import (
-    CannotContinue,
     Recorded,
     json_bytes,
+    next_prompt,
     prompt_tokens,
-    tokens_after,
 )
 from services.rollout.engine import Chat, Overlong
 from services.rollout.sampler import Sampler
@@ -165,13 +164,12 @@ class Sessions:
         if not known:
             return NextTurn(await prompt_tokens(chat, request), because=newest.difference(request))
         state, recorded = max(known, key=lambda each: each[0].num_messages)
-        try:
-            between = await tokens_after(chat, request, state.num_messages, state.last_token)
-        except CannotContinue as error:
-            return NextTurn(await prompt_tokens(chat, request), because=str(error))
-        ids = [*recorded.token_ids(state), *between]
+        known_ids = recorded.token_ids(state)
+        ids, because = await next_prompt(chat, request, state.num_messages, known_ids)
+        if because:
+            return NextTurn(ids, because=because)
         if state is recorded.states[-1]:
-            return NextTurn(ids, goes_on=recorded, between=tuple(between))
+            return NextTurn(ids, goes_on=recorded, between=tuple(ids[len(known_ids) :]))
         return NextTurn(ids, because=recorded.difference(request))
 
     def _check_room(

@@ -129,16 +129,21 @@ def packed(kept_T: Sequence[Sequence[int]], num_tokens: int) -> tuple[TokenIds, 
 
 
 def text_of(
-    tokenizer: Any, prompt_token_ids: list[int], token_ids: Sequence[int], *, stopped: bool
+    tokenizer: Any,
+    prompt_token_ids: list[int],
+    token_ids: Sequence[int],
+    *,
+    stopped: bool,
+    params: SamplingParams = PARAMS,
 ) -> str:
     """Returns the text of these tokens after the prompt, by vLLM's own detokenizer and so as vLLM
-    would make it: without special tokens, without bytes at the end that make no character yet, and,
-    if `stopped`, without the last token, which stopped the completion."""
+    would make it with `params`: without special tokens, without bytes at the end that make no
+    character yet, and, if `stopped`, without the last token, which stopped the completion."""
     request = EngineCoreRequest(
         request_id="",
         prompt_token_ids=prompt_token_ids,
         mm_features=None,
-        sampling_params=PARAMS,
+        sampling_params=params,
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,

@@ -174,6 +174,7 @@ def _logging_config(errors: Path, progress: Path) -> dict[str, object]:
     }
     loggers: dict[str, object] = {name: {"level": "ERROR"} for name in NOISY}
     loggers |= {name: {"level": "INFO", "handlers": ["progress"]} for name in TELLING}
+    loggers["vllm.tool_parsers"] = {"level": "CRITICAL"}  # a traceback for each malformed call
     loggers["vllm"] = {"handlers": ["stderr", "errors"], "level": "WARNING", "propagate": False}
     return {
         "version": 1,

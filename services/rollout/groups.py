@@ -1,0 +1,172 @@
+"""The group of one request: its prompt as tokens, the completions, and in a conversation each
+completion as a message.
+
+A request is a turn of a conversation if it has `tools` or `known`. The caller keeps the
+conversation: it sends all messages, and the tokens of those that it `known`s. Nothing of it stays
+in this process, so any sampler can answer any turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from pydantic import ValidationError
+
+from services.rollout.conversations.recording import next_prompt, prompt_tokens
+from services.rollout.engine import Adapter, BadPrompt, Engine, Overlong, failed_rollout
+from services.rollout.fencing import owner_of
+from services.rollout.running import Running
+from shared.errors import BadRequest
+from shared.explain import sentences
+from shared.wire import ChatRequest, GenerateRequest, Message, Rollout, RolloutGroup
+from shared.wire.packed import TokenIds
+
+NO_ROOM = "its first {} tokens were cut off, and known tokens with them"
+
+
+async def sampled_group(
+    request: GenerateRequest, running: Running, adapter: Adapter | None
+) -> RolloutGroup:
+    """Returns the group `[G]`. If nothing can be sampled after the prompt, a job gets failed
+    rollouts as data, and a request by hand gets BadPrompt."""
+    engine = running.engine
+    try:
+        turn = conversation(request)
+        group = await _prompted(request, turn, engine)
+    except BadPrompt as error:
+        if request.job_id is None:
+            raise
+        return _failed_group(request, error)
+    ids = list(group.prompt_token_ids)
+    rollouts = await engine.sample(
+        ids,
+        request.sampling,
+        owner=owner_of(request),
+        salt=running.salt,
+        deadline_s=request.deadline_s,
+        adapter=adapter,
+    )
+    if turn:
+        rollouts = await _with_messages(turn, ids, rollouts, engine)
+    return group.model_copy(update={"rollouts": rollouts})
+
+
+def conversation(request: GenerateRequest) -> ChatRequest | None:
+    """Returns the conversation that the request is a turn of, or None. Raises BadRequest if it has
+    no messages or `known` does not fit them, and BadPrompt for messages that are not text."""
+    known = request.known
+    if not request.tools and known is None:
+        return None
+    messages = request.prompt
+    if messages is None or isinstance(messages, str):
+        raise BadRequest("'tools' and 'known' are of a conversation; expected messages as 'prompt'")
+    if known and not known.token_ids:
+        raise BadRequest("'known.token_ids' is empty; expected the tokens up to an answer's last")
+    if known and known.num_messages >= len(messages):
+        raise BadRequest(
+            f"'known.num_messages': got {known.num_messages} of {len(messages)} messages, expected "
+            "fewer: an answer is sampled after new messages"
+        )
+    if known and (role := messages[known.num_messages - 1].get("role")) != "assistant":
+        raise BadRequest(
+            f"'known' ends with message {known.num_messages - 1}, whose role is {role!r}; expected "
+            "'assistant'"
+        )
+    try:
+        return ChatRequest(
+            messages=messages,
+            tools=request.tools or None,
+            chat_template_kwargs=request.template_args or None,
+            stop=request.sampling.stop or None,
+            stop_token_ids=request.sampling.stop_token_ids or None,
+        )
+    except ValidationError as error:
+        faults = sentences(error, ChatRequest)
+        raise BadPrompt("; ".join(fault["detail"] for fault in faults)) from error
+
+
+async def _prompted(
+    request: GenerateRequest, turn: ChatRequest | None, engine: Engine
+) -> RolloutGroup:
+    """Returns the group without rollouts. Raises BadPrompt if nothing can be sampled after the
+    prompt."""
+    ids, forked = await _prompt_ids(request, turn, engine)
+    max_tokens = request.sampling.max_tokens
+    num_over = len(ids) + max_tokens - engine.max_model_len
+    is_cut = request.truncate_prompt and 0 < num_over < len(ids)
+    if is_cut:
+        ids = ids[num_over:]
+        forked = forked or (NO_ROOM.format(num_over) if request.known else "")
+    _check_prompt(ids, max_tokens, engine)
+    return RolloutGroup(prompt_token_ids=TokenIds(ids), rollouts=(), overlong=is_cut, forked=forked)
+
+
+async def _prompt_ids(
+    request: GenerateRequest, turn: ChatRequest | None, engine: Engine
+) -> tuple[list[int], str]:
+    """Returns the prompt's token ids `[T]`, and why they do not begin with the known ones. Raises
+    BadRequest for a request without a prompt or with two."""
+    if (request.prompt is None) == (request.prompt_token_ids is None):
+        raise BadRequest("give one of 'prompt' and 'prompt_token_ids', not both or neither")
+    if request.prompt_token_ids is not None:
+        return list(request.prompt_token_ids), ""
+    if turn is None:
+        assert request.prompt is not None
+        return engine.encode(request.prompt, request.template_args), ""
+    if request.known is None:
+        return await prompt_tokens(engine.chat, turn), ""
+    known = request.known
+    return await next_prompt(engine.chat, turn, known.num_messages, list(known.token_ids))
+
+
+async def _with_messages(
+    turn: ChatRequest, ids: list[int], rollouts: tuple[Rollout, ...], engine: Engine
+) -> tuple[Rollout, ...]:
+    """Returns the rollouts with their answers. A rollout that went wrong has none."""
+    answered = [rollout for rollout in rollouts if not rollout.went_wrong]
+    messages = iter(await engine.chat.parsed(turn, ids, answered))
+    earlier = frozenset(call.get("id", "") for message in turn.messages for call in _calls(message))
+    return tuple(
+        rollout
+        if rollout.went_wrong
+        else rollout.model_copy(update={"messages": (_with_own_ids(next(messages), earlier),)})
+        for rollout in rollouts
+    )
+
+
+def _with_own_ids(message: Message, earlier: frozenset[str]) -> Message:
+    """Returns the message with another id for each call whose id the conversation has already:
+    models that write the ids themselves may repeat one."""
+    taken, calls = set(earlier), []
+    for call in _calls(message):
+        id = call["id"]
+        while id in taken:
+            id = f"{call['id']}-{len(taken)}"
+        taken.add(id)
+        calls.append({**call, "id": id})
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _calls(message: Message) -> list[dict[str, Any]]:
+    return cast(list[dict[str, Any]], message.get("tool_calls") or [])
+
+
+def _check_prompt(ids: list[int], max_tokens: int, engine: Engine) -> None:
+    if not ids:
+        raise BadPrompt("the prompt has no tokens")
+    outside = min(ids) if min(ids) < 0 else max(ids)
+    if not 0 <= outside < engine.vocab_size:
+        raise BadPrompt(f"'prompt_token_ids': got {outside}, expected 0 to {engine.vocab_size - 1}")
+    total = len(ids) + max_tokens
+    if total > engine.max_model_len:
+        raise Overlong(
+            f"a prompt of {len(ids)} tokens with 'max_tokens' {max_tokens} makes {total}; the "
+            f"model holds {engine.max_model_len}"
+        )
+
+
+def _failed_group(request: GenerateRequest, error: BadPrompt) -> RolloutGroup:
+    """Returns the group of a prompt after which nothing can be sampled. Each rollout says why."""
+    rollouts = (failed_rollout(error.detail),) * request.sampling.n
+    overlong = isinstance(error, Overlong)
+    return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=rollouts, overlong=overlong)
