@@ -71,9 +71,8 @@ def measured_in(folder: Path) -> Measured:
     them."""
     try:
         job = codec.decode_tolerantly(Job, (folder / "job.json").read_bytes())
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [MetricsRow.model_validate_json(line) for line in lines if line.strip()]
-    except (OSError, ValueError, BadRequest) as error:
+        rows = MetricsRow.stored(folder / "metrics.jsonl")
+    except (OSError, ValueError, KeyError, BadRequest) as error:
         why = getattr(error, "strerror", None) or "it is not whole"
         raise BadRequest(
             f"--measured {str(folder)!r}: {why}; expected a run folder, with job.json and "

@@ -173,11 +173,7 @@ class SimpleRun(Measured):
 
     def _rows(self) -> MetricsList:
         path = self.path / "metrics.jsonl"
-        whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-        rows = [json.loads(line) for line in whole]
-        return MetricsList(
-            rows=tuple(MetricsRow(step=row.pop("step"), metrics=row) for row in rows)
-        )
+        return MetricsList(rows=tuple(MetricsRow.stored(path)) if path.exists() else ())
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.path / name

@@ -3,7 +3,9 @@ itself, so a command that only asks builds no job sections."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -178,6 +180,16 @@ class EventList(Listing[Event]):
 class MetricsRow(Wire):
     step: int
     metrics: dict[str, float]
+
+    @classmethod
+    def stored(cls, file: Path) -> list[MetricsRow]:
+        """Returns the rows of a run folder's metrics.jsonl, by step. Ignores a last line that a
+        crash cut short. If a superseded worker wrote a second row of a step, the first counts."""
+        rows: dict[int, MetricsRow] = {}
+        for row in map(json.loads, filter(None, file.read_bytes().split(b"\n")[:-1])):
+            step = row.pop("step")
+            rows.setdefault(step, cls(step=step, metrics=row))
+        return [rows[step] for step in sorted(rows)]
 
 
 class MetricsList(Listing[MetricsRow]):

@@ -269,17 +269,10 @@ class RunFolder:
             file.write(json.dumps(row) + "\n")
 
     def metrics(self, after_step: int = -1) -> list[MetricsRow]:
-        """Returns the rows after `after_step`, in order. Ignores a last line that a crash cut
-        short. If a superseded worker wrote a second row of a step, the first counts."""
+        """Returns the rows after `after_step`, in order."""
         path = self.path / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = [line for line in path.read_bytes().split(b"\n")[:-1] if line]
-        rows: dict[int, MetricsRow] = {}
-        for row in map(json.loads, lines):
-            step = row.pop("step")
-            rows.setdefault(step, MetricsRow(step=step, metrics=row))
-        return [rows[step] for step in sorted(rows) if step > after_step]
+        rows = MetricsRow.stored(path) if path.exists() else []
+        return [row for row in rows if row.step > after_step]
 
     def write_batch(self, batch: Batch) -> None:
         """Stores the step's batch. A graded batch replaces an ungraded one. Raises BatchExists if

@@ -157,7 +157,7 @@ def test_a_run_folder_gives_its_rates(job_file: Path, tmp_path: Path) -> None:
     (run_folder / "job.json").write_text(json.dumps(least))
     row = {"time/generate": 2.0, "time/train": 1.0, "num_tokens": 25_600}
     row |= {"completions/mean_length": 100.0}
-    (run_folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "metrics": row}) + "\n")
+    (run_folder / "metrics.jsonl").write_text(json.dumps({"step": 1} | row) + "\n")
     shown = run(job_file, "--gpus", "cpu", "--measured", run_folder)
     assert "a step takes about 3.0 s (sampling 2.0, training 1.0, sync 0.0; measured)" in shown
     (run_folder / "metrics.jsonl").write_text("")
