@@ -13,12 +13,14 @@ OTHER_PLACE = "how that trainer works inside"
 SINGLE_TURN = "a job samples one completion for a prompt; agents in the loop are not there yet"
 NO_ENTROPY = "there is no entropy bonus; training.clip_high keeps entropy up"
 NO_ROUTERS = "there is no loss of routers"
+ALL_TOKENS = "an evaluation samples from all tokens; see evaluation.temperature"
 ADAMW = "the optimizer is AdamW"
 KL_IN_REWARD = (
     "in the reward there, so that a token answers for the KL of all later tokens too; here in the "
     "loss, for its own alone"
 )
 BATCH_STD = "there the advantages of all tokens are divided, here by the rewards' deviation"
+ACCEPTED = 'there the trainer\'s log-probs are over the whole vocabulary too, hence "accept"'
 MOST_REFILLS = 10
 
 
@@ -103,8 +105,7 @@ def modules(targets: Any) -> Any:
 def accepted(value: Any, _: Values) -> Any:
     """Returns a bound on sampled tokens, such as top_p, and that the trainer does not follow it."""
     is_bounded = value not in (0, 1, -1)
-    note = 'there the trainer\'s log-probs are over the whole vocabulary too, hence "accept"'
-    return value, Said("accept", note) if is_bounded else None
+    return value, Said("accept", ACCEPTED) if is_bounded else None
 
 
 def top_k(value: Any, _: Values) -> Any:

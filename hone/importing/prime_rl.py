@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from hone.importing.converting import (
     ADAMW,
+    ALL_TOKENS,
     GPUS,
     OTHER_PLACE,
     attention,
@@ -182,7 +183,7 @@ ROWS: dict[str, Row] = {
     f"{EVAL}group_size": to("evaluation.samples"),
     f"{EVAL}sampling.temperature": to("evaluation.temperature"),
     f"{EVAL}sampling.max_completion_tokens": to("evaluation.max_tokens"),
-    f"{EVAL}sampling.*": none("an evaluation samples as training, but temperature"),
+    f"{EVAL}sampling.*": none(ALL_TOKENS),
     f"{EVAL}skip_first_step": none("a job with data.eval evaluates before training", False),
     f"{EVAL}*": inside(OTHER_PLACE),
     "ckpt": to("checkpoints.every", lambda _, __: 0, "only at the end, as there"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
-from hone.importing.converting import attention
+from hone.importing.converting import ACCEPTED, attention
 from hone.importing.table import (
     Draft,
     Entry,
@@ -33,6 +33,7 @@ from shared.job import TrainingSpec
 
 SOLUTION = "the column `solution`, as there"
 ADAPTERS = "adapters are LoRA's plain ones"
+BOUNDS = ("top_p", "top_k", "min_p")
 TARGETS = "peft takes its own list for the model there, mostly q_proj and v_proj"
 
 
@@ -213,6 +214,8 @@ def translated(given: Values) -> Draft:
     _drop_unknown_loss(values, draft)
     found = translate(values)
     _take(found.job, "", given, draft)
+    if bounds := [name for name in BOUNDS if f"sampling.{name}" in draft.entries]:
+        draft.set("correction.truncated_sampling", "accept", ", ".join(bounds), ACCEPTED)
     if "lora" in found.job and "target_modules" not in found.job["lora"]:
         draft.fill_in["lora.target_modules"] = TARGETS
     draft.lacking += [

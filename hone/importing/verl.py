@@ -10,6 +10,7 @@ from typing import Any
 from hone.importing import verl_values as becomes
 from hone.importing.converting import (
     ADAMW,
+    ALL_TOKENS,
     COUNTED_BY_TOKENS,
     CRITIC,
     GPUS,
@@ -199,8 +200,8 @@ ROWS: dict[str, Row] = {
     f"{ROLLOUT}val_kwargs.temperature": to("evaluation.temperature", becomes.evaluated),
     f"{ROLLOUT}val_kwargs.n": to("evaluation.samples"),
     f"{ROLLOUT}val_kwargs.do_sample": inside("see val_kwargs.temperature"),
-    f"{ROLLOUT}val_kwargs.top_p": none("an evaluation samples as training, but temperature", 1),
-    f"{ROLLOUT}val_kwargs.top_k": none("an evaluation samples as training, but temperature", -1, 0),
+    f"{ROLLOUT}val_kwargs.top_p": none(ALL_TOKENS, 1),
+    f"{ROLLOUT}val_kwargs.top_k": none(ALL_TOKENS, -1, 0),
     "trainer.save_freq": to("checkpoints.every", only_last),
     "trainer.max_actor_ckpt_to_keep": to("checkpoints.keep_last"),
     "trainer.logger": to("wandb.project, wandb.name", becomes.wandb),

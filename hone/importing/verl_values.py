@@ -88,6 +88,8 @@ def kl_loss(value: Any, values: Values) -> Any:
 def kl_reward(value: Any, values: Values) -> Any:
     if not value:
         return None
+    if values.get(f"{ACTOR}use_kl_loss"):
+        raise LacksError("a job has one KL divergence: see use_kl_loss")
     return values["algorithm.kl_ctrl.kl_coef"], Said("k3_true", KL_IN_REWARD)
 
 

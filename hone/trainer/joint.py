@@ -79,6 +79,10 @@ def _steps(given: Values, job: Translation) -> None:
 
 
 def _warmup(given: Values, job: Translation, updates: int) -> None:
+    """The schedule "constant" of transformers has no warm-up, whatever these say."""
+    name = given.get("lr_scheduler_type")
+    if getattr(name, "value", name) == "constant":
+        return
     share, warmup = given.get("warmup_ratio") or 0, given.get("warmup_steps") or 0
     if 0 < warmup < 1:
         share, warmup = warmup, 0
@@ -96,7 +100,8 @@ def _warmup(given: Values, job: Translation, updates: int) -> None:
 
 def _clipping(given: Values, job: Translation) -> None:
     """TRL clips on both sides by `epsilon` unless `epsilon_high` is set. Its "cispo" bounds the
-    ratio itself by `epsilon_high`, a job's by 1 + clip_high."""
+    ratio itself by `epsilon_high`, a job's by 1 + clip_high. Its `delta` bounds the ratio where the
+    advantage is positive too, which changes nothing from 1 + `epsilon_high` on."""
     loss, low = given.get("loss_type"), given.get("epsilon")
     if loss is not None:
         job.set("training.loss", loss)
@@ -112,6 +117,8 @@ def _clipping(given: Values, job: Translation) -> None:
             )
             return
         high = round(high - 1, 12)
+    elif given.get("delta", 1 + high) < 1 + high:
+        job.refused["delta"] = f"{given['delta']:g}; expected 1 + epsilon_high or more"
     job.set("training.clip_high", high)
 
 
@@ -146,7 +153,7 @@ CORRECTIONS = {
 
 
 def _correction(given: Values, job: Translation) -> None:
-    """TRL has no lower bound unless one is given; a job's "icepop" has."""
+    """TRL's bounds are 3 and none unless they are given; a job's depend on the method."""
     mode = given.get("vllm_importance_sampling_mode")
     if given.get("vllm_importance_sampling_correction") is False:
         job.set("correction.method", "none")
@@ -159,6 +166,7 @@ def _correction(given: Values, job: Translation) -> None:
             f"{', '.join(map(repr, CORRECTIONS))}"
         )
     job.set("correction.method", CORRECTIONS[mode])
+    job.set("correction.high", 3.0)
     if mode == "token_mask":
         job.set("correction.low", 0.0)
     for name, key in (
@@ -285,12 +293,14 @@ JOINT: dict[Callable[[Values, Translation], None], tuple[tuple[str, ...], str]] 
             "warmup_ratio",
         ),
         "`steps`, `training.epochs`, `evaluation.every`, `checkpoints.every`, "
-        "`training.warmup_steps`: they count updates; a step is a batch, which may have several",
+        "`training.warmup_steps`: they count updates; a step is a batch, which may have several; "
+        'the schedule "constant" has no warm-up, "constant_with_warmup" has',
     ),
     _clipping: (
         ("loss_type", "epsilon", "epsilon_high"),
         "`training.loss`, `clip_low`, `clip_high`; without `epsilon_high` both are `epsilon`; for "
-        '"cispo" `epsilon_high` - 1',
+        '"cispo" `epsilon_high` - 1; "bnpo" is a mean over the tokens of an update, in TRL of each '
+        "of its parts",
     ),
     _normalized: (
         ("multi_objective_aggregation",),

@@ -237,6 +237,13 @@ def test_verl_s_overrides_are_the_same_keys() -> None:
     assert got["training.loss"] == "gspo" and "training.dual_clip" not in got
 
 
+def test_of_verl_s_two_divergences_the_loss_s_is_the_job_s() -> None:
+    words = ["verl", "algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"]
+    found = imported([*words, "actor_rollout_ref.actor.kl_loss_coef=0.01"])
+    assert values(found)["training.beta"] == 0.01
+    assert "algorithm.use_kl_in_reward" in [each.name for each in found.lacking]
+
+
 def test_verl_s_two_bounds_are_of_tokens_or_of_sequences() -> None:
     key = "algorithm.rollout_correction.rollout_is"
     for level, method in (("token", "icepop"), ("sequence", "sequence_mask")):
@@ -316,6 +323,7 @@ def test_a_trl_yaml_with_arguments_beside_it_becomes_a_job_that_is_accepted(
     words += ["--reward_funcs", "accuracy_reward", "--max_steps=10", "--use_peft", "--beta", "0.1"]
     words += ["--lora_target_modules", "q_proj", "v_proj", "--max_prompt_length", "1024"]
     words += ["--use_vllm", "--vllm_importance_sampling_cap", "2", "--eval_strategy", "steps"]
+    words += ["--top_p", "0.9"]
     found = imported(words)
     assert (found.fill_in, found.faults, found.lacking) == ({}, (), ())
     (tmp_path / "job.toml").write_text(found.toml)
@@ -324,6 +332,7 @@ def test_a_trl_yaml_with_arguments_beside_it_becomes_a_job_that_is_accepted(
     assert (job.training.beta, job.training.kl) == (0.1, "k3_true")
     assert (job.max_model_len, job.sampling.overlong_prompts) == (1536, "truncate")
     assert (job.correction.method, job.correction.high) == ("sequence_mask", 2)
+    assert (job.sampling.top_p, job.correction.truncated_sampling) == (0.9, "accept")
     assert (job.evaluation.samples, job.evaluation.temperature) == (8, 1)  # as in training
     assert job.lora is not None
     assert (job.lora.rank, job.lora.dropout, job.lora.target_modules) == (

@@ -133,6 +133,8 @@ def of_trl(**given: Any) -> Job:
 def test_a_whole_config_of_trl_has_its_seed_and_corrects_only_for_vllm() -> None:
     job = of_trl(seed=7, vllm_importance_sampling_mode="token_mask")
     assert (job.seed, job.correction.method) == (7, "auto")
+    truncated = job_of(max_steps=1, vllm_importance_sampling_mode="token_truncate").correction
+    assert (truncated.method, truncated.high) == ("token_tis", 3.0)  # TRL's bound, not the job's 2
     correction = of_trl(use_vllm=True, vllm_importance_sampling_mode="token_mask").correction
     assert (correction.method, correction.low, correction.high) == ("icepop", 0.0, 3.0)
 
@@ -140,6 +142,12 @@ def test_a_whole_config_of_trl_has_its_seed_and_corrects_only_for_vllm() -> None
 def test_a_config_of_trl_divides_each_of_several_rewards_by_its_deviation() -> None:
     job = of_trl(multi_objective_aggregation="normalize_then_sum", scale_rewards="none")
     assert (job.advantages.combine, job.advantages.std) == ("normalize_then_sum", "group")
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("constant", 0), ("constant_with_warmup", 4)])
+def test_trls_constant_rate_has_no_warmup(kind: str, steps: int) -> None:
+    training = of_trl(lr_scheduler_type=kind, warmup_steps=4).training
+    assert (training.schedule, training.warmup_steps) == ("constant", steps)
 
 
 def test_evaluations_with_several_samples_have_the_temperature_of_training() -> None:
@@ -173,6 +181,7 @@ def test_a_section_of_the_job_goes_over_other_names() -> None:
             "steps_per_generation is 3 and gradient_accumulation_steps 2; expected a multiple",
         ),
         ({"loss_type": "cispo", "epsilon_high": 0.2}, 'would bound the ratio of "cispo" below 1'),
+        ({"delta": 1.1, "epsilon": 0.2}, "delta is 1.1; expected 1 \\+ epsilon_high or more"),
         ({"warmup_ratio": 0.1, "num_train_epochs": 1}, "expected warmup_steps, or max_steps"),
         ({"peft_config": Adapter(use_dora=True)}, "peft_config.use_dora is True; expected False"),
         ({"optim": "lion"}, "optim is 'lion'; the optimizer is AdamW"),
