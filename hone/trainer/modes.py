@@ -79,10 +79,10 @@ class Remote(Mode):
     def stack(self, packages: tuple[str, ...] = ()) -> Address:
         from shared.settings.environment import load_settings
 
-        token = self.token or load_settings().bearer()
-        with Client(self.url, token=token) as client:
+        address = Address(self.url, self.token or load_settings().bearer())
+        with address.connect() as client:
             client.ping()
-        return Address(self.url, token)
+        return address
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from shared.wire.graders import reward_of
 
 def rewards_of(given: Any, weights: Sequence[float] | None) -> list[dict[str, Any]]:
     """Returns a table of `[[rewards]]` for each reward. Raises BadRequest with the reason."""
-    several = list(cast(Sequence[Any], given)) if isinstance(given, list | tuple) else [given]
+    several = _several(given)
     if given is None or not several:
         raise BadRequest(
             "reward_funcs is empty; expected a function, a hone.Reward, or the name of a grader"
@@ -32,6 +32,16 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> list[dict[str, An
         for table, weight in zip(tables, weights, strict=True):
             table["weight"] = float(weight)
     return _named_apart(tables)
+
+
+def packages_of(given: Any) -> tuple[str, ...]:
+    """Returns the packages that the rewards want in the sandbox."""
+    own = [each for each in _several(given) if isinstance(each, Reward)]
+    return tuple(dict.fromkeys(package for each in own for package in each.sandbox.packages))
+
+
+def _several(given: Any) -> Sequence[Any]:
+    return cast(Sequence[Any], given) if isinstance(given, list | tuple) else (given,)
 
 
 def _table(given: Any, position: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hone import stack
@@ -14,7 +15,7 @@ from shared.errors import BadRequest, Failed, NotFound, how_to_install
 
 if TYPE_CHECKING:
     from hone.client import Client
-    from shared.wire import Event, GradedRollout, JobRecord, MetricsList, MetricsRow
+    from shared.wire import Event, GradedRollout, JobRecord, MetricsRow
 
 
 class TrainOutput(NamedTuple):
@@ -38,10 +39,9 @@ class TrainOutput(NamedTuple):
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
         losses = [row.metrics["loss"] for row in rows if "loss" in row.metrics]
-        mean = sum(losses) / len(losses) if losses else None
         if step is None:
             step = rows[-1].step if rows else 0
-        return cls(step, mean, last | numbers)
+        return cls(step, fmean(losses) if losses else None, last | numbers)
 
 
 class Detached(KeyboardInterrupt):
@@ -67,8 +67,12 @@ class Measured:
     def __init__(self, id: str) -> None:
         self.id = id
 
-    def _rows(self) -> MetricsList:
+    def _rows(self) -> Sequence[MetricsRow]:
         raise NotImplementedError
+
+    def _no_checkpoint(self, step: int | None) -> NotFound:
+        wanted = "" if step is None else f" of step {step}"
+        return NotFound(f"{self.id!r} has no checkpoint{wanted}")
 
     def metrics(self) -> Any:
         """Returns a pandas DataFrame with a row for each step, and a column for each metric."""
@@ -88,7 +92,7 @@ class Measured:
         except ImportError as error:
             why = f"plot() draws with matplotlib: {how_to_install('plot')}"
             raise BadRequest(why) from error
-        return curves(self._rows().rows, metrics, self.id)
+        return curves(self._rows(), metrics, self.id)
 
 
 class Run(Measured):
@@ -148,16 +152,16 @@ class Run(Measured):
         if record.status != "succeeded":
             why = f": {record.error}" if record.error else ""
             raise Failed(f"job {self.id} is {record.status}{why}")
-        return TrainOutput.of(self._rows().rows, record.summary or {}, record.step)
+        return TrainOutput.of(self._rows(), record.summary or {}, record.step)
 
     def logs(self, last: int | None = None, *, follow: bool = False) -> Iterator[Event]:
         """Yields the job's events, or the newest `last`; with `follow` also new ones."""
         with self.client as client:
             yield from client.events(self.id, last=last, follow=follow)
 
-    def _rows(self) -> MetricsList:
+    def _rows(self) -> Sequence[MetricsRow]:
         with self.client as client:
-            return client.metrics(self.id)
+            return client.metrics(self.id).rows
 
     def rollouts(self, step: int | None = None) -> Sequence[GradedRollout]:
         """Returns the graded rollouts of `step`, or of the newest step."""
@@ -184,8 +188,7 @@ class Run(Measured):
             if to is None and self._address.shares_files:
                 kept = [each for each in client.checkpoints(self.id) if step in (None, each.step)]
                 if not kept:
-                    wanted = "" if step is None else f" of step {step}"
-                    raise NotFound(f"job {self.id!r} has no checkpoint{wanted}")
+                    raise self._no_checkpoint(step)
                 path = Path(kept[-1].path)
                 if path.is_dir():
                     return path

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,11 +22,11 @@ from hone.trainer.dataset import Problems
 from hone.trainer.modes import Mode
 from hone.trainer.progress import view_here
 from hone.trainer.run import Measured, TrainOutput
-from shared.errors import BadRequest, Failed, NotFound, how_to_install
+from shared.errors import BadRequest, Failed, how_to_install
 from shared.host.processes import ending_with_parent
 from shared.job import Job
 from shared.weights.checkpoints import step_of
-from shared.wire import Event, MetricsList, MetricsRow
+from shared.wire import Event, MetricsRow
 
 LOOK_S = 0.3
 END_S = 20.0
@@ -111,8 +111,7 @@ class SimpleRun(Measured):
             raise TimeoutError(f"run {self.id} goes on after {timeout_s:g} s") from error
         if self.status != "succeeded":
             raise Failed(f"run {self.id} {self.status}: {self._why()}")
-        rows, summary = self._rows().rows, self._read("summary.json")
-        return TrainOutput.of(rows, summary)
+        return TrainOutput.of(self._rows(), self._read("summary.json"))
 
     def follow(self) -> TrainOutput:
         """Shows progress until the end, and returns as `wait` does. Ctrl-C ends the run."""
@@ -143,8 +142,7 @@ class SimpleRun(Measured):
             if (each := step_of(path.name)) is not None and step in (None, each)
         }
         if not found:
-            wanted = "" if step is None else f" of step {step}"
-            raise NotFound(f"run {self.id!r} has no checkpoint{wanted}")
+            raise self._no_checkpoint(step)
         newest = found[max(found)]
         return newest if to is None else Path(shutil.copytree(newest, to, dirs_exist_ok=True))
 
@@ -154,7 +152,7 @@ class SimpleRun(Measured):
         shown, ended = -1, False
         while not ended:
             ended = self._process.poll() is not None
-            for row in self._rows().rows:
+            for row in self._rows():
                 if row.step <= shown:
                     continue
                 shown, steps = row.step, self._read("job.json").get("steps", 0)
@@ -171,9 +169,9 @@ class SimpleRun(Measured):
             id="0", job_id=self.id, time=time.time(), type=kind, message=message, data=data or {}
         )
 
-    def _rows(self) -> MetricsList:
+    def _rows(self) -> Sequence[MetricsRow]:
         path = self.path / "metrics.jsonl"
-        return MetricsList(rows=tuple(MetricsRow.stored(path)) if path.exists() else ())
+        return MetricsRow.stored(path) if path.exists() else ()
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.path / name

@@ -19,11 +19,12 @@ import dis
 import functools
 import inspect
 import linecache
+import operator
 import site
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,8 +62,8 @@ def _text_of(target: Any, name: str, package: str) -> str:
 
 
 class _Module:
-    """The text under way: its parts by name, in the order in which they must run. Of `package`
-    nothing is imported."""
+    """The text while it is made: its parts by name, in the order in which they must run. Nothing of
+    `package` is imported."""
 
     def __init__(self, name: str, package: str) -> None:
         self._name = name
@@ -148,7 +149,7 @@ class _Definition:
         node, lines = _class_node(inner) if isinstance(inner, type) else _function_node(inner)
         if node is None:
             raise BadRequest(
-                f"{user}: the source of {described(value)} is not to be had; expected a function "
+                f"{user}: the source of {described(value)} cannot be found; expected a function "
                 "or class of a file or a notebook's cell"
             )
         if inner is not value and not getattr(node, "decorator_list", ()):
@@ -330,26 +331,21 @@ def _as_import(name: str, value: Any, user: str, package: str) -> str | None:
         if _top(value.__name__) == package or not _is_installed(value.__name__):
             raise BadRequest(
                 f"{user} uses the module {name!r}, a file of your own ({_file_of(value)}), which "
-                "is not there where the reward runs; expected functions imported by name (from "
+                "the reward service does not have; expected functions imported by name (from "
                 f"{value.__name__} import ...)"
             )
         return f"import {value.__name__} as {name}\n"
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if module is None or qualified is None or not _is_installed(module):
-        return None
-    if _top(module) == package:
+    if module is None or qualified is None or not _is_installed(module) or _top(module) == package:
         return None
     if module in SANDBOX_NAMES:
         return f"from hone import {qualified} as {name}\n"
     first, _, rest = qualified.partition(".")
-    if (
-        functools.reduce(
-            lambda at, part: getattr(at, part, None),
-            qualified.split("."),
-            cast(Any, sys.modules[module]),
-        )
-        is not value
-    ):
+    try:
+        is_found = operator.attrgetter(qualified)(sys.modules[module]) is value
+    except AttributeError:
+        return None
+    if not is_found:
         return None
     return (
         f"from {module} import {first}\n{name} = {first}.{rest}\n"
@@ -371,9 +367,6 @@ def _is_installed(module: str) -> bool:
 
 def _file_of(module: Any) -> str:
     return str(getattr(module, "__file__", None) or "")
-
-
-Definable = Callable[..., Any] | type
 
 
 def instance_source(instance: Any, name: str) -> str:

@@ -20,12 +20,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 from hone.trainer import parameters
 from hone.trainer.dataset import Problems, problems
 from hone.trainer.modes import Local, Mode
-from hone.trainer.rewards import rewards_of
+from hone.trainer.rewards import packages_of, rewards_of
 from hone.trainer.run import Run, TrainOutput
 from hone.trainer.simple import Simple, SimpleRun
 from shared.errors import BadRequest
@@ -33,7 +33,6 @@ from shared.explain import shown
 from shared.job import Job, name_of
 from shared.job.checks import check_groups
 from shared.job.file import load_job, make_job
-from shared.rewards import Reward
 
 EPOCHS = 3.0
 """Passes over the rows if nothing says how long to train, as in TRL."""
@@ -82,7 +81,7 @@ class Trainer:
         document.setdefault("name", _name(getattr(args, "output_dir", None) or output_dir, model))
         job = make_job(document, (), "Trainer")
         check_groups(job)
-        self._assign(job, mode, sources, _packages(reward_funcs))
+        self._assign(job, mode, sources, packages_of(reward_funcs))
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.ignored = translation.ignored
 
@@ -104,7 +103,7 @@ class Trainer:
 
     @classmethod
     def of_job(cls, job: Job, mode: Mode | None = None) -> Trainer:
-        """Returns the Trainer of a job that is there."""
+        """Returns the Trainer of an existing job."""
         trainer = cls.__new__(cls)
         trainer._assign(job, mode, {})
         return trainer
@@ -196,14 +195,6 @@ def _model(model: Any, processing_class: Any) -> str:
             f"{str(model)!r}, which the job takes by itself"
         )
     return str(model)
-
-
-def _packages(reward_funcs: Any) -> tuple[str, ...]:
-    """Returns the packages that the rewards want in the sandbox."""
-    is_list = isinstance(reward_funcs, list | tuple)
-    several = cast(Sequence[Any], reward_funcs if is_list else (reward_funcs,))
-    own = [each for each in several if isinstance(each, Reward)]
-    return tuple(dict.fromkeys(package for each in own for package in each.sandbox.packages))
 
 
 def _name(output_dir: Any, model: Any) -> str:

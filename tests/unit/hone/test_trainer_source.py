@@ -191,7 +191,7 @@ def test_a_function_without_source_and_an_attribute_that_is_no_data_are_refused(
 ) -> None:
     scope: dict[str, Any] = {}
     exec("def typed(completions): return [1]", scope)
-    with pytest.raises(BadRequest, match=r"the source of 'typed' of .* is not to be had"):
+    with pytest.raises(BadRequest, match=r"the source of 'typed' of .* cannot be found"):
         source_of(scope["typed"], "typed")
     scorer = script.Scorer()
     scorer.client = object()
