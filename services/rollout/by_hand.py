@@ -57,6 +57,8 @@ UPDATING = (
     "a new engine"
 )
 
+RESUMED = PauseState(paused=False, status="resumed")
+
 RELOAD = "reload_weights"
 """The method of vLLM's workers that may be called by name."""
 
@@ -71,10 +73,17 @@ class ByHand:
     # --- pausing and sleeping --------------------------------------------------------------------
 
     async def pause(self, request: PauseRequest) -> PauseState:
-        """Freezes sampling; new requests wait, and `mode` says what those under way do."""
+        """Freezes sampling; new requests wait, and `mode` says what those under way do. A job that
+        comes waits for none of them, and ends the pause."""
         async with self._sampler.changing(ready=True) as running:
-            await running.engine.pause(request.mode)
+            if request.mode != "wait":
+                await running.engine.pause(request.mode)
             running.is_paused = True
+        if request.mode == "wait":
+            await running.engine.pause("wait")
+            if not running.is_paused:
+                await running.engine.resume()
+                return RESUMED
         return PauseState(paused=True)
 
     async def resume(self, _: NoBody) -> PauseState:
@@ -82,7 +91,7 @@ class ByHand:
         async with self._sampler.changing(ready=True) as running:
             running.is_paused = False
             await running.engine.resume()
-        return PauseState(paused=False, status="resumed")
+        return RESUMED
 
     async def is_paused(self) -> IsPaused:
         """Whether sampling was paused by hand."""
@@ -98,6 +107,7 @@ class ByHand:
         """Brings back weights that were kept. Weights that were given up must be loaded, which
         wakes the engine too."""
         async with self._sampler.changing() as running:
+            running.check_no_update()
             await running.wake_up()
             return WakeState(status="sleeping" if running.is_asleep else "awake")
 
@@ -120,7 +130,7 @@ class ByHand:
     async def start_update(self, _: StartUpdateRequest) -> WeightsChanged:
         """Begins an update by vLLM's weight transfer. Nothing is sampled until it is finished."""
         async with self._transferring() as running:
-            _check_no_update(running)
+            running.check_no_update()
             await Load(running, self._sampler.requests, None).begin_unpublished()
             await self._step(running, "start_weight_update", None)
         return WeightsChanged(message="Weight update started")
@@ -157,7 +167,7 @@ class ByHand:
 
     async def _load_folder(self, name: str, given: str) -> None:
         async with self._sampler.changing() as running:
-            _check_no_update(running)
+            running.check_no_update()
             folder = self._named_folder(name, given)
             try:
                 stored = await asyncio.to_thread(stored_tensors, folder)
@@ -205,10 +215,11 @@ class ByHand:
         """Loads an adapter beside what serves; calls name it as their model."""
         async with self._sampler.changing(ready=True) as running:
             name = request.lora_name
-            if "#" in name or name in ("policy", running.spec.model):
+            is_own = name in ("policy", running.spec.model)
+            if "#" in name or is_own or not name.isprintable():
                 raise BadRequest(
-                    f"'lora_name': got {name!r}; expected a name without '#' that is not the "
-                    "model's"
+                    f"'lora_name': got {name!r}; expected a printable name without '#' that is not "
+                    "the model's"
                 )
             if not running.is_base:
                 raise Conflict(
@@ -237,7 +248,10 @@ class ByHand:
             path=str(folder),
             adapter=name,
         )
-        copy = await copies.adapter(ref, folder)
+        try:
+            copy = await copies.adapter(ref, folder)
+        except Failed as error:
+            raise BadRequest(f"'lora_path': {error.detail}") from error
         try:
             tensors = await asyncio.to_thread(adapter_digests, copy.folder)
             whole = ref.model_copy(update={"tensors": tensors, "digest": digest(tensors)})
@@ -267,8 +281,3 @@ class ByHand:
         if not folder.is_dir():
             raise BadRequest(f"{name!r}: there is no folder {given!r:.200} here", code="not_there")
         return folder
-
-
-def _check_no_update(running: Running) -> None:
-    if running.is_updating:
-        raise Conflict(running.fault or "")

@@ -4,7 +4,9 @@ request."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -158,6 +160,11 @@ class Running:
             )
         return ref.version == serving.version
 
+    def check_no_update(self) -> None:
+        """Raises StateLost during an update by hand."""
+        if self.is_updating:
+            raise StateLost(self.fault or "")
+
     # --- the weights that serve ------------------------------------------------------------------
 
     @property
@@ -198,41 +205,51 @@ class Running:
 
     async def fall_asleep(self, level: int, requests: Requests) -> None:
         """Frees the engine's memory, and at level `LOST` gives up its weights. Does nothing to an
-        engine that sleeps. Raises StateLost if it fails: then the weights are unknown."""
+        engine that sleeps. Raises StateLost if it fails: then the weights are unknown. BadRequest
+        of an engine that cannot sleep changes nothing."""
+        if not self.is_asleep:
+            requests.lose(ASLEEP)
+            with self._keeping_weights("going to sleep"):
+                await self.engine.sleep(level)
+            self.is_asleep, self.keeps_weights = True, True
         if level == LOST:
             self.forget()
             self.lose_base()
             self.keeps_weights = False
-        if self.is_asleep:
-            return
-        requests.lose(ASLEEP)
-        try:
-            await self.engine.sleep(level)
-        except BadRequest:
-            raise  # it did nothing
-        except Exception as error:  # whatever it was, the weights are unknown
-            self.fault = f"going to sleep failed ({sentence(error)}); PUT /model"
-            raise StateLost(self.fault) from error
-        self.is_asleep, self.keeps_weights = True, level != LOST
 
     async def wake_up(self) -> None:
-        """Brings back weights that the engine kept while it slept."""
+        """Brings back weights that the engine kept while it slept. Raises StateLost if it fails:
+        then the weights are unknown."""
         if self.is_asleep and self.keeps_weights:
-            await self.engine.wake_weights()
-            await self.engine.wake_cache()
+            with self._keeping_weights("waking up"):
+                await self.engine.wake_weights()
+                await self.engine.wake_cache()
             self.is_asleep = self.keeps_weights = False
             await self.go_on()
 
     async def end_pauses(self) -> None:
         """Ends a pause and a sleep by hand, which a job knows nothing of. A dead engine is left as
-        it is."""
+        it is, and so is one that does not wake."""
         was_paused, self.is_paused = self.is_paused, False
         if await self.failure():
             return
         if self.is_asleep:
-            await self.wake_up()
+            with contextlib.suppress(StateLost):
+                await self.wake_up()
         elif was_paused:
             await self.engine.resume()
+
+    @contextlib.contextmanager
+    def _keeping_weights(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except BadRequest:
+            raise  # it did nothing
+        except Exception as error:  # whatever it was, the weights are unknown
+            self.forget()
+            self.lose_base()
+            self.fault = f"{doing} failed ({sentence(error)}); PUT /model"
+            raise StateLost(self.fault) from error
 
     async def go_on(self) -> None:
         """Lets the engine sample, unless it was paused by hand."""

@@ -130,7 +130,8 @@ class Sampler:
 
     async def put_model(self, request: ModelRequest) -> ServingWeights:
         """Serves the model: at once if it is already served, else by a new engine. A model that
-        does not exist stops nothing. Raises Conflict, code "stale", for a superseded job."""
+        does not exist stops nothing. Raises Conflict: code "stale" for a superseded job, "taken"
+        while another orchestrator's job has the sampler."""
         async with self._change:
             self._take_over(request)
             if request.job_id and self._running:
@@ -329,7 +330,9 @@ class Sampler:
 
     def _take_over(self, asker: Published | ModelRequest | SleepRequest) -> None:
         """Supersedes all older attempts and epochs, and ends their requests. Raises Conflict if the
-        asker is superseded itself."""
+        asker is superseded itself, or is no job while one has the sampler."""
+        if asker.job_id is None:
+            self.ownership.check()
         if self._fences.take_over(asker):
             self.requests.end(lambda other: other.job_id is not None, taken)
         elif asker.job_id is not None:
@@ -347,8 +350,8 @@ class Sampler:
         async with self._change:
             running, ref = await self._alive(), request.root
             self._take_over(ref)
-            if running.is_updating:
-                raise StateLost(running.fault or "")
+            running.check_no_update()
+            await running.end_pauses()
             if running.serves(ref) and not ref.again:
                 return running.serving
             return await Load(running, self.requests, ref).run(self.copies)
@@ -364,8 +367,7 @@ class Sampler:
         async with self._change:
             running = await self._alive()
             self._take_over(request)
-            if request.job_id is None:
-                self.ownership.check()
+            running.check_no_update()
             await running.fall_asleep(LOST if request.job_id else request.level, self.requests)
             return running.serving
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +135,7 @@ def _digest(tensor: StoredTensor) -> str:
 
 
 def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    check_regular(file)
     size_bytes = file.stat().st_size
     with file.open("rb") as stream:
         length = stream.read(8)
@@ -162,6 +164,13 @@ def _tensors_of(file: Path) -> Iterator[tuple[str, StoredTensor]]:
                 file, f"tensor {name!r} ends at byte {start + end} of {size_bytes}"
             )
         yield name, StoredTensor(file, dtype, shape, start + begin, start + end)
+
+
+def check_regular(file: Path) -> None:
+    """Raises Failed for a pipe, whose reader waits for a writer, and for a device, which has no
+    end."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise Failed(f"{str(file)!r} is no regular file")
 
 
 def _no_safetensors(file: Path, why: str) -> Failed:

@@ -3,16 +3,20 @@ seam. None of them touches a job's sampler."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx import Response
+from pydantic import BaseModel
 from safetensors.numpy import save_file
 
-from shared.errors import Conflict, StateLost
+from shared.errors import BadRequest, Conflict, StateLost
 from shared.http.ownership import HEADER
 from shared.wire import AbortRequest, ModelRequest, ServingWeights
 from tests.contract.test_rollout_adapters import SPEC, Bench, held, until_held
@@ -34,6 +38,11 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 async def post(bench: RolloutBench, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
     answer = await bench.raw("POST", path, **({} if body is None else {"json": body}))
     return answer.status_code, answer.json()
+
+
+async def of_job(bench: Bench, method: str, path: str, body: BaseModel) -> Response:
+    headers = {**OWNER, "content-type": "application/json"}
+    return await bench.raw(method, path, content=body.model_dump_json(), headers=headers)
 
 
 def folder_of(bench: Bench, name: str, without: str = "") -> Path:
@@ -63,10 +72,7 @@ async def test_a_folder_of_weights_replaces_a_version_which_then_nobody_is_told_
 
 async def test_nothing_is_changed_while_a_job_has_the_sampler(bench: Bench) -> None:
     ref = bench.publish(3, **BASE)
-    headers = {**OWNER, "content-type": "application/json"}
-    loaded = await bench.raw(
-        "POST", "/reload_weights", content=ref.model_dump_json(), headers=headers
-    )
+    loaded = await of_job(bench, "POST", "/reload_weights", ref)
     assert loaded.status_code == 200, loaded.text
     folder = str(folder_of(bench, "theirs"))
     bodies: dict[str, Any] = {
@@ -84,8 +90,9 @@ async def test_nothing_is_changed_while_a_job_has_the_sampler(bench: Bench) -> N
         assert (path, status, answer["code"]) == (path, 409, "taken")
         assert answer["detail"].startswith("the sampler has job 'job' of the orchestrator at host")
     assert len(paths) == 14 and bench.engine.calls == before
-    left = AbortRequest(job_id="job").model_dump_json()
-    await bench.raw("POST", "/abort", content=left, headers=headers)
+    put = await bench.raw("PUT", "/model", json={"model": "other"})
+    assert (put.status_code, put.json()["code"], len(bench.engines)) == (409, "taken", 1)
+    await of_job(bench, "POST", "/abort", AbortRequest(job_id="job"))
     assert (await post(bench, "/pause"))[0] == 200
 
 
@@ -185,7 +192,8 @@ async def test_an_adapter_is_called_by_its_name_beside_what_serves(bench: Bench)
 @pytest.mark.parametrize(
     ("name", "config", "sentence"),
     [
-        ("tiny", None, "expected a name without '#' that is not the model's"),
+        ("tiny", None, "expected a printable name without '#' that is not the model's"),
+        ("a\x1b[2J", None, "expected a printable name without '#'"),
         ("job", None, "'job' is the adapter of a job; expected another name"),
         ("a", '{"r": 8, "target_modules": ["w"]}', "has rank 8, expected at most 4"),
         ("a", "{}", "adapter_config.json cannot be used"),
@@ -260,3 +268,113 @@ async def test_a_client_without_tokens_gives_the_token_in_its_url(tmp_path: Path
             answer = await bench.raw("POST", "/resume", headers={"authorization": value})
             assert answer.status_code == (401 if value.endswith("!") else status)
     assert json.loads((await bench.raw("GET", "/health")).text)["status"] == "ok"
+
+
+async def test_a_job_that_comes_back_ends_a_pause_that_was_made_while_it_was_silent(
+    bench: Bench,
+) -> None:
+    ref, clock = bench.publish(3, **BASE), [100.0]
+    bench.sampler.ownership._now = lambda: clock[0]  # pyright: ignore[reportPrivateUsage]
+    assert (await of_job(bench, "POST", "/reload_weights", ref)).status_code == 200
+    clock[0] += 61
+    assert (await post(bench, "/pause"))[0] == 200
+    assert bench.engine.calls[-1] == "pause"
+    assert (await of_job(bench, "POST", "/reload_weights", ref)).status_code == 200
+    assert bench.engine.calls[-2:] == ["pause", "resume"]
+    assert (await bench.raw("GET", "/is_paused")).json() == {"is_paused": False}
+
+
+async def test_weights_by_hand_do_not_end_a_pause_by_hand(bench: Bench) -> None:
+    assert (await post(bench, "/pause"))[0] == 200
+    body = {"weight_dir": str(folder_of(bench, "theirs"))}
+    assert (await post(bench, "/update_weights", body))[0] == 200
+    assert bench.engine.calls == ["pause", "pause", "theirs", None]
+
+
+async def test_a_job_waits_for_no_request_that_a_pause_waits_for(bench: Bench) -> None:
+    done, began, pause = asyncio.Event(), asyncio.Event(), bench.engine.pause
+
+    async def until_done(mode: Any = "keep") -> None:
+        began.set()
+        await done.wait()
+        await pause(mode)
+
+    bench.engine.pause = until_done
+    pausing = asyncio.create_task(post(bench, "/pause?mode=wait"))
+    await began.wait()
+    job = SPEC.model_copy(update={"job_id": "job"})
+    put = await asyncio.wait_for(of_job(bench, "PUT", "/model", job), 2)
+    assert (put.status_code, bench.engine.calls) == (200, ["resume"])
+    done.set()
+    assert await pausing == (200, {"paused": False, "status": "resumed"})
+    assert bench.engine.calls == ["resume", "wait", "resume"]
+
+
+async def test_an_engine_that_does_not_wake_is_replaced_by_a_job(bench: Bench) -> None:
+    async def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    assert (await post(bench, "/sleep?level=1"))[0] == 200
+    bench.engine.wake_cache = fail
+    status, answer = await post(bench, "/wake_up")
+    assert status == 409 and "waking up failed (RuntimeError: out of memory)" in answer["detail"]
+    await bench.put(SPEC.model_copy(update={"job_id": "job"}))
+    assert len(bench.engines) == 2
+
+
+async def test_a_sleep_that_the_settings_refuse_changes_nothing(bench: Bench) -> None:
+    await bench.reload(bench.publish_adapter(3))
+    await bench.abort()
+    bench.engine.fail_sleep = BadRequest("the sampler cannot free its memory")
+    assert (await post(bench, "/sleep?level=2"))[0] == 422
+    assert (await bench.client.get("/weights", ServingWeights)).version == 3
+    assert held(bench) == ["job/v3-0.0"]
+
+
+async def test_nobody_sleeps_or_wakes_an_engine_amid_an_update(bench: Bench) -> None:
+    bench.engine.transfers = True
+    assert (await post(bench, "/start_weight_update"))[0] == 200
+    for path in ("/sleep?level=1", "/sleep?level=2", "/wake_up"):
+        status, answer = await post(bench, path)
+        assert (status, answer["code"]) == (409, "state_lost"), path
+    assert bench.engine.calls == ["pause", "start_weight_update"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+async def test_what_is_no_regular_file_is_never_opened(bench: Bench, kind: str) -> None:
+    await bench.put(SPEC.model_copy(update={"max_lora_rank": 4}))
+    for name in ("model.safetensors", "adapter_model.safetensors"):
+        folder = Path(bench.publish_adapter(len(name)).path)
+        (folder / "adapter_model.safetensors").unlink()
+        if kind == "pipe":
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to("/dev/zero")
+        adapter = {"lora_name": "a", "lora_path": str(folder)}
+        requests = {"/update_weights": {"weight_dir": str(folder)}, "/load_lora_adapter": adapter}
+        for path, body in requests.items():
+            status, answer = await asyncio.wait_for(post(bench, path, body), 5)
+            assert status == 422 and str(folder) in answer["detail"], (path, name)
+    assert not any((bench.copies / "adapters").iterdir())
+
+
+async def test_of_an_adapters_folder_only_its_two_files_are_copied(bench: Bench) -> None:
+    folder = Path(bench.publish_adapter(3).path)
+    (folder / "loop").symlink_to(folder)
+    (folder / "notes").write_text("anything")
+    body = {"lora_name": "a", "lora_path": str(folder)}
+    assert (await post(bench, "/v1/load_lora_adapter", body))[0] == 200
+    (copy,) = (bench.copies / "adapters").iterdir()
+    assert {file.name for file in copy.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+
+
+async def test_a_jobs_adapter_takes_its_name_from_an_adapter_by_hand(bench: Bench) -> None:
+    ref = bench.publish_adapter(4)
+    body = {"lora_name": ref.adapter, "lora_path": ref.path}
+    assert (await post(bench, "/v1/load_lora_adapter", body))[0] == 200
+    await bench.reload(ref)
+    adapters = bench.sampler.running and bench.sampler.running.adapters
+    assert adapters and adapters.find(ref.adapter) == adapters.find("job")

@@ -527,12 +527,6 @@ async def test_while_paused_generate_waits(serving: RolloutBench) -> None:
     assert (resumed.paused, (await waiting).prompt_token_ids) == (False, (1, 2))
 
 
-async def test_a_reload_does_not_end_a_pause(serving: RolloutBench) -> None:
-    await serving.client.call("POST", "/pause", NoBody(), PauseState, deadline_s=1)
-    await serving.reload(serving.publish(1))
-    assert "resume" not in serving.engine.calls
-
-
 # --- openai, metrics, versions -------------------------------------------------------------------
 
 

@@ -67,9 +67,10 @@ class LoadedAdapters:
         self.serving: Held | None = None
 
     async def load(self, ref: AdapterWeights, copy: Copy) -> None:
-        """Makes this adapter serve. Retires the job's previous adapter, and beyond the limit the
-        adapter of the job whose last load is longest ago. Raises Failed, and changes
-        nothing, if the engine does not take it."""
+        """Makes this adapter serve. Retires the job's previous adapter, one by hand of its name,
+        and beyond the limit the adapter of the job whose last load is longest ago. Raises Failed,
+        and no other adapter serves then, if the engine does not take it."""
+        self.drop(ref.adapter)
         adapter = Adapter(ref.adapter, next(self._numbers), ref.version, copy.folder)
         await self._load(held := Held(adapter, ref.job_id, copy))
         self.serving = held

@@ -11,7 +11,8 @@ from pathlib import Path
 from services.rollout.weights.fetching import Fetcher
 from shared.errors import Failed
 from shared.weights import delta
-from shared.weights.digest import StoredTensor, stored_tensors
+from shared.weights.checkpoints import FILES
+from shared.weights.digest import StoredTensor, check_regular, stored_tensors
 from shared.wire import AdapterWeights, DeltaStep, DeltaWeights, HttpWeights
 
 ADAPTERS = "adapters"
@@ -56,8 +57,9 @@ class Copies:
         if source is None:
             return Copy(folder, await asyncio.to_thread(self._fetcher.fetch, ref.files, folder))
         try:
-            await asyncio.to_thread(shutil.copytree, source, folder)
-        except (OSError, shutil.Error) as error:  # removed while it was read
+            await asyncio.to_thread(_copy, source, folder)
+        except (OSError, Failed) as error:  # removed while it was read
+            shutil.rmtree(folder, ignore_errors=True)
             raise Failed(
                 f"adapter {ref.adapter!r} in {str(source)!r} cannot be read: {error}",
                 code="digest_differs",
@@ -136,6 +138,14 @@ def update(tensors: dict[str, StoredTensor], frames: dict[str, StoredTensor]) ->
         with tensor.file.open("r+b") as stream:
             stream.seek(tensor.begin)
             stream.write(data)
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """Copies an adapter's files, and nothing else that is in `source`."""
+    folder.mkdir(parents=True)
+    for name in FILES:
+        check_regular(source / name)
+        shutil.copyfile(source / name, folder / name)
 
 
 def _read(tensor: StoredTensor) -> bytes:

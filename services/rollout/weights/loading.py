@@ -211,7 +211,7 @@ class Load:
         """Keeps the log-probs of the canary by the weights or the adapter that serve. Raises Failed
         if they are the same as before: then the load did nothing."""
         running, canary = self.running, ref.canary
-        if canary is None or running.is_paused:
+        if canary is None:
             return
         with running.serving_adapter() as adapter:
             logprobs = await running.engine.logprobs(list(canary.token_ids), adapter)
