@@ -19,6 +19,7 @@ KL_IN_REWARD = (
     "in the reward there, so that a token answers for the KL of all later tokens too; here in the "
     "loss, for its own alone"
 )
+KL_OF_TOKENS = "there the KL in the loss is a mean over tokens, here as the loss is"
 BATCH_STD = "there the advantages of all tokens are divided, here by the rewards' deviation"
 ACCEPTED = 'there the trainer\'s log-probs are over the whole vocabulary too, hence "accept"'
 MOST_REFILLS = 10

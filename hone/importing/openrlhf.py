@@ -15,6 +15,7 @@ from hone.importing.converting import (
     CRITIC,
     GPUS,
     KL_IN_REWARD,
+    KL_OF_TOKENS,
     MOST_REFILLS,
     NO_ENTROPY,
     NO_ROUTERS,
@@ -56,8 +57,10 @@ RESUMES = "a job that is interrupted goes on by itself, a paused one by `hone re
 IN_RUN_FOLDER = "everything of a job is in its run folder, under HONE_RUNS_DIR"
 
 
-def _loss(value: Any, values: Values) -> str:
-    return "gspo" if value == "gspo" else token_mean(_minibatches(None, values))
+def _loss(value: Any, values: Values) -> Any:
+    if value == "gspo":
+        return Said("gspo", KL_OF_TOKENS if values.get("algo.kl.use_loss") else "")
+    return token_mean(_minibatches(None, values))
 
 
 def _minibatches(_: Any, values: Values) -> Any:
@@ -96,6 +99,8 @@ def _kl(value: Any, values: Values) -> Any:
 def _correction(value: Any, values: Values) -> Any:
     if not value:
         return correct("none") if values.get("train.async_enable") else None
+    if values["actor.policy_loss_type"] == "gspo":
+        return *correct("none"), "sampler"
     kind = values["algo.advantage.is_correction_type"]
     low, high = values["algo.advantage.is_correction_threshold"]
     if kind == "seq-mask-tis":
@@ -222,8 +227,10 @@ ROWS = {
     "algo.kl.target": none("the coefficient is fixed"),
     "algo.kl.horizon": inside("belongs to algo.kl.target"),
     "algo.advantage.is_correction_enable": to(
-        "correction.method, correction.sequence_ratio, correction.low, correction.high",
+        "correction.method, correction.sequence_ratio, correction.low, correction.high, "
+        "correction.ratio_base",
         _correction,
+        'for "gspo" the ratio is to the sampler\'s log-probs, there too',
     ),
     "algo.advantage.is_correction_type": inside("see algo.advantage.is_correction_enable"),
     "algo.advantage.is_correction_threshold": inside("see algo.advantage.is_correction_enable"),

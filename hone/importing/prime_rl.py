@@ -37,6 +37,8 @@ ENVIRONMENT = "rows and rewards are inside the verifiers environment"
 
 
 def _prompts(value: Any, values: Values) -> Any:
+    if values.get(f"{ORCHESTRATOR}token_batch_size"):
+        return None
     return minibatches(value, values[f"{ORCHESTRATOR}group_size"], "completions")
 
 
@@ -65,7 +67,13 @@ def _source(value: Any, _: Values) -> Any:
 
 def _held_out(value: Any, _: Values) -> Any:
     name = _taskset(value).get("id")
-    return _taskset(value).get("dataset_name") or FillIn(f"the environment {name!r} has the rows")
+    rows = _taskset(value).get("dataset_name") or FillIn(f"the environment {name!r} has the rows")
+    return rows, FillIn("as the model's file says there, if eval.sampling does not; here 0")
+
+
+def _dtype(value: Any, _: Values) -> Any:
+    kept = "float32, passes in bfloat16, there too" if value == "float32" else "float32 here"
+    return Said("bfloat16", f"the optimizer's weights are {kept}")
 
 
 def _loss(value: Any, _: Values) -> Any:
@@ -112,7 +120,7 @@ ROWS: dict[str, Row] = {
     f"{ORCHESTRATOR}max_steps": to("steps"),
     # data and rewards
     f"{ORCHESTRATOR}train.source": to("data.train, data.config, rewards", _source, ENVIRONMENT),
-    f"{EVAL}source": to("data.eval", _held_out, ENVIRONMENT),
+    f"{EVAL}source": to("data.eval, evaluation.temperature", _held_out, ENVIRONMENT),
     "seq_len": to(
         "max_model_len, sampling.max_tokens", _max_model_len, "of prompt and completion together"
     ),
@@ -129,7 +137,7 @@ ROWS: dict[str, Row] = {
     f"{SAMPLING}max_completion_tokens": to("sampling.max_tokens"),
     f"{SAMPLING}extra_body.*": none("see [sampling]"),
     f"{ORCHESTRATOR}train.filter_zero_advantages": inside(
-        "completions without an advantage have no gradient"
+        "completions without an advantage have no gradient, and count in the mean over tokens"
     ),
     f"{ORCHESTRATOR}train.*": inside(ENVIRONMENT),
     f"{ORCHESTRATOR}concurrency.*": inside("each sampler says how many completions fit"),
@@ -162,7 +170,7 @@ ROWS: dict[str, Row] = {
     # memory
     f"{MODEL}attn": to("memory.attention", attention),
     f"{MODEL}optim_cpu_offload": to("memory.offload_optimizer"),
-    f"{MODEL}optimization_dtype": to("training.dtype"),
+    f"{MODEL}optimization_dtype": to("training.dtype", _dtype),
     f"{MODEL}ac": to("memory.gradient_checkpointing", lambda _, __: True),
     f"{MODEL}ac.*": inside("see memory.gradient_checkpointing"),
     f"{MODEL}lora": to("lora.rank", lambda _, __: 16),
@@ -214,6 +222,7 @@ ROWS: dict[str, Row] = {
 DEFAULTS: dict[str, Any] = {
     "seq_len": 2048,
     f"{ORCHESTRATOR}group_size": 1,
+    f"{ORCHESTRATOR}batch_size": 128,
     f"{ORCHESTRATOR}max_off_policy_steps": 8,
     f"{ORCHESTRATOR}algo.type": "grpo",
     f"{EVAL}interval": 100,

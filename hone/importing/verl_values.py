@@ -8,6 +8,7 @@ from hone.importing import converting
 from hone.importing.converting import (
     BATCH_STD,
     KL_IN_REWARD,
+    KL_OF_TOKENS,
     MOST_REFILLS,
     correct,
     own_reward,
@@ -27,13 +28,16 @@ ESTIMATORS = {
 }
 
 
+WHITENED = "there the sum's mean and deviation are over all tokens, here over completions"
+
+
 def estimator(value: Any, values: Values) -> Any:
     if value not in ESTIMATORS:
         raise LacksError(f"the estimators here are {', '.join(ESTIMATORS)}")
     baseline, std = ESTIMATORS[value]
     if std == "group" and not values["algorithm.norm_adv_by_std_in_grpo"]:
         std = "none"
-    return baseline, std, "normalize_then_sum" if value == "gdpo" else None
+    return baseline, std, Said("normalize_then_sum", WHITENED) if value == "gdpo" else None
 
 
 def minibatches(_: Any, values: Values) -> Any:
@@ -60,7 +64,8 @@ def loss(mode: Any, values: Values) -> Any:
     if mode == "cispo":
         return Said("cispo", "there the weight has a lower bound too, and loss_agg_mode counts")
     if mode in ("gspo", "sapo"):
-        return mode
+        differs = values.get(f"{ACTOR}use_kl_loss") and averages != "grpo"
+        return Said(mode, KL_OF_TOKENS if differs else "")
     raise LacksError("the losses here are vanilla, gspo, sapo and cispo of them")
 
 
@@ -85,12 +90,15 @@ def kl_loss(value: Any, values: Values) -> Any:
     return values[f"{ACTOR}kl_loss_coef"], "k3_true" if straight else KL[kind]
 
 
+KL_SCORED = f"{KL_IN_REWARD}, and not divided by the group's deviation as there"
+
+
 def kl_reward(value: Any, values: Values) -> Any:
     if not value:
         return None
     if values.get(f"{ACTOR}use_kl_loss"):
         raise LacksError("a job has one KL divergence: see use_kl_loss")
-    return values["algorithm.kl_ctrl.kl_coef"], Said("k3_true", KL_IN_REWARD)
+    return values["algorithm.kl_ctrl.kl_coef"], Said("k3_true", KL_SCORED)
 
 
 def correction(value: Any, values: Values) -> Any:

@@ -184,6 +184,13 @@ def test_openrlhf_s_older_names_are_the_same_keys() -> None:
     assert (got["training.beta"], got["training.kl"]) == (0.01, "k1")
 
 
+def test_openrlhf_s_gspo_is_corrected_by_the_ratio_itself() -> None:
+    words = "openrlhf --actor.policy_loss_type gspo --algo.advantage.is_correction_enable"
+    job = imported(words.split()).job
+    assert job["training"]["loss"] == "gspo"
+    assert job["correction"] == {"method": "none", "ratio_base": "sampler"}
+
+
 def test_verl_s_yaml_becomes_a_job(tmp_path: Path) -> None:
     found = of(VERL, "config.yaml", tmp_path)
     expected = {
@@ -257,6 +264,16 @@ def test_prime_rl_decays_over_the_last_steps_only(tmp_path: Path) -> None:
     assert (got["training.schedule"], got["training.warmup_steps"]) == ("constant", 10)
     got = values(of(text.replace('"linear"', '"linear"\ndecay_steps = 90'), "rl.toml", tmp_path))
     assert got["training.schedule"] == "linear"
+
+
+def test_prime_rl_s_defaults_count_where_nothing_is_said(tmp_path: Path) -> None:
+    text = "orchestrator.group_size = 16\ntrainer.model.optimization_dtype = 'float32'\n"
+    text += "[[orchestrator.eval.source]]\nenv.taskset.dataset_name = 'owner/held'\n"
+    found = of(text, "rl.toml", tmp_path)
+    got = values(found)
+    assert got["sampling.prompts_per_step"] == 8  # 128 completions
+    assert got["training.dtype"] == "bfloat16"  # float32 are the optimizer's weights
+    assert "evaluation.temperature" in found.fill_in
 
 
 def test_prime_rl_s_toml_becomes_a_job(tmp_path: Path) -> None:
