@@ -87,6 +87,8 @@ def _read(
     source: Sequence[str], name: str | None, conditional: set[str]
 ) -> tuple[Framework, dict[str, Any]]:
     path = Path(source[0])
+    if len(source) == 1 and path.is_dir():
+        raise BadRequest(f"{source[0]!r} is a folder; expected a file or a command line")
     if len(source) > 1 or not path.suffix or path.suffix == source[0]:
         return _of_command(list(source), name, Path())
     text = reading.read(path)

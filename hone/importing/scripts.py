@@ -25,7 +25,7 @@ def arguments(path: Path, text: str) -> dict[str, Any]:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise BadRequest(f"{path}: not Python: {error}") from error
+        raise BadRequest(f"{path}: line {error.lineno}: not Python: {error.msg}") from error
     script = _Script(tree, path)
     calls = [node for node in ast.walk(tree) if _name(node) in CALLS]
     if not any(_name(call) in ("GRPOConfig", "GRPOTrainer") for call in calls):

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel
 
-from shared.explain import sections
+from shared.explain import sections, shown
 from shared.job import Job
 
 Values = Mapping[str, Any]
@@ -150,11 +150,12 @@ def convert(framework: Framework, given: Values) -> Draft:
         if values[name] is not None and name not in unread:
             _convert_one(framework, name, values, draft, is_default=name not in own)
     for name in sorted(unread):
-        _say_unread(name, framework.row(name), draft)
+        say_unread(name, framework.row(name), draft)
     return draft
 
 
-def _say_unread(name: str, row: Row | None, draft: Draft) -> None:
+def say_unread(name: str, row: Row | None, draft: Draft) -> None:
+    """Says that the value of a key is not known, as a key to be filled in where it has one."""
     why = "the script computes it, or takes it from the environment"
     if row is not None and row.kind == "key":
         draft.fill_in[row.here.partition(",")[0]] = f"{name}: {why}"
@@ -192,6 +193,12 @@ def _set(row: Row, name: str, values: Values, draft: Draft, *, is_default: bool)
         found = row.convert(values[name], values)
     except LacksError as why:
         draft.lacking.append(Lacking(name=name, value=values[name], why=str(why)))
+        return
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        # the value, or one that goes with it, is of another kind than the trainer's
+        draft.fill_in[keys[0]] = (
+            f"{name}: {shown(values[name])} cannot be converted with the values beside it"
+        )
         return
     several = cast(tuple[Any, ...], found) if isinstance(found, tuple) else (found,)
     for key, value in zip(keys, several, strict=False):

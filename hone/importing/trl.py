@@ -9,6 +9,7 @@ from typing import Any, cast, get_args
 
 from hone.importing.converting import ACCEPTED, attention
 from hone.importing.table import (
+    UNREAD,
     Draft,
     Entry,
     FillIn,
@@ -22,6 +23,7 @@ from hone.importing.table import (
     default,
     inside,
     none,
+    say_unread,
     setting,
     to,
 )
@@ -155,6 +157,7 @@ DEFAULTS: dict[str, Any] = {
 """TRL 1.16's, where a job's are others or the conversion needs them."""
 
 CORRECTION = "vllm_importance_sampling_"
+TRL_DEFAULT = "TRL's default"
 
 ORIGINS = {
     "steps": ("max_steps", "num_iterations"),
@@ -203,9 +206,9 @@ def translated(given: Values) -> Draft:
     beside = {"eval_strategy", "max_completion_length"}
     draft = convert(TRL, {name: given[name] for name in given if name in ROWS.keys() | beside})
     draft.unknown.clear()
-    values = DEFAULTS | {
-        name: value for name, value in given.items() if name not in ROWS and value is not None
-    }
+    rest = {name: value for name, value in given.items() if name not in ROWS and value is not None}
+    unread = {name: _key(name) for name in rest if _is_unread(name, rest[name])}
+    values = DEFAULTS | {name: value for name, value in rest.items() if name not in unread}
     values["per_device_train_batch_size"] *= given.get("num_processes") or 1
     if values.get("use_peft"):
         values = MODEL_CONFIG | values
@@ -214,6 +217,7 @@ def translated(given: Values) -> Draft:
     _drop_unknown_loss(values, draft)
     found = translate(values)
     _take(found.job, "", given, draft)
+    _drop_unread(unread, draft)
     if bounds := [name for name in BOUNDS if f"sampling.{name}" in draft.entries]:
         draft.set("correction.truncated_sampling", "accept", ", ".join(bounds), ACCEPTED)
     if "lora" in found.job and "target_modules" not in found.job["lora"]:
@@ -231,6 +235,24 @@ def translated(given: Values) -> Draft:
     return draft
 
 
+def _key(name: str) -> str:
+    """Returns the key that a name becomes, alone or with others; "" if there is none."""
+    return key_of(name) or next((key for key, names in ORIGINS.items() if name in names), "")
+
+
+def _is_unread(name: str, value: Any) -> bool:
+    return UNREAD in str(value) and (bool(_key(name)) or name in JOINT_NAMES)
+
+
+def _drop_unread(unread: Mapping[str, str], draft: Draft) -> None:
+    for name, key in unread.items():
+        draft.entries.pop(key, None)
+        say_unread(name, to(key) if key else None, draft)
+    epochs = draft.entries.get("data.epochs")
+    if "max_steps" in unread and epochs and epochs.origin == TRL_DEFAULT:
+        del draft.entries["data.epochs"]
+
+
 def _drop_unknown_loss(values: dict[str, Any], draft: Draft) -> None:
     known = get_args(TrainingSpec.model_fields["loss"].annotation)
     if values["loss_type"] not in known:
@@ -245,7 +267,7 @@ def _take(table: Mapping[str, Any], prefix: str, given: Values, draft: Draft) ->
             _take(cast(Values, value), f"{key}.", given, draft)
         elif (origin := _origin(key, given)) or value != default(key):
             notes = [NOTES[key]] if key in NOTES else []
-            draft.entries[key] = Entry(value, origin or "TRL's default", notes)
+            draft.entries[key] = Entry(value, origin or TRL_DEFAULT, notes)
 
 
 def _origin(key: str, given: Values) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, cast
 
 from hone.trainer.single import Translation, dtype, key_of, set_alone
@@ -17,6 +18,57 @@ Values = Mapping[str, Any]
 
 GROUP_SIZE, PER_DEVICE = 8, 8
 """TRL's defaults."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (
+        (
+            *("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations"),
+            *("steps_per_generation", "generation_batch_size", "num_generations", "group_size"),
+        ),
+        lambda value: _is_number(value) and value >= 1 and value == int(value),
+        "a whole number from 1 on",
+    ),
+    (
+        ("max_steps",),
+        lambda value: _is_number(value) and value == int(value),
+        "a whole number",
+    ),
+    (
+        ("eval_steps", "save_steps", "warmup_steps"),
+        lambda value: _is_number(value) and value >= 0,
+        "a number from 0 on",
+    ),
+    (("warmup_ratio",), lambda value: _is_number(value) and 0 <= value <= 1, "a share from 0 to 1"),
+    (("epsilon", "epsilon_high", "delta"), _is_number, "a number"),
+    (
+        ("lr_scheduler_kwargs", "generation_kwargs", "model_init_kwargs"),
+        lambda value: isinstance(value, Mapping),
+        "a dict",
+    ),
+    (
+        ("report_to",),
+        lambda value: isinstance(value, str | list | tuple),
+        "a name or a list of names",
+    ),
+)
+"""Names whose values are calculated with or looked into, which values can be, and in words."""
+
+
+def check_kinds(given: Values) -> None:
+    """Raises BadRequest for each value of another kind than its name's."""
+    faults = [
+        f"{name} is {shown(given[name])}; expected {expected}"
+        for names, can_be, expected in KINDS
+        for name in names
+        if name in given and not can_be(given[name])
+    ]
+    if faults:
+        raise BadRequest("; ".join(faults))
 
 
 def _batches(given: Values, job: Translation) -> None:
@@ -160,7 +212,7 @@ def _correction(given: Values, job: Translation) -> None:
         return
     if mode is None or given.get("use_vllm") is False:
         return
-    if mode not in CORRECTIONS:
+    if mode not in [*CORRECTIONS]:
         raise BadRequest(
             f"vllm_importance_sampling_mode is {mode!r}; expected one of "
             f"{', '.join(map(repr, CORRECTIONS))}"
@@ -244,12 +296,16 @@ def _least_rate(given: Values, job: Translation) -> None:
     if "min_lr" in options:
         job.set("training.min_learning_rate", options.pop("min_lr"))
     rate = options.pop("min_lr_rate", None)
-    if rate is not None:
+    if rate is not None and not _is_number(rate):
+        options["min_lr_rate"] = rate
+    elif rate is not None:
         usual = LORA_LEARNING_RATE if "lora" in job.job else LEARNING_RATE
         peak = job.job.get("training", {}).get("learning_rate", usual)
-        job.set("training.min_learning_rate", rate * peak)
+        if _is_number(peak):
+            job.set("training.min_learning_rate", rate * peak)
     if options:
-        job.refused["lr_scheduler_kwargs"] = f"{shown(options)}; expected min_lr or min_lr_rate"
+        wanted = "expected the number min_lr or min_lr_rate"
+        job.refused["lr_scheduler_kwargs"] = f"{shown(options)}; {wanted}"
 
 
 def _generation(given: Values, job: Translation) -> None:

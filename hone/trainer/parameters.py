@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hone.trainer.joint import JOINT, JOINT_NAMES, Values
+from hone.trainer.joint import JOINT, JOINT_NAMES, Values, check_kinds
 from hone.trainer.single import CONVERTED, SAME, Translation, key_of, set_alone
 from hone.trainer.training_arguments import REFUSED, WITHOUT_EFFECT
 from shared.errors import BadRequest
@@ -30,6 +30,7 @@ def translate(given: Values) -> Translation:
     """Returns the job's keys for these parameters; None says nothing. The job's own sections go
     over what other names say. Raises BadRequest for a value that cannot be converted."""
     given = {name: value for name, value in given.items() if value is not None}
+    check_kinds(given)
     job = Translation()
     for name, value in given.items():
         _translate_one(name, value, job)
@@ -69,8 +70,15 @@ def check(job: Translation, what: str) -> None:
         raise BadRequest(f"{what}: {'; '.join(faults)}")
 
 
+OWN = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "reward_weights", "mode")
+"""Parameters of the Trainer beside these."""
+
+
 def _nearest(name: str) -> str:
-    known = closest(name, [*SAME, *CONVERTED, *REFUSED, *JOINT_NAMES, *SECTIONS_AND_KEYS])
+    whole = next((own for own in OWN if f"_{name}" in own), None)
+    known = whole or closest(
+        name, [*OWN, *SAME, *CONVERTED, *REFUSED, *JOINT_NAMES, *SECTIONS_AND_KEYS]
+    )
     return f"; did you mean {known!r}?" if known else ""
 
 

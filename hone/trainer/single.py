@@ -92,7 +92,7 @@ def _of(known: Mapping[Any, str]) -> Callable[[Any], str]:
 
     def convert(value: Any) -> str:
         name = getattr(value, "value", value)
-        if name not in known:
+        if name not in [*known]:  # a list has no hash
             raise BadRequest(f"expected one of {', '.join(map(repr, known))}")
         return known[name]
 

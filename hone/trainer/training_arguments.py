@@ -1,4 +1,4 @@
-"""Fields of transformers' TrainingArguments and TRL's GRPOConfig that have no key, and why.
+"""Names of transformers' TrainingArguments, GRPOConfig and GRPOTrainer without a key, and why.
 
 `REFUSED` would change what is learned: only their neutral value is accepted. `WITHOUT_EFFECT` say
 how another trainer works inside.
@@ -36,6 +36,17 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "vllm_structured_outputs_regex": ((None,), "what a regex cuts off, the trainer cannot see"),
     "max_prompt_length": ((None,), "max_model_len bounds prompt and completion together"),
     "cast_lm_head_to_fp32": ((False,), "logits are always computed in float32"),
+    "callbacks": (
+        ([], ()),
+        "training is in the services; `run.logs(follow=True)` yields each step",
+    ),
+    "optimizers": (((None, None),), "the optimizer is AdamW"),
+    "reward_processing_classes": (([],), "no reward model is hosted; `score_model` asks one"),
+    "quantization_config": ((None,), 'training.dtype is "bfloat16" or "float32"'),
+    "tools": (([], ()), "a job samples one completion for a prompt"),
+    "rollout_func": ((None,), "a job samples one completion for a prompt"),
+    "environment_factory": ((None,), "a job samples one completion for a prompt"),
+    "tokenizer": ((None,), "a job takes the model's own"),
     "resume_from_checkpoint": (
         (None, False),
         "a job resumes by itself; to begin with a checkpoint, make it the model",

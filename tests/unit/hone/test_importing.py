@@ -416,6 +416,23 @@ def test_a_shell_s_variables_are_put_in_and_nothing_is_run() -> None:
     assert conditional == {"N"}
 
 
+def test_what_a_trl_script_computes_is_to_be_filled_in(tmp_path: Path) -> None:
+    script = tmp_path / "grpo.py"
+    script.write_text('GRPOConfig(max_steps=int(N), num_generations=4, output_dir=f"{X}/out")')
+    found = imported([str(script)])
+    assert found.fill_in["steps"].startswith("max_steps: the script computes it")
+    assert (found.job["sampling"]["group_size"], found.job.get("data"), found.faults) == (
+        4,
+        None,
+        (),
+    )
+
+
+def test_a_value_of_another_kind_is_to_be_filled_in() -> None:
+    found = imported(["verl.trainer.main_ppo", "data.train_batch_size=x"])
+    assert "with the values beside it" in found.fill_in["training.minibatches"]
+
+
 def test_what_no_trainer_knows_is_refused(tmp_path: Path) -> None:
     code, _, said = run("--", "train", "--foo", "3")
     assert code == 2 and "no trainer is known with foo" in said
