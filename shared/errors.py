@@ -44,6 +44,7 @@ CODES = {
     "taken": "it has the job of another orchestrator; wait until that has ended, or name another",
     "emptied": "Redis is not the one that had the jobs; `hone recover`, or bring its file back",
     "out_of_order": "another call has to come first; the detail says which",
+    "episode_lost": "the episode cannot go on; the detail says why, and a new one can be opened",
     # StateLost
     "state_lost": "the model or the job is not loaded here (any more); load it again",
     # Unavailable, Busy

@@ -8,9 +8,14 @@
                               and on these prompts?
     POST /graders/try         what an empty completion and the row's reference answer would get
     POST /graders/run         one completion by one grader, in OpenAI's shape
+    POST /episodes/open       an environment of the job's own, made and reset for a row
+    POST /episodes/step       its tools, called by the model
+    POST /episodes/close      its own reward
+    POST /episodes/validate   would this environment work on this row?
 
 State: warm sandbox slots, the workers of jobs' own functions and of graders, a cache of verdicts.
-All of it can be lost: any replica can answer any request.
+All of it can be lost: any replica can answer any request. Only open episodes are in the replica
+that opened them; lost, they are played again.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from collections.abc import AsyncGenerator
 from prometheus_client import Counter
 
 from services.reward import graders
+from services.reward.episodes.episodes import Episodes
+from services.reward.episodes.workers import FileWorkers
 from services.reward.grading import registry
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import GraderTools
@@ -32,18 +39,26 @@ from services.reward.sandbox.local import LocalSandbox
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import (
+    CloseEpisode,
+    EnvironmentValidated,
+    EpisodeClosed,
+    EpisodeOpened,
+    EpisodeStepped,
     ExecuteRequest,
     Execution,
     GraderList,
     GraderRun,
     GraderRunRequest,
+    OpenEpisode,
     Score,
     ScoredItem,
     ScoreRequest,
     ScoreResult,
+    StepEpisode,
     Tried,
     TryRequest,
     Validated,
+    ValidateEnvironment,
     ValidateRequest,
 )
 
@@ -55,6 +70,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
     sandbox = sandbox or sandbox_of(settings)
     tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox), LimitedPool())
     scorer = Scorer(tools)
+    episodes = Episodes(FileWorkers(sandbox), allowed=settings.allow_job_code)
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
@@ -63,6 +79,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
             yield
         finally:
             await scorer.close()
+            await episodes.shut()
             await tools.functions.close()
             await tools.limited.close()
             await sandbox.close()
@@ -78,6 +95,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
         lifespan=lifespan,
     )
     _add_routes(service, tools, scorer)
+    _add_episodes(service, episodes)
     return service
 
 
@@ -151,6 +169,34 @@ def _add_routes(service: Service, tools: GraderTools, scorer: Scorer) -> None:
     service.operation("POST", "/graders/try", try_rewards, cancellable=True)
     service.operation("POST", "/graders/run", run, cancellable=True)
     service.query("/graders", list_graders)
+
+
+def _add_episodes(service: Service, episodes: Episodes) -> None:
+    service.gauge("open_episodes", "Episodes of jobs' own environments that are open").set_function(
+        episodes.num_open
+    )
+
+    async def open_episode(request: OpenEpisode) -> EpisodeOpened:
+        """Makes an environment of the job's own and resets it for a row."""
+        return await episodes.open(request)
+
+    async def step_episode(request: StepEpisode) -> EpisodeStepped:
+        """Calls tools of an open episode, one after the other."""
+        return await episodes.step(request)
+
+    async def close_episode(request: CloseEpisode) -> EpisodeClosed:
+        """Ends an episode, and returns the environment's own reward."""
+        return await episodes.close(request)
+
+    async def validate_environment(request: ValidateEnvironment) -> EnvironmentValidated:
+        """Says whether an environment can be made and reset for a row; 422 with a sentence if
+        not."""
+        return await episodes.validate(request)
+
+    service.operation("POST", "/episodes/open", open_episode)
+    service.operation("POST", "/episodes/step", step_episode)
+    service.operation("POST", "/episodes/close", close_episode)
+    service.operation("POST", "/episodes/validate", validate_environment)
 
 
 class _Counts:

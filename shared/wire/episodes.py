@@ -80,3 +80,18 @@ class EpisodeClosed(Wire):
 
     has_reward: bool = False
     reward: float | None = None
+
+
+class ValidateEnvironment(Wire):
+    """`POST /episodes/validate`: opens an episode of a row, and closes it. 422 with a sentence if
+    it cannot be opened. All classes of a table are checked. Without `job_id` no worker is kept."""
+
+    job_id: JobId | None = None
+    environment: EnvironmentSpec
+    row: dict[str, Plain] = {}
+
+
+class EnvironmentValidated(EpisodeOpened):
+    """`has_reward`: the row's class has `get_reward`."""
+
+    has_reward: bool

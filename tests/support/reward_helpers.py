@@ -12,7 +12,7 @@ from services.reward import graders
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import GraderTools
 from services.reward.job_code.workers import FunctionWorkers
-from services.reward.sandbox.base import Sandbox, Worker
+from services.reward.sandbox.base import WORKER_PROCESSES, Sandbox, Worker
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import Failed
 from shared.settings import Settings
@@ -43,7 +43,7 @@ class ScriptedSandbox(Sandbox):
         self.asked.append(request)
         return self.answer
 
-    async def open_worker(self, module: str) -> Worker:
+    async def open_worker(self, module: str, *, processes: int = WORKER_PROCESSES) -> Worker:
         raise Failed("a scripted sandbox has no workers")
 
 

@@ -15,23 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import linecache
 import math
 import os
 import sys
-import traceback
 import types
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from services.reward.job_code.inside_file import explain, found, run_file
 from services.reward.job_code.inside_tools import Printed, WorkerTools
 from services.reward.sandbox.inside import frames
-from shared.rewards import FunctionConfig, Outcome, Reward, SandboxConfig
-
-MAX_ERROR_CHARS = 500
-IN_SANDBOX = (Reward, Outcome, SandboxConfig, FunctionConfig)
-"""What `import hone` has in here."""
+from shared.rewards import Reward
 
 SINGULAR = {"prompts": "prompt", "completions": "completion"}
 
@@ -86,22 +81,9 @@ def serve(channel: int) -> None:
 
 def _load(module: types.ModuleType, opening: dict[str, Any]) -> Own:
     """Returns the function or class of that name, after running the file."""
-    source, file, name = opening["source"], opening["file"], opening["function"]
-    module.__file__ = file
-    sys.modules[module.__name__] = module
-    sys.modules["hone"] = _hone()
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
-    target = getattr(module, name, None)
-    if not callable(target):
-        mine = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and value.__module__ == module.__name__
-        ]
-        raise LookupError(
-            f"{file} defines no function or class {name!r}; it defines {', '.join(mine) or 'none'}"
-        )
+    file, name = opening["file"], opening["function"]
+    run_file(module, opening["source"], file)
+    target = found(module, name, "function or class")
     if not inspect.isclass(target):
         return Own(target, True, file)
     instance = target()
@@ -117,15 +99,6 @@ def _load(module: types.ModuleType, opening: dict[str, Any]) -> Own:
         f"class {name!r} in {file} has neither score(prompt, completion, ...) nor "
         "score_batch(prompts, completions, ...)"
     )
-
-
-def _hone() -> types.ModuleType:
-    """Returns what `import hone` gives in here: the base class, and no client."""
-    module = types.ModuleType(
-        "hone", "What of Hone exists inside the sandbox: the base class of rewards."
-    )
-    module.__dict__.update({kind.__name__: kind for kind in IN_SANDBOX}, RewardEnvironment=Reward)
-    return module
 
 
 def _results(own: Own, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -212,16 +185,3 @@ def _number(value: Any, position: int) -> float | None:
 
 def _kind(value: Any) -> str:
     return f"{str(value)[:40]!r} ({type(value).__name__})"
-
-
-def explain(error: BaseException, file: str) -> str:
-    """Returns "rewards.py line 12: KeyError: 'answr'"."""
-    message = traceback.format_exception_only(error)[-1].strip()[:MAX_ERROR_CHARS]
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == file
-    ]
-    if isinstance(error, SyntaxError) and error.filename == file:
-        lines = [error.lineno]
-    return f"{file} line {lines[-1]}: {message}" if lines else message

@@ -16,8 +16,6 @@ import io
 import json
 import os
 import select
-import signal
-import socket
 import sys
 import threading
 import time
@@ -25,10 +23,10 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from services.reward.job_code.inside_children import Child, fork
 from services.reward.sandbox.inside import frames
 from services.reward.sandbox.inside.program import plain
 from shared.rewards import Outcome
@@ -66,22 +64,9 @@ MAX_TRACE_CHARS = 2000
 
 
 @dataclass(frozen=True)
-class _Child:
-    pid: int
-    channel: socket.socket
-
-    def end(self) -> None:
-        for kill in (os.killpg, os.kill):  # its group, and itself if it has not made one yet
-            with suppress(ProcessLookupError):
-                kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        self.channel.close()
-
-
-@dataclass(frozen=True)
 class _Call:
     index: int
-    child: _Child
+    child: Child
     since: float
 
 
@@ -94,7 +79,7 @@ class Children:
     ) -> None:
         self._find = find
         self._on_fork = on_fork
-        self._warm: list[_Child] = []
+        self._warm: list[Child] = []
 
     def run(
         self,
@@ -144,16 +129,16 @@ class Children:
             )
         return name
 
-    def _fresh(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> _Child:
+    def _fresh(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Child:
         return self._fork(lambda channel: frames.send(channel, _reply(function, arguments)))
 
-    def _told(self, name: str, arguments: tuple[Any, ...]) -> _Child:
+    def _told(self, name: str, arguments: tuple[Any, ...]) -> Child:
         message = frames.pack({"name": name, "arguments": arguments})
         child = self._idle() or self._fork(self._serve)
         frames.send_bytes(child.channel.fileno(), message)
         return child
 
-    def _idle(self) -> _Child | None:
+    def _idle(self) -> Child | None:
         while self._warm:
             child = self._warm.pop()
             if not os.waitpid(child.pid, os.WNOHANG)[0]:
@@ -165,19 +150,8 @@ class Children:
         while (call := frames.receive(channel)) is not None:
             frames.send(channel, _reply(self._find(call["name"]), call["arguments"]))
 
-    def _fork(self, work: Callable[[int], None]) -> _Child:
-        ours, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid:
-            theirs.close()
-            return _Child(pid, ours)
-        try:
-            os.setsid()
-            ours.close()
-            self._on_fork()
-            work(theirs.fileno())
-        finally:
-            os._exit(0)
+    def _fork(self, work: Callable[[int], None]) -> Child:
+        return fork(work, self._on_fork)
 
 
 def _finished(running: dict[int, _Call], timeout_s: float) -> list[tuple[_Call, Any]]:

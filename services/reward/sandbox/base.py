@@ -13,6 +13,8 @@ from typing import Any
 
 from shared.wire import ExecuteRequest, Execution
 
+WORKER_PROCESSES = 128
+
 waiting: ContextVar[Callable[[], AbstractContextManager[None]]] = ContextVar(
     "waiting", default=contextlib.nullcontext
 )
@@ -34,12 +36,23 @@ class SlotDied(Exception):
 
 
 class Worker(ABC):
-    """A process that keeps a job's own code loaded and answers messages, one at a time."""
+    """A process that keeps a job's own code loaded and answers messages: one at a time by `ask`, or
+    any number in any order by `tell` and `hear`, where the messages say what belongs together."""
 
     @abstractmethod
     async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
         """Returns the answer, which is untrusted. Raises TimeoutError after `deadline_s` and
         SlotDied if the worker ended; in both cases it must not be asked again."""
+
+    @abstractmethod
+    async def tell(self, message: dict[str, Any]) -> None:
+        """Sends a message, whatever else was sent and not answered. Raises SlotDied if the worker
+        ended."""
+
+    @abstractmethod
+    async def hear(self) -> Any:
+        """Returns the next message of the worker, which is untrusted. Raises SlotDied if it ended;
+        no two callers may wait at once."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -74,9 +87,9 @@ class Sandbox(ABC):
         failure of the sandbox. Raises Failed with `problem()` if nothing can be run at all."""
 
     @abstractmethod
-    async def open_worker(self, module: str) -> Worker:
-        """Returns a new worker, in a sandbox of its own, that runs `serve(channel)` of `module`.
-        Raises Failed as `execute` does."""
+    async def open_worker(self, module: str, *, processes: int = WORKER_PROCESSES) -> Worker:
+        """Returns a new worker, in a sandbox of its own, that runs `serve(channel)` of `module` and
+        may have so many processes and threads. Raises Failed as `execute` does."""
 
     async def run(self, requests: Sequence[ExecuteRequest]) -> list[Execution]:
         """Returns one Execution per request, in order. Identical requests run once."""

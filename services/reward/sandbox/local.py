@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from services.reward.sandbox import base as probes
 from services.reward.sandbox import verdicts
-from services.reward.sandbox.base import Sandbox, SlotDied, Worker, waiting
+from services.reward.sandbox.base import WORKER_PROCESSES, Sandbox, SlotDied, Worker, waiting
 from services.reward.sandbox.cgroups import Groups
-from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES, WORKER_PROCESSES
+from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES
 from services.reward.sandbox.slots import CannotImport, CannotIsolate, Slot
 from services.reward.sandbox.turns import Turns, asking
 from services.reward.sandbox.visible import NO_PACKAGES, Packages
@@ -142,17 +142,18 @@ class LocalSandbox(Sandbox):
             self._idle.append(slot)
             turn.end()
 
-    async def open_worker(self, module: str) -> Worker:
+    async def open_worker(self, module: str, *, processes: int = WORKER_PROCESSES) -> Worker:
         if self._problem:
             raise Failed(self._problem)
         self._num_workers += 1
-        group = self._groups.make(WORKER_PROCESSES) if self._groups else None
+        group = self._groups.make(processes) if self._groups else None
         if group:
             group.limit_memory(WORKER_BYTES)
         worker = Slot(
             self._num_slots + self._num_workers % 1000,
             isolated=self._isolated,
             worker=module,
+            worker_processes=processes,
             group=group,
         )
         started = False

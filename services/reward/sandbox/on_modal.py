@@ -3,7 +3,7 @@ gone when the program has ended.
 
 For reward services that run on Modal; a container takes a second to start. It is tested against a
 stand-in of Modal's client with the client's signatures, which runs the same command in a local
-process. It was never run on Modal itself. Jobs' own reward functions need the local sandbox.
+process. It was never run on Modal itself. Jobs' own code needs the local sandbox.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.reward.sandbox import verdicts
-from services.reward.sandbox.base import Probe, Sandbox, Worker, failures, waiting
+from services.reward.sandbox.base import (
+    WORKER_PROCESSES,
+    Probe,
+    Sandbox,
+    Worker,
+    failures,
+    waiting,
+)
 from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
 from shared.errors import Failed, how_to_install
 from shared.host.logs import get_logger
@@ -141,10 +148,10 @@ class ModalSandbox(Sandbox):
             self._places.release()
         return Execution(verdict=verdict, stderr=f"Modal failed twice: {reason}")
 
-    async def open_worker(self, module: str) -> Worker:
+    async def open_worker(self, module: str, *, processes: int = WORKER_PROCESSES) -> Worker:
         raise Failed(
-            "a job's own reward functions need HONE_SANDBOX=local; the Modal backend runs "
-            "model-written programs only"
+            "a job's own reward functions and environments need HONE_SANDBOX=local; the Modal "
+            "backend runs model-written programs only"
         )
 
     def _build_image(self) -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from services.reward.sandbox import visible
-from services.reward.sandbox.base import SlotDied, Worker
+from services.reward.sandbox.base import WORKER_PROCESSES, SlotDied, Worker
 from services.reward.sandbox.cgroups import Group
 from services.reward.sandbox.inside import child, frames, zygote
 from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
@@ -70,12 +70,14 @@ class Slot(Worker):
         *,
         isolated: bool,
         worker: str | None = None,
+        worker_processes: int = WORKER_PROCESSES,
         packages: Packages = NO_PACKAGES,
         group: Group | None = None,
     ) -> None:
         self._number = number
         self._isolated = isolated
         self._worker = worker
+        self._worker_processes = worker_processes
         self._packages = packages
         self._group = group
         self._idle_bytes = 0
@@ -117,13 +119,20 @@ class Slot(Worker):
     async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
         """Returns the answer. Anything but an answer (death, silence, cancellation) ends the slot:
         its state is unknown."""
-        self._tell(zygote.CONTINUE)
+        self._switch_to(zygote.CONTINUE)
         return await self._exchange(frames.pack(message), self._message, deadline_s)
 
-    def pause(self) -> None:
-        self._tell(zygote.STOP)
+    async def tell(self, message: dict[str, Any]) -> None:
+        self._switch_to(zygote.CONTINUE)
+        await self._send(frames.pack(message))
 
-    def _tell(self, what: bytes) -> None:
+    async def hear(self) -> Any:
+        return await self._message()
+
+    def pause(self) -> None:
+        self._switch_to(zygote.STOP)
+
+    def _switch_to(self, what: bytes) -> None:
         # The pipe is full only if pid 1 hangs, and broken if it died. Both show elsewhere.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             if self._switch is not None:
@@ -217,6 +226,7 @@ class Slot(Worker):
             "home": _HOME,
             "worker": self._worker,
             "worker_bytes": zygote.WORKER_BYTES,
+            "worker_processes": self._worker_processes,
             "isolated": self._isolated,
             "control_fd": theirs.fileno(),
             "switch_fd": switched,

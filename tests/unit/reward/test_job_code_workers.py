@@ -17,7 +17,7 @@ import pytest_asyncio
 from services.reward.grading.failures import GradingFailed
 from services.reward.grading.scoring import Scorer
 from services.reward.job_code.workers import FunctionWorkers, Own
-from services.reward.sandbox.base import SlotDied, Worker
+from services.reward.sandbox.base import WORKER_PROCESSES, SlotDied, Worker
 from services.reward.sandbox.cgroups import Groups
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
@@ -165,6 +165,12 @@ class Dying(Worker):
             return answer | {"call": message["call"]}
         raise self._death
 
+    async def tell(self, message: dict[str, Any]) -> None:
+        raise self._death
+
+    async def hear(self) -> Any:
+        raise self._death
+
     def pause(self) -> None: ...
 
     async def dismiss(self) -> None: ...
@@ -175,7 +181,7 @@ class OfDyingWorkers(ScriptedSandbox):
         super().__init__(Execution(verdict="ok"))
         self._death = death
 
-    async def open_worker(self, module: str) -> Worker:
+    async def open_worker(self, module: str, *, processes: int = WORKER_PROCESSES) -> Worker:
         return Dying(self._death)
 
 

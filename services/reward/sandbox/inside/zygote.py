@@ -34,7 +34,6 @@ struct textwrap threading time traceback types typing
 STOP, CONTINUE = b"s", b"c"
 """How the service stops and continues a worker's processes."""
 
-WORKER_PROCESSES = 128
 WORKER_BYTES = 8 << 30
 """Memory of a worker: of each of its processes, and of all together if there is a cgroup."""
 
@@ -75,7 +74,7 @@ def main() -> None:
         os._exit(125)
     frames.send(control, {"ready": True})
     if worker is not None:
-        zygote.become_worker(worker.serve, config["switch_fd"], config["worker_bytes"])
+        zygote.become_worker(worker.serve, config)
     with contextlib.suppress(ServiceGone):
         zygote.serve()
     os._exit(0)  # with what it runs: it is pid 1
@@ -136,25 +135,24 @@ class Zygote:
         finally:
             self._folder.remove()
 
-    def become_worker(
-        self, serve: Callable[[int], None], switch: int, memory_bytes: int
-    ) -> NoReturn:
+    def become_worker(self, serve: Callable[[int], None], config: dict[str, Any]) -> NoReturn:
         """Forks the worker, which talks to the service itself, and ends as it ends, or with `LARGE`
-        if it was killed when it used a quarter of `memory_bytes`. Meanwhile stops and continues all
-        of it as `switch` says."""
+        if it was killed when it used a quarter of its memory. Meanwhile stops and continues all of
+        it as the service says."""
         slot = self._surroundings
+        memory_bytes: int = config["worker_bytes"]
         pid = os.fork()
         if not pid:
             if not slot.isolated:
                 kernel.die_with_parent()
             null = os.open("/dev/null", os.O_RDWR)
-            limits = program.standing_limits(files=1024, processes=WORKER_PROCESSES)
+            limits = program.standing_limits(files=1024, processes=config["worker_processes"])
             limits |= program.within_own({resource.RLIMIT_AS: slot.own_bytes + memory_bytes})
             program.give_up_everything([null, null, null, slot.control], limits, slot.system_calls)
             serve(3)
             os._exit(0)
         try:
-            self._attend(pid, switch)
+            self._attend(pid, config["switch_fd"])
         except ServiceGone:
             if not slot.isolated:
                 os.killpg(pid, signal.SIGKILL)

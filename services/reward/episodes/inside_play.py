@@ -1,0 +1,237 @@
+"""One episode, in a child of its own: makes the environment, calls its tools. Standard library
+only.
+
+    service: {open: {kind, names, name, tools, row}}
+             child: {observation, tools, has_reward}, {mistake} of the file, or {error} of this row
+    service: {step: [{name, arguments}, ...]}    child: {results: [{content, failed}], done}
+    service: {close: true}                       child: {has_reward, reward}
+
+The last two answer {error} too. Everything is checked again on the trusted side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import types
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from services.reward.episodes.inside_schema import NoSchema, schema_of
+from services.reward.job_code.inside_file import explain, found
+from services.reward.sandbox.inside import frames
+
+Tool = Callable[..., Any]
+
+MAX_RESULT_CHARS = 32_768
+MAX_TURN_CHARS = 1 << 20
+"""Characters of one tool's result, and of a turn's results together. The rest is cut off."""
+
+MAX_SENTENCE_CHARS = 1000
+NOT_TOOLS = ("reset", "get_reward")
+
+
+class Mistake(Exception):
+    """The file is not one of an environment or of tools, whatever the row is."""
+
+
+def play(channel: int, module: types.ModuleType, file: str) -> None:
+    """Answers what is asked until the other end is closed."""
+    with asyncio.Runner() as runner:
+        episode = Episode(module, file, runner)
+        while (asked := frames.receive(channel)) is not None:
+            reply = json.dumps(episode.answer(asked), ensure_ascii=False)
+            frames.send_bytes(channel, frames.pack_bytes(reply.encode("utf-8", "replace")))
+
+
+class Episode:
+    """`runner` has the event loop of the whole episode, for everything that is async."""
+
+    def __init__(self, module: types.ModuleType, file: str, runner: asyncio.Runner) -> None:
+        self._module = module
+        self._file = file
+        self._runner = runner
+        self._environment: Any = None
+        self._tools: dict[str, Tool] = {}
+
+    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        try:
+            if "open" in asked:
+                return self._open(asked["open"])
+            return self._step(asked["step"]) if "step" in asked else self._close()
+        except Mistake as error:
+            return {"mistake": str(error)}
+        except BaseException as error:  # the job's own code: whatever it raises is its answer
+            return {"error": explain(error, self._file)}
+
+    def _open(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        if wanted["kind"] == "tools":
+            return self._opened(
+                None, self._offer([self._found(name, "function") for name in wanted["tools"]])
+            )
+        for name in wanted["names"]:
+            self._check(self._found(name, "class"))
+        made = self._found(wanted["name"], "class")()
+        self._environment = made
+        tools = self._offer([getattr(made, name) for name in _tool_names(type(made))])
+        said = self._finished(made.reset(**_taken(made.reset, wanted["row"])))
+        if said is not None and not isinstance(said, str):
+            raise TypeError(f"reset returned {_kind(said)}, expected text or None")
+        return self._opened(said, tools)
+
+    def _offer(self, tools: list[Tool]) -> list[dict[str, Any]]:
+        """Returns the schemas of the tools, which can be called from now on."""
+        schemas = [self._schema(tool) for tool in tools]
+        self._tools = {
+            schema["function"]["name"]: tool for schema, tool in zip(schemas, tools, strict=True)
+        }
+        return schemas
+
+    def _opened(self, said: str | None, tools: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"observation": said, "tools": tools, "has_reward": self._has_reward()}
+
+    def _found(self, name: str, what: str) -> Any:
+        try:
+            target = found(self._module, name, what)
+        except LookupError as error:
+            raise Mistake(str(error)) from error
+        if inspect.isclass(target) != (what == "class"):
+            raise Mistake(f"{name!r} in {self._file} is {_kind(target)}, expected a {what}")
+        return target
+
+    def _check(self, kind: type) -> None:
+        """Raises Mistake for a class that is not an environment."""
+        if not callable(getattr(kind, "reset", None)):
+            raise Mistake(
+                f"{self._line(kind)}: class {kind.__name__!r} has no method reset(self, **row)"
+            )
+        for name in _tool_names(kind):
+            self._schema(getattr(kind, name))
+
+    def _schema(self, tool: Tool) -> dict[str, Any]:
+        try:
+            return schema_of(tool)
+        except NoSchema as error:
+            raise Mistake(f"{self._line(tool)}: {error}") from error
+
+    def _line(self, target: Any) -> str:
+        """Returns where a class or function is defined: "game.py line 12"."""
+        try:
+            _, first = inspect.getsourcelines(inspect.unwrap(target))
+        except (OSError, TypeError):
+            return self._file
+        return f"{self._file} line {first}"
+
+    def _step(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        limit = min(MAX_RESULT_CHARS, MAX_TURN_CHARS // max(len(calls), 1))
+        results = [self._called(call["name"], call["arguments"], limit) for call in calls]
+        done = getattr(self._environment, "done", False)
+        return {"results": results, "done": not callable(done) and bool(done)}
+
+    def _called(self, name: str, arguments: Any, limit: int) -> dict[str, Any]:
+        try:
+            fitting = self._fitting(name, arguments)
+        except ValueError as error:
+            return {"content": str(error)[:MAX_SENTENCE_CHARS], "failed": True}
+        try:
+            content = _text(self._finished(self._tools[name](**fitting)))
+        except BaseException as error:  # the job's own code
+            return {"content": _sentence(error), "failed": True}
+        return {"content": _cut(content, limit), "failed": False}
+
+    def _fitting(self, name: str, arguments: Any) -> dict[str, Any]:
+        """Returns the arguments by name. Raises ValueError with a sentence for the model."""
+        if name not in self._tools:
+            known = ", ".join(self._tools) or "none"
+            raise ValueError(f"There is no tool {name!r:.100}; the tools are: {known}.")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError as error:
+                raise ValueError(f"The arguments of {name} are not JSON: {error}.") from error
+        if not isinstance(arguments, dict):
+            raise ValueError(
+                f"The arguments of {name} are {_kind(arguments)}, expected a JSON object."
+            )
+        try:
+            inspect.signature(self._tools[name]).bind(**arguments)
+        except TypeError as error:
+            takes = inspect.signature(self._tools[name])
+            raise ValueError(
+                f"The arguments of {name} do not fit: {error}; it takes {_names(takes)}."
+            ) from error
+        return arguments
+
+    def _close(self) -> dict[str, Any]:
+        if not self._has_reward():
+            return {"has_reward": False, "reward": None}
+        value = self._finished(self._environment.get_reward())
+        if value is None:
+            return {"has_reward": True, "reward": None}
+        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+            raise TypeError(f"get_reward returned {_kind(value)}, expected a number or None")
+        if not math.isfinite(float(value)):
+            raise ValueError(f"get_reward returned {float(value)}, expected a finite number")
+        return {"has_reward": True, "reward": float(value)}
+
+    def _has_reward(self) -> bool:
+        return callable(getattr(self._environment, "get_reward", None))
+
+    def _finished(self, result: Any) -> Any:
+        async def wait(work: Awaitable[Any]) -> Any:
+            return await work
+
+        return self._runner.run(wait(result)) if inspect.isawaitable(result) else result
+
+
+def _tool_names(kind: type) -> list[str]:
+    """Returns the public methods, in the order of their names, as TRL gives them to the model."""
+    methods = inspect.getmembers(kind, inspect.isfunction)
+    return [name for name, _ in methods if name not in NOT_TOOLS and not name.startswith("_")]
+
+
+def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the row's columns that `reset` has a parameter for."""
+    parameters = inspect.signature(reset).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(row)
+    return {name: value for name, value in row.items() if name in parameters}
+
+
+def _names(signature: inspect.Signature) -> str:
+    return ", ".join(signature.parameters) or "no arguments"
+
+
+def _text(value: Any) -> str:
+    """Returns text as it is, anything else as JSON, or as `str` shows it where JSON has no such
+    value."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False, default=_plainer)
+    except (TypeError, ValueError, RecursionError):
+        return str(value)
+
+
+def _plainer(value: Any) -> Any:
+    """Returns numbers and arrays of numpy, sets and tuples as JSON has them."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return sorted(value, key=repr) if isinstance(value, set | frozenset) else str(value)
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}... [cut off after {limit} of {len(text)} characters]"
+
+
+def _sentence(error: BaseException) -> str:
+    kind, message = type(error).__name__, str(error)
+    return f"{kind}: {message}"[:MAX_SENTENCE_CHARS] if message else kind
+
+
+def _kind(value: Any) -> str:
+    return f"{str(value)[:40]!r} ({type(value).__name__})"

@@ -1,0 +1,62 @@
+"""A job's file inside its worker's sandbox: run once, as a module; its faults with their line.
+Standard library only."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+import types
+from typing import Any
+
+from shared.rewards import FunctionConfig, Outcome, Reward, SandboxConfig
+
+MAX_ERROR_CHARS = 500
+IN_SANDBOX = (Reward, Outcome, SandboxConfig, FunctionConfig)
+"""What `import hone` has in here."""
+
+
+def run_file(module: types.ModuleType, source: str, file: str) -> None:
+    """Fills `module` with what the file defines. Raises whatever the file raises."""
+    module.__file__ = file
+    sys.modules[module.__name__] = module
+    sys.modules["hone"] = _hone()
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
+
+
+def found(module: types.ModuleType, name: str, what: str) -> Any:
+    """Returns the function or class of that name. Raises LookupError, which calls it `what`."""
+    target = getattr(module, name, None)
+    if callable(target):
+        return target
+    mine = [
+        key
+        for key, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == module.__name__
+    ]
+    raise LookupError(
+        f"{module.__file__} defines no {what} {name!r}; it defines {', '.join(mine) or 'none'}"
+    )
+
+
+def explain(error: BaseException, file: str) -> str:
+    """Returns "rewards.py line 12: KeyError: 'answr'"."""
+    message = traceback.format_exception_only(error)[-1].strip()[:MAX_ERROR_CHARS]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == file
+    ]
+    if isinstance(error, SyntaxError) and error.filename == file:
+        lines = [error.lineno]
+    return f"{file} line {lines[-1]}: {message}" if lines else message
+
+
+def _hone() -> types.ModuleType:
+    """Returns what `import hone` gives in here: the base class, and no client."""
+    module = types.ModuleType(
+        "hone", "What of Hone exists inside the sandbox: the base class of rewards."
+    )
+    module.__dict__.update({kind.__name__: kind for kind in IN_SANDBOX}, RewardEnvironment=Reward)
+    return module
