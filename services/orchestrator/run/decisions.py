@@ -113,7 +113,7 @@ RULES = (
     Rule(MustPause, Action.PAUSE),
     Rule(Conflict, Action.STOP, codes=_codes("emptied")),
     Rule(Conflict, Action.GIVE_BACK, codes=_codes("stale")),
-    Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order", "no_adapters")),
+    Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order", "no_adapters", "episode_lost")),
     Rule(Conflict, Action.WAIT, codes=_codes("taken")),
     Rule(Conflict, Action.PAUSE),
     Rule(StateLost, Action.RELOAD, ENDS_THEM),

@@ -117,7 +117,7 @@ class Episode:
             raise Mistake(f"{self._line(tool)}: {error}") from error
 
     def _line(self, target: Any) -> str:
-        """Returns where a class or function is defined: "game.py line 12"."""
+        """Returns the file and the line where a class or function is defined."""
         try:
             _, first = inspect.getsourcelines(inspect.unwrap(target))
         except (OSError, TypeError):

@@ -111,7 +111,39 @@ TRAINERS: dict[str, Any] = {
     "Checkpoint": CHECKPOINT,
 }
 
+EPISODE = {
+    "job_id": ID,
+    "environment": {"file": "game.py", "source": "class Game: ...", "name": "Game"},
+    "id": "41-7-3",
+}
+CALL = {"id": "call_1", "name": "guess", "arguments": '{"number": 59}'}
+OPENED = {
+    "observation": "Guess a number from 1 to 100.",
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "guess",
+                "description": "Guesses the number.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"number": {"type": "integer", "description": "The guess."}},
+                    "required": ["number"],
+                },
+            },
+        }
+    ],
+}
+
 REWARDS: dict[str, Any] = {
+    "OpenEpisode": {**EPISODE, "row": {"secret": 59}},
+    "EpisodeOpened": OPENED,
+    "StepEpisode": {**EPISODE, "turn": 0, "calls": [CALL]},
+    "EpisodeStepped": {"results": [{"id": "call_1", "content": "right"}], "done": True},
+    "CloseEpisode": EPISODE,
+    "EpisodeClosed": {"has_reward": True, "reward": 1.0},
+    "ValidateEnvironment": {"environment": EPISODE["environment"], "row": {"secret": 59}},
+    "EnvironmentValidated": {**OPENED, "has_reward": True},
     "ScoreRequest": {
         "items": [{"prompt": "12 47 -> 59:", "completion": " 12+47", "row": PROMPT["row"]}],
         "rewards": [REWARD],

@@ -55,6 +55,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Conflict, "taken"): WAIT,
     (Conflict, "out_of_order"): RECOVER,
     (Conflict, "no_adapters"): RECOVER,
+    (Conflict, "episode_lost"): RECOVER,
     (StateLost, "state_lost"): RELOAD,
     (Unavailable, "unavailable"): WAIT,
     (Unavailable, "unreachable"): RELOAD,
