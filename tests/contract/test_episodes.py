@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -143,6 +144,15 @@ async def test_a_game_of_eight_turns_has_its_own_reward(client: Client) -> None:
         assert stepped.done == (turn == 7)
     assert heard == [*("higher", "lower", "higher", "lower", "lower", "higher", "lower", "right")]
     assert await episode.close() == EpisodeClosed(has_reward=True, reward=1 / 8)
+
+
+async def test_the_game_of_the_page_can_be_played(client: Client) -> None:
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    source = page.partition("```python\n# game.py\n")[2].partition("```")[0]
+    episode = Episode(client, env(source), "page")
+    assert (await episode.open(secret=3)).observation == "Guess a number from 1 to 100."
+    assert [(await episode.call("guess", number=n)).content for n in (1, 3)] == ["higher", "right"]
+    assert (await episode.close()).reward == 0.5
 
 
 async def test_a_request_that_comes_again_happens_once(client: Client) -> None:
