@@ -148,7 +148,7 @@ async def test_a_game_of_eight_turns_has_its_own_reward(client: Client) -> None:
 
 async def test_the_game_of_the_page_can_be_played(client: Client) -> None:
     page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
-    source = page.partition("```python\n# game.py\n")[2].partition("```")[0]
+    source = page.partition(" game.py\n")[2].partition("```")[0]
     episode = Episode(client, env(source), "page")
     assert (await episode.open(secret=3)).observation == "Guess a number from 1 to 100."
     assert [(await episode.call("guess", number=n)).content for n in (1, 3)] == ["higher", "right"]
