@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING
 from shared.lazily import exporting
 
 if TYPE_CHECKING:
-    from hone.client import AsyncClient, Client, NotEnded
+    from hone.async_client import AsyncClient, NotEnded
+    from hone.client import Client
     from hone.trainer.modes import Distributed, Local, Remote, SingleNode
     from hone.trainer.run import Detached, Run, TrainOutput, attach
     from hone.trainer.simple import Simple

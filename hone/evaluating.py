@@ -13,7 +13,7 @@ from shared.job.file import parse_job
 from shared.wire import EvaluationReport, JobProgress, JobRecord
 
 if TYPE_CHECKING:
-    from hone.client import AsyncClient
+    from hone.async_client import AsyncClient
 
 NAME = "eval"
 """The name of a job that evaluates; `eval-demo` if it is made of a job called `demo`, so that

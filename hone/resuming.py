@@ -10,7 +10,7 @@ from shared.errors import HoneError, Unavailable
 from shared.wire import JobStatus
 
 if TYPE_CHECKING:
-    from hone.client import AsyncClient
+    from hone.async_client import AsyncClient
 
 
 class Resumed(BaseModel):

@@ -51,7 +51,7 @@ def job_names(incomplete: str) -> list[str]:
     if no stack answers in time: a Tab shows no errors."""
     import asyncio
 
-    from hone.client import AsyncClient
+    from hone.async_client import AsyncClient
 
     async def newest() -> list[str]:
         url, token = stack.orchestrator()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hone.client import NotEnded
+from hone.async_client import NotEnded
 from hone.commands.logs import show_end
 from hone.shell import (
     TIMED_OUT,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from shared.errors import Unavailable
 
 if TYPE_CHECKING:
-    from hone.client import AsyncClient
+    from hone.async_client import AsyncClient
     from hone.trainer.modes import Address
 
 POLICY = "policy"

@@ -6,7 +6,6 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -56,12 +55,7 @@ class Notebook:
         self._handle = display(HTML(self.html()), display_id=True)  # pyright: ignore
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._update(now=True)
 
     def show(self, event: Event) -> None:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from hone import stack
-from hone.client import NotEnded
+from hone.async_client import NotEnded
 from hone.trainer.modes import Address
 from hone.trainer.progress import view_here
 from shared.errors import BadRequest, Failed, NotFound, how_to_install

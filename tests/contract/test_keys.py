@@ -271,7 +271,7 @@ def test_keys_are_made_listed_and_revoked_by_commands(
     transport: httpx.ASGITransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = hone.Client(token=ROOT)
-    client._asynchronous._client = shared_client.Client(
+    client._asynchronous._calls.client = shared_client.Client(
         "orchestrator", "http://host:8000", token=ROOT, transport=transport
     )
 

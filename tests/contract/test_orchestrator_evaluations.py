@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hone import evaluating
-from hone.client import AsyncClient
+from hone.async_client import AsyncClient
 from services.orchestrator.api import history
 from services.orchestrator.store.records import Submission
 from shared.errors import BadRequest, Conflict, Failed, StateLost
@@ -345,7 +345,8 @@ async def test_a_checkpoint_stays_while_a_job_that_evaluates_it_waits(stack: Sta
 @pytest.fixture
 def client(stack: Stack) -> AsyncClient:
     client = AsyncClient("http://localhost")
-    client._client = Client("orchestrator", "http://localhost", transport=stack.http._transport)  # type: ignore[arg-type]
+    transport: Any = stack.http._transport
+    client._calls.client = Client("orchestrator", "http://localhost", transport=transport)
     return client
 
 

@@ -50,7 +50,7 @@ def _body(request: httpx.Request) -> BaseModel:
 @pytest.fixture
 def client() -> Iterator[Client]:
     with Client() as client:
-        client._asynchronous._client = shared_client.Client(
+        client._asynchronous._calls.client = shared_client.Client(
             "orchestrator", "http://localhost", transport=httpx.MockTransport(answer)
         )
         yield client
@@ -119,7 +119,7 @@ def test_a_job_that_nobody_knows_is_not_found(client: Client) -> None:
 @contextlib.contextmanager
 def answering(answer: Callable[[httpx.Request], httpx.Response]) -> Iterator[Client]:
     with Client("http://127.0.0.1:8001") as client:
-        client._asynchronous._client = shared_client.Client(
+        client._asynchronous._calls.client = shared_client.Client(
             "orchestrator", client.url, transport=httpx.MockTransport(answer)
         )
         yield client
@@ -171,7 +171,7 @@ def test_both_clients_have_the_same_methods() -> None:
 
 async def test_the_asynchronous_client_awaits_the_same_answers() -> None:
     async with AsyncClient() as client:
-        client._client = shared_client.Client(
+        client._calls.client = shared_client.Client(
             "orchestrator", "http://localhost", transport=httpx.MockTransport(answer)
         )
         assert (await client.cancel("demo")).status == "cancelled"
