@@ -5,7 +5,8 @@
     rl_routes.py    vLLM's routes, for trainers that are not Hone's
     by_hand.py      what these may do to the engine
     sampler.py      READ FIRST: which engine runs, and what it is asked to do
-    running.py      the engine that runs, its weights, and the prompts that it can sample
+    running.py      the engine that runs, and its weights
+    groups.py       the group of one request: prompt, completions, and their messages
     fencing.py      who may ask, how requests are ended, and which weights sampled which tokens
     registration.py registers the sampler with the orchestrator
     engine.py       the interface of an engine
@@ -18,7 +19,7 @@
         copies.py   the sampler's own copies of versions, kept for deltas
         adapters.py the LoRA adapters that an engine holds beside its model
 
-    conversations/  agents that speak OpenAI's chat API, recorded as tokens
+    conversations/  conversations as tokens; those of agents with OpenAI's chat API are recorded
         routes.py   READ FIRST: a call that names a session, and the routes of records
         sessions.py which sessions there are, and the tokens that an answer is sampled after
         recording.py one conversation: its messages and their tokens

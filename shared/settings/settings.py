@@ -304,9 +304,9 @@ class Settings(Documented):
     CPU, and vLLM's default on a GPU: 1,024 from 70 GiB of memory on, and 256 below."""
 
     tool_parser: str | None = None
-    """vLLM's parser of tool calls (its `--tool-call-parser`) for `/v1/chat/completions`: "hermes"
-    for Qwen2.5. None: a request with tools must say `tool_choice` "none", and the model's tool
-    calls stay text."""
+    """vLLM's parser of tool calls (its `--tool-call-parser`): "hermes" for Qwen2.5. None:
+    `/generate` refuses requests with tools, and `/v1/chat/completions` takes them with
+    `tool_choice` "none" alone, where the model's tool calls stay text."""
 
     weight_transfer: Literal["nccl"] | None = None
     """How a sampler on GPUs takes tensors from trainers other than Hone's: vLLM's

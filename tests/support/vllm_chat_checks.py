@@ -184,8 +184,10 @@ async def test_a_completion_is_parsed_as_the_route_parses_its_own(engine: Script
     cut = CALL.partition('"a"')[0]
     replies = [f"{CALL}{other}<|im_end|>", "It is 5.<|im_end|>", cut]
     asked = ChatRequest(messages=({"role": "user", "content": "2 + 3?"},), tools=(TOOL,))
-    engine.replies = replies
-    answers = [await answer(chat, asked, [5]) for _ in replies]
+    engine.replies, answers = replies, []
+    for reply in replies:
+        engine.reason = "length" if reply == cut else "stop"
+        answers.append(await answer(chat, asked, [5]))
     said = await chat.parsed(asked, [5], [each.rollout for each in answers])
     for one, other in zip(said, answers, strict=True):
         assert without_ids(one) == without_ids(other.message)
@@ -260,6 +262,8 @@ async def test_what_vllm_refuses_is_refused_with_its_reason(engine: Scripted) ->
     strict = {**TOOL, "function": {**ADD, "strict": True}}
     with pytest.raises(BadRequest, match="limits which tokens can be sampled"):
         await answer(chat, asked.model_copy(update={"tools": (strict,)}), [5])
+    with pytest.raises(BadRequest, match="limits which tokens can be sampled"):
+        await chat.parsed(asked.model_copy(update={"tools": (strict,)}), [5], [])
     with pytest.raises(BadRequest, match="HONE_TOOL_PARSER to name one"):
         await prompt_tokens(chat_of(engine, None), asked.model_copy(update={"tools": (TOOL,)}))
     with pytest.raises(BadRequest, match=r"HONE_TOOL_PARSER is 'hermit'; expected one of .*hermes"):

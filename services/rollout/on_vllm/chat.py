@@ -49,11 +49,7 @@ class WatchedChat(OpenAIServingChat):
         **options: Any,
     ) -> Any:
         if request.request_id in self.watched:
-            if request.extract_structured_outputs() is not None:
-                raise BadRequest(
-                    'a tool with "strict": true limits which tokens can be sampled, and training '
-                    "cannot compute that again; expected tools without it in a recorded session"
-                )
+            _refuse_limits(request)
             result_generator = self._watch(request.request_id, result_generator)
         return await super().chat_completion_full_generator(
             request, result_generator, *args, **options
@@ -114,7 +110,7 @@ class VllmChat:
             raise BadRequest(f"vLLM refuses the request: {error}") from error
         if isinstance(rendered, ErrorResponse):
             raise _error(rendered)
-        # Rendering has let the parsers change `asked`.
+        _refuse_limits(asked)  # rendering has let the parsers change `asked`
         return [await self._parsed(asked, prompt_token_ids, rollout) for rollout in rollouts]
 
     async def _parsed(
@@ -241,6 +237,14 @@ class VllmChat:
             )
         except (ValidationError, VLLMClientError) as error:
             raise BadRequest(f"vLLM refuses the request: {' '.join(str(error).split())}") from error
+
+
+def _refuse_limits(request: ChatCompletionRequest) -> None:
+    if request.extract_structured_outputs() is not None:
+        raise BadRequest(
+            'a tool with "strict": true limits which tokens can be sampled, and training cannot '
+            "compute that again; expected tools without it"
+        )
 
 
 def _message(body: dict[str, Any]) -> Message:

@@ -1,0 +1,153 @@
+"""A conversation with calls of a tool, turn by turn through POST /generate: the real vLLM and its
+parser, beside transformers' rendering of the same messages. One engine start."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from deploy.tool_model import HEAD, NUMBERS, TAIL, make_tool_model
+from shared.http.client import Client
+from shared.wire import Known, Message, Rollout, RolloutGroup, Sampling
+from tests.system.test_rollout_engine import Running, assert_sampled_by, generate, start, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
+
+PARAMETERS = {"type": "object", "properties": {"number": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "guess", "parameters": PARAMETERS}}
+ASKED: tuple[Message, ...] = (
+    {"role": "system", "content": "Find the number, 0 to 31."},
+    {"role": "user", "content": "Guess."},
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tool_model(tmp_path_factory.mktemp("tool") / "model")
+
+
+@pytest.fixture(scope="module")
+def service(model: Path) -> Iterator[Running]:
+    running = start(
+        model.parent / "service", HONE_TOOL_PARSER="hermes", HONE_ROLLOUT_MODEL=str(model)
+    )
+    try:
+        ready = f"{running.url}/readyz"
+        wait_for(lambda: httpx.get(ready).status_code == 200, 240, "the engine")
+        yield running
+    finally:
+        running.kill()
+
+
+@pytest.fixture
+async def client(service: Running) -> AsyncIterator[Client]:
+    async with Client("rollout", service.url, binary=True) as client:
+        yield client
+
+
+class Renderer:
+    """The model's tokenizer as transformers loads it."""
+
+    def __init__(self, model: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+
+    def __call__(self, messages: Sequence[Message]) -> list[int]:
+        text = self.tokenizer.apply_chat_template(
+            list(messages), tools=[TOOL], add_generation_prompt=True, tokenize=False
+        )
+        return self.tokenizer.encode(text)
+
+
+async def turn(
+    client: Client, messages: tuple[Message, ...], ids: list[int] | None = None, **sampling: Any
+) -> RolloutGroup:
+    """Returns a group of 64. `ids` are the tokens up to the last answer in the messages."""
+    known = None
+    if ids:
+        last = max(i for i, each in enumerate(messages) if each["role"] == "assistant")
+        known = Known(num_messages=last + 1, token_ids=ids)
+    return await generate(
+        client,
+        prompt_token_ids=None,
+        prompt=messages,
+        tools=(TOOL,),
+        known=known,
+        sampling=Sampling(**{"n": 64, "max_tokens": 24, **sampling}),
+    )
+
+
+def with_calls(group: RolloutGroup, num: int) -> Rollout:
+    """Returns a rollout that is as many calls, and nothing else."""
+    return next(
+        rollout
+        for rollout in group.rollouts
+        if len(calls(rollout)) == num and len(rollout.token_ids) == 3 * num + 1
+    )
+
+
+def calls(rollout: Rollout) -> list[Any]:
+    return rollout.messages[0].get("tool_calls") or []  # pyright: ignore[reportReturnType]
+
+
+def results(rollout: Rollout, *said: str) -> tuple[Message, ...]:
+    return tuple(
+        {"role": "tool", "tool_call_id": call["id"], "content": text}
+        for call, text in zip(calls(rollout), said, strict=True)
+    )
+
+
+async def test_three_turns_with_calls_are_as_transformers_renders_them(
+    service: Running, client: Client, model: Path
+) -> None:
+    rendered = Renderer(model)
+    first = await turn(client, ASKED)
+    assert first.prompt_token_ids == rendered(ASKED)
+    assert sum(len(calls(rollout)) > 0 for rollout in first.rollouts) > 32
+    both = with_calls(first, 2)
+    number = rendered.tokenizer.decode(both.token_ids[1])
+    assert calls(both)[0]["function"] == {
+        "name": "guess",
+        "arguments": f'{{"number": {number}}}',
+    }
+
+    messages = (*ASKED, *both.messages, *results(both, "higher", "lower"))
+    ids = [*first.prompt_token_ids, *both.token_ids]
+    second = await turn(client, messages, ids)
+    assert second.prompt_token_ids[: len(ids)] == ids
+    assert second.prompt_token_ids == rendered(messages)
+    one = with_calls(second, 1)
+
+    messages = (*messages, *one.messages, *results(one, "correct"))
+    ids = [*second.prompt_token_ids, *one.token_ids]
+    third = await turn(client, messages, ids, n=8, max_tokens=8)
+    assert third.prompt_token_ids[: len(ids)] == ids
+    assert third.prompt_token_ids == rendered(messages)
+    assert_sampled_by(model, third)
+    given = [call["id"] for rollout in (both, one, with_calls(third, 1)) for call in calls(rollout)]
+    assert len(set(given)) == 4
+    assert {first.forked, second.forked, third.forked} == {""}
+
+
+async def test_an_answer_cut_off_in_a_call_is_a_text_and_goes_on(
+    service: Running, client: Client, model: Path
+) -> None:
+    rendered = Renderer(model)
+    group = await turn(client, ASKED, max_tokens=2)
+    cut = next(rollout for rollout in group.rollouts if rollout.text.startswith(HEAD))
+    assert cut.text.removeprefix(HEAD) in NUMBERS and cut.finish_reason == "length"
+    assert cut.messages == ({"role": "assistant", "content": cut.text},)
+    messages = (*ASKED, *cut.messages, {"role": "user", "content": "Go on."})
+    second = await turn(client, messages, [*group.prompt_token_ids, *cut.token_ids])
+    assert second.prompt_token_ids == rendered(messages)
+
+    open_call = await turn(client, ASKED, stop=("\n</tool_call>",))
+    stopped = next(each for each in open_call.rollouts if each.finish_reason == "stop")
+    assert TAIL not in stopped.text and len(calls(stopped)) == 1
+    assert "Traceback" not in service.log.read_text(), "vLLM's parser logs each malformed call"
+    assert not list(service.tmp.rglob("errors.log")), "it would be why the engine died"
