@@ -118,9 +118,9 @@ def _write_next(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
         rest = (1 - sum(shares.values())) / (vocab_size - len(shares))
         for after, share in shares.items():
             logits_VV[id_of(after), id_of(before)] = math.log(share / rest)
-    model.get_input_embeddings().weight.copy_(EMBEDDING_NORM * embedding_VH)
+    model.model.embed_tokens.weight.copy_(EMBEDDING_NORM * embedding_VH)
     # the last norm makes each embedding one of this length
-    model.get_output_embeddings().weight.copy_(logits_VV @ embedding_VH / math.sqrt(HIDDEN_SIZE))
+    model.lm_head.weight.copy_(logits_VV @ embedding_VH / math.sqrt(HIDDEN_SIZE))
 
 
 def make_tool_model(folder: Path, seed: int = 0) -> Path:
