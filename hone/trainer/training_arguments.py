@@ -85,9 +85,9 @@ WITHOUT_EFFECT: dict[str, str] = {
     **dict.fromkeys(
         (
             *("output_dir", "save_on_each_node", "hub_token", "hub_private_repo"),
-            *("hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+            *("hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "push_to_hub"),
         ),
-        "checkpoints are in the run folder; `hone download` fetches one",
+        "checkpoints are in the run folder; `hone download` fetches one, `hf upload` pushes it",
     ),
     **dict.fromkeys(
         (
@@ -129,7 +129,7 @@ WITHOUT_EFFECT: dict[str, str] = {
         (
             *("do_train", "do_eval", "do_predict", "pad_to_multiple_of", "cache_implementation"),
             *("use_transformers_continuous_batching", "use_transformers_paged"),
-            *("transformers_continuous_batching_config", "remove_unused_columns", "push_to_hub"),
+            *("transformers_continuous_batching_config", "remove_unused_columns"),
             *("disable_tqdm", "ds3_gather_for_generation"),
         ),
         "how TRL works inside",
