@@ -55,6 +55,13 @@ class SandboxConfig:
     cpu_s: float = 4.0
     memory_mib: int = 512
 
+    def __post_init__(self) -> None:
+        if isinstance(self.packages, str):
+            raise ValueError(
+                f"packages is {self.packages!r}; expected names, as ({self.packages!r},)"
+            )
+        _check_positive(self.limits())
+
     def limits(self) -> dict[str, Any]:
         return {"timeout_s": self.timeout_s, "cpu_s": self.cpu_s, "memory_mib": self.memory_mib}
 
@@ -65,6 +72,15 @@ class FunctionConfig:
 
     timeout_s: float = TIMEOUT_S
     isolated: bool = True
+
+    def __post_init__(self) -> None:
+        _check_positive({"timeout_s": self.timeout_s})
+
+
+def _check_positive(limits: Mapping[str, Any]) -> None:
+    for name, value in limits.items():
+        if not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"{name} is {value!r}; expected a number above 0")
 
 
 class Tools(Protocol):

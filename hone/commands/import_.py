@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hone.shell import Output, OutputOption, as_json, command, err, out
+from shared.errors import BadRequest
 
 if TYPE_CHECKING:
     from hone.importing.importing import Imported
@@ -36,7 +37,10 @@ def import_(
 
     found = imported(source, trainer, processes)
     if to is not None:
-        to.write_text(found.toml, encoding="utf-8")
+        try:
+            to.write_text(found.toml, encoding="utf-8")
+        except OSError as error:
+            raise BadRequest(f"{str(to)!r} cannot be written: {error.strerror}") from error
     if output is Output.json:
         as_json(found)
         return

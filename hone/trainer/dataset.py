@@ -71,6 +71,8 @@ def _named(name: str, what: str) -> Problems:
     path = Path(name).expanduser()
     if path.is_file():
         return Problems(str(path.resolve()), path=path)
+    if path.is_dir():
+        raise BadRequest(f"{what} is {name!r}, a folder; expected a file {', '.join(SUFFIXES)}")
     if path.suffix in SUFFIXES or name.startswith((".", "/", "~")):
         raise BadRequest(f"{what} is {name!r}, and there is no such file")
     return Problems(name)
@@ -117,9 +119,25 @@ def _line(row: Any, number: int, what: str) -> bytes:
             '{"prompt": "2+2?", "answer": "4"}'
         )
     try:
-        return json.dumps(_plain(row), ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except (TypeError, ValueError) as error:
-        raise BadRequest(f"{what}: row {number} cannot be written as JSON: {error}") from error
+        return _json(row) + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        columns = cast(Mapping[Any, Any], row)
+        column = next((column for column in columns if not _is_json(columns[column])), None)
+        raise BadRequest(
+            f"{what}: row {number}, column {column!r} is {shown(columns.get(column))}, which "
+            "cannot be written as JSON; expected text, numbers, lists and dicts of them"
+        ) from error
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        return bool(_json(value))
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False).encode()
 
 
 def _plain(value: Any) -> Any:

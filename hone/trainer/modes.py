@@ -15,15 +15,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hone import stack
 from hone.client import Client
 from shared.errors import BadRequest, Unavailable, how_to_install
+from shared.explain import shown
 from shared.job import Job
 
 GPUS = "a GPU as Modal writes it, such as 'A100' or 'H100:2'"
@@ -76,6 +78,9 @@ class Remote(Mode):
     url: str
     token: str | None = None
 
+    def check(self, job: Job) -> None:
+        Address(self.url, self.token).connect().close()
+
     def stack(self, packages: tuple[str, ...] = ()) -> Address:
         from shared.settings.environment import load_settings
 
@@ -94,10 +99,10 @@ class SingleNode(Mode):
     use_vllm: bool = True
     vllm_mode: Literal["colocate", "serve"] = "colocate"
 
-    def stack(self, packages: tuple[str, ...] = ()) -> Address:
+    def check(self, job: Job) -> None:
         if not self.use_vllm:
             raise BadRequest("use_vllm is False; expected True, or the mode Simple()")
-        kind, count = _gpu(self.gpu, "gpu")
+        _, count = _gpu(self.gpu, "gpu")
         if self.vllm_mode not in ("colocate", "serve"):
             raise BadRequest(f"vllm_mode is {self.vllm_mode!r}; expected 'colocate' or 'serve'")
         if self.vllm_mode == "colocate" and count > 1:
@@ -105,6 +110,9 @@ class SingleNode(Mode):
                 f"gpu is {self.gpu!r} and vllm_mode 'colocate', which takes turns on one GPU; "
                 "expected one, or 'serve'"
             )
+
+    def stack(self, packages: tuple[str, ...] = ()) -> Address:
+        kind, count = _gpu(self.gpu, "gpu")
         gpus = f"{kind}:{count + 1}" if self.vllm_mode == "serve" else kind
         return _on_modal({"HONE_MODAL_TRAINER_GPU": gpus}, packages, "--trial")
 
@@ -118,9 +126,16 @@ class Distributed(Mode):
     rollout: str
     num_rollout_workers: int = 2
 
-    def stack(self, packages: tuple[str, ...] = ()) -> Address:
+    def check(self, job: Job) -> None:
         _gpu(self.actor, "actor")
         _gpu(self.rollout, "rollout")
+        workers: Any = self.num_rollout_workers
+        if type(workers) is not int or workers < 1:
+            raise BadRequest(
+                f"num_rollout_workers is {shown(workers)}; expected a whole number from 1 on"
+            )
+
+    def stack(self, packages: tuple[str, ...] = ()) -> Address:
         settings = {
             "HONE_MODAL_TRAINER_GPU": self.actor,
             "HONE_MODAL_ROLLOUT_GPU": self.rollout,
@@ -129,10 +144,10 @@ class Distributed(Mode):
         return _on_modal(settings, packages)
 
 
-def _gpu(text: str, what: str) -> tuple[str, int]:
+def _gpu(text: Any, what: str) -> tuple[str, int]:
     kind, _, count = str(text).partition(":")
-    if not kind or (count and not count.isdecimal()):
-        raise BadRequest(f"{what} is {text!r}; expected {GPUS}")
+    if not (isinstance(text, str) and kind and re.fullmatch(r"([1-9]\d*)?", count)):
+        raise BadRequest(f"{what} is {shown(text)}; expected {GPUS}")
     return kind, int(count or 1)
 
 

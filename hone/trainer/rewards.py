@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any, cast
 
 from hone.trainer.source import instance_source, source_of
@@ -24,6 +25,10 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> list[dict[str, An
         )
     tables = [_table(each, position) for position, each in enumerate(several)]
     if weights is not None:
+        if not isinstance(weights, list | tuple) or not all(map(_is_number, weights)):
+            raise BadRequest(
+                f"reward_weights is {shown(weights)}; expected a list with a number for each reward"
+            )
         if len(weights) != len(tables):
             raise BadRequest(
                 f"reward_weights has {len(weights)} weights and reward_funcs {len(tables)} "
@@ -42,6 +47,10 @@ def packages_of(given: Any) -> tuple[str, ...]:
 
 def _several(given: Any) -> Sequence[Any]:
     return cast(Sequence[Any], given) if isinstance(given, list | tuple) else (given,)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _table(given: Any, position: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from hone.async_client import NotEnded
 from hone.trainer.modes import Address
 from hone.trainer.progress import view_here
 from shared.errors import BadRequest, Failed, NotFound, how_to_install
+from shared.explain import shown
 
 if TYPE_CHECKING:
     from hone.client import Client
@@ -58,6 +59,7 @@ def attach(job: str, url: str | None = None, *, token: str | None = None) -> Run
     own_url, own_token = stack.orchestrator()
     address = Address(url or own_url, token or own_token, shares_files=url is None)
     with address.connect() as client:
+        client.ping()
         return Run(client.get(job).id, address)
 
 
@@ -149,6 +151,8 @@ class Run(Measured):
             raise NotEnded(
                 f"job {self.id} is paused: {record.error}; {self!r}.resume() goes on where it was"
             )
+        if record.status in ("queued", "running"):
+            raise NotEnded(f"job {self.id} is {record.status}; wait() returns at its end")
         if record.status != "succeeded":
             why = f": {record.error}" if record.error else ""
             raise Failed(f"job {self.id} is {record.status}{why}")
@@ -201,5 +205,7 @@ class Run(Measured):
         the samplers have other weights."""
         from hone.trainer.chatting import chat
 
+        if not said or not isinstance(said, str | Sequence):
+            raise BadRequest(f"the message is {shown(said)}; expected text, or a list of messages")
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
         return chat(self._address, self.id, messages, sampling)

@@ -51,7 +51,12 @@ def source_of(target: Any, name: str) -> str:
 
 def _text_of(target: Any, name: str, package: str) -> str:
     module = _Module(name, package)
-    module.add(name, target, user=f"the reward {name!r}")
+    try:
+        module.add(name, target, user=f"the reward {name!r}")
+    except RecursionError as error:
+        raise BadRequest(
+            f"the reward {name!r} closes over data that contains itself, which cannot be sent"
+        ) from error
     text = module.text()
     if (size := len(text.encode())) > MAX_SOURCE_BYTES:
         raise BadRequest(

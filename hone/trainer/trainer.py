@@ -72,17 +72,21 @@ class Trainer:
         document = translation.job
         document["model"] = _model(model, processing_class)
         if reward_funcs is not None or "rewards" not in document:
-            weights = reward_weights or getattr(args, "reward_weights", None)
+            own = getattr(args, "reward_weights", None)
+            weights = own if reward_weights is None else reward_weights
             document["rewards"] = rewards_of(reward_funcs, weights)
         data = document.setdefault("data", {})
+        if not isinstance(data, dict):
+            raise BadRequest(f'data is {shown(data)}; expected a dict such as {{"config": "main"}}')
         data |= {key: found.source for key, found in sources.items()}
         if not document.get("steps") and "epochs" not in data and data.get("train") is not None:
             data["epochs"] = EPOCHS
+        folder = _folder(output_dir)
         document.setdefault("name", _name(getattr(args, "output_dir", None) or output_dir, model))
         job = make_job(document, (), "Trainer")
         check_groups(job)
         self._assign(job, mode, sources, packages_of(reward_funcs))
-        self.output_dir = None if output_dir is None else Path(output_dir)
+        self.output_dir = folder
         self.ignored = translation.ignored
 
     def _assign(
@@ -93,7 +97,7 @@ class Trainer:
         packages: tuple[str, ...] = (),
     ) -> None:
         self.job = job
-        self.mode = _checked(mode or Local())
+        self.mode = _checked(Local() if mode is None else mode)
         self.mode.check(job)
         self.output_dir: Path | None = None
         self.ignored: dict[str, str] = {}
@@ -152,6 +156,8 @@ class Trainer:
         it. Without `path` rows are in the text; BadRequest if they are too many for a job."""
         import tomli_w
 
+        if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+            raise BadRequest(f"{shown(str(path))} cannot be written; expected a file in a folder")
         document = self.job.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
         for key, source in self._sources.items():
             if path is not None:
@@ -195,6 +201,14 @@ def _model(model: Any, processing_class: Any) -> str:
             f"{str(model)!r}, which the job takes by itself"
         )
     return str(model)
+
+
+def _folder(output_dir: Any) -> Path | None:
+    if output_dir is None:
+        return None
+    if not isinstance(output_dir, str | Path) or Path(output_dir).is_file():
+        raise BadRequest(f"output_dir is {shown(output_dir)}; expected a folder, or one to be made")
+    return Path(output_dir)
 
 
 def _name(output_dir: Any, model: Any) -> str:

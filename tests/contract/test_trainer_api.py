@@ -185,7 +185,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"train_dataset": ["text"]}, "row 0 is 'text'; expected a dict of columns"),
     ({"train_dataset": {"train": ROWS}}, "is a dict of 'train'; expected one table of rows"),
     ({"train_dataset": "rows.jsonl"}, "is 'rows.jsonl', and there is no such file"),
-    ({"train_dataset": [{"prompt": object()}]}, "row 0 cannot be written as JSON"),
+    ({"train_dataset": [{"prompt": object()}]}, "column 'prompt' is <object .* cannot be written"),
+    ({"train_dataset": [{"prompt": "a", "image": b""}]}, "row 0, column 'image' is b'', which"),
+    ({"train_dataset": "tests"}, "is 'tests', a folder; expected a file"),
+    ({"reward_weights": [None] * 3}, "expected a list with a number for each reward"),
+    ({"data": "main"}, "data is 'main'; expected a dict"),
+    ({"output_dir": 3}, "output_dir is 3; expected a folder"),
+    ({"mode": ""}, "mode is ''; expected hone.Local"),
     ({"mode": "local"}, r"mode is 'local'; expected hone.Local\(\)"),
     ({"mode": hone.Remote}, r"expected Remote\(...\), with its arguments"),
     ({"max_step": 3}, "'max_step' is unknown; did you mean 'max_steps'"),
@@ -213,6 +219,8 @@ def test_a_wrong_use_is_a_sentence_before_anything_is_submitted(
         (hone.SingleNode("H100:2"), "takes turns on one GPU; expected one, or 'serve'"),
         (hone.SingleNode("H100", vllm_mode="both"), "vllm_mode is 'both'"),  # pyright: ignore
         (hone.SingleNode("H100", use_vllm=False), "use_vllm is False"),
+        (hone.SingleNode(None), "gpu is None; expected a GPU"),  # pyright: ignore
+        (hone.Distributed("H100", "A10G", 0), "num_rollout_workers is 0; expected a whole number"),
         (hone.Distributed("H100:x", "A10G"), "actor is 'H100:x'; expected a GPU as Modal"),
     ],
 )
