@@ -4,6 +4,7 @@ classes and tools as TRL takes them, what is whose fault, and that nothing happe
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncGenerator
@@ -296,13 +297,14 @@ async def test_a_call_that_fails_is_told_to_the_model(
 
 ISOLATED = '''
 import os, random
+import numpy.random
 SEEN = []
 
 class Game:
     wins = 0
 
     def reset(self):
-        self.begun = random.random()
+        self.begun = [random.random(), numpy.random.random()]
 
     def play(self, path: str) -> list:
         """Leaves something everywhere.
@@ -316,8 +318,8 @@ class Game:
         open(path, "w").close()
         return before
 
-    def number(self) -> float:
-        """Returns a random number."""
+    def numbers(self) -> list:
+        """Returns random numbers."""
         return self.begun
 '''
 
@@ -328,8 +330,8 @@ async def test_what_one_episode_leaves_another_does_not_see(client: Client) -> N
     assert (await first.call("play", path="mine")).content == "[[], 0, []]"
     assert (await first.call("play", path="mine")).content == '[[1], 1, ["mine"]]'
     assert (await second.call("play", path="mine")).content == "[[], 0, []]"
-    numbers = {(await episode.call("number")).content for episode in (first, second)}
-    assert len(numbers) == 2, "the same random numbers in each"
+    told = [json.loads((await episode.call("numbers")).content) for episode in (first, second)]
+    assert len({*told[0], *told[1]}) == 4, "the same random numbers in each"
     await asyncio.gather(first.close(), second.close())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, List, Literal, Optional, Tuple, Union  # noqa: UP035 (users write these too)
 
 import pytest
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 from services.reward.episodes.inside_schema import NoSchema, schema_of
 
