@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 
 from hone import cli, shell
 from hone.cli import app
-from hone.commands.explain import find
-from hone.importing import trl
 from shared.host.processes import free_port
 
 PAGE = Path(__file__).parents[3] / "docs/commands.md"
@@ -91,11 +89,3 @@ def test_the_page_of_commands_has_each_of_them_and_the_exit_codes() -> None:
     codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
     own = (shell.FAILED, shell.WRONG, shell.PAUSED, shell.TIMED_OUT, shell.INTERRUPTED)
     assert [int(code) for code in codes] == [0, *own]
-
-
-def test_the_options_of_a_grpo_script_are_there_with_keys_that_exist() -> None:
-    rows = re.findall(r"^\| (`--.*?) \| (.*?) \|$", PAGE.read_text(), re.MULTILINE)
-    options = {option for row, _ in rows for option in re.findall(r"`--(\w+)", row)}
-    assert len(rows) > 20 and {option for option in options if not trl.knows(option)} == set()
-    for key in {key for _, row in rows for key in re.findall(r"`([a-z_]+\.[a-z_]+)`", row)}:
-        assert find(key).text, key
