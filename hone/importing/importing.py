@@ -61,7 +61,18 @@ def imported(
     source: Sequence[str], name: str | None = None, processes: int | None = None
 ) -> Imported:
     """Returns the job for a file or a command line; `name` is the trainer's, else it is recognized.
-    `processes` multiply TRL's batches."""
+    `processes` multiply TRL's batches. Raises BadRequest for what cannot be read."""
+    try:
+        found = _imported(source, name, processes)
+        found.toml.encode()
+    except (RecursionError, MemoryError) as error:  # of nested lists or of their parser
+        raise BadRequest(f"{source[0]!r:.200} is nested too deeply, or refers to itself") from error
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{source[0]!r:.200} has text that is no Unicode: {error}") from error
+    return found
+
+
+def _imported(source: Sequence[str], name: str | None, processes: int | None) -> Imported:
     conditional: set[str] = set()
     framework, given = _read(source, name, conditional)
     if processes is not None:

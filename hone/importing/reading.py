@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,9 @@ from hone.importing.table import UNREAD
 from shared.errors import BadRequest
 
 WORDS = {"true": True, "false": False, "null": None, "none": None, "": None}
+
+MAX_BYTES, MAX_VALUES = 1 << 20, 10_000
+"""The longest file, and the most values of a YAML file; a configuration is far below both."""
 
 _OVERRIDE = re.compile(r"(?:\+\+|\+|~)?([A-Za-z_][\w.@]*)=(.*)", re.DOTALL)
 
@@ -57,7 +61,7 @@ def value_of(text: str) -> Any:
 def _collection(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError):
         if text[0] != "[":
             return text
         return [value_of(part.strip(" '\"")) for part in text[1:-1].split(",")]
@@ -75,14 +79,27 @@ def of_yaml(text: str) -> dict[str, Any]:
     """Returns a YAML file's values by dotted keys."""
     import yaml
 
+    loader = yaml.SafeLoader(text)
     try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        root = loader.get_single_node()
+        if _count(root) > MAX_VALUES:
+            raise BadRequest(f"the YAML's aliases stand for more than {MAX_VALUES} values")
+        document = loader.construct_document(root) if root else None
+    except (yaml.YAMLError, ValueError) as error:
         raise BadRequest(f"not valid YAML: {error}") from error
     if not isinstance(document, dict):
         raise BadRequest(f"the YAML is {type(document).__name__}, expected keys and values")
     values = dict(flat(cast(dict[str, Any], document)))
     return {name: _resolved(value, values) for name, value in values.items()}
+
+
+@functools.cache
+def _count(node: Any) -> int:
+    """Returns how many values a node of YAML stands for, with each alias written out."""
+    if isinstance(node, tuple):
+        return sum(map(_count, cast(tuple[Any, ...], node)))
+    children = getattr(node, "value", None)
+    return 1 + sum(map(_count, cast(list[Any], children))) if isinstance(children, list) else 1
 
 
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
@@ -113,8 +130,12 @@ def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def read(path: Path) -> str:
-    """Returns a file's text. Raises BadRequest if it cannot be read."""
+    """Returns a file's text. Raises BadRequest if it cannot be read, or is too long."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise BadRequest(f"{str(path)!r} is longer than {MAX_BYTES} bytes")
+        return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BadRequest(f"{str(path)!r} cannot be read as text: {error}") from error

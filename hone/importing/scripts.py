@@ -16,6 +16,9 @@ CALLS = ("GRPOConfig", "GRPOTrainer", "LoraConfig", "ModelConfig")
 PEFT = {"r": 8, "lora_alpha": 8}
 """Defaults of peft's LoraConfig."""
 
+OVERLONG = {"max_completion_len", "soft_punish_cache"}
+"""Arguments of TRL's get_soft_overlong_punishment."""
+
 LEFT_OUT = ("args", "peft_config", "processing_class", "train_dataset", "eval_dataset")
 
 
@@ -94,7 +97,10 @@ class _Script:
                 return name
             case ast.Name(id=name) if name in self._assigned:
                 return self._reward(self._assigned[name][-1])
-            case ast.Call(keywords=given) if _name(node) == "get_soft_overlong_punishment":
+            case ast.Call(keywords=given) if (
+                _name(node) == "get_soft_overlong_punishment"
+                and {each.arg for each in given} == OVERLONG
+            ):
                 return trl.overlong(**{str(each.arg): self._value(each.value) for each in given})
             case _:
                 return self._value(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -129,7 +129,11 @@ class Draft:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def set(self, key: str, value: Any, origin: str, *notes: str) -> None:
-        """Sets a key of the job. `rewards` are added to."""
+        """Sets a key of the job. `rewards` are added to. What TOML cannot say is to be filled
+        in."""
+        if _lacks_values(value):
+            self.fill_in[key] = f"{origin}: {value!r:.80} cannot be converted"
+            return
         said = [note for note in notes if note]
         if key == "rewards":
             several = cast(list[Any], value) if isinstance(value, list) else [value]
@@ -194,7 +198,7 @@ def _set(row: Row, name: str, values: Values, draft: Draft, *, is_default: bool)
     except LacksError as why:
         draft.lacking.append(Lacking(name=name, value=values[name], why=str(why)))
         return
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+    except Exception:
         # the value, or one that goes with it, is of another kind than the trainer's
         draft.fill_in[keys[0]] = (
             f"{name}: {shown(values[name])} cannot be converted with the values beside it"
@@ -210,6 +214,14 @@ def _set(row: Row, name: str, values: Values, draft: Draft, *, is_default: bool)
         else:
             origin = f"the default of {name}" if is_default else name
             draft.set(key, said.value, origin, row.note, said.note)
+
+
+def _lacks_values(value: Any) -> bool:
+    """Whether a list or table has a None inside, which TOML cannot say."""
+    parts = [*value.values()] if isinstance(value, dict) else value
+    return isinstance(parts, list | tuple) and any(
+        part is None or _lacks_values(part) for part in cast(Sequence[Any], parts)
+    )
 
 
 def default(key: str) -> Any:

@@ -11,7 +11,6 @@ from hone.importing.converting import ACCEPTED, attention
 from hone.importing.table import (
     UNREAD,
     Draft,
-    Entry,
     FillIn,
     Framework,
     Lacking,
@@ -266,8 +265,9 @@ def _take(table: Mapping[str, Any], prefix: str, given: Values, draft: Draft) ->
         if isinstance(value, Mapping) and key not in ("sampling.template_args", "data.columns"):
             _take(cast(Values, value), f"{key}.", given, draft)
         elif (origin := _origin(key, given)) or value != default(key):
-            notes = [NOTES[key]] if key in NOTES else []
-            draft.entries[key] = Entry(value, origin or TRL_DEFAULT, notes)
+            said = draft.fill_in.get(key)
+            draft.set(key, value, origin or TRL_DEFAULT, NOTES.get(key, ""))
+            draft.fill_in |= {} if said is None else {key: said}
 
 
 def _origin(key: str, given: Values) -> str:

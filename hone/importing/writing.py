@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from hone.importing.table import Draft, Entry
 from shared.job import Job
 
 WIDTH = 100
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+"""Characters that a TOML file must not have."""
 
 
 def text(draft: Draft, title: str) -> str:
@@ -63,17 +66,20 @@ def _reward(entry: Entry) -> Iterator[str]:
 
 
 def _comment(said: str) -> list[str]:
-    return textwrap.wrap(said, WIDTH, initial_indent="# ", subsequent_indent="# ")
+    printable = CONTROL.sub("?", " ".join(said.split()))
+    return textwrap.wrap(printable, WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
 def toml(value: Any) -> str:
     """Returns a value as TOML writes it in one line."""
     if isinstance(value, dict):
         items = cast(dict[str, Any], value).items()
-        return f"{{ {', '.join(f'{_key(key)} = {toml(each)}' for key, each in items)} }}"
+        return f"{{ {', '.join(f'{_key(str(key))} = {toml(each)}' for key, each in items)} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml, cast(list[Any], value)))}]"
-    return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _key(name: str) -> str:

@@ -34,8 +34,12 @@ def translate(given: Values) -> Translation:
     job = Translation()
     for name, value in given.items():
         _translate_one(name, value, job)
-    for function in JOINT:
-        function(given, job)
+    for function, (names, _) in JOINT.items():
+        try:
+            function(given, job)
+        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+            said = ", ".join(f"{name} {shown(given[name])}" for name in names if name in given)
+            raise BadRequest(f"{said} cannot be converted together: {error}") from error
     _merge(job.job, {name: given[name] for name in given.keys() & SECTIONS_AND_KEYS - SAME.keys()})
     return job
 

@@ -441,3 +441,57 @@ def test_what_no_trainer_knows_is_refused(tmp_path: Path) -> None:
         imported([str(tmp_path / "a.py")])
     code, _, said = run(str(tmp_path / "none.sh"))
     assert code == 2 and "cannot be read" in said
+
+
+BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("a.yaml", BOMB, "the YAML's aliases stand for more than 10000 values"),
+        ("a.yaml", "data: &a {b: *a}", "is nested too deeply, or refers to itself"),
+        ("a.yaml", "[" * 20_000, "is nested too deeply"),
+        ("a.yaml", "a: !!python/object/apply:os.system ['true']", "not valid YAML: could not"),
+        ("a.toml", f"a = {'[' * 5000}", "is nested too deeply"),
+        ("a.py", "a = b\nb = a\nGRPOTrainer(model='m', reward_funcs=a)", "or refers to itself"),
+        ("a.py", f"GRPOConfig(beta={'-' * 9999}1)", "is nested too deeply"),
+        ("a.py", "GRPOTrainer(model='\\ud800')", "has text that is no Unicode"),
+        ("a.py", "GRPOConfig(save_steps='often')", "save_steps 'often' cannot be converted"),
+        ("a.yaml", "#" * (1 << 20) + "\n", "is longer than 1048576 bytes"),
+    ],
+)
+def test_a_file_that_would_exhaust_the_reader_is_refused(
+    tmp_path: Path, name: str, text: str, sentence: str
+) -> None:
+    (path := tmp_path / name).write_text(text)
+    with pytest.raises(BadRequest) as error:
+        imported([str(path)], "trl")
+    assert sentence in error.value.detail
+
+
+def test_a_device_is_not_read_to_its_end(tmp_path: Path) -> None:
+    (path := tmp_path / "a.yaml").symlink_to("/dev/zero")
+    with pytest.raises(BadRequest, match="is longer than 1048576 bytes"):
+        imported([str(path)])
+
+
+@pytest.mark.parametrize("value", [[None], {"a": [1, None]}, "\x7f\x1b[2J", float("nan"), "a\nb"])
+def test_whatever_a_value_is_the_job_is_toml(tmp_path: Path, value: Any) -> None:
+    (path := tmp_path / "a.yaml").write_text(
+        json.dumps(dict.fromkeys(FRAMEWORKS["verl"].rows, value))
+    )
+    found = imported([str(path)], "verl")
+    tomllib.loads(found.toml)
+    assert "\x1b" not in found.toml
+
+
+def test_a_value_that_no_key_takes_is_to_be_filled_in() -> None:
+    found = imported(["python", "data.max_response_length={1:2}"], "verl")
+    assert found.fill_in["max_model_len"].startswith("data.max_prompt_length: 512 cannot be")
+
+
+def test_a_reward_of_trl_s_with_other_arguments_is_left_to_the_user(tmp_path: Path) -> None:
+    call = "GRPOTrainer(model='m', reward_funcs=get_soft_overlong_punishment(most=3))"
+    (path := tmp_path / "a.py").write_text(call)
+    assert imported([str(path)]).fill_in["rewards"].startswith("reward_funcs: the script computes")
