@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
@@ -15,6 +17,10 @@ from shared.explain import shown
 from shared.rewards import Reward
 from shared.wire.graders import reward_of
 
+SECRET_NAME, LEAST_SECRET = re.compile(r"(?i)(key|token|secret|password)$"), 12
+KEY = re.compile(r"\b(sk-|hf_|gh[pousr]_|github_pat_|xox[abp]-|AKIA|AIza)[\w-]{16,}")
+"""API keys as OpenAI, Anthropic, Hugging Face, GitHub, Slack, AWS and Google write them."""
+
 
 def rewards_of(given: Any, weights: Sequence[float] | None) -> list[dict[str, Any]]:
     """Returns a table of `[[rewards]]` for each reward. Raises BadRequest with the reason."""
@@ -24,6 +30,8 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> list[dict[str, An
             "reward_funcs is empty; expected a function, a hone.Reward, or the name of a grader"
         )
     tables = [_table(each, position) for position, each in enumerate(several)]
+    for table in tables:
+        _check_no_secret(table)
     if weights is not None:
         if not isinstance(weights, list | tuple) or not all(map(_is_number, weights)):
             raise BadRequest(
@@ -37,6 +45,25 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> list[dict[str, An
         for table, weight in zip(tables, weights, strict=True):
             table["weight"] = float(weight)
     return _named_apart(tables)
+
+
+def _check_no_secret(table: Mapping[str, Any]) -> None:
+    """Raises BadRequest if the source has an API key, or the value of a variable of the environment
+    that is named as a secret: a job is stored, and shown to all who may read it."""
+    held = {
+        f"the value of {name}": value
+        for name, value in os.environ.items()
+        if SECRET_NAME.search(name) and len(value) >= LEAST_SECRET
+    }
+    source = table.get("source", "")
+    if found := KEY.search(source):
+        held[f"a key that begins with {found[1]!r}"] = found[0]
+    if what := next((what for what, value in held.items() if value in source), None):
+        raise BadRequest(
+            f"the source of the reward {table['function']!r}, with what it closes over, has "
+            f"{what}; expected no secret: a job is stored as it is, and shown to all who may read "
+            "it. A grader that asks a model takes its key from the services' settings"
+        )
 
 
 def packages_of(given: Any) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import pytest
 
+from hone.trainer.rewards import rewards_of
 from hone.trainer.source import instance_source, source_of
 from shared.errors import BadRequest
 
@@ -250,3 +251,30 @@ def test_a_reward_whose_package_cannot_be_sent_is_imported() -> None:
     assert source_of(inspect.unwrap, "unwrap").endswith("from inspect import unwrap as unwrap\n")
     numeric = source_of(numpy.cumsum, "cumsum")
     assert numeric.endswith("from numpy import cumsum as cumsum\n")
+
+
+def _asking(key: str) -> Any:
+    settings = {"headers": [key]}
+
+    def asking(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(settings)) for _ in completions]
+
+    return asking
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("sk-" + "a1" * 12, "a key that begins with 'sk-'"),
+        ("Bearer long-enough-value", "the value of OUR_JUDGE_TOKEN"),
+    ],
+)
+def test_a_secret_that_a_reward_closes_over_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str, what: str
+) -> None:
+    monkeypatch.setenv("OUR_JUDGE_TOKEN", "long-enough-value")
+    with pytest.raises(BadRequest) as error:
+        rewards_of(_asking(key), None)
+    assert f"'asking', with what it closes over, has {what}; expected" in error.value.detail
+    assert key[-12:] not in error.value.detail
+    assert rewards_of(_asking("</s>"), None)[0]["function"] == "asking"
