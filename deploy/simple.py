@@ -256,8 +256,7 @@ class SimpleRun:
         from trl.models.utils import unwrap_model_for_generation
 
         spec, trainer = self._job.evaluation, self.trainer
-        drawn = {"do_sample": True, "temperature": spec.temperature}
-        drawn |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        drawn = {"do_sample": True, "temperature": spec.temperature, "top_k": 0, "top_p": 1.0}
         config = GenerationConfig(
             max_new_tokens=spec.max_tokens or self._job.sampling.max_tokens,
             num_return_sequences=spec.samples,
@@ -308,8 +307,9 @@ def _trainer(job: Job, run: SimpleRun) -> Any:
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             peak, updates = job.learning_rate or 1.0, to_trl.updates(job)
+            trained: Any = optimizer or self.optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or self.optimizer,
+                trained,
                 lambda update: learning_rate(job, min(update // updates + 1, job.steps)) / peak,
             )
             return self.lr_scheduler

@@ -26,7 +26,7 @@ from hone.importing.table import (
     setting,
     to,
 )
-from hone.trainer.joint import BATCHES, JOINT_NAMES, LORA, LORA_NEUTRAL
+from hone.trainer.joint import BATCHES, JOINT_NAMES, LORA, LORA_NEUTRAL, NO_BOUND
 from hone.trainer.parameters import translate
 from hone.trainer.single import CONVERTED, SAME, key_of
 from hone.trainer.training_arguments import REFUSED, WITHOUT_EFFECT
@@ -205,9 +205,15 @@ def translated(given: Values) -> Draft:
     beside = {"eval_strategy", "max_completion_length"}
     draft = convert(TRL, {name: given[name] for name in given if name in ROWS.keys() | beside})
     draft.unknown.clear()
-    rest = {name: value for name, value in given.items() if name not in ROWS and value is not None}
+    rest = {
+        name: value
+        for name, value in given.items()
+        if name not in ROWS and (value is not None or name in NO_BOUND)
+    }
     unread = {name: _key(name) for name in rest if _is_unread(name, rest[name])}
-    values = DEFAULTS | {name: value for name, value in rest.items() if name not in unread}
+    values: dict[str, Any] = DEFAULTS | {
+        name: value for name, value in rest.items() if name not in unread
+    }
     values["per_device_train_batch_size"] *= given.get("num_processes") or 1
     if values.get("use_peft"):
         values = MODEL_CONFIG | values

@@ -204,6 +204,10 @@ CORRECTIONS = {
 }
 
 
+NO_BOUND = {"vllm_importance_sampling_clip_max": 1e9}
+"""What None says of the names of which it says something."""
+
+
 def _correction(given: Values, job: Translation) -> None:
     """TRL's bounds are 3 and none unless they are given; a job's depend on the method."""
     mode = given.get("vllm_importance_sampling_mode")

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hone.trainer.joint import JOINT, JOINT_NAMES, Values, check_kinds
+from hone.trainer.joint import JOINT, JOINT_NAMES, NO_BOUND, Values, check_kinds
 from hone.trainer.single import CONVERTED, SAME, Translation, key_of, set_alone
 from hone.trainer.training_arguments import REFUSED, WITHOUT_EFFECT
 from shared.errors import BadRequest
@@ -29,7 +29,8 @@ SECTIONS_AND_KEYS = frozenset(Job.model_fields) - {"request"}
 def translate(given: Values) -> Translation:
     """Returns the job's keys for these parameters; None says nothing. The job's own sections go
     over what other names say. Raises BadRequest for a value that cannot be converted."""
-    given = {name: value for name, value in given.items() if value is not None}
+    said = {name: NO_BOUND.get(name) if each is None else each for name, each in given.items()}
+    given = {name: value for name, value in said.items() if value is not None}
     check_kinds(given)
     job = Translation()
     for name, value in given.items():
@@ -98,5 +99,6 @@ def given_by(config: Any) -> dict[str, Any]:
     return {
         name: value
         for name, (value, each) in values.items()
-        if value is not None and (name in known or (name in REFUSED and value != each.default))
+        if (value is not None or name in NO_BOUND)
+        and (name in known or (name in REFUSED and value != each.default))
     }

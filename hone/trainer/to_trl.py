@@ -127,7 +127,7 @@ def grpo_arguments(job: Job) -> dict[str, Any]:
         "scale_rewards": job.advantages.std,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
+        "min_p": sampling.min_p or None,
         "use_bias_correction_kl": training.kl == "k3_true",
         "vllm_importance_sampling_correction": False,
         "router_aux_loss_coef": 0.0,

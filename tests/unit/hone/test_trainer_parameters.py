@@ -135,6 +135,8 @@ def test_a_whole_config_of_trl_has_its_seed_and_corrects_only_for_vllm() -> None
     assert (job.seed, job.correction.method) == (7, "auto")
     truncated = job_of(max_steps=1, vllm_importance_sampling_mode="token_truncate").correction
     assert (truncated.method, truncated.high) == ("token_tis", 3.0)  # TRL's bound, not the job's 2
+    unbounded = of_trl(use_vllm=True, vllm_importance_sampling_clip_max=None).correction
+    assert (unbounded.method, unbounded.high) == ("sequence_mask", 1e9)
     correction = of_trl(use_vllm=True, vllm_importance_sampling_mode="token_mask").correction
     assert (correction.method, correction.low, correction.high) == ("icepop", 0.0, 3.0)
 
