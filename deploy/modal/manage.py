@@ -12,8 +12,12 @@ from typing import Any
 
 import modal
 
-from deploy.modal.common import DATA, PROJECT, SETTINGS, check_one_machine, data
 from shared.errors import BadRequest, HoneError, Unavailable
+
+try:
+    from deploy.modal.common import DATA, PROJECT, SETTINGS, check_one_machine, data
+except BadRequest as error:  # a setting, such as HONE_MODAL_TRAINER_GPU
+    sys.exit(f"hone: {error}")
 
 FOLDER = Path(__file__).parent
 SERVICES = ("rollout", "reward", "trainer", "orchestrator")

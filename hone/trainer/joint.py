@@ -33,11 +33,7 @@ KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda value: _is_number(value) and value >= 1 and value == int(value),
         "a whole number from 1 on",
     ),
-    (
-        ("max_steps",),
-        lambda value: _is_number(value) and value == int(value),
-        "a whole number",
-    ),
+    (("max_steps",), lambda value: _is_number(value) and value == int(value), "a whole number"),
     (
         ("eval_steps", "save_steps", "warmup_steps"),
         lambda value: _is_number(value) and value >= 0,
@@ -45,6 +41,7 @@ KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     (("warmup_ratio",), lambda value: _is_number(value) and 0 <= value <= 1, "a share from 0 to 1"),
     (("epsilon", "epsilon_high", "delta"), _is_number, "a number"),
+    (("use_lora", "use_peft"), lambda value: isinstance(value, bool), "True or False"),
     (
         ("lr_scheduler_kwargs", "generation_kwargs", "model_init_kwargs"),
         lambda value: isinstance(value, Mapping),
@@ -263,6 +260,8 @@ def _lora(given: Values, job: Translation) -> None:
         return
     fields = {name: given[name] for name in LORA if name in given}
     if config is not None:
+        if not hasattr(config, "r") or getattr(config, "peft_type", "LORA") != "LORA":
+            raise BadRequest(f"peft_config is {shown(config)}; expected a peft.LoraConfig")
         own = {name: getattr(config, name, None) for name in LORA}
         fields |= {name: value for name, value in own.items() if value is not None}
         for name, neutral in LORA_NEUTRAL.items():

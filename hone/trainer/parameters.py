@@ -90,7 +90,7 @@ def _nearest(name: str) -> str:
 def given_by(config: Any) -> dict[str, Any]:
     """Returns the parameters of a dataclass of arguments, such as a `trl.GRPOConfig`: the names
     that say what is learned, and refused names where they are not at their defaults."""
-    if not dataclasses.is_dataclass(config):
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
         raise BadRequest(
             f"args is {shown(config)}; expected a trl.GRPOConfig, or parameters by name"
         )

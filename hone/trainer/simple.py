@@ -23,6 +23,7 @@ from hone.trainer.modes import Mode
 from hone.trainer.progress import view_here
 from hone.trainer.run import Measured, TrainOutput
 from shared.errors import BadRequest, Failed, how_to_install
+from shared.explain import shown
 from shared.host.processes import ending_with_parent
 from shared.job import Job
 from shared.weights.checkpoints import step_of
@@ -43,6 +44,9 @@ class Simple(Mode):
     folder: str | Path | None = None
 
     def check(self, job: Job) -> None:
+        folder: Any = self.folder
+        if folder is not None and (not isinstance(folder, str | Path) or Path(folder).is_file()):
+            raise BadRequest(f"folder is {shown(folder)}; expected a folder, or one to be made")
         to_trl.check(job)
 
     def start(self, job: Job, sources: Mapping[str, Problems]) -> SimpleRun:

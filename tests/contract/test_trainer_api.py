@@ -216,6 +216,7 @@ def test_a_wrong_use_is_a_sentence_before_anything_is_submitted(
     ("mode", "sentence"),
     [
         (hone.Remote("http://127.0.0.1:9"), "cannot reach the orchestrator"),
+        (hone.Simple(3), "folder is 3; expected a folder"),  # pyright: ignore
         (hone.SingleNode("H100:2"), "takes turns on one GPU; expected one, or 'serve'"),
         (hone.SingleNode("H100", vllm_mode="both"), "vllm_mode is 'both'"),  # pyright: ignore
         (hone.SingleNode("H100", use_vllm=False), "use_vllm is False"),

@@ -183,6 +183,8 @@ def test_a_section_of_the_job_goes_over_other_names() -> None:
         ({"warmup_ratio": 2}, "warmup_ratio is 2; expected a share from 0 to 1"),
         ({"generation_kwargs": "x"}, "generation_kwargs is 'x'; expected a dict"),
         ({"lr_scheduler_kwargs": {"min_lr_rate": "x"}}, "'x'}; expected the number min_lr or"),
+        ({"peft_config": {"r": 8}}, "peft_config is {'r': 8}; expected a peft.LoraConfig"),
+        ({"use_lora": "no"}, "use_lora is 'no'; expected True or False"),
         ({"report_to": 3}, "report_to is 3; expected a name or a list of names"),
         ({"scale_rewards": [1]}, r"scale_rewards is \[1\]; expected one of True"),
         ({"repetition_penalty": 1.1}, "repetition_penalty is 1.1: the trainer's log-probs"),
