@@ -120,7 +120,7 @@ def attention(value: Any, _: Values) -> Any:
 
 
 def every(value: Any, _: Values) -> Any:
-    """Returns the steps between two; never, where that is below 1, becomes none."""
+    """Returns the steps between two evaluations. Less than 1 means never, and has no key."""
     if value < 1:
         raise LacksError("leave data.eval out for no evaluation")
     return value

@@ -88,7 +88,7 @@ class Framework:
     marks: tuple[str, ...] = ()
 
     def row(self, name: str) -> Row | None:
-        """Returns the row of a key: its own, or that of a pattern."""
+        """Returns the row of a key, else of the first pattern that fits it."""
         if name in self.rows:
             return self.rows[name]
         patterns = (key for key in self.rows if fnmatch.fnmatchcase(name, key))
@@ -118,7 +118,7 @@ class Entry:
 
 @dataclass
 class Draft:
-    """A job under way."""
+    """A job that is being made."""
 
     entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
     rewards: list[Entry] = field(default_factory=list[Entry])

@@ -32,7 +32,7 @@ def chat(
 
 
 async def _policy(client: AsyncClient, job: str) -> str:
-    """Returns the name of the weights that serve now, if these are the job's."""
+    """Returns the name of the serving weights. Raises Unavailable unless they are the job's."""
     record = await client.get(job)
     if record.status == "queued":
         raise Unavailable(f"job {job} is queued, and no sampler has its weights yet")

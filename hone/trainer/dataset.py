@@ -57,8 +57,7 @@ class Problems:
 
 
 def problems(given: Any, what: str) -> Problems:
-    """Returns the problems of the parameter `what`. Raises BadRequest for anything that is none of
-    these."""
+    """Returns the problems of the parameter `what`. Raises BadRequest for anything else."""
     if isinstance(given, Mapping):
         splits = ", ".join(map(repr, [*cast(Mapping[Any, Any], given)][:8]))
         raise BadRequest(f"{what} is a dict of {splits}; expected one table of rows")

@@ -224,7 +224,7 @@ def _correction(given: Values, job: Translation) -> None:
         job.set("correction.low", 0.0)
     for name, key in (
         ("vllm_importance_sampling_clip_max", "correction.high"),
-        ("vllm_importance_sampling_cap", "correction.high"),  # as it was called
+        ("vllm_importance_sampling_cap", "correction.high"),  # its older name
         ("vllm_importance_sampling_clip_min", "correction.low"),
     ):
         if name in given:

@@ -58,8 +58,8 @@ class Mode:
 
 @dataclass(frozen=True)
 class Local(Mode):
-    """The stack of this machine: the one that HONE_ORCHESTRATOR_URL names or that was started in
-    `folder`, else a new one, which stays up for the next job (`hone down` stops it)."""
+    """The stack at HONE_ORCHESTRATOR_URL or started in `folder`, else a new one on this machine,
+    which stays up for the next job (`hone down` stops it)."""
 
     folder: str | Path = stack.FOLDER
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import inspect
 import linecache
 import subprocess
@@ -125,17 +125,13 @@ HELPERS = "SHARE = 0.5\n\n\ndef halved(value):\n    return value * SHARE\n"
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "helpers.py").write_text(HELPERS)
-    path = tmp_path / "my_script.py"
-    path.write_text(SCRIPT)
+    (tmp_path / "my_script.py").write_text(SCRIPT)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "helpers", raising=False)
-    spec = importlib.util.spec_from_file_location("my_script", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "my_script", module)
-    spec.loader.exec_module(module)
-    yield module
-    sys.modules.pop("helpers", None)
+    for name in ("helpers", "my_script"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module("my_script")
+    for name in ("helpers", "my_script"):
+        sys.modules.pop(name, None)
 
 
 def alone(text: str) -> dict[str, Any]:
@@ -226,13 +222,13 @@ def pooled(completions, **columns):
 """
 
 
-def test_a_module_of_a_package_is_imported_with_it(tmp_path: Path) -> None:
-    (tmp_path / "futures.py").write_text(FUTURES)
-    spec = importlib.util.spec_from_file_location("futures", tmp_path / "futures.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    (tmp_path / "alone.py").write_text(source_of(module.pooled, "pooled") + "print(pooled(['ab']))")
+def test_a_module_of_a_package_is_imported_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pooling.py").write_text(FUTURES)
+    monkeypatch.syspath_prepend(tmp_path)
+    pooled = importlib.import_module("pooling").pooled
+    (tmp_path / "alone.py").write_text(source_of(pooled, "pooled") + "print(pooled(['ab']))")
     command = [sys.executable, "-S", str(tmp_path / "alone.py")]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "[2]\n"
 
