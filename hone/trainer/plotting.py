@@ -35,7 +35,9 @@ def curves(rows: Sequence[MetricsRow], names: Sequence[str], job: str) -> Curves
         if points:
             axes.plot(*zip(*points, strict=True), label=CURVES.get(name, name))
         elif names:
-            raise BadRequest(f"no step of job {job} has the metric {name!r}")
+            raise BadRequest(
+                f"no step of job {job} has the metric {name!r}; metrics().columns lists them"
+            )
     axes.set(xlabel="step", title=job)
     axes.grid(alpha=0.3)
     if axes.lines:
