@@ -28,6 +28,7 @@ def check(job: Job) -> None:
     _syncs_in_time(job)
     _whole_vocabulary(job)
     _rates_in_order(job)
+    _plays_to_the_end(job)
 
 
 def check_groups(job: Job) -> None:
@@ -36,6 +37,20 @@ def check_groups(job: Job) -> None:
         raise BadRequest(
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
             "2 or more"
+        )
+
+
+def _plays_to_the_end(job: Job) -> None:
+    if job.environment is None:
+        if any(reward.grader == "environment" for reward in job.rewards):
+            raise ValueError(
+                'a reward has grader "environment", and the job has no [environment]; expected both'
+            )
+        return
+    if job.sampling.overlong_prompts == "truncate":
+        raise ValueError(
+            'sampling.overlong_prompts is "truncate", and a job with [environment] has '
+            'conversations, which lose no first tokens; expected "error" or "drop"'
         )
 
 

@@ -75,9 +75,9 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 def _in_file(document: dict[str, Any], path: Path) -> Job:
     rewards: Any = document.get("rewards")
-    for reward in rewards if _is_list(rewards) else []:
-        if _is_table(reward) and reward.get("file") and reward.get("source") is None:
-            reward["source"] = _source(Path(str(reward["file"])), path.parent)
+    for code in [*(rewards if _is_list(rewards) else []), document.get("environment")]:
+        if _is_table(code) and code.get("file") and code.get("source") is None:
+            code["source"] = _source(Path(str(code["file"])), path.parent)
     _absolute(document)
     return parse_job(document, where=str(path))
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from shared.documented import Plain
 from shared.job import checks
 from shared.job.data import DataSpec
+from shared.job.environment import EnvironmentSpec
 from shared.job.learning import (
     LEARNING_RATE,
     LORA_LEARNING_RATE,
@@ -130,9 +131,13 @@ class Job(Section):
     sampling: SamplingSpec = SamplingSpec()
     """How completions are sampled."""
 
+    environment: EnvironmentSpec | None = None
+    """What completions act in. None: a completion is one answer."""
+
     rewards: tuple[RewardSpec, ...] = Field(min_length=1)
     """What completions are rewarded for: at least one, each a `[[rewards]]` table. A rollout's
-    reward is their weighted sum."""
+    reward is their weighted sum. Left out with `[environment]`: the environment's own reward, the
+    grader "environment"."""
 
     difficulty: DifficultySpec = DifficultySpec()
     """Which problems are skipped because they teach nothing."""
@@ -176,6 +181,14 @@ class Job(Section):
     request: dict[str, Plain] = {}
     """The request of OpenAI's API that made the job; only that API shows it. Empty: the job was
     submitted as a job."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environment_rewards(cls, document: Any) -> Any:
+        given = cast(dict[str, Any], document) if isinstance(document, dict) else {}
+        if given.get("environment") is None:
+            return document
+        return {"rewards": [{"grader": "environment"}], **given}
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Job:

@@ -16,7 +16,9 @@ class ScoreItem(Wire):
     """One completion to grade. `row` holds the dataset's columns, which graders take as keyword
     arguments.
 
-    `num_tokens` is the completion's length in tokens, for graders of length.
+    `num_tokens` is the completion's length in tokens, for graders of length. `messages` are a
+    conversation after its prompt, whose last answer is the completion, and `info` is what its
+    environment said.
     """
 
     prompt: str | tuple[Message, ...]
@@ -24,6 +26,8 @@ class ScoreItem(Wire):
     finish_reason: FinishReason = "stop"
     num_tokens: int | None = Field(default=None, ge=0)
     row: dict[str, Plain] = {}
+    messages: tuple[Message, ...] = ()
+    info: dict[str, Plain] = {}
 
 
 MAX_SCORED_ITEMS = 4096

@@ -109,6 +109,7 @@ async def check_job(
     services = Services(job, settings.per_trainer[0])
     try:
         await services.validate_rewards(looked.columns, looked.first)
+        await services.validate_environment(looked.first)
         if not looked.cpu_limit:
             return looked
         said = await on_cpu(job, looked.cpu_limit, settings.per_trainer[0])

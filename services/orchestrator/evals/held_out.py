@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from services.orchestrator.evals.estimates import means, of_all, problem_metrics
 from services.orchestrator.loop.groups import GradedGroup, is_graded
 from services.orchestrator.loop.prompts import group_seed
+from services.orchestrator.play.group import sample_group
 from services.orchestrator.pool.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job
@@ -98,7 +99,7 @@ async def sample_held_out(
         seed = group_seed(job, *place, position, prompt.index)
         seeded = sampling.model_copy(update={"seed": seed})
         async with room:
-            group = await services.generate(prompt, version, key=key, sampling=seeded)
+            group = await sample_group(services, job, prompt, version, key=key, sampling=seeded)
             scores = await services.score(prompt, group, job_id=services.job_id)
         done()
         return Answers(scores, problem_metrics(GradedGroup(prompt, group, scores), job))

@@ -21,6 +21,7 @@ from services.orchestrator.loop.groups import (
     verdicts_of,
 )
 from services.orchestrator.loop.prompts import Prompts, group_seed
+from services.orchestrator.play.group import environment_failed, sample_group
 from services.orchestrator.pool.services import Services
 from services.orchestrator.runs.finished import FinishedGroup, Place, digest_of
 from services.orchestrator.runs.folder import RunFolder
@@ -175,15 +176,15 @@ class Batches:
         return GradedGroup(prompt, found.group, scores)
 
     async def _keep(self, writer: GroupWriter, place: Place, graded: GradedGroup) -> None:
-        """Stores the group, unless all of its rollouts went wrong: such a group is sampled
-        again."""
+        """Stores the group, unless all of its rollouts went wrong, or an environment failed: such
+        a group is sampled again."""
         group = FinishedGroup(
             learned=self._learned,
             prompt=graded.prompt,
             group=graded.group,
             scores=graded.scores,
         )
-        if group.versions and group.has_samples:
+        if group.versions and group.has_samples and not environment_failed(group.group):
             await writer.add(place, group)
 
     def _bounds(self, step: int) -> tuple[int, int]:
@@ -202,7 +203,7 @@ class Batches:
         seed = group_seed(self.job, step, position, prompt.index)
         for again in range(MAX_RESAMPLED + 1):
             key = f"{self.services.owner}:{step}:{position}:{again}"
-            group = await self.services.generate(prompt, oldest, key=key, seed=seed)
+            group = await sample_group(self.services, self.job, prompt, oldest, key=key, seed=seed)
             versions = {version for rollout in group.rollouts for version in rollout.versions}
             if all(oldest <= version <= newest for version in versions):
                 return group

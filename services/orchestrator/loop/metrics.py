@@ -18,6 +18,9 @@ docs/observability.md lists the other names.
 | completions/                   | the same for completions that ended by themselves; also     |
 |   mean_terminated_length       | min_terminated_length, max_terminated_length                |
 | completions/clipped_ratio      | share cut off by max_tokens                                 |
+| conversations/mean_turns       | with [environment]: answers; also mean_tool_calls,          |
+|                                | mean_tool_errors, mean_environment_s (seconds of its tools) |
+| environment_failures           | share of rollouts without a reward, as the environment died |
 | staleness                      | steps between the oldest weights that sampled and those     |
 |                                | trained; of each token: the trainer's staleness/mean, ...   |
 | num_examples, num_tokens       | what the step trained on (TRL's num_tokens is of all steps) |
@@ -51,6 +54,7 @@ from collections.abc import Callable, Mapping, Sequence
 from services.orchestrator.loop.advantages import has_signal
 from services.orchestrator.loop.groups import is_graded, missing_share
 from services.orchestrator.loop.pipeline import Step
+from services.orchestrator.play.conversation import ENVIRONMENT_FAILED
 from shared.job import Job
 from shared.wire import Rollout, RolloutGroup, Score
 
@@ -73,6 +77,7 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
         "resampled_groups": step.num_resampled,
         **_rollout_metrics(step.batch.groups),
         **_completion_metrics(step),
+        **(_conversation_metrics(step.batch.groups) if job.environment else {}),
         "staleness": step.staleness,
         "skipped_steps": int(result.skipped),
         "num_examples": result.num_examples,
@@ -144,6 +149,20 @@ def _completion_metrics(step: Step) -> dict[str, float]:
         **(_lengths("terminated_length", ended) if ended else {}),
         "completions/clipped_ratio": statistics.fmean(
             rollout.finish_reason == "length" for rollout in rollouts
+        ),
+    }
+
+
+def _conversation_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
+    rollouts = [rollout for group in groups_P for rollout in group.rollouts]
+    played = [rollout.info for rollout in rollouts if not rollout.went_wrong]
+    return {
+        **{
+            f"conversations/mean_{name}": statistics.fmean(info[name] for info in played)
+            for name in ("turns", "tool_calls", "tool_errors", "environment_s")
+        },
+        "environment_failures": statistics.fmean(
+            ENVIRONMENT_FAILED in rollout.info for rollout in rollouts
         ),
     }
 

@@ -7,7 +7,10 @@ import asyncio
 import contextlib
 import functools
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from services.orchestrator.pool.discovery import Registered, is_one_host, none_registered
 from services.orchestrator.pool.pool import Pool
@@ -28,10 +31,18 @@ from shared.wire import (
     AbortRequest,
     Checkpoint,
     CheckpointRequest,
+    CloseEpisode,
+    EpisodeClosed,
+    EpisodeOf,
+    EpisodeOpened,
+    EpisodeStepped,
     Example,
     Fenced,
     GenerateRequest,
+    Known,
+    Message,
     ModelRequest,
+    OpenEpisode,
     Prompt,
     PublishRequest,
     Released,
@@ -45,8 +56,10 @@ from shared.wire import (
     ScoreResult,
     ServingWeights,
     SleepRequest,
+    StepEpisode,
     StepResult,
     StepTotals,
+    ToolCall,
     TrainerJob,
     TrainerState,
     TrainStepRequest,
@@ -74,8 +87,15 @@ RELEASE_S = 2.0
 
 VERSION_DEADLINE_S = 5.0
 
+EPISODE_ROOM_S = 150.0
+"""Seconds that a call of an environment may take beyond its own limit: its sandbox starts, and the
+job's file is loaded."""
+
 NOT_GRADED = Score(value=None, parts={})
 """The score of a rollout that went wrong."""
+
+
+R = TypeVar("R", bound=BaseModel)
 
 
 class Services:
@@ -203,12 +223,78 @@ class Services:
             template_args=spec.template_args,
             truncate_prompt=spec.overlong_prompts == "truncate",
             deadline_s=self.settings.generate_deadline_s,
-            sampling=sampling or self._sampling(seed),
+            sampling=sampling or self.sampling(seed),
             min_version=min_version,
         )
         group = await self.pool.generate(body, key)
         tracing.note(sampler=group.replica, tokens=sum(r.num_sampled for r in group.rollouts))
         return group
+
+    @waits_for("rollout", "sampling an answer", "generate")
+    async def answer(
+        self,
+        messages: tuple[Message, ...],
+        min_version: int,
+        *,
+        key: str,
+        tools: tuple[dict[str, Any], ...],
+        known: Known | None,
+        sampling: Sampling,
+    ) -> RolloutGroup:
+        """Returns the answer to a conversation of which `known` are the tokens so far, as a group
+        of one. The answers of a conversation come from the sampler with its cache, if that has
+        room. Keys of one conversation differ after their last colon."""
+        body = GenerateRequest(
+            **self._fence(),
+            prompt=messages,
+            tools=tools,
+            known=known,
+            template_args=self._job.sampling.template_args,
+            deadline_s=self.settings.generate_deadline_s,
+            sampling=sampling,
+            min_version=min_version,
+        )
+        group = await self.pool.generate(body, key, conversation=key.rpartition(":")[0])
+        tracing.note(sampler=group.replica, tokens=sum(r.num_sampled for r in group.rollouts))
+        return group
+
+    @waits_for("reward", "opening an environment", "open")
+    async def open_episode(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
+        body = OpenEpisode(**self._episode(id), row=dict(row))
+        return await self._of_environment("open", body, EpisodeOpened, body.environment.boot_s)
+
+    @waits_for("reward", "calling tools", "step")
+    async def step_episode(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
+        body = StepEpisode(**self._episode(id), turn=turn, calls=calls)
+        return await self._of_environment("step", body, EpisodeStepped, body.environment.step_s)
+
+    @waits_for("reward", "closing an environment", "close")
+    async def close_episode(self, id: str, *, rewarded: bool) -> EpisodeClosed:
+        body = CloseEpisode(**self._episode(id), rewarded=rewarded)
+        return await self._of_environment("close", body, EpisodeClosed, body.environment.step_s)
+
+    @waits_for("reward", "checking the environment")
+    async def validate_environment(self, prompts: tuple[Prompt, ...]) -> None:
+        """Raises BadRequest where the job's environment cannot be made and reset for the first
+        prompt."""
+        if self._job.environment is not None:
+            body = OpenEpisode(**self._episode("validation"), row=prompts[0].row)
+            await self._of_environment("validate", body, EpisodeOpened, body.environment.boot_s)
+
+    async def _of_environment(
+        self, verb: str, body: EpisodeOf, result: type[R], limit_s: float
+    ) -> R:
+        return await self._reward.call(
+            "POST",
+            f"/episodes/{verb}",
+            body,
+            result,
+            deadline_s=limit_s + EPISODE_ROOM_S,
+            patience_s=self._reward_patience_s,
+        )
+
+    def _episode(self, id: str) -> dict[str, Any]:
+        return {"job_id": self.job_id, "environment": self._job.environment, "id": id}
 
     @waits_for("reward", "grading a group", "grade")
     async def score(
@@ -382,7 +468,8 @@ class Services:
     def _fence(self) -> dict[str, Any]:
         return self._who.model_dump()
 
-    def _sampling(self, seed: int | None) -> Sampling:
+    def sampling(self, seed: int | None) -> Sampling:
+        """Returns how the job samples a group."""
         spec = self._job.sampling
         return Sampling(
             n=spec.group_size,
@@ -414,4 +501,6 @@ def score_item(prompt: Prompt, rollout: Rollout) -> ScoreItem:
         finish_reason=rollout.finish_reason,
         num_tokens=rollout.num_sampled,
         row=prompt.row,
+        messages=rollout.messages,
+        info=rollout.info,
     )

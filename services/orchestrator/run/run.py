@@ -383,6 +383,7 @@ class Run:
                 first = await asyncio.to_thread(prompts.first)
         with _accepted("rewards"):
             await self._services.validate_rewards(prompts.columns, first)
+            await self._services.validate_environment(first)
         if not self._record.step:
             self._trying = asyncio.create_task(self._try_rewards(first))
         return AfterStep(

@@ -108,12 +108,32 @@ def _arguments(items: Sequence[ScoreItem]) -> dict[str, Any]:
         item.prompt if isinstance(item.prompt, str) else list(item.prompt) for item in items
     ]
     arguments["completions"] = [
-        item.completion
-        if isinstance(item.prompt, str)
-        else [{"role": "assistant", "content": item.completion}]
+        list(item.messages)
+        or (
+            item.completion
+            if isinstance(item.prompt, str)
+            else [{"role": "assistant", "content": item.completion}]
+        )
         for item in items
     ]
     return arguments
+
+
+class NoParams(Params):
+    pass
+
+
+@grader("environment")
+def environment(items: Sequence[ScoreItem], params: NoParams) -> list[Part]:
+    """The reward that the job's own environment gave a conversation, by its `get_reward`; none if
+    it says None or has no `get_reward`."""
+    return [_environment_part(item.info.get("reward")) for item in items]
+
+
+def _environment_part(value: Any) -> Part:
+    if value is None:
+        return Part(value=None, verdict="skipped", detail="the environment gave no reward")
+    return Part(value=float(value))
 
 
 class PythonParams(Params):
