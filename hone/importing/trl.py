@@ -107,9 +107,9 @@ ROWS: dict[str, Row] = {
     "reward_processing_classes": inside("belongs to reward models"),
     "processing_class": none("the model's own tokenizer is used"),
     "callbacks": none("see `hone logs -f`, and the client's `events`"),
-    "rollout_func": none("a job samples one completion for a prompt"),
-    "environment_factory": none("a job samples one completion for a prompt"),
-    "tools": none("a job samples one completion for a prompt"),
+    "rollout_func": none("the sampler samples; what follows an answer is an `[environment]`"),
+    "environment_factory": none("`[environment]` with the class's file and name"),
+    "tools": none('`[environment]` of kind "tools" with the functions\' file and names'),
     "max_prompt_length": to(
         "max_model_len, sampling.overlong_prompts",
         lambda value, values: (

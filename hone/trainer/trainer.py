@@ -24,6 +24,7 @@ from typing import Any, Literal, overload
 
 from hone.trainer import parameters
 from hone.trainer.dataset import Problems, problems
+from hone.trainer.environments import environment_of
 from hone.trainer.modes import Local, Mode
 from hone.trainer.rewards import packages_of, rewards_of
 from hone.trainer.run import Run, TrainOutput
@@ -41,6 +42,9 @@ EPOCHS = 3.0
 class Trainer:
     """Trains `model` by GRPO on `train_dataset` for `reward_funcs`, where `mode` says.
 
+    With `environment` rollouts are conversations: a class with `reset` and tools, as TRL's
+    `environment_factory`, a dict of such classes by the row's `environment`, or the table of a job.
+    Its `get_reward` is a reward beside `reward_funcs`. `tools` are functions in place of a class.
     `args` is a whole `trl.GRPOConfig`, `peft_config` a `peft.LoraConfig`; `recipe` are parameters
     by the names of docs/trainer.md, or the job's own keys and sections. They go over `args`. Raises
     BadRequest with a sentence for each fault.
@@ -59,6 +63,9 @@ class Trainer:
         peft_config: Any = None,
         processing_class: Any = None,
         output_dir: str | Path | None = None,
+        environment: Any = None,
+        environment_factory: Any = None,
+        tools: Any = None,
         **recipe: Any,
     ) -> None:
         given = {} if args is None else parameters.given_by(args)
@@ -71,10 +78,15 @@ class Trainer:
         }
         document = translation.job
         document["model"] = _model(model, processing_class)
-        if reward_funcs is not None or "rewards" not in document:
+        played = environment_of(tools, environment_factory if environment is None else environment)
+        if played is not None:
+            document["environment"] = played.table
+        if reward_funcs is not None or not ((played and played.rewards) or "rewards" in document):
             own = getattr(args, "reward_weights", None)
             weights = own if reward_weights is None else reward_weights
             document["rewards"] = rewards_of(reward_funcs, weights)
+        if played is not None and played.rewards:
+            document["rewards"] = [*document.get("rewards", ()), {"grader": "environment"}]
         data = document.setdefault("data", {})
         if not isinstance(data, dict):
             raise BadRequest(f'data is {shown(data)}; expected a dict such as {{"config": "main"}}')
