@@ -16,6 +16,9 @@ from shared.rewards import FunctionConfig, SandboxConfig
 MANY = 20
 """Least entries of a dict that may be the list of installed packages, which takes long to make."""
 
+LISTED = 0.9
+"""Share of its names that are then installed now: `sys.path` changes after an import."""
+
 
 def as_data(name: str, value: Any) -> str | None:
     """Returns the statements that make `value` as `name`; None for what is no plain data."""
@@ -24,8 +27,8 @@ def as_data(name: str, value: Any) -> str | None:
     if isinstance(value, re.Pattern):
         pattern = cast("re.Pattern[Any]", value)
         return f"import re\n{name} = re.compile({pattern.pattern!r}, {pattern.flags})\n"
-    names = cast(dict[Any, Any], value).keys() if type(value) is dict else ()
-    if len(names) >= MANY and names == _importable():
+    names = cast(dict[Any, Any], value).keys() if type(value) is dict else set[Any]()
+    if len(names) >= MANY and len(names & _importable()) > LISTED * len(names):
         return f"from importlib import metadata\n{name} = metadata.packages_distributions()\n"
     literal = literal_of(value)
     return None if literal is None else f"{name} = {literal}\n"
