@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cuda demo up down test soak faults gpu compose-test check format docs site release lock clean
+.PHONY: help setup cuda demo demo-agent up down test soak faults gpu compose-test check format docs site release lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -13,7 +13,10 @@ help: ## print this
 $(VENV)/.ready: requirements/cpu.txt requirements/cuda.txt requirements/install.sh pyproject.toml
 	PYTHON="$(PYTHON)" sh requirements/install.sh $(VENV)
 
-setup: $(VENV)/.ready ## make the environment (the other targets do it too)
+setdemo-agent: $(VENV)/.ready ## a model that calls a tool over several turns learns a game (SEED=0)
+	$(BIN)/python -m deploy.demo --agent --seed $(SEED)
+
+up: $(VENV)/.ready ## make the environment (the other targets do it too)
 
 cuda: ## make the environment with CUDA, on a machine with GPUs (`make clean` goes back)
 	PYTHON="$(PYTHON)" sh requirements/install.sh $(VENV) cuda

@@ -2,7 +2,8 @@
 submits `deploy/jobs/demo.toml` over REST, shows what was learned, and stops everything it started.
 
 The task is the countdown game: two numbers and a target; the model writes a Python expression, the
-reward service runs it.
+reward service runs it. With `--agent` it is a guessing game, in which the model calls a tool over
+several turns (`deploy/jobs/guess.toml`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -29,10 +31,25 @@ from shared.errors import BadRequest, Failed, HoneError
 from shared.host import nvidia
 from shared.wire import TERMINAL, JobRecord
 
-FOLDER = Path(".hone/demo")
-STACK = FOLDER / "stack"
-JOB = Path(__file__).with_name("jobs") / "demo.toml"
+JOBS = Path(__file__).with_name("jobs")
 SHOWN_ROLLOUTS = 8
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A job, and the module that makes its model and problems in `folder`/task."""
+
+    folder: Path
+    job: Path
+    maker: str
+
+    @property
+    def stack(self) -> Path:
+        return self.folder / "stack"
+
+
+COUNTDOWN = Demo(Path(".hone/demo"), JOBS / "demo.toml", "deploy.tiny_model")
+GUESSING = Demo(Path(".hone/demo-agent"), JOBS / "guess.toml", "deploy.tool_model")
 
 
 def main() -> None:
@@ -50,17 +67,21 @@ def main() -> None:
         default=[],
         help="a.b=c in the job, may be repeated",
     )
+    parser.add_argument(
+        "--agent", action="store_true", help="the guessing game: rollouts are conversations"
+    )
     parser.add_argument("--samplers", type=int, default=1, help="how many (default: 1)")
     arguments = parser.parse_args()
+    demo = GUESSING if arguments.agent else COUNTDOWN
     console = Console(soft_wrap=True)
     started = time.monotonic()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
-        if supervisor.running(STACK):
+        if supervisor.running(demo.stack):
             raise BadRequest(
-                f"another demo runs in {STACK}; wait for it, or stop it: .venv/bin/hone down --dir "
-                f"{STACK}"
+                f"another demo runs in {demo.stack}; wait for it, or stop it: .venv/bin/hone down "
+                f"--dir {demo.stack}"
             )
         if num := nvidia.hide_from_cpu_build():
             console.print(f"the {num} GPU(s) have no part: `make cuda` installs what they need")
@@ -68,13 +89,16 @@ def main() -> None:
             f"[bold]1/2[/] making a tiny model and its problems (seed {arguments.seed}), and "
             "starting Redis and the four services beside it"
         )
-        with _model(arguments.seed) as made, _stack(arguments.samplers) as url:
+        with (
+            _model(demo, arguments.seed) as made,
+            _stack(demo, arguments.samplers) as url,
+        ):
             made()
             console.print(
                 f"[bold]2/2[/] training; in another terminal: HONE_ORCHESTRATOR_URL={url} "
                 ".venv/bin/hone ls"
             )
-            job = load_job(JOB, [f"seed={arguments.seed}", *arguments.overrides])
+            job = load_job(demo.job, [f"seed={arguments.seed}", *arguments.overrides])
             with Client(url) as client:
                 _cancel_others(client)
                 succeeded = _train(client, job, console, started)
@@ -86,15 +110,15 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _model(seed: int) -> Generator[Callable[[], None]]:
+def _model(demo: Demo, seed: int) -> Generator[Callable[[], None]]:
     """Makes the model and its problems in the background; yields a function that waits for them."""
-    shutil.rmtree(FOLDER / "task", ignore_errors=True)
+    shutil.rmtree(demo.folder / "task", ignore_errors=True)
     command = [
         sys.executable,
         "-m",
-        "deploy.tiny_model",
+        demo.maker,
         "--out",
-        str(FOLDER / "task"),
+        str(demo.folder / "task"),
         "--seed",
         str(seed),
     ]
@@ -112,13 +136,14 @@ def _model(seed: int) -> Generator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
-def _stack(num_samplers: int) -> Generator[str]:
+def _stack(demo: Demo, num_samplers: int) -> Generator[str]:
     """A stack of the demo's own, on free ports; yields the orchestrator's URL and leaves nothing
     running."""
     for name, port in machine.on_free_ports(samplers=num_samplers).items():
         os.environ.setdefault(name, port)
     os.environ["HONE_ROLLOUT_REPLICAS"] = str(num_samplers)
-    folder = STACK.resolve()
+    os.environ.setdefault("HONE_TOOL_PARSER", "hermes")
+    folder = demo.stack.resolve()
     state = local.up(folder)
     try:
         yield state["urls"]["orchestrator"]

@@ -12,7 +12,9 @@ character of ASCII, except the words of the game.
 """
 
 import argparse
+import json
 import math
+import random
 import string
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from transformers.utils import logging
 
 PAD, BEGIN, END = "<pad>", "<|im_start|>", "<|im_end|>"
 PAD_ID, BEGIN_ID, END_ID = 0, 1, 2
+ASKED = [{"role": "user", "content": "Find the number."}]
+NUM_TRAIN, NUM_TEST = 256, 32
 NUMBERS = [str(number) for number in range(32)]
 HEAD = '<tool_call>\n{"name": "guess", "arguments": {"number": '
 TAIL = "}}\n</tool_call>"
@@ -123,6 +127,15 @@ def _write_next(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
     model.lm_head.weight.copy_(logits_VV @ embedding_VH / math.sqrt(HIDDEN_SIZE))
 
 
+def write_demo(out: Path, seed: int) -> None:
+    """Writes out/model, out/train.jsonl and out/test.jsonl; the same seed writes the same files."""
+    make_tool_model(out / "model", seed)
+    rng = random.Random(seed)
+    for name, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):
+        rows = [{"prompt": ASKED, "secret": rng.randrange(len(NUMBERS))} for _ in range(count)]
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def make_tool_model(folder: Path, seed: int = 0) -> Path:
     """Writes model and tokenizer, the same for the same seed, and returns `folder`."""
     tokenizer = make_tokenizer()
@@ -140,7 +153,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True, help="sets the first weights")
     args = parser.parse_args()
     logging.disable_progress_bar()
-    print(f"wrote {make_tool_model(args.out, args.seed)}")
+    write_demo(args.out, args.seed)
+    print(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

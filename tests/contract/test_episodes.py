@@ -148,12 +148,14 @@ async def test_a_game_of_eight_turns_has_its_own_reward(client: Client) -> None:
 
 
 async def test_the_game_of_the_page_can_be_played(client: Client) -> None:
-    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
-    source = page.partition(" game.py\n")[2].partition("```")[0]
+    root = Path(__file__).parents[2]
+    source = (root / "deploy/jobs/guess.py").read_text()
+    assert f"```python\n{source}```" in (root / "docs/environments.md").read_text()
     episode = Episode(client, env(source), "page")
-    assert (await episode.open(secret=3)).observation == "Guess a number from 1 to 100."
-    assert [(await episode.call("guess", number=n)).content for n in (1, 3)] == ["higher", "right"]
-    assert (await episode.close()).reward == 0.5
+    assert (await episode.open(secret=3)).observation == " It is from 0 to 31."
+    said = [(await episode.call("guess", number=number)).content for number in (1, 3)]
+    assert said == ["higher", "correct"]
+    assert (await episode.close()).reward == 1.0
 
 
 async def test_a_request_that_comes_again_happens_once(client: Client) -> None:

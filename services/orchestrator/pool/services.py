@@ -18,7 +18,7 @@ from services.orchestrator.pool.sampler import Push
 from services.orchestrator.pool.transport import transport_to
 from services.orchestrator.pool.trial import Trial, trial
 from services.orchestrator.pool.waits import Waits, waits_for
-from shared.errors import HoneError, Unavailable
+from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.http import ownership
@@ -32,6 +32,7 @@ from shared.wire import (
     Checkpoint,
     CheckpointRequest,
     CloseEpisode,
+    EnvironmentValidated,
     EpisodeClosed,
     EpisodeOf,
     EpisodeOpened,
@@ -66,6 +67,7 @@ from shared.wire import (
     Tried,
     TryRequest,
     Validated,
+    ValidateEnvironment,
     ValidateRequest,
     VersionInfo,
     WeightsRef,
@@ -276,10 +278,24 @@ class Services:
     @waits_for("reward", "checking the environment")
     async def validate_environment(self, prompts: tuple[Prompt, ...]) -> None:
         """Raises BadRequest where the job's environment cannot be made and reset for the first
-        prompt."""
-        if self._job.environment is not None:
-            body = OpenEpisode(**self._episode("validation"), row=prompts[0].row)
-            await self._of_environment("validate", body, EpisodeOpened, body.environment.boot_s)
+        prompt, or gives no reward although the job has no other."""
+        if (environment := self._job.environment) is None:
+            return
+        body = ValidateEnvironment(environment=environment, row=prompts[0].row)
+        found = await self._reward.call(
+            "POST",
+            "/episodes/validate",
+            body,
+            EnvironmentValidated,
+            deadline_s=environment.boot_s + EPISODE_ROOM_S,
+        )
+        if not found.has_reward and all(
+            reward.grader == "environment" for reward in self._job.rewards
+        ):
+            raise BadRequest(
+                "the environment has no get_reward, and the job has no other reward; expected one "
+                "of them"
+            )
 
     async def _of_environment(
         self, verb: str, body: EpisodeOf, result: type[R], limit_s: float

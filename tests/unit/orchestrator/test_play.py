@@ -1,4 +1,4 @@
-"""Conversations with an environment, driven by hand: which tokens, masks and messages they become."""
+"""Conversations with an environment, by hand: the tokens, masks and messages that they become."""
 
 from __future__ import annotations
 
