@@ -13,16 +13,16 @@ help: ## print this
 $(VENV)/.ready: requirements/cpu.txt requirements/cuda.txt requirements/install.sh pyproject.toml
 	PYTHON="$(PYTHON)" sh requirements/install.sh $(VENV)
 
-setdemo-agent: $(VENV)/.ready ## a model that calls a tool over several turns learns a game (SEED=0)
-	$(BIN)/python -m deploy.demo --agent --seed $(SEED)
-
-up: $(VENV)/.ready ## make the environment (the other targets do it too)
+setup: $(VENV)/.ready ## make the environment (the other targets do it too)
 
 cuda: ## make the environment with CUDA, on a machine with GPUs (`make clean` goes back)
 	PYTHON="$(PYTHON)" sh requirements/install.sh $(VENV) cuda
 
 demo: $(VENV)/.ready ## the main job: make a tiny model, start the stack, train it (SEED=0)
 	$(BIN)/python -m deploy.demo --seed $(SEED)
+
+demo-agent: $(VENV)/.ready ## a model that calls a tool over several turns learns a game (SEED=0)
+	$(BIN)/python -m deploy.demo --agent --seed $(SEED)
 
 up: $(VENV)/.ready ## start Redis and the four services here
 	$(BIN)/hone up

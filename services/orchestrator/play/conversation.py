@@ -95,6 +95,11 @@ class Conversation:
 
     async def play(self) -> RolloutGroup:
         """Returns the rollout as a group of one."""
+        async with self._services.conversations:
+            return await self._played()
+
+    async def _played(self) -> RolloutGroup:
+        why = ""
         for number in range(MAX_PLAYED):
             try:
                 return await self._episode(f"{self._key}:{number}")

@@ -89,6 +89,9 @@ RELEASE_S = 2.0
 
 VERSION_DEADLINE_S = 5.0
 
+MAX_CONVERSATIONS = 192
+"""Conversations of a job at a time: fewer than the reward service opens episodes for it."""
+
 EPISODE_ROOM_S = 150.0
 """Seconds that a call of an environment may take beyond its own limit: its sandbox starts, and the
 job's file is loaded."""
@@ -106,7 +109,8 @@ class Services:
     (syncing.py). `waits` says what is under way. `trainer_gpu` is the GPU that the trainer sends
     from and its memory space, once it has the job. `identity` names the orchestrator's Redis, by
     which trainer and samplers know whose job it is. With `grading_waits`, grading waits for a
-    reward service that is away, so that the sampled completions are not lost."""
+    reward service that is away, so that the sampled completions are not lost. `conversations` is
+    the room for those with environments."""
 
     def __init__(
         self,
@@ -130,6 +134,7 @@ class Services:
         self.pool = Pool(settings, tell, registered, headers)
         self.sync_method: SyncMethod | None = None
         self.waits = Waits()
+        self.conversations = asyncio.Semaphore(MAX_CONVERSATIONS)
         self.trainer_gpu: tuple[str | None, str | None] = (None, None)
         self._has_trainer = False
         client = functools.partial(

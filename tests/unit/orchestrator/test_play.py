@@ -52,6 +52,7 @@ class Script:
         self.asked: list[dict[str, Any]] = []
         self.closed: list[tuple[str, bool]] = []
         self.num_opened = 0
+        self.conversations = asyncio.Semaphore(1)
 
     def sampling(self, seed: int | None) -> Sampling:
         return Sampling(n=2, max_tokens=40, seed=seed)
