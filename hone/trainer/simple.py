@@ -132,8 +132,9 @@ class SimpleRun(Measured):
         """Ends the run; what it wrote stays."""
         self._process.terminate()
         try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
+        finally:  # also at a second Ctrl-C
             self._process.kill()
             self._process.wait()
 

@@ -457,7 +457,7 @@ BOMB = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]\n" for n i
         ("a.py", "a = b\nb = a\nGRPOTrainer(model='m', reward_funcs=a)", "or refers to itself"),
         ("a.py", f"GRPOConfig(beta={'-' * 9999}1)", "is nested too deeply"),
         ("a.py", "GRPOTrainer(model='\\ud800')", "has text that is no Unicode"),
-        ("a.py", "GRPOConfig(save_steps='often')", "save_steps 'often' cannot be converted"),
+        ("a.py", "GRPOConfig(save_steps='often')", "save_steps is 'often'; expected a number"),
         ("a.yaml", "#" * (1 << 20) + "\n", "is longer than 1048576 bytes"),
     ],
 )

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
+import signal
+import subprocess
+import sys
+import threading
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +17,7 @@ import pytest
 import hone
 from hone.trainer import to_trl
 from hone.trainer.parameters import translate
+from hone.trainer.simple import SimpleRun
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import make_job
@@ -190,3 +197,14 @@ def test_every_key_that_is_learned_is_taken_or_refused() -> None:
         )
         for key in keys:
             assert key in known | taken or name == "priority", key
+
+
+def test_a_second_ctrl_c_kills_a_run_that_does_not_stop(tmp_path: Path) -> None:
+    code = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True); signal.pause()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout and process.stdout.readline()
+    threading.Timer(0.3, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        SimpleRun(tmp_path, process).cancel()
+    assert process.returncode == -signal.SIGKILL
+    process.stdout.close()
