@@ -4,7 +4,10 @@ The tool is `guess(number)`, with which a model looks for a secret number from 0
 of the tool are `higher`, `lower` and `correct`. The model is made in seconds, without a warm start.
 Its first weights are written so that each token depends on the token before it alone. So nearly
 every answer is a legal call, one in six of them several calls at once, and the numbers are drawn
-blind: reinforcement learning has to find out what they have to do with the tool's answers.
+blind: reinforcement learning has to find out what they have to do with the tool's answers. It
+learns first which numbers the secrets come from: if these are 8 to 15, five guesses find one in six
+at the start and nearly half of them after 100 batches of 64 games (AdamW, rate 3e-4). To read
+`higher` and `lower` takes longer than 200.
 
 A call is three tokens: its head, the number and its end. Together they are the text of a call as
 Hermes and Qwen2.5 write it, which vLLM's parser `hermes` reads. Everything else is one token per
