@@ -27,6 +27,8 @@ from nbclient import NotebookClient
 
 import hone
 from deploy.machine import on_free_ports
+from deploy.tool_model import make_tokenizer, make_tool_model
+from services.orchestrator.runs.folder import RunFolder
 from shared.wire import JobRecord
 from tests.support.tiny_models import make_byte_model
 
@@ -106,6 +108,7 @@ class Stack:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("examples")
     make_byte_model(folder / "model")
+    make_tool_model(folder / "game")
     with gzip.open(ROOT / "tests/data/gsm8k/test.jsonl.gz", "rt") as rows:
         (folder / "gsm8k.jsonl").write_text("".join(next(rows) for _ in range(20)))
     opc = ROOT / "tests/data/opc_sft_stage2/rows.jsonl"
@@ -114,7 +117,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     judge = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=judge.serve_forever, daemon=True).start()
     environment = {name: each for name, each in os.environ.items() if not name.startswith("HONE_")}
-    environment |= on_free_ports()
+    environment |= on_free_ports() | {"HONE_TOOL_PARSER": "hermes"}
     environment["HONE_JUDGE_URL"] = f"http://127.0.0.1:{judge.server_port}/v1"
     environment["HONE_JUDGE_API_KEY"] = "none"
     environment["PYTHONPATH"] = str(ROOT)
@@ -229,6 +232,55 @@ def test_the_notebook_shows_table_curve_and_figure(
     (figure,) = outputs['run.plot("reward", "completions/mean_length")']
     assert figure["image/png"].startswith("iVBORw0KGgo")
     check(stack, 2, ["right"])
+
+
+PLAYED = """
+import hone
+rows = [{"prompt": "Find the number.", "secret": secret} for secret in (3, 19)]
+trainer = hone.Trainer("game", environment=Game, train_dataset=rows, batch_size=2,
+                       num_generations=4, max_completion_length=200, max_steps=2)
+print(trainer.train().global_step)
+"""
+
+
+def test_a_script_trains_a_model_that_calls_a_tool_over_several_turns(stack: Stack) -> None:
+    game = (ROOT / "deploy/jobs/guess.py").read_text()
+    (stack.folder / "played.py").write_text(game + PLAYED)
+    assert stack.run(sys.executable, "played.py").split()[-1] == "2"
+    record = check(stack, 2, ["environment"])
+    batch = RunFolder(Path(record.run_dir)).batch(2)
+    tokenizer = make_tokenizer()
+    scope: dict[str, Any] = {}
+    exec(game, scope)
+    turns = 0
+    for prompt, group, scores in zip(batch.prompts, batch.groups, batch.scores, strict=True):
+        for rollout, score in zip(group.rollouts, scores, strict=True):
+            # the game is played again by hand: each call has the answer that the game gives it
+            again = scope["Game"]()
+            again.reset(**prompt.row)
+            asked = [c for m in rollout.messages for c in m.get("tool_calls") or ()]
+            told = [m["content"] for m in rollout.messages if m["role"] == "tool"]
+            legal = zip(asked, told, strict=False)
+            for call, said in legal:
+                arguments = json.loads(call["function"]["arguments"])
+                if set(arguments) == {"number"} and type(arguments["number"]) is int:
+                    assert again.guess(**arguments) == said
+            assert score.value == again.get_reward()
+            turns += rollout.info["turns"]
+            # what was sampled is what the policy said, and nothing else
+            ids, mask = (
+                list(rollout.token_ids),
+                list(rollout.sampled or [1] * len(rollout.token_ids)),
+            )
+            answers = sum(m["role"] == "assistant" for m in rollout.messages)
+            runs = sum(one and not before for before, one in zip([0, *mask], mask, strict=False))
+            assert runs == answers == rollout.info["turns"]
+            given = tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if not one])
+            assert given.count("tool\n") == len(told) or rollout.info["ended"] != "stop"
+    assert turns > 16  # of eight conversations
+    with hone.Client(stack.url) as client:
+        metrics = client.metrics(record.id).rows[-1].metrics
+    assert metrics["conversations/mean_turns"] == pytest.approx(turns / 8)
 
 
 ENDLESS = """
