@@ -29,6 +29,9 @@ PAD, BEGIN, END = "<pad>", "<|im_start|>", "<|im_end|>"
 PAD_ID, BEGIN_ID, END_ID = 0, 1, 2
 ASKED = [{"role": "user", "content": "Find the number."}]
 NUM_TRAIN, NUM_TEST = 256, 32
+SECRETS = range(8, 16)
+"""The secret numbers: of 32, so that there is something to learn before "higher" and "lower"."""
+
 NUMBERS = [str(number) for number in range(32)]
 HEAD = '<tool_call>\n{"name": "guess", "arguments": {"number": '
 TAIL = "}}\n</tool_call>"
@@ -135,7 +138,7 @@ def write_demo(out: Path, seed: int) -> None:
     make_tool_model(out / "model", seed)
     rng = random.Random(seed)
     for name, count in (("train", NUM_TRAIN), ("test", NUM_TEST)):
-        rows = [{"prompt": ASKED, "secret": rng.randrange(len(NUMBERS))} for _ in range(count)]
+        rows = [{"prompt": ASKED, "secret": rng.choice(SECRETS)} for _ in range(count)]
         (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -84,7 +84,7 @@ def of_yaml(text: str) -> dict[str, Any]:
         root = loader.get_single_node()
         if _count(root) > MAX_VALUES:
             raise BadRequest(f"the YAML's aliases stand for more than {MAX_VALUES} values")
-        document = loader.construct_document(root) if root else None
+        document = cast(Any, loader).construct_document(root) if root else None
     except (yaml.YAMLError, ValueError) as error:
         raise BadRequest(f"not valid YAML: {error}") from error
     if not isinstance(document, dict):

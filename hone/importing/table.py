@@ -218,7 +218,7 @@ def _set(row: Row, name: str, values: Values, draft: Draft, *, is_default: bool)
 
 def _lacks_values(value: Any) -> bool:
     """Whether a list or table has a None inside, which TOML cannot say."""
-    parts = [*value.values()] if isinstance(value, dict) else value
+    parts: Any = [*cast(dict[str, Any], value).values()] if isinstance(value, dict) else value
     return isinstance(parts, list | tuple) and any(
         part is None or _lacks_values(part) for part in cast(Sequence[Any], parts)
     )

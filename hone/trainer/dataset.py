@@ -46,8 +46,8 @@ class Problems:
 
     def saved(self, path: Path) -> Any:
         """Returns the source for a job file; rows are written to `path`."""
-        if type(self.source) is list:
-            lines = [json.dumps(row, ensure_ascii=False) for row in cast(list[Any], self.source)]
+        if isinstance(rows := self.source, list):
+            lines = [json.dumps(row, ensure_ascii=False) for row in cast(list[Any], rows)]
             path.write_text("\n".join([*lines, ""]))
             return str(path.resolve())
         if not self.lines:

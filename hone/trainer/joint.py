@@ -21,7 +21,7 @@ GROUP_SIZE, PER_DEVICE = 8, 8
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
 
 
 KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (

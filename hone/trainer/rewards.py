@@ -77,7 +77,7 @@ def _several(given: Any) -> Sequence[Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return type(value) is not bool and isinstance(value, Real)
 
 
 def _table(given: Any, position: int) -> dict[str, Any]:

@@ -205,7 +205,7 @@ class Run(Measured):
         the samplers have other weights."""
         from hone.trainer.chatting import chat
 
-        if not said or not isinstance(said, str | Sequence):
+        if not said or not isinstance(said, str | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadRequest(f"the message is {shown(said)}; expected text, or a list of messages")
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
         return chat(self._address, self.id, messages, sampling)

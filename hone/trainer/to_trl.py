@@ -22,6 +22,7 @@ NAMES = (
 ITSELF = "the model that is trained samples, in the same process"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "environment": ((None,), "this mode samples one answer for a prompt"),
     "max_staleness": ((0,), ITSELF),
     "drain_before_sync": ((False,), ITSELF),
     "weight_sync": (("auto",), ITSELF),

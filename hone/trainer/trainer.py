@@ -17,7 +17,6 @@ source text (source.py, rewards.py), parameters the job's keys (parameters.py).
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -87,10 +86,12 @@ class Trainer:
             document["rewards"] = rewards_of(reward_funcs, weights)
         if played is not None and played.rewards:
             document["rewards"] = [*document.get("rewards", ()), {"grader": "environment"}]
-        data = document.setdefault("data", {})
-        if not isinstance(data, dict):
-            raise BadRequest(f'data is {shown(data)}; expected a dict such as {{"config": "main"}}')
-        data |= {key: found.source for key, found in sources.items()}
+        if not isinstance(given := document.get("data", {}), dict):
+            raise BadRequest(
+                f'data is {shown(given)}; expected a dict such as {{"config": "main"}}'
+            )
+        data: dict[str, Any] = {**given, **{key: found.source for key, found in sources.items()}}
+        document["data"] = data
         if not document.get("steps") and "epochs" not in data and data.get("train") is not None:
             data["epochs"] = EPOCHS
         folder = _folder(output_dir)
@@ -155,7 +156,9 @@ class Trainer:
             }
             data = self.job.data.model_copy(update=changes)
             job = self.job.model_copy(update={"data": data})
-            return Run(client.submit(job, key=secrets.token_hex(12)).id, address)
+            return Run(
+                client.submit(job).id, address
+            )  # withdrawn if Ctrl-C comes before the answer
 
     def save_model(self, folder: str | Path) -> Path:
         """Downloads the newest checkpoint of the job, as `transformers` loads it, into `folder`."""

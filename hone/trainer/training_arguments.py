@@ -43,9 +43,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizers": (((None, None),), "the optimizer is AdamW"),
     "reward_processing_classes": (([],), "no reward model is hosted; `score_model` asks one"),
     "quantization_config": ((None,), 'training.dtype is "bfloat16" or "float32"'),
-    "tools": (([], ()), "a job samples one completion for a prompt"),
-    "rollout_func": ((None,), "a job samples one completion for a prompt"),
-    "environment_factory": ((None,), "a job samples one completion for a prompt"),
+    "rollout_func": ((None,), "the sampler samples; what follows an answer is an environment"),
     "tokenizer": ((None,), "a job takes the model's own"),
     "resume_from_checkpoint": (
         (None, False),

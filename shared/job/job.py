@@ -185,10 +185,11 @@ class Job(Section):
     @model_validator(mode="before")
     @classmethod
     def _environment_rewards(cls, document: Any) -> Any:
-        given = cast(dict[str, Any], document) if isinstance(document, dict) else {}
-        if given.get("environment") is None:
+        if not isinstance(document, dict):
             return document
-        return {"rewards": [{"grader": "environment"}], **given}
+        given = cast(dict[str, Any], document)
+        alone = given.get("environment") is not None and "rewards" not in given
+        return {**given, "rewards": [{"grader": "environment"}]} if alone else given
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Job:
