@@ -3,7 +3,7 @@ submits `deploy/jobs/demo.toml` over REST, shows what was learned, and stops eve
 
 The task is the countdown game: two numbers and a target; the model writes a Python expression, the
 reward service runs it. With `--agent` it is a guessing game, in which the model calls a tool over
-several turns (`deploy/jobs/guess.toml`).
+several turns (`deploy/jobs/demo_agent.toml`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Demo:
 
 
 COUNTDOWN = Demo(Path(".hone/demo"), JOBS / "demo.toml", "deploy.tiny_model")
-GUESSING = Demo(Path(".hone/demo-agent"), JOBS / "guess.toml", "deploy.tool_model")
+GUESSING = Demo(Path(".hone/demo-agent"), JOBS / "demo_agent.toml", "deploy.tool_model")
 
 
 def main() -> None:

@@ -53,13 +53,14 @@ def tools_of(sandbox: Sandbox, **settings: object) -> GraderTools:
 
 def processes_of(service_pid: int) -> list[int]:
     """Returns every live process inside, or at the door of, the sandboxes of a service: those in
-    the user namespaces of its slots, whatever they have become by exec."""
+    the user namespaces of its slots, whatever they have become by exec; the oldest first, for
+    numbers of processes begin again."""
     mark = f'"service_pid": {service_pid},'
     pids = {pid: _user_namespace(pid) for pid in _pids()}
     slots = {pid for pid in pids if mark in _read(pid, "cmdline")}
     namespaces = {pids[pid] for pid in slots} - {_user_namespace(os.getpid()), None}
     inside = {pid for pid, namespace in pids.items() if namespace in namespaces}
-    return sorted(pid for pid in slots | inside if is_alive(pid))
+    return sorted((pid for pid in slots | inside if is_alive(pid)), key=_began)
 
 
 def is_alive(pid: int) -> bool:
@@ -88,6 +89,12 @@ def _pids() -> list[int]:
 
 def _state(pid: int) -> str:
     return _read(pid, "stat").rpartition(")")[2].strip()[:1] or "X"
+
+
+def _began(pid: int) -> tuple[int, int]:
+    """Returns when the process began, in ticks since the boot, and its number."""
+    fields = _read(pid, "stat").rpartition(")")[2].split()
+    return int(fields[19]) if len(fields) > 19 else 0, pid
 
 
 def _read(pid: int, name: str) -> str:

@@ -52,7 +52,7 @@ def test_a_command_gives_what_it_says(url: str, command: str, value: str) -> Non
 def test_every_file_shown_is_tried() -> None:
     files = {block.partition("\n")[0].removeprefix("# ") for block in blocks("python")}
     tried = set(re.findall(r"--file (\S+)", "\n".join(command for command, _ in COMMANDS)))
-    assert files == tried | {"game.py"}  # tests/contract/test_episodes.py plays it
+    assert files == tried
     assert len(COMMANDS) == len([line for block in blocks("sh") for line in block.splitlines()])
 
 

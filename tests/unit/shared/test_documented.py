@@ -24,7 +24,7 @@ def test_all_sections_of_a_job_are_found() -> None:
         *("Job", "DataSpec", "SamplingSpec", "RewardSpec", "AdvantageSpec", "TrainingSpec"),
         *("CorrectionSpec", "LoraSpec", "MemorySpec", "EvaluationSpec", "CheckpointSpec"),
         *("RolloutsSpec", "WandbSpec", "TemplateMessage", "HeldOutSpec"),
-        *("DifficultySpec", "StopSpec", "EvaluatedModel"),
+        *("DifficultySpec", "StopSpec", "EvaluatedModel", "EnvironmentSpec"),
     }
 
 
