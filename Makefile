@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cuda demo demo-agent up down test soak faults gpu compose-test check format docs site release lock clean
+.PHONY: help setup cuda demo demo-agent up down test clients soak faults gpu compose-test check format docs site release lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,10 +36,13 @@ BESIDE := -n 4 --dist loadfile
 # A test that passes only when it is run again is listed as RERUN, and is a fault to be mended.
 AGAIN := --reruns 2 -r aR
 
-test: $(VENV)/.ready ## every test but soak and gpu tests: unit, contract, and the real stack
-	$(BIN)/python -m pytest $(BESIDE) $(AGAIN) -m "not ($(ENGINES)) and not soak"
+test: $(VENV)/.ready ## every test but clients, soak and gpu: unit, contract, and the real stack
+	$(BIN)/python -m pytest $(BESIDE) $(AGAIN) -m "not ($(ENGINES) or clients or soak)"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(AGAIN) --durations 20 \
-		-m "(system or engine) and not gpu and not soak"
+		-m "(system or engine) and not (gpu or clients or soak)"
+
+clients: $(VENV)/.ready ## the examples, TRL's clients and TRL's own loop, on the real stack
+	$(BIN)/python -m pytest $(AGAIN) --durations 20 -m clients
 
 gpu: $(VENV)/.ready ## the tests that need a GPU, after `make cuda`; writes gpu_report.txt
 	$(BIN)/python -m tests.gpu $(OPTIONS)

@@ -34,6 +34,7 @@ from tests.support.trl_server import AdapterRollouts, grpo_trainer, logprobs_of,
 from tests.system.test_rollout_engine import make_model
 
 pytestmark = [
+    pytest.mark.clients,
     pytest.mark.engine,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="module"),

@@ -32,7 +32,7 @@ from services.orchestrator.runs.folder import RunFolder
 from shared.wire import JobRecord
 from tests.support.tiny_models import make_byte_model
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.clients, pytest.mark.system, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--model", "model", "--max-tokens", "16")

@@ -17,7 +17,7 @@ from hone.trainer.simple import SimpleRun
 from services.orchestrator.runs.folder import RunFolder
 from tests.support.reward_service import running_service
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.clients, pytest.mark.engine]
 
 ROWS = [{"prompt": f"{number} + 1 =", "wanted": number} for number in range(3, 9)]
 
