@@ -55,11 +55,11 @@ class Detached(KeyboardInterrupt):
 
 def attach(job: str, url: str | None = None, *, token: str | None = None) -> Run:
     """Returns the job of this id or name, at the orchestrator `url`; without it, of the stack that
-    this folder or the environment names. Raises NotFound if there is none."""
+    this folder or the environment names. Waits for an orchestrator that is away, as each call
+    does. Raises NotFound if there is no such job."""
     own_url, own_token = stack.orchestrator()
     address = Address(url or own_url, token or own_token, shares_files=url is None)
     with address.connect() as client:
-        client.ping()
         return Run(client.get(job).id, address)
 
 
