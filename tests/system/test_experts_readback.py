@@ -21,7 +21,7 @@ from tests.support.rollout_bench import folder_weights
 from tests.support.tiny_experts import KINDS, make_tiny_experts
 from tests.support.tiny_models import make_tiny_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
 
 CHANGED = {
     "qwen3_moe": "model.layers.1.mlp.experts.5.up_proj.weight",

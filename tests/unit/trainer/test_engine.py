@@ -236,6 +236,7 @@ def test_in_bfloat16_stages_0_to_2_add_up_micro_batches_in_float32_and_step_alik
     )
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_in_bfloat16_an_offloaded_optimizer_adds_up_100_micro_batches_in_float32(
     rank, model, examples, tmp_path, stage
