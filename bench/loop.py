@@ -1,4 +1,4 @@
-"""Whole GRPO steps of Hone beside those of TRL's `GRPOTrainer`, on one machine.
+"""Times whole GRPO steps of Hone and of TRL's `GRPOTrainer` on one machine.
 
     python -m bench.loop [--models 0.6M,40M] [--steps 4] [--repeats 3]   (TRL is in the extra `dev`)
 

@@ -36,7 +36,7 @@ def metrics(
 ) -> None:
     """Show a job's metrics, one row per step.
 
-    Those of several jobs stand side by side: `reward` and `eval/reward`, or --keys."""
+    Metrics of several jobs stand side by side: `reward` and `eval/reward`, or --keys."""
     with connect() as client:
         listed_of = {name: client.metrics(name, min_step - 1) for name in job}
     if len(job) > 1:

@@ -132,8 +132,11 @@ class Conversation:
         while True:
             group = await self._answer(id, played, opened)
             rollout = group.rollouts[0]
-            if rollout.went_wrong or group.overlong:
-                return group if not played.num_turns else ended(played, "length", "window")
+            if group.overlong and played.num_turns:
+                why = "window"
+                break
+            if rollout.went_wrong:
+                return group
             if group.forked and played.num_turns:
                 return failed(
                     f"the chat template renders earlier answers anew ({group.forked}), and a "

@@ -392,7 +392,7 @@ class Pool:
         self._admit()
 
     async def _keep(self) -> None:
-        """Asks samplers that are away again, and finds those that came or left."""
+        """Retries samplers that are away, and looks for new and removed samplers."""
         joins: dict[Sampler, asyncio.Task[None]] = {}
         try:
             while True:

@@ -210,8 +210,8 @@ async def _execution(facts: verdicts.Facts, request: ExecuteRequest) -> Executio
 
 
 def _sweep_unsafe_folders() -> None:
-    """Removes the folders that killed slots left: those of this service, and of services that have
-    ended."""
+    """Removes the folders that killed slots of this service, and of services that have ended,
+    left behind."""
     for folder in Path("/tmp").glob(f"{UNSAFE_FOLDER}*"):
         service = folder.name.removeprefix(UNSAFE_FOLDER).partition("-")[0]
         if service == str(os.getpid()) or not Path("/proc", service).exists():

@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.rollout.engine import Answer, Chat
-from shared.wire import ChatRequest, Conversation, Message, Rollout, Sampling, Span, Turn
-from shared.wire.packed import Logprobs, Mask, TokenIds
+from shared.token_row import TokenRow
+from shared.wire import ChatRequest, Conversation, Message, Rollout, Sampling, Turn
+from shared.wire.packed import TokenIds
 
 COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id")
 """The fields in which two equal messages agree. Clients add and drop other fields."""
@@ -55,12 +56,7 @@ class Recorded:
         self._tools = request.tools or ()
         self._template_args = request.chat_template_kwargs or {}
         self._prompt_token_ids = array("i", prompt_token_ids)
-        self._token_ids = array("i")
-        self._logprobs = array("f")
-        self._sampled = array("B")
-        self._kept_ids = array("i")
-        self._kept_counts = array("i")
-        self._spans: list[Span] = []
+        self._row = TokenRow()
         self._turns: list[Turn] = []
         self._last: Rollout | None = None
         self._because = because
@@ -69,23 +65,16 @@ class Recorded:
     @property
     def size_bytes(self) -> int:
         """About its memory."""
-        columns = (
-            self._prompt_token_ids,
-            self._token_ids,
-            self._logprobs,
-            self._sampled,
-            self._kept_ids,
-            self._kept_counts,
-        )
-        return self._messages_bytes + sum(len(column) * column.itemsize for column in columns)
+        prompt_bytes = len(self._prompt_token_ids) * self._prompt_token_ids.itemsize
+        return self._messages_bytes + prompt_bytes + self._row.size_bytes
 
     @property
     def num_tokens(self) -> int:
-        return len(self._prompt_token_ids) + len(self._token_ids)
+        return len(self._prompt_token_ids) + len(self._row)
 
     def token_ids(self, state: State) -> list[int]:
         """Returns all token ids `[T]` up to the end of the state's answer."""
-        return [*self._prompt_token_ids, *self._token_ids[: state.num_tokens]]
+        return [*self._prompt_token_ids, *self._row.token_ids[: state.num_tokens]]
 
     def extended_by(self, request: ChatRequest) -> State | None:
         """Returns the latest state that the request's messages go on from, with the same tools and
@@ -120,19 +109,9 @@ class Recorded:
         self.messages = [*self.messages, *new]
         self._messages_bytes += json_bytes(new)
         rollout = answer.rollout
-        self._token_ids.extend(between)
-        self._logprobs.extend([0.0] * len(between))
-        self._sampled.extend([0] * len(between))
-        self._kept_counts.extend([0] * len(between))
-        start = len(self._token_ids)
-        self._token_ids.extend(rollout.token_ids)
-        self._logprobs.extend(rollout.logprobs)
-        self._sampled.extend([1] * len(rollout.token_ids))
-        self._kept_ids.extend(rollout.kept_ids)
-        self._kept_counts.extend(rollout.kept_counts or [0] * len(rollout.token_ids))
-        for span in rollout.spans:
-            if not self._spans or self._spans[-1].version != span.version:
-                self._spans.append(Span(version=span.version, start=start + span.start))
+        self._row.add_given(between)
+        start = len(self._row)
+        self._row.add(rollout)
         self._turns.append(
             Turn(
                 start=start,
@@ -142,7 +121,7 @@ class Recorded:
             )
         )
         self._last = rollout
-        self.states.append(State(len(self.messages), len(self._token_ids)))
+        self.states.append(State(len(self.messages), len(self._row)))
 
     def conversation(self) -> Conversation:
         assert self._last is not None, "a conversation is recorded with its first answer"
@@ -151,16 +130,10 @@ class Recorded:
             tools=self._tools,
             template_args=self._template_args,
             prompt_token_ids=TokenIds(self._prompt_token_ids),
-            rollout=Rollout(
-                text=self._last.text,
-                token_ids=TokenIds(self._token_ids),
-                logprobs=Logprobs(self._logprobs),
-                finish_reason=self._last.finish_reason,
-                spans=tuple(self._spans),
-                sampled=Mask(self._sampled),
-                kept_ids=TokenIds(self._kept_ids),
-                kept_counts=TokenIds(self._kept_counts if self._kept_ids else ()),
-                messages=tuple(self.messages[self._num_prompt_messages :]),
+            rollout=self._row.rollout(
+                self._last.text,
+                self._last.finish_reason,
+                self.messages[self._num_prompt_messages :],
             ),
             turns=tuple(self._turns),
             because=self._because,

@@ -67,6 +67,10 @@ class Script:
     async def answer(self, messages: Any, min_version: int, **asked: Any) -> RolloutGroup:
         turn = int(asked["key"].rpartition(":")[2])
         self.asked.append({"messages": messages, "turn": turn, **asked})
+        if turn == self.how.get("goes_wrong_at"):
+            error = Rollout(text="", token_ids=TokenIds(), finish_reason="error", error="no room")
+            overlong = bool(self.how.get("overlong"))
+            return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=(error,), overlong=overlong)
         ids, calls = self.answers[turn]
         known = list(asked["known"].token_ids) if asked["known"] else self.first
         between = [100, 101] if asked["known"] else []
@@ -146,6 +150,21 @@ def test_what_ends_a_conversation_is_said(
     (rollout,) = play(Script(answers, [9], **how), job_with(**environment)).rollouts
     assert (rollout.info["ended"], rollout.finish_reason) == (ended, reason)
     assert rollout.info["turns"] == count
+
+
+def test_a_conversation_that_fills_the_window_has_its_reward() -> None:
+    script = Script([([1], True)], [9], goes_wrong_at=1, overlong=True)
+    (rollout,) = play(script, job_with()).rollouts
+    assert (rollout.info["ended"], rollout.finish_reason) == ("window", "length")
+    assert rollout.token_ids == [1] and rollout.info["reward"] == 0.75
+    assert script.closed == [("k:0:0", True)]
+
+
+def test_an_answer_that_went_wrong_is_no_reward_and_closes_the_episode() -> None:
+    script = Script([([1], True)], [9], goes_wrong_at=1)
+    (rollout,) = play(script, job_with()).rollouts
+    assert rollout.went_wrong and rollout.error == "no room" and "reward" not in rollout.info
+    assert script.closed == [("k:0:0", False)]
 
 
 def test_an_environment_that_fails_is_played_anew_and_then_has_no_reward() -> None:

@@ -126,8 +126,8 @@ class Proxies:
     def _looked_up(
         self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> list[str] | None:
-        """Returns `[how, text]` of this call; if it was not made yet, that of the last equal call;
-        None to guess."""
+        """Returns `[how, text]` of this call, or of the last equal call if this one was not made
+        yet; None to guess."""
         given = self._encoded(name, (arguments, keywords))
         if given is None:
             return self._unknown()
