@@ -200,7 +200,7 @@ def _source(file: Path, folder: Path) -> str:
         if candidate.is_file():
             return read_source(candidate)
     raise BadRequest(
-        f"no reward file at {str(file)!r}, looked for it in {str(Path.cwd())!r} and {str(folder)!r}"
+        f"no Python file at {str(file)!r}, looked for it in {str(Path.cwd())!r} and {str(folder)!r}"
     )
 
 

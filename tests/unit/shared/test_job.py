@@ -310,7 +310,7 @@ def test_a_reward_file_travels_as_source(tmp_path: Path) -> None:
 
 
 def test_a_missing_reward_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match=r"no reward file at 'mine.py'"):
+    with pytest.raises(BadRequest, match=r"no Python file at 'mine.py'"):
         load_job(write(tmp_path, MINIMAL.replace('grader = "exact_match"', 'file = "mine.py"')))
 
 
