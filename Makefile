@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cuda demo demo-agent up down test clients soak faults gpu compose-test check format docs site release lock clean
+.PHONY: help setup cuda demo demo-agent up down test clients compat soak faults gpu compose-test check format docs site release lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,13 +36,16 @@ BESIDE := -n 4 --dist loadfile
 # A test that passes only when it is run again is listed as RERUN, and is a fault to be mended.
 AGAIN := --reruns 2 -r aR
 
-test: $(VENV)/.ready ## every test but clients, soak and gpu: unit, contract, and the real stack
-	$(BIN)/python -m pytest $(BESIDE) $(AGAIN) -m "not ($(ENGINES) or clients or soak)"
+test: $(VENV)/.ready ## every test but clients, compat, soak and gpu: unit, contract, and the real stack
+	$(BIN)/python -m pytest $(BESIDE) $(AGAIN) -m "not ($(ENGINES) or clients or compat or soak)"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(AGAIN) --durations 20 \
-		-m "(system or engine) and not (gpu or clients or soak)"
+		-m "(system or engine) and not (gpu or clients or compat or soak)"
 
 clients: $(VENV)/.ready ## the examples, TRL's clients and TRL's own loop, on the real stack
 	$(BIN)/python -m pytest $(AGAIN) --durations 20 -m clients
+
+compat: $(VENV)/.ready ## environments and agents of other packages, unmodified, in .compat/
+	$(BIN)/python -m pytest $(AGAIN) --durations 20 -m compat
 
 gpu: $(VENV)/.ready ## the tests that need a GPU, after `make cuda`; writes gpu_report.txt
 	$(BIN)/python -m tests.gpu $(OPTIONS)
@@ -61,7 +64,7 @@ check: $(VENV)/.ready ## lint, types and the fast tests (a few minutes)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright & types=$$!; \
-	$(BIN)/python -m pytest -q $(BESIDE) -m "not ($(ENGINES)) and not slow and not soak"; \
+	$(BIN)/python -m pytest -q $(BESIDE) -m "not ($(ENGINES)) and not slow and not soak and not compat"; \
 	tests=$$?; wait $$types && exit $$tests
 
 format: $(VENV)/.ready ## put the code into shape
@@ -82,4 +85,4 @@ lock: $(VENV)/.ready ## pin requirements/ again from pyproject.toml
 	sh requirements/lock.sh
 
 clean: ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis *.egg-info build site
+	rm -rf $(VENV) .compat .pytest_cache .ruff_cache .hypothesis *.egg-info build site
