@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SEED ?= 0
+# An image may set it: then every process of a stack compiles its packages anew, vLLM's for 10 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup cuda demo demo-agent up down test clients compat soak faults gpu compose-test check format docs site release lock clean
