@@ -23,7 +23,19 @@ ORCHESTRATOR = ROOT / "services/orchestrator"
 ARCHITECTURE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- rooms: `make docs` draws this -->\n", "<!-- end of rooms -->\n"
 
-ROOMS = ("openai", "api", "run", "evals", "loop", "play", "pool", "store", "data", "runs")
+ROOMS = (
+    "openai",
+    "api",
+    "run",
+    "evals",
+    "loop",
+    "play",
+    "pool",
+    "environments",
+    "store",
+    "data",
+    "runs",
+)
 """From top to bottom: a room imports only rooms below it."""
 
 TRAINER = ROOT / "docs/trainer.md"

@@ -62,10 +62,12 @@ class ToolResult(Wire):
 
 class EpisodeStepped(Wire):
     """The results of a turn's calls, in order. `done`: the environment says that the episode is
-    over (its attribute `done` is true)."""
+    over (its attribute `done` is true). `reward` is what the turn earned; None: nothing is known
+    of it."""
 
     results: tuple[ToolResult, ...]
     done: bool = False
+    reward: float | None = None
 
 
 class CloseEpisode(EpisodeOf):

@@ -15,15 +15,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from services.orchestrator.environments.environment import LOST
 from services.orchestrator.pool.services import Services
 from shared.errors import HoneError
+from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.job import EnvironmentSpec, Job
 from shared.token_row import TokenRow
 from shared.wire import (
+    EpisodeClosed,
     EpisodeOpened,
     FinishReason,
     Known,
@@ -43,11 +47,11 @@ ENVIRONMENT_FAILED = "environment_failed"
 """Marks, in a rollout's `info`, that its environment failed. Its group is played again after a
 crash."""
 
-LOST = "episode_lost"
-"""The error's code of an episode that cannot go on."""
-
 SEEDS_PER_TURN = 1 << 20
 """Seeds of a conversation's turns are this far apart, further than completions of a group are."""
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -64,6 +68,7 @@ class Played:
     num_calls: int = 0
     num_failed: int = 0
     environment_s: float = 0.0
+    turn_rewards: list[float | None] = field(default_factory=list[float | None])
     replica: str = ""
 
 
@@ -84,9 +89,10 @@ class Conversation:
         key: str,
         sampling: Sampling,
     ) -> None:
-        assert job.environment is not None
+        assert job.environment and services.environment
         self._services = services
         self._job = job
+        self._environment = services.environment
         self._spec: EnvironmentSpec = job.environment
         self._prompt = prompt
         self._min_version = min_version
@@ -112,7 +118,9 @@ class Conversation:
     async def _episode(self, id: str) -> RolloutGroup:
         limit = asyncio.timeout(None)
         try:
-            opened = await self._of_environment(self._services.open_episode(id, self._prompt.row))
+            opened = await self._of_environment(
+                "opening an environment", self._environment.open(id, self._prompt.row)
+            )
             async with limit:
                 limit.reschedule(asyncio.get_running_loop().time() + self._spec.episode_s)
                 found = await self._turns(id, opened)
@@ -123,7 +131,7 @@ class Conversation:
             found = failed(late, "timeout")
         if found.rollouts[0].went_wrong:
             with contextlib.suppress(HoneError):  # it ends by itself in time
-                await self._services.close_episode(id, rewarded=False)
+                await self._environment.close(id, rewarded=False)
         return found
 
     async def _turns(self, id: str, opened: EpisodeOpened) -> RolloutGroup:
@@ -155,11 +163,11 @@ class Conversation:
             if self._room(played) < 1:
                 why = "max_tokens"
                 break
-        closed = await self._of_environment(self._services.close_episode(id, rewarded=True))
+        closed = await self._of_environment(
+            "closing an environment", self._environment.close(id, rewarded=True)
+        )
         found = ended(played, "stop" if why == "stop" else "length", why)
-        if closed.has_reward:
-            found = with_info(found, {"reward": closed.reward})
-        return found
+        return with_info(found, rewards(played.turn_rewards, closed))
 
     async def _answer(self, id: str, played: Played, opened: EpisodeOpened) -> RolloutGroup:
         turn, seed = played.num_turns, self._sampling.seed
@@ -187,9 +195,10 @@ class Conversation:
         """Makes the calls, appends their results, and returns whether the episode is over."""
         began = time.monotonic()
         stepped = await self._of_environment(
-            self._services.step_episode(id, played.num_turns - 1, calls)
+            "calling tools", self._environment.step(id, played.num_turns - 1, calls)
         )
         played.environment_s += time.monotonic() - began
+        played.turn_rewards[-1] = stepped.reward
         played.num_calls += len(calls)
         played.num_failed += sum(result.failed for result in stepped.results)
         for call, result in zip(calls, stepped.results, strict=True):
@@ -203,9 +212,10 @@ class Conversation:
             )
         return stepped.done
 
-    async def _of_environment(self, call: Any) -> Any:
+    async def _of_environment(self, what: str, call: Coroutine[Any, Any, T]) -> T:
         try:
-            return await call
+            with self._services.waits.on(self._environment.service, what), tracing.span(what):
+                return await call
         except HoneError as error:
             if error.code == LOST:
                 raise EnvironmentFailed(error.detail) from error
@@ -257,6 +267,7 @@ def add_answer(played: Played, group: RolloutGroup) -> None:
     )
     played.last, played.replica = rollout, group.replica
     played.num_turns += 1
+    played.turn_rewards.append(None)
 
 
 def ended(played: Played, finish_reason: FinishReason, why: str) -> RolloutGroup:
@@ -277,6 +288,14 @@ def ended(played: Played, finish_reason: FinishReason, why: str) -> RolloutGroup
         "environment_s": played.environment_s,
     }
     return with_info(group, info)
+
+
+def rewards(of_turns: Sequence[float | None], closed: EpisodeClosed) -> dict[str, Any]:
+    """Returns what the environment gave: its own reward, else the sum of what its steps earned. A
+    part that it did not give is left out."""
+    given = [reward for reward in of_turns if reward is not None]
+    found: dict[str, Any] = {"turn_rewards": [*of_turns], "reward": sum(given)} if given else {}
+    return {**found, "reward": closed.reward} if closed.has_reward else found
 
 
 def failed(error: str, finish_reason: FinishReason = "error") -> RolloutGroup:

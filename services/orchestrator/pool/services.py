@@ -7,11 +7,10 @@ import asyncio
 import contextlib
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel
-
+from services.orchestrator.environments.environment import Environment
+from services.orchestrator.environments.sandboxed import Sandboxed
 from services.orchestrator.pool.discovery import Registered, is_one_host, none_registered
 from services.orchestrator.pool.pool import Pool
 from services.orchestrator.pool.sampler import Push
@@ -31,19 +30,12 @@ from shared.wire import (
     AbortRequest,
     Checkpoint,
     CheckpointRequest,
-    CloseEpisode,
-    EnvironmentValidated,
-    EpisodeClosed,
-    EpisodeOf,
-    EpisodeOpened,
-    EpisodeStepped,
     Example,
     Fenced,
     GenerateRequest,
     Known,
     Message,
     ModelRequest,
-    OpenEpisode,
     Prompt,
     PublishRequest,
     Released,
@@ -57,17 +49,14 @@ from shared.wire import (
     ScoreResult,
     ServingWeights,
     SleepRequest,
-    StepEpisode,
     StepResult,
     StepTotals,
-    ToolCall,
     TrainerJob,
     TrainerState,
     TrainStepRequest,
     Tried,
     TryRequest,
     Validated,
-    ValidateEnvironment,
     ValidateRequest,
     VersionInfo,
     WeightsRef,
@@ -92,15 +81,8 @@ VERSION_DEADLINE_S = 5.0
 MAX_CONVERSATIONS = 192
 """Conversations of a job at a time: fewer than the reward service opens episodes for it."""
 
-EPISODE_ROOM_S = 150.0
-"""Seconds that a call of an environment may take beyond its own limit: its sandbox starts, and the
-job's file is loaded."""
-
 NOT_GRADED = Score(value=None, parts={})
 """The score of a rollout that went wrong."""
-
-
-R = TypeVar("R", bound=BaseModel)
 
 
 class Services:
@@ -109,8 +91,8 @@ class Services:
     (syncing.py). `waits` says what is under way. `trainer_gpu` is the GPU that the trainer sends
     from and its memory space, once it has the job. `identity` names the orchestrator's Redis, by
     which trainer and samplers know whose job it is. With `grading_waits`, grading waits for a
-    reward service that is away, so that the sampled completions are not lost. `conversations` is
-    the room for those with environments."""
+    reward service that is away, so that the sampled completions are not lost. `environment` is
+    what conversations act in, and `conversations` the room for them."""
 
     def __init__(
         self,
@@ -147,6 +129,9 @@ class Services:
         trainer, reward = settings.trainer_url, settings.reward_url
         self._trainer = client("trainer", trainer, transport=transport_to(trainer), headers=headers)
         self._reward = client("reward", reward, transport=transport_to(reward))
+        self.environment: Environment | None = job.environment and Sandboxed(
+            self._reward, job_id, job.environment, self._reward_patience_s
+        )
 
     def new_epoch(self) -> None:
         """Begins another epoch: requests of the epoch before are refused or never joined."""
@@ -174,6 +159,8 @@ class Services:
 
     async def close(self) -> None:
         await self.pool.close()
+        if self.environment:
+            await self.environment.shut()
         for client in (self._trainer, self._reward):
             await client.close()
 
@@ -265,35 +252,13 @@ class Services:
         tracing.note(sampler=group.replica, tokens=sum(r.num_sampled for r in group.rollouts))
         return group
 
-    @waits_for("reward", "opening an environment", "open")
-    async def open_episode(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
-        body = OpenEpisode(**self._episode(id), row=dict(row))
-        return await self._of_environment("open", body, EpisodeOpened, body.environment.boot_s)
-
-    @waits_for("reward", "calling tools", "step")
-    async def step_episode(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
-        body = StepEpisode(**self._episode(id), turn=turn, calls=calls)
-        return await self._of_environment("step", body, EpisodeStepped, body.environment.step_s)
-
-    @waits_for("reward", "closing an environment", "close")
-    async def close_episode(self, id: str, *, rewarded: bool) -> EpisodeClosed:
-        body = CloseEpisode(**self._episode(id), rewarded=rewarded)
-        return await self._of_environment("close", body, EpisodeClosed, body.environment.step_s)
-
     @waits_for("reward", "checking the environment")
     async def validate_environment(self, prompts: tuple[Prompt, ...]) -> None:
         """Raises BadRequest where the job's environment cannot be made and reset for the first
         prompt, or gives no reward although the job has no other."""
-        if (environment := self._job.environment) is None:
+        if self.environment is None:
             return
-        body = ValidateEnvironment(environment=environment, row=prompts[0].row)
-        found = await self._reward.call(
-            "POST",
-            "/episodes/validate",
-            body,
-            EnvironmentValidated,
-            deadline_s=environment.boot_s + EPISODE_ROOM_S,
-        )
+        found = await self.environment.validate(prompts[0].row)
         if not found.has_reward and all(
             reward.grader == "environment" for reward in self._job.rewards
         ):
@@ -301,21 +266,6 @@ class Services:
                 "the environment has no get_reward, and the job has no other reward; expected one "
                 "of them"
             )
-
-    async def _of_environment(
-        self, verb: str, body: EpisodeOf, result: type[R], limit_s: float
-    ) -> R:
-        return await self._reward.call(
-            "POST",
-            f"/episodes/{verb}",
-            body,
-            result,
-            deadline_s=limit_s + EPISODE_ROOM_S,
-            patience_s=self._reward_patience_s,
-        )
-
-    def _episode(self, id: str) -> dict[str, Any]:
-        return {"job_id": self.job_id, "environment": self._job.environment, "id": id}
 
     @waits_for("reward", "grading a group", "grade")
     async def score(

@@ -9,6 +9,7 @@ import pytest
 
 from services.orchestrator.play.conversation import Conversation, first_messages
 from services.orchestrator.play.group import environment_failed, sample_group
+from services.orchestrator.pool.waits import Waits
 from shared.errors import Conflict
 from shared.job import Job
 from shared.job.file import make_job
@@ -53,11 +54,12 @@ class Script:
         self.closed: list[tuple[str, bool]] = []
         self.num_opened = 0
         self.conversations = asyncio.Semaphore(1)
+        self.environment, self.service, self.waits = self, "reward", Waits()
 
     def sampling(self, seed: int | None) -> Sampling:
         return Sampling(n=2, max_tokens=40, seed=seed)
 
-    async def open_episode(self, id: str, row: dict[str, Any]) -> EpisodeOpened:
+    async def open(self, id: str, row: dict[str, Any]) -> EpisodeOpened:
         self.num_opened += 1
         if self.num_opened <= self.how.get("lost", 0):
             raise Conflict("the child was killed", code="episode_lost")
@@ -91,16 +93,19 @@ class Script:
             forked="dropped thoughts" if turn == self.how.get("forks") else "",
         )
 
-    async def step_episode(self, id: str, turn: int, calls: Any) -> EpisodeStepped:
+    async def step(self, id: str, turn: int, calls: Any) -> EpisodeStepped:
         assert [(call.id, call.name, call.arguments) for call in calls] == [
             ("c1", "guess", '{"n": 5}')
         ]
         result = ToolResult(id="c1", content="higher", failed=turn == 1)
-        return EpisodeStepped(results=(result,), done=turn == self.how.get("done"))
+        reward = self.how.get("rewards", {}).get(turn)
+        done = turn == self.how.get("done")
+        return EpisodeStepped(results=(result,), done=done, reward=reward)
 
-    async def close_episode(self, id: str, *, rewarded: bool) -> EpisodeClosed:
+    async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
         self.closed.append((id, rewarded))
-        return EpisodeClosed(has_reward=True, reward=0.75)
+        own = self.how.get("own", 0.75)
+        return EpisodeClosed(has_reward=own is not None, reward=own)
 
 
 def play(script: Script, job: Job, **sampling: Any) -> RolloutGroup:
@@ -174,6 +179,17 @@ def test_an_environment_that_fails_is_played_anew_and_then_has_no_reward() -> No
     group = play(Script([([1], False)], [9], lost=3), job_with())
     assert group.rollouts[0].error == "the environment failed 3 times: the child was killed"
     assert group.rollouts[0].went_wrong and environment_failed(group)
+
+
+def test_what_turns_earned_is_kept_and_summed_where_there_is_no_reward_of_its_own() -> None:
+    answers = [([1], True), ([2], True), ([3], True), ([4], False)]
+    earned = {0: 0.25, 2: -1.5}
+    info = play(Script(answers, [9], rewards=earned, own=None), job_with()).rollouts[0].info
+    assert info["turn_rewards"] == [0.25, None, -1.5, None] and info["reward"] == -1.25
+    info = play(Script(answers, [9], rewards=earned), job_with()).rollouts[0].info
+    assert info["turn_rewards"] == [0.25, None, -1.5, None] and info["reward"] == 0.75
+    info = play(Script(answers, [9], own=None), job_with()).rollouts[0].info
+    assert "reward" not in info and "turn_rewards" not in info
 
 
 def test_a_template_that_rewrites_answers_is_said_and_not_trained_on() -> None:
