@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from services.orchestrator.api import (
+    episodes,
     files,
     history,
     jobs,
@@ -19,6 +20,7 @@ from services.orchestrator.api import (
 from services.orchestrator.api.access import Keys
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.openai import calling, fine_tuning, graders
+from services.orchestrator.play.agents import Episodes
 from services.orchestrator.run.worker import Worker
 from services.orchestrator.runs.writable import Writable
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
@@ -34,7 +36,8 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
     """Returns the orchestrator, with a worker inside for each trainer. If not `works`, it has no
     worker: it only accepts jobs, and another orchestrator with this Redis runs them."""
     per_trainer = settings.per_trainer if works else ()
-    workers = [Worker(store, each) for each in per_trainer]
+    offered = Episodes()
+    workers = [Worker(store, each, offered) for each in per_trainer]
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
@@ -66,6 +69,7 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
     regrade.add_route(service, settings, store)
     recover.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
+    episodes.add_routes(service, offered)
     files.add_routes(service, settings, store)
     keys.add_routes(service, settings, named)
     fine_tuning.add_routes(service, settings, store, runs, checks)

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from shared.job.section import Section
 
+FIELDS: dict[str, tuple[str, ...]] = {
+    "class": ("file", "name"),
+    "tools": ("file", "tools"),
+    "worker": (),
+}
+"""The fields that each kind needs. A field that only other kinds have is refused. `source` stands
+for `file`."""
+
+_OF_SOME_KIND = frozenset(field for fields in FIELDS.values() for field in fields)
+
+
+def _named(fields: Iterable[str]) -> str:
+    return " and ".join(sorted(fields)) or "no field of its own"
+
 
 class EnvironmentSpec(Section):
     """The environment or the tools of a job whose rollouts are conversations. The model calls
     tools until it answers without a call, the environment is done, or a limit is reached."""
 
-    kind: Literal["class", "tools"] = "class"
+    kind: Literal["class", "tools", "worker"] = "class"
     """"class": a Python class in `file`, whose public methods are the tools, as TRL's
-    `environment_factory` takes it. "tools": plain functions in `file`."""
+    `environment_factory` takes it. "tools": plain functions in `file`. "worker": agents that run
+    elsewhere, which `hone work` starts."""
 
     file: str | None = None
     """Python file with the class or the functions, relative to the job file or to the working
@@ -49,14 +65,23 @@ class EnvironmentSpec(Section):
     """Seconds that a conversation has, without the time it waits for the environment's start."""
 
     @model_validator(mode="after")
-    def _names_its_code(self) -> EnvironmentSpec:
-        if self.file is None and self.source is None:
-            raise ValueError('an environment needs file = "your_environment.py"')
-        if self.kind == "class" and (not self.name or self.tools):
-            raise ValueError('an environment of kind "class" needs name, its class, and no tools')
-        if self.kind == "tools" and (self.name or not self.tools):
-            raise ValueError('an environment of kind "tools" needs tools, and no name')
+    def _has_the_fields_of_its_kind(self) -> EnvironmentSpec:
+        given = {name for name in _OF_SOME_KIND if getattr(self, name) not in (None, "", (), {})}
+        given |= {"file"} if self.source is not None else set()
+        needed = set(FIELDS[self.kind])
+        if missing := needed - given:
+            raise ValueError(f"{self._says()}; {_named(missing)} is missing")
+        if others := given - needed:
+            raise ValueError(f"{self._says()}; got {_named(others)} too")
         return self
+
+    def _says(self) -> str:
+        return f'an environment of kind "{self.kind}" needs {_named(FIELDS[self.kind])}'
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the reward service plays it, from the text of `file`."""
+        return "file" in FIELDS[self.kind]
 
     def class_of(self, row: dict[str, object]) -> str:
         """Returns the class of a row. Raises ValueError for a row that names none of them."""

@@ -7,6 +7,7 @@
 | `base.py` | base class; fences; bodies of every service |
 | `rollouts.py` | prompts, `POST /generate`, rollouts |
 | `sessions.py` | recorded conversations of agents |
+| `agents.py` | episodes that agents elsewhere play, by lease |
 | `rewards.py` | `POST /score`, verdicts and scores |
 | `episodes.py` | a job's own environments: open, step, close |
 | `graders.py` | `/graders` and `POST /execute` |
@@ -40,6 +41,7 @@ from shared.lazily import exporting
 # pyright: reportWildcardImportFromLibrary=false
 
 if TYPE_CHECKING:
+    from shared.wire.agents import *
     from shared.wire.base import *
     from shared.wire.episodes import *
     from shared.wire.evaluations import *

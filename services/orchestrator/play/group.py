@@ -1,10 +1,13 @@
 """How a prompt's group comes to be: completions of one turn, or, with `[environment]`,
-conversations in which the model calls tools. Both are a `RolloutGroup`."""
+conversations, played as its kind says. All are a `RolloutGroup`."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+from services.orchestrator.play import agents
 from services.orchestrator.play.conversation import ENVIRONMENT_FAILED, Conversation, after
 from services.orchestrator.pool.services import Services
 from services.orchestrator.tasks import all_of
@@ -27,14 +30,24 @@ async def sample_group(
     the job's, with `seed`. Requests under the same `key` happen once."""
     if job.environment is None:
         return await services.generate(prompt, min_version, key=key, seed=seed, sampling=sampling)
-    chosen = sampling or services.sampling(seed)
+    chosen, play = sampling or services.sampling(seed), PLAYERS[job.environment.kind]
     played = await all_of(
-        Conversation(
-            services, job, prompt, min_version, f"{key}:{number}", _nth(chosen, number)
-        ).play()
+        play(services, job, prompt, min_version, f"{key}:{number}", _nth(chosen, number))
         for number in range(chosen.n)
     )
     return joined(played)
+
+
+async def _converse(
+    services: Services, job: Job, prompt: Prompt, min_version: int, key: str, sampling: Sampling
+) -> RolloutGroup:
+    return await Conversation(services, job, prompt, min_version, key, sampling).play()
+
+
+Player = Callable[[Services, Job, Prompt, int, str, Sampling], Coroutine[Any, Any, RolloutGroup]]
+
+PLAYERS: dict[str, Player] = {"class": _converse, "tools": _converse, "worker": agents.play}
+"""How one rollout of a kind of environment is played."""
 
 
 def environment_failed(group: RolloutGroup) -> bool:

@@ -92,7 +92,8 @@ class Services:
     from and its memory space, once it has the job. `identity` names the orchestrator's Redis, by
     which trainer and samplers know whose job it is. With `grading_waits`, grading waits for a
     reward service that is away, so that the sampled completions are not lost. `environment` is
-    what conversations act in, and `conversations` the room for them."""
+    what conversations act in, and `conversations` the room for them. `tell` reports to the job's
+    events. `sessions` and `episodes` of this process are set for a run; play/ has their types."""
 
     def __init__(
         self,
@@ -117,6 +118,9 @@ class Services:
         self.sync_method: SyncMethod | None = None
         self.waits = Waits()
         self.conversations = asyncio.Semaphore(MAX_CONVERSATIONS)
+        self.tell = tell
+        self.sessions: Any = None
+        self.episodes: Any = None
         self.trainer_gpu: tuple[str | None, str | None] = (None, None)
         self._has_trainer = False
         client = functools.partial(
@@ -129,9 +133,11 @@ class Services:
         trainer, reward = settings.trainer_url, settings.reward_url
         self._trainer = client("trainer", trainer, transport=transport_to(trainer), headers=headers)
         self._reward = client("reward", reward, transport=transport_to(reward))
-        self.environment: Environment | None = job.environment and Sandboxed(
-            self._reward, job_id, job.environment, self._reward_patience_s
-        )
+        self.environment: Environment | None = None
+        if job.environment and job.environment.runs_here:
+            self.environment = Sandboxed(
+                self._reward, job_id, job.environment, self._reward_patience_s
+            )
 
     def new_epoch(self) -> None:
         """Begins another epoch: requests of the epoch before are refused or never joined."""

@@ -26,6 +26,7 @@ from services.orchestrator.evals.comparison import Comparison
 from services.orchestrator.loop.batches import Batches
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
+from services.orchestrator.play.agents import Episodes
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.waits import watch
 from services.orchestrator.run.after_step import AfterStep, Ended
@@ -76,7 +77,13 @@ class Run:
     """One attempt at the job of `record`, under `lease`; `needs` are its trainer's."""
 
     def __init__(
-        self, record: JobRecord, lease: Lease, store: Store, settings: Settings, needs: Needs
+        self,
+        record: JobRecord,
+        lease: Lease,
+        store: Store,
+        settings: Settings,
+        needs: Needs,
+        episodes: Episodes | None = None,
     ) -> None:
         self._record = record
         self._job = record.job
@@ -94,6 +101,7 @@ class Run:
             identity=store.identity,
             grading_waits=True,
         )
+        self._episodes = self._services.episodes = episodes or Episodes()
         self._needs = needs
         self._data = DataFiles(record.job, settings)
         self._tracker = Tracker(record.job, record.id, self._folder.path)
@@ -146,6 +154,7 @@ class Run:
         try:
             await self._services.abort()
         finally:
+            self._episodes.forget(self._record.id)
             await to_the_end(self._services.close())
 
     async def _try(self) -> Outcome | None:

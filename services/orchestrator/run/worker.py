@@ -14,6 +14,7 @@ import socket
 import time
 from dataclasses import dataclass
 
+from services.orchestrator.play.agents import Episodes
 from services.orchestrator.run.decisions import Outcome
 from services.orchestrator.run.needs import DataFiles, Needs
 from services.orchestrator.run.run import Run
@@ -52,9 +53,10 @@ class Worker:
     anything that a job needs is away. `num_queued` is how many jobs wait to begin, as of two
     seconds ago."""
 
-    def __init__(self, store: Store, settings: Settings) -> None:
+    def __init__(self, store: Store, settings: Settings, episodes: Episodes | None = None) -> None:
         self._store = store
         self._settings = settings
+        self._episodes = episodes or Episodes()
         self._needs = Needs(settings, store)
         self._held: dict[str, DataFiles] = {}  # of queued jobs that wait for their data
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
@@ -234,7 +236,7 @@ class Worker:
             await self._store.halt(lease, error.detail)
             return
         await self._say_news()
-        run = Run(record, lease, self._store, self._settings, self._needs)
+        run = Run(record, lease, self._store, self._settings, self._needs, self._episodes)
         work = asyncio.create_task(run.run())
         beats = _Beats(self._store, run)
         beat = asyncio.create_task(leases.keep(beats, lease, taken_at, self._redis))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shared.wire.examples.agents import AGENTS
 from shared.wire.examples.jobs import JOBS
 from shared.wire.examples.openai import OPENAI
 from shared.wire.examples.services import REWARDS, SAMPLERS, TRAINERS
@@ -18,4 +19,4 @@ EVERY_SERVICE: dict[str, Any] = {
     "Accepted": {"operation": "f3a95c01b7d2e8460c1f9a35"},
     "NoBody": {},
 }
-EXAMPLES = EVERY_SERVICE | JOBS | OPENAI | SAMPLERS | TRAINERS | REWARDS
+EXAMPLES = EVERY_SERVICE | AGENTS | JOBS | OPENAI | SAMPLERS | TRAINERS | REWARDS

@@ -1,0 +1,298 @@
+"""Rollouts that agents elsewhere play, for `[environment] kind = "worker"`.
+
+    offered    until a worker takes it; this has no deadline, for a worker may come later
+    leased     the worker has the key of a new session, and renews the lease
+    ended      by the worker's result, by `episode_s`, or by a lease that was not renewed: then it
+               is offered again, and the session's conversations are dropped
+
+The tokens are those of the session. What the worker reports is a claim about them: a reward. The
+offers are in the memory of the orchestrator that runs the job; when it dies, their groups are
+sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.orchestrator.play.conversation import (
+    ENVIRONMENT_FAILED,
+    MAX_PLAYED,
+    EnvironmentFailed,
+    failed,
+    with_info,
+)
+from services.orchestrator.pool.services import Services
+from shared.errors import BadRequest
+from shared.host.logs import get_logger
+from shared.job import Job
+from shared.wire import (
+    EpisodeResult,
+    LeasedEpisode,
+    LeaseEpisodes,
+    LeasesRenewed,
+    Prompt,
+    RenewLeases,
+    ResultTaken,
+    RolloutGroup,
+    Sampling,
+)
+
+LEASE_S = 15.0
+"""Seconds after which a lease ends that was not renewed. Workers renew three times as often."""
+
+NOBODY_S = 30.0
+"""Seconds without a request of any worker after which the job's events say so."""
+
+LOOK_S = 2.0
+"""Seconds between two looks whether a worker asks."""
+
+MAX_ANSWERED = 16_384
+"""Results whose answers are kept, for workers that repeat them."""
+
+
+class LeaseEnded(Exception):
+    """The lease was not renewed, or the worker gave it back."""
+
+
+@dataclass
+class Lease:
+    """An episode at a worker. `session` records its calls, and `ended` becomes its rollout."""
+
+    worker: str
+    session: Any
+    renewed_at: float
+    ended: asyncio.Future[RolloutGroup]
+
+    async def result(self) -> RolloutGroup:
+        """Returns the rollout with its reward. Raises LeaseEnded, and EnvironmentFailed if the
+        agent failed."""
+        while (left_s := self.renewed_at + LEASE_S - time.monotonic()) > 0:
+            await asyncio.wait({self.ended}, timeout=left_s)
+            if self.ended.done():
+                return self.ended.result()
+        raise LeaseEnded(f"worker {self.worker!r} did not renew it for {LEASE_S:g} s")
+
+
+@dataclass
+class Offer:
+    """An episode that no worker has. `open` makes the session of a lease."""
+
+    job_id: str
+    prompt: Prompt
+    deadline_s: float
+    open: Callable[[str], Any]
+    taken: asyncio.Future[Lease]
+
+
+@dataclass
+class Asked:
+    """When a worker last asked for episodes of a job, and whether its events say that none does."""
+
+    at: float = field(default_factory=time.monotonic)
+    told: bool = False
+
+
+class Episodes:
+    """The offers and leases of one orchestrator process."""
+
+    def __init__(self) -> None:
+        self._offers: dict[str, Offer] = {}
+        self._leases: dict[str, Lease] = {}
+        self._answered: OrderedDict[str, ResultTaken] = OrderedDict()
+        self._asked: dict[str, Asked] = {}
+        self._offered = asyncio.Event()
+
+    # --- for the job -----------------------------------------------------------------------------
+
+    async def play(self, services: Services, offer: Callable[[], Offer]) -> RolloutGroup:
+        """Returns an episode's rollout, of the first worker that plays it to its end. Raises
+        EnvironmentFailed if the agent failed."""
+        while True:
+            with self._offering(offer()) as offered:
+                with services.waits.on("worker", "waiting for a worker to take an episode"):
+                    await self._until_taken(services, offered)
+                lease = offered.taken.result()
+                try:
+                    with services.waits.on("worker", "an agent's episode"):
+                        return await self._ended(lease, offered.deadline_s)
+                except LeaseEnded as ended:
+                    get_logger().warning("episode lost", worker=lease.worker, reason=str(ended))
+
+    @contextlib.contextmanager
+    def _offering(self, offer: Offer) -> Generator[Offer]:
+        id = secrets.token_urlsafe(16)
+        self._offers[id] = offer
+        self._offered.set()
+        try:
+            yield offer
+        finally:
+            self._offers.pop(id, None)
+            if lease := self._leases.pop(id, None):
+                lease.session.close()
+
+    async def _until_taken(self, services: Services, offer: Offer) -> None:
+        asked = self._asked.setdefault(offer.job_id, Asked())
+        while not offer.taken.done():
+            await asyncio.wait({offer.taken}, timeout=LOOK_S)
+            asks = time.monotonic() - asked.at < NOBODY_S
+            if asks == asked.told:
+                asked.told = not asks
+                await services.tell(_told(offer.job_id, asks), not asks)
+
+    async def _ended(self, lease: Lease, deadline_s: float) -> RolloutGroup:
+        try:
+            async with asyncio.timeout(deadline_s) as limit:
+                return await lease.result()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return failed(f"the agent was not done after {deadline_s:g} s", "timeout")
+
+    def forget(self, job_id: str) -> None:
+        """Forgets what is known of a job's workers, at the end of its run."""
+        self._asked.pop(job_id, None)
+
+    # --- for workers -----------------------------------------------------------------------------
+
+    async def lease(self, ask: LeaseEpisodes) -> tuple[LeasedEpisode, ...]:
+        """Returns up to `ask.num` episodes, the one that was offered first at the front."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ask.wait_s):
+                while not self._wanted(ask):
+                    self._offered.clear()
+                    await self._offered.wait()
+        return tuple(self._take(id, ask.worker) for id in self._wanted(ask))
+
+    def _wanted(self, ask: LeaseEpisodes) -> list[str]:
+        self._heard(ask.job_id)
+        found = [
+            id
+            for id, offer in self._offers.items()
+            if not offer.taken.done() and ask.job_id in (None, offer.job_id)
+        ]
+        return found[: ask.num]
+
+    def _take(self, id: str, worker: str) -> LeasedEpisode:
+        offer, now = self._offers[id], time.monotonic()
+        session = offer.open(id)
+        lease = Lease(worker, session, now, asyncio.get_running_loop().create_future())
+        self._leases[id] = lease
+        offer.taken.set_result(lease)
+        return LeasedEpisode(
+            id=id,
+            job_id=offer.job_id,
+            row=offer.prompt.row,
+            prompt=offer.prompt.content,
+            api_key=session.api_key,
+            deadline_s=offer.deadline_s,
+            lease_s=LEASE_S,
+        )
+
+    def _heard(self, job_id: str | None) -> None:
+        for id, asked in self._asked.items():
+            if job_id in (None, id):
+                asked.at = time.monotonic()
+
+    def renew(self, body: RenewLeases) -> LeasesRenewed:
+        """Returns which leases have ended."""
+        for id in body.returned:
+            if (lease := self._leases.get(id)) and not lease.ended.done():
+                lease.ended.set_exception(LeaseEnded(f"worker {body.worker!r} gave it back"))
+        held = {id: lease for id in body.ids if (lease := self._under_way(id))}
+        for lease in held.values():
+            lease.renewed_at = time.monotonic()
+        return LeasesRenewed(unwanted=tuple(id for id in body.ids if id not in held))
+
+    def _under_way(self, id: str) -> Lease | None:
+        lease = self._leases.get(id)
+        return lease if lease and not lease.ended.done() else None
+
+    def end(self, id: str, result: EpisodeResult) -> ResultTaken:
+        """Ends a lease with its result, if it has not ended. Raises BadRequest for rewards that do
+        not fit the answers."""
+        if found := self._answered.get(id):
+            return found
+        lease = self._under_way(id)
+        if lease and result.error is not None:
+            lease.ended.set_exception(EnvironmentFailed(result.error))
+        elif lease:
+            lease.ended.set_result(rewarded(lease.session.rollout(), result))
+        answer = self._answered[id] = ResultTaken(id=id, taken=lease is not None)
+        if len(self._answered) > MAX_ANSWERED:
+            self._answered.popitem(last=False)
+        return answer
+
+
+def _told(job_id: str, asks: bool) -> str:
+    if asks:
+        return "a worker asks for episodes again"
+    return (
+        f"no worker asked for an episode for {NOBODY_S:g} s; `hone work agent.py --job {job_id}` "
+        "starts one, on any machine that reaches this orchestrator"
+    )
+
+
+def rewarded(group: RolloutGroup, result: EpisodeResult) -> RolloutGroup:
+    """Returns the rollout with what its worker says of it. Raises BadRequest for rewards that do
+    not fit the answers."""
+    info: dict[str, Any] = {"reward": result.reward, "agent": dict(result.metrics)}
+    if isinstance(result.reward, tuple | Mapping):
+        ids = group.rollouts[0].info.get("completion_ids") or ()
+        turns = _per_turn(result.reward, list(ids))
+        given = [reward for reward in turns if reward is not None]
+        info |= {"turn_rewards": turns, "reward": sum(given) if given else None}
+    return with_info(group, info)
+
+
+def _per_turn(
+    rewards: tuple[float | None, ...] | Mapping[str, float | None], ids: list[str]
+) -> list[float | None]:
+    if isinstance(rewards, tuple):
+        if len(rewards) != len(ids):
+            raise BadRequest(
+                f"'reward' has {len(rewards)} entries; expected {len(ids)}, one for each answer of "
+                "the model in its newest conversation"
+            )
+        return list(rewards)
+    if unknown := sorted(rewards.keys() - set(ids)):
+        raise BadRequest(
+            f"'reward' names the answer {unknown[0]!r:.80}; expected ids of the {len(ids)} answers "
+            "of the model in its newest conversation"
+        )
+    return [rewards.get(id) for id in ids]
+
+
+async def play(
+    services: Services, job: Job, prompt: Prompt, min_version: int, key: str, sampling: Sampling
+) -> RolloutGroup:
+    """Returns the rollout of an agent as a group of one. An agent that failed is started again; if
+    it fails `MAX_PLAYED` times, the rollout has no reward."""
+    assert job.environment is not None
+    deadline_s = job.environment.episode_s
+
+    def open(id: str) -> Any:
+        return services.sessions.open(
+            services, job, id=id, min_version=min_version, sampling=sampling
+        )
+
+    def offer() -> Offer:
+        taken: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        return Offer(services.job_id, prompt, deadline_s, open, taken)
+
+    why = ""
+    async with services.conversations:
+        for _ in range(MAX_PLAYED):
+            try:
+                return await services.episodes.play(services, offer)
+            except EnvironmentFailed as error:
+                why = str(error)
+                get_logger().warning("agent failed", episode=key, reason=why)
+    found = failed(f"the agent failed {MAX_PLAYED} times: {why}")
+    return with_info(found, {ENVIRONMENT_FAILED: True})
