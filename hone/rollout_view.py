@@ -45,7 +45,7 @@ def rollout_table(listed: RolloutList, limit: int) -> Table:
             shown(rollout.completion),
             *(_part(rollout.parts.get(name)) for name in names),
             _number(rollout.reward),
-            _number(rollout.advantage),
+            "\n".join(map(_number, rollout.turn_advantages)) or _number(rollout.advantage),
             shown("\n".join(reasons(rollout.parts))),
         )
     return table

@@ -19,6 +19,7 @@ class TokenRow:
         self._sampled = array("B")
         self._kept_ids = array("i")
         self._kept_counts = array("i")
+        self._turns = array("i")
         self._spans: list[Span] = []
 
     def __len__(self) -> int:
@@ -36,6 +37,7 @@ class TokenRow:
             self._sampled,
             self._kept_ids,
             self._kept_counts,
+            self._turns,
         )
         return sum(len(column) * column.itemsize for column in columns)
 
@@ -54,6 +56,7 @@ class TokenRow:
         self._sampled.extend(rollout.sampled or [1] * length)
         self._kept_ids.extend(rollout.kept_ids)
         self._kept_counts.extend(rollout.kept_counts or [0] * length)
+        self._turns.extend(start + first for first in rollout.turns or (0,))
         for span in rollout.spans:
             if not self._spans or self._spans[-1].version != span.version:
                 self._spans.append(Span(version=span.version, start=start + span.start))
@@ -72,4 +75,5 @@ class TokenRow:
             kept_ids=TokenIds(self._kept_ids),
             kept_counts=TokenIds(self._kept_counts if self._kept_ids else ()),
             messages=tuple(messages),
+            turns=TokenIds(self._turns),
         )

@@ -35,6 +35,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "difficulty.skip_right": ((0,), "TRL skips no problems"),
     "difficulty.skip_wrong": ((0,), "TRL skips no problems"),
     "advantages.baseline": (("mean",), "TRL's baseline is the mean of the group"),
+    "advantages.credit": (("episode",), "TRL gives all tokens of a completion one advantage"),
     "training.loss": (
         ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"),
         'TRL has it as loss "grpo" with importance "sequence"',

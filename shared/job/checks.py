@@ -29,6 +29,7 @@ def check(job: Job) -> None:
     _whole_vocabulary(job)
     _rates_in_order(job)
     _plays_to_the_end(job)
+    _credits_each_token(job)
 
 
 def check_groups(job: Job) -> None:
@@ -51,6 +52,29 @@ def _plays_to_the_end(job: Job) -> None:
         raise ValueError(
             'sampling.overlong_prompts is "truncate", and a job with [environment] has '
             'conversations, which lose no first tokens; expected "error" or "drop"'
+        )
+
+
+def _credits_each_token(job: Job) -> None:
+    credit = job.advantages.credit
+    if credit == "episode":
+        return
+    got = f'advantages.credit is "{credit}"'
+    if job.environment is None:
+        raise ValueError(
+            f"{got} and the job has no [environment], so a rollout has one turn; expected credit "
+            '"episode", or an [environment]'
+        )
+    if job.advantages.combine != "sum_then_normalize":
+        raise ValueError(
+            f'{got} and advantages.combine "{job.advantages.combine}", which normalizes each '
+            'reward of an episode; expected combine "sum_then_normalize"'
+        )
+    if job.training.ratio_of == "sequence":
+        raise ValueError(
+            f"{got}, which gives tokens of one sequence different advantages, and the importance "
+            "ratio is of the sequence, which would average them; expected a loss other than "
+            '"gspo" and training.importance "token"'
         )
 
 

@@ -33,6 +33,18 @@ class AdvantageSpec(Section):
     """With several rewards: either their weighted sum is normalized, as in GRPO, or each is
     normalized in its group, then weighted and summed (GDPO, arXiv 2601.05242)."""
 
+    credit: Literal["episode", "returns", "turns"] = "episode"
+    """Which tokens of a conversation a reward credits. "episode": all, with the rollout's
+    advantage. The other two give each turn, an answer of the model, an advantage of its own, from
+    the rewards that turns earn from it on. "returns" compares them with those of all turns of the
+    group (arXiv 2511.14846), "turns" with those of the same turn in the group's other rollouts
+    (arXiv 2505.11821). Equations are in services/orchestrator/loop/turns.py."""
+
+    turn_discount: float = Field(default=1.0, ge=0, le=1)
+    """What a reward counts for the turn before the one that earned it, 0 to 1, with `credit` by
+    turns. 1: as much, so every turn is credited with all that came after it. 0: a turn is credited
+    with its own reward alone."""
+
     mask_truncated: bool = False
     """Whether completions cut off by `sampling.max_tokens` are left out of training (overlong
     filtering, arXiv 2503.14476). They count in the group's baseline and in the loss's number of
@@ -135,6 +147,11 @@ class TrainingSpec(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations; optimizer state is always float32. "auto" takes bfloat16
     where the hardware computes in it and float32 elsewhere."""
+
+    @property
+    def ratio_of(self) -> Literal["token", "sequence"]:
+        """The level of the importance ratio, the loss's own or the chosen one."""
+        return "sequence" if self.loss == "gspo" else self.importance
 
 
 class CorrectionSpec(Section):

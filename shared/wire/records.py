@@ -69,7 +69,8 @@ class DryRun(Wire):
 
 
 class GradedRollout(Wire):
-    """A stored rollout as people look at it."""
+    """A stored rollout as people look at it. With credit by turns, `turn_advantages` are the
+    turns' (None: not trained on), and `advantage` is their mean."""
 
     prompt_index: int
     prompt: str | tuple[Message, ...]
@@ -79,6 +80,7 @@ class GradedRollout(Wire):
     reward: float | None
     parts: dict[str, Part]
     advantage: float | None
+    turn_advantages: tuple[float | None, ...] = ()
 
 
 class RolloutList(Listing[GradedRollout]):

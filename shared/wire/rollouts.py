@@ -115,9 +115,11 @@ class Rollout(Wire):
     or `min_p`, and `kept_ids` lists these tokens, position by position. A count of 0, or none at
     all: the whole vocabulary, as far as is known (`EngineSpec.sampling_masks`).
 
-    `messages` are the turns after the prompt of a conversation, whose last answer is `text`. `info`
-    is the environment's. A rollout that went wrong has `finish_reason` "error" or "timeout" and
-    says why.
+    `messages` are the turns after the prompt of a conversation, whose last answer is `text`, and
+    `turns` the index of the first token of each answer; empty: one answer, from the first token on.
+    `info` is the environment's: `reward` is its own, and `turn_rewards` has what each answer earned
+    besides, None where that is nothing (services/orchestrator/loop/turns.py). A rollout that went
+    wrong has `finish_reason` "error" or "timeout" and says why.
     """
 
     text: str
@@ -130,6 +132,7 @@ class Rollout(Wire):
     kept_ids: TokenIds = TokenIds()
     kept_counts: TokenIds = TokenIds()
     messages: tuple[Message, ...] = ()
+    turns: TokenIds = TokenIds()
     info: dict[str, Plain] = {}
 
     @property

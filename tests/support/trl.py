@@ -98,7 +98,7 @@ def light_trainer() -> Callable[..., Result]:
         )  # first the policy before any update, then that of the update
         num_sequences = len(lengths_S(x))
         inputs = trainer._generate_and_score_completions([{"prompt": "p"}] * num_sequences)
-        inputs["advantages"] = torch.stack([row[0] for row in ragged(x.advantages_N, x)])
+        inputs["advantages"] = padded(x.advantages_N, x)
         inputs["old_per_token_logps"] = padded(x.old_logprobs_N, x)
         if x.reference_logprobs_N is not None:
             inputs["ref_per_token_logps"] = padded(x.reference_logprobs_N, x)

@@ -14,6 +14,7 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from services.orchestrator.loop.advantages import batch_advantages
+from services.orchestrator.loop.examples import of_all_tokens
 from services.orchestrator.runs.checkpoint_files import files_of, path_of
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.connection import MAX_FOLLOWERS
@@ -247,7 +248,8 @@ def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:
             versions=rollout.versions,
             reward=score.value,
             parts=score.parts,
-            advantage=advantage,
+            advantage=of_all_tokens(advantage),
+            turn_advantages=advantage if isinstance(advantage, tuple) else (),
         )
         for prompt, group, scores, advantages in zip(
             batch.prompts, batch.groups, batch.scores, advantages_PG, strict=True

@@ -1,5 +1,5 @@
 """From scores `[P][G]` to advantages `[P][G]`. Pure; `AdvantageSpec` in shared/job/learning.py has
-the formulas and their sources.
+the formulas and their sources, turns.py has the credit by turns.
 
 A missing reward stays missing: baseline and deviation are over the other rewards, never over an
 invented 0.
@@ -7,26 +7,19 @@ invented 0.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
-from shared.job import AdvantageSpec, Job, RewardSpec
-from shared.wire import Batch, Rollout, Score
+from services.orchestrator.loop.normalizing import TOLERANCE, differ, normalize, over_batch
+from services.orchestrator.loop.turns import Returns, by_number, returns, turn_advantages
+from shared.job import Job, RewardSpec
+from shared.wire import Batch, Rollout, RolloutGroup, Score
 
-EPSILON = 1e-6
-"""Added to every standard deviation in a denominator, as in verl. TRL's 1e-4 shrinks advantages of
-rewards that differ about as little; here differences below `TOLERANCE` count as none, and all
-others in full. For rewards of 0 and 1 in a group of 8 it changes 0.03 %."""
+Advantage = float | tuple[float | None, ...] | None
+"""Of a rollout: a number for all of its tokens, or with credit by turns a number for each turn's.
+None: no gradient comes from this rollout, or turn, and it is not counted in the loss."""
 
-TOLERANCE = 1e-6
-"""Rewards that differ by less than this, relative to their size or to 1, are equal. Float32's
-rounding is an eighth of it."""
-
-Advantages = list[list[float | None]]
-"""`[P][G]`; None: no gradient comes from this rollout, and it is not counted in the loss."""
-
-Rewards = Sequence[Sequence[float | None]]
-"""`[P][G]`; None: missing, or not applicable."""
+Advantages = list[list[Advantage]]
+"""`[P][G]`."""
 
 
 def batch_advantages(batch: Batch, job: Job) -> Advantages:
@@ -36,23 +29,23 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
     set. In the last two cases its reward still counts in baselines and deviations. With a KL term
     (`training.beta`), which every token has, a group without signal has advantages of 0.
     """
-    combine = (
-        _normalized_then_summed
-        if job.advantages.combine == "normalize_then_sum"
-        else _summed_then_normalized
-    )
-    advantages_PG = combine(batch.scores, job)
-    without_signal = 0.0 if job.training.beta else None
+    advantages_PG = _advantages(batch, job)
     for group, scores_G, advantages_G in zip(
         batch.groups, batch.scores, advantages_PG, strict=True
     ):
-        signal = has_signal(scores_G, job)
+        signal = has_signal(scores_G, job, group)
         for index, rollout in enumerate(group.rollouts):
             if is_masked(rollout, job):
                 advantages_G[index] = None
-            elif not signal and advantages_G[index] is not None:
-                advantages_G[index] = without_signal
+            elif not signal:
+                advantages_G[index] = _zero(advantages_G[index]) if job.training.beta else None
     return advantages_PG
+
+
+def _zero(advantage: Advantage) -> Advantage:
+    if isinstance(advantage, tuple):
+        return tuple(None if one is None else 0.0 for one in advantage)
+    return None if advantage is None else 0.0
 
 
 def is_masked(rollout: Rollout, job: Job) -> bool:
@@ -60,21 +53,26 @@ def is_masked(rollout: Rollout, job: Job) -> bool:
     return job.advantages.mask_truncated and rollout.finish_reason == "length"
 
 
-def has_signal(scores_G: Sequence[Score], job: Job) -> bool:
+def has_signal(scores_G: Sequence[Score], job: Job, group: RolloutGroup | None = None) -> bool:
     """Returns whether a group teaches anything: two or more of its rollouts have rewards, and these
-    differ.
+    differ. With its rollouts (`group`) and credit by turns: the returns of some turn differ.
 
     Differences in `shaping` rewards alone do not count: that some wrong answers are shorter is no
     reason to train on a problem that all got wrong. If all rewards are shaping, all count.
     """
+    if group is not None and job.advantages.credit != "episode":
+        scored = list(zip(group.rollouts, scores_G, strict=True))
+        of_all = [returns_of(rollout, score, job) for rollout, score in scored]
+        of_outcomes = [_outcome_returns(rollout, score, job) for rollout, score in scored]
+        return any(map(differ, by_number(of_all))) and any(map(differ, by_number(of_outcomes)))
     present = [score for score in scores_G if score.value is not None]
     if job.advantages.combine == "normalize_then_sum":
         return any(
-            _differ([_value(score, reward.label) for score in present])
+            differ([_value(score, reward.label) for score in present])
             for reward in outcomes(job)
             if reward.weight
         )
-    return _differ([score.value for score in present]) and _differ(
+    return differ([score.value for score in present]) and differ(
         [outcome(score, job) for score in present]
     )
 
@@ -108,17 +106,35 @@ def reaches(reward: float, mark: float) -> bool:
     return reward >= mark - TOLERANCE * max(1.0, abs(mark))
 
 
-def _summed_then_normalized(scores_PG: Sequence[Sequence[Score]], job: Job) -> Advantages:
-    return normalize(
-        [[score.value for score in scores_G] for scores_G in scores_PG], job.advantages
-    )
+def _advantages(batch: Batch, job: Job) -> Advantages:
+    """Returns the advantages as if every group had signal."""
+    if job.advantages.credit != "episode":
+        returns_PG = [
+            [returns_of(*scored, job) for scored in zip(group.rollouts, scores_G, strict=True)]
+            for group, scores_G in zip(batch.groups, batch.scores, strict=True)
+        ]
+        return [[*found_G] for found_G in turn_advantages(returns_PG, job.advantages)]
+    if job.advantages.combine == "normalize_then_sum":
+        return _normalized_then_summed(batch.scores, job)
+    values_PG = [[score.value for score in scores_G] for scores_G in batch.scores]
+    return [[*advantages_G] for advantages_G in normalize(values_PG, job.advantages)]
+
+
+def returns_of(rollout: Rollout, score: Score, job: Job) -> Returns:
+    """Returns what each turn `[K]` of a rollout is credited with."""
+    return returns(rollout, score, score.value, job.rewards, job.advantages.turn_discount)
+
+
+def _outcome_returns(rollout: Rollout, score: Score, job: Job) -> Returns:
+    total, discount = outcome(score, job), job.advantages.turn_discount
+    return returns(rollout, score, total, outcomes(job), discount)
 
 
 def _normalized_then_summed(scores_PG: Sequence[Sequence[Score]], job: Job) -> Advantages:
     """GDPO, arXiv 2601.05242: `S = sum_k w_k (r_k - baseline_k) / (std_k + eps)`, then `(S - mean
     S) / (std S + eps)` over the batch, which `std` "none" leaves out. An inapplicable reward adds
     nothing to a rollout's sum."""
-    sums_PG: Advantages = [
+    sums_PG: list[list[float | None]] = [
         [None if score.value is None else 0.0 for score in scores_G] for scores_G in scores_PG
     ]
     for reward in job.rewards:
@@ -129,43 +145,8 @@ def _normalized_then_summed(scores_PG: Sequence[Sequence[Score]], job: Job) -> A
             for index, (total, term) in enumerate(zip(sums_G, terms_G, strict=True)):
                 if total is not None and term is not None:
                     sums_G[index] = total + reward.weight * term
-    present = _present(sums_PG)
-    if job.advantages.std == "none" or not present:
-        return sums_PG
-    mean, deviation = statistics.fmean(present), _deviation(present)
-    return [
-        [None if total is None else (total - mean) / (deviation + EPSILON) for total in sums_G]
-        for sums_G in sums_PG
-    ]
-
-
-def normalize(rewards_PG: Rewards, spec: AdvantageSpec) -> Advantages:
-    """Returns `(r - baseline) / (std + 1e-6)` over each group; standard deviations are unbiased
-    ones.
-
-    A group with fewer than two rewards, or with equal rewards, is all 0: it has no comparison, and
-    rounding is no difference.
-    """
-    batch_deviation = _deviation(_present(rewards_PG)) if spec.std == "batch" else 0.0
-    return [_normalize_group(rewards_G, spec, batch_deviation) for rewards_G in rewards_PG]
-
-
-def _normalize_group(
-    rewards_G: Sequence[float | None], spec: AdvantageSpec, batch_deviation: float
-) -> list[float | None]:
-    present = _present([rewards_G])
-    if not _differ(present):
-        return [None if reward is None else 0.0 for reward in rewards_G]
-    mean, count = statistics.fmean(present), len(present)
-    others = (
-        count / (count - 1) if spec.baseline == "leave_one_out" else 1.0
-    )  # r - mean of others = n / (n - 1) (r - mean)
-    scale = {
-        "group": statistics.stdev(present) + EPSILON,
-        "batch": batch_deviation + EPSILON,
-        "none": 1.0,
-    }[spec.std]
-    return [None if reward is None else others * (reward - mean) / scale for reward in rewards_G]
+    whole_PG = sums_PG if job.advantages.std == "none" else over_batch(sums_PG)
+    return [[*sums_G] for sums_G in whole_PG]
 
 
 def _applicable(score: Score, job: Job) -> list[RewardSpec]:
@@ -181,20 +162,3 @@ def _value(score: Score, name: str) -> float | None:
 
 def _value_if_scored(score: Score, name: str) -> float | None:
     return _value(score, name) if score.value is not None else None
-
-
-def _present(rewards_PG: Rewards) -> list[float]:
-    return [reward for rewards_G in rewards_PG for reward in rewards_G if reward is not None]
-
-
-def _deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def _differ(rewards: Sequence[float | None]) -> bool:
-    """Returns whether there are two rewards that differ by more than rounding."""
-    present = _present([rewards])
-    if len(present) < 2:
-        return False
-    low, high = min(present), max(present)
-    return high - low > TOLERANCE * max(1.0, abs(low), abs(high))

@@ -43,7 +43,7 @@ class GradedGroup:
 def teaches(graded: GradedGroup, job: Job) -> bool:
     """Returns whether any completion of the group is trained on: the group has signal, and with
     `mask_truncated` not all of its completions were cut off."""
-    return has_signal(graded.scores, job) and not all(
+    return has_signal(graded.scores, job, graded.group) and not all(
         is_masked(rollout, job)
         for rollout, score in zip(graded.group.rollouts, graded.scores, strict=True)
         if score.value is not None

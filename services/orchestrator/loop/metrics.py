@@ -47,6 +47,7 @@ the waiting for it, else in part under earlier steps.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,7 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
     `[difficulty]`."""
     result = step.result
     return {
-        **reward_metrics((*step.batch.scores, *step.batch.dropped), job),
+        **reward_metrics((*step.batch.scores, *step.batch.dropped), job, step.batch.groups),
         "dropped_groups": len(step.batch.dropped),
         "resampled_groups": step.num_resampled,
         **_rollout_metrics(step.batch.groups),
@@ -97,15 +98,21 @@ def total_metrics(num_tokens: float, hours: float, cost: float | None) -> dict[s
     return {TOKENS: num_tokens, HOURS: hours, **({} if cost is None else {COST: cost})}
 
 
-def reward_metrics(scores_PG: Sequence[Sequence[Score]], job: Job) -> dict[str, float]:
-    """Returns reward statistics over `[P][G]` scores; a mean over nothing is left out."""
+def reward_metrics(
+    scores_PG: Sequence[Sequence[Score]], job: Job, groups: Sequence[RolloutGroup] = ()
+) -> dict[str, float]:
+    """Returns reward statistics over `[P][G]` scores; a mean over nothing is left out. `groups` are
+    the first ones' rollouts: of others it is not known what their turns earned."""
     scores = [score for scores_G in scores_PG for score in scores_G]
     present_PG = [
         [score.value for score in scores_G if score.value is not None] for scores_G in scores_PG
     ]
     values = [value for values_G in present_PG for value in values_G]
     spreads = [statistics.stdev(values_G) for values_G in present_PG if len(values_G) > 1]
-    num_flat = sum(not has_signal(scores_G, job) for scores_G in scores_PG)
+    num_flat = sum(
+        not has_signal(scores_G, job, group)
+        for scores_G, group in itertools.zip_longest(scores_PG, groups)
+    )
     metrics = {
         "missing_rewards": missing_share(scores_PG),
         "errored_rollouts": statistics.fmean(not is_graded(score) for score in scores),

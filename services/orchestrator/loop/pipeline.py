@@ -6,7 +6,7 @@
 | prompts      | Prompt                | [P]          | prompts.py: a function of seed, step |
 | rollouts     | RolloutGroup          | [P][G] x [T] | batches.py; services/rollout         |
 | rewards      | Score                 | [P][G]       | batches.py; services/reward/graders  |
-| advantages   | float or None         | [P][G]       | advantages.py                        |
+| advantages   | Advantage             | [P][G]       | advantages.py; turns.py: [P][G][K]   |
 | examples     | Example, StepTotals   | <= P*G       | examples.py                          |
 | batch, loss  | tensors               | [B, T]       | services/trainer/learning            |
 | weights      | WeightsRef            | one version  | pool/syncing.py; trainer/disk        |

@@ -11,6 +11,7 @@ read the row's answer, because it is the job's code and not the model's.
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -125,15 +126,16 @@ class NoParams(Params):
 
 @grader("environment")
 def environment(items: Sequence[ScoreItem], params: NoParams) -> list[Part]:
-    """The reward that the job's own environment gave a conversation, by its `get_reward`; none if
-    it says None or has no `get_reward`."""
-    return [_environment_part(item.info.get("reward")) for item in items]
+    """The reward that the job's own environment gave a conversation: what its `get_reward` says,
+    plus what the turns earned; none if neither is there."""
+    return [_environment_part(item.info) for item in items]
 
 
-def _environment_part(value: Any) -> Part:
-    if value is None:
+def _environment_part(info: dict[str, Any]) -> Part:
+    given = [info.get("reward"), *(info.get("turn_rewards") or ())]
+    if not (values := [float(value) for value in given if value is not None]):
         return Part(value=None, verdict="skipped", detail="the environment gave no reward")
-    return Part(value=float(value))
+    return Part(value=math.fsum(values))
 
 
 class PythonParams(Params):

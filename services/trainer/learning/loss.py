@@ -38,7 +38,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -91,14 +90,12 @@ Held = Callable[[LossInputs, Tensor], Tensor]
 @dataclass(frozen=True)
 class Loss:
     """One loss. `terms` returns l `[N]` from the inputs and the ratios `[N]`, `average` a
-    micro-batch's share of the step's mean of values `[N]`. `importance` is the level of the ratio
-    if the loss fixes it; else the job chooses. `fractions` returns by metric name the bounds whose
-    share of held tokens is reported."""
+    micro-batch's share of the step's mean of values `[N]`. `fractions` returns by metric name the
+    bounds whose share of held tokens is reported."""
 
     terms: Callable[[LossInputs, Tensor], Tensor]
     average: Callable[[LossInputs, Tensor], Tensor]
     fractions: Callable[[TrainingSpec], dict[str, Held]]
-    importance: Literal["token", "sequence"] | None = None
 
 
 def total_loss(x: LossInputs) -> Tensor:
@@ -121,7 +118,7 @@ def importance_ratios(x: LossInputs) -> Tensor:
     """Returns r `[N]`, of the token or of its sequence. Without the clamp, e^89 is infinite in
     float32, and no bound holds where A < 0."""
     log_ratio_N = x.logprobs_N - x.old_logprobs_N
-    if (LOSSES[x.training.loss].importance or x.training.importance) == "sequence":
+    if x.training.ratio_of == "sequence":
         sums_N = sequence_sums(log_ratio_N, x.sequences_N, num_sequences=len(log_ratio_N))
         log_ratio_N = sums_N / x.lengths_N
     return log_ratio_N.clamp(-x.training.max_log_ratio, x.training.max_log_ratio).exp()
@@ -243,7 +240,7 @@ LOSSES: dict[str, Loss] = {
     "bnpo": Loss(clipped, mean_over_step_tokens, clip_fractions),
     "cispo": Loss(cispo, mean_over_batch_tokens, cispo_fractions),
     "sapo": Loss(sapo, mean_of_sequence_means, no_fractions),
-    "gspo": Loss(clipped, mean_of_sequence_means, clip_fractions, importance="sequence"),
+    "gspo": Loss(clipped, mean_of_sequence_means, clip_fractions),
 }
 
 

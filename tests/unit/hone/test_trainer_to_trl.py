@@ -173,6 +173,7 @@ RUNNER = {"model", "model_revision", "steps", "seed", "max_model_len", "lora", "
 """Keys that deploy/simple.py takes from the job itself."""
 
 BOUNDS = {
+    "advantages.turn_discount",  # of credit by turns
     "difficulty.skip_steps",  # says how long, if there is skip_right or skip_wrong
     *("correction.sequence_ratio", "correction.low", "correction.high"),  # of a method
     "correction.truncated_sampling",

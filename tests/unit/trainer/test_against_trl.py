@@ -87,6 +87,16 @@ def test_losses_and_gradients_are_those_of_trl(trl, loss, importance, batch):
         assert_close(loss_and_gradient(x), trl(x))
 
 
+@pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"])
+def test_losses_of_an_advantage_for_each_token_are_those_of_trl(trl, loss):
+    for batch, dual_clip in itertools.product(("random", "on policy", "ratios of 1e6"), (None, 3)):
+        lengths, spread = BATCHES[batch]
+        x = unweighted(lengths, 5, TrainingSpec(loss=loss, dual_clip=dual_clip), spread)
+        advantages_N = torch.randn(len(x.advantages_N), generator=torch.Generator().manual_seed(6))
+        x = dataclasses.replace(x, advantages_N=advantages_N)
+        assert_close(loss_and_gradient(x), trl(x))
+
+
 def test_a_batch_without_signal_is_that_of_trl(trl):
     for loss in ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "gspo"):
         x = unweighted([3, 1], 0, TrainingSpec(loss=loss), spread=5.0)

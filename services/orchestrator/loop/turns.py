@@ -1,0 +1,149 @@
+"""Credit by turns: what each answer of a conversation is credited with. Pure.
+
+Turn k of a rollout's K turns has the return
+
+    G_k = sum over j >= k of discount^(j - k) r_j
+
+r_j is what turn j earned: `turn_rewards` of the rollout's `info`, times the weight of the grader
+"environment". All else that the rollout is rewarded for is earned by its last turn. So the r_j add
+up to the rollout's reward, and with a discount of 1 it is G_1.
+
+The advantage of turn k, and of each of its tokens, is `(G_k - baseline) / std`, by `[advantages]`.
+Baseline and deviation are
+
+    credit       over                                   source
+    returns      the returns of all turns of the group  arXiv 2511.14846; the set: arXiv 2402.03300,
+                                                        section 4.1.3
+    turns        the returns of turn k in the group     arXiv 2505.11821
+
+`baseline` "leave_one_out" is over the group's other rollouts, because the returns of one rollout
+are made of the same rewards. `std` "batch" is over the returns of all turns of the batch.
+
+A turn without reward (None) adds nothing, and is no 0: a turn that nothing from it on earned has no
+return, counts in no baseline, and is not trained on. A turn number that one rollout alone reached
+has nothing to compare with under "turns": its advantage is 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from services.orchestrator.loop.normalizing import normalize
+from shared.errors import Failed
+from shared.job import AdvantageSpec, RewardSpec
+from shared.wire import Rollout, Score
+
+Returns = list[float | None]
+"""`[K]` of a rollout's turns; None: nothing from this turn on earned anything."""
+
+
+def num_turns(rollout: Rollout) -> int:
+    """Returns how many answers the rollout has."""
+    return len(rollout.turns) or 1
+
+
+def returns(
+    rollout: Rollout,
+    score: Score,
+    total: float | None,
+    rewards: Sequence[RewardSpec],
+    discount: float,
+) -> Returns:
+    """Returns G `[K]` of the rollout. `total` is what it has by `rewards`, a part of the job's or
+    all. Without it the rollout has no return. Raises Failed for more turn rewards than turns."""
+    num = num_turns(rollout)
+    if total is None:
+        return [None] * num
+    earned_K = _earned(rollout, rewards, num)
+    rest = total - math.fsum(earned for earned in earned_K if earned is not None)
+    if _has_rest(rollout, score, rewards):
+        earned_K[-1] = rest + (earned_K[-1] or 0.0)
+    found: Returns = []
+    following: float | None = None
+    for earned in reversed(earned_K):
+        later = discount * following if following is not None and discount else None
+        terms = [term for term in (earned, later) if term is not None]
+        following = math.fsum(terms) if terms else None
+        found.append(following)
+    return found[::-1]
+
+
+def lengths(rollout: Rollout) -> list[int]:
+    """Returns how many tokens the row has before its first answer, and from the beginning of each
+    answer to the next one's: `[1 + K]`."""
+    starts = list(rollout.turns) or [0]
+    ends = [*starts, len(rollout.token_ids)]
+    return [end - start for start, end in zip([0, *starts], ends, strict=True)]
+
+
+def by_number(returns_G: Sequence[Returns]) -> list[Returns]:
+    """Returns for each turn number the returns of the rollouts that reached it."""
+    most = max(map(len, returns_G), default=0)
+    return [[found[k] for found in returns_G if k < len(found)] for k in range(most)]
+
+
+def turn_advantages(
+    returns_PG: Sequence[Sequence[Returns]], spec: AdvantageSpec
+) -> list[list[tuple[float | None, ...] | None]]:
+    """Returns the advantages `[K]` of each rollout's turns; None: no turn has a return."""
+    sets = [
+        places
+        for p, returns_G in enumerate(returns_PG)
+        for places in _compared(p, returns_G, spec.credit)
+    ]
+    normalized = normalize(
+        [[returns_PG[p][g][k] for p, g, k in places] for places in sets],
+        spec,
+        [[g for _, g, _ in places] for places in sets],
+    )
+    found = {
+        place: advantage
+        for places, advantages in zip(sets, normalized, strict=True)
+        for place, advantage in zip(places, advantages, strict=True)
+    }
+    return [
+        [
+            tuple(found[p, g, k] for k in range(len(of_turns)))
+            if any(one is not None for one in of_turns)
+            else None
+            for g, of_turns in enumerate(returns_G)
+        ]
+        for p, returns_G in enumerate(returns_PG)
+    ]
+
+
+def _compared(
+    p: int, returns_G: Sequence[Returns], credit: str
+) -> list[list[tuple[int, int, int]]]:
+    """Returns the sets of a group's turns that are compared with each other, as their places."""
+    turns = [(p, g, k) for g, found in enumerate(returns_G) for k in range(len(found))]
+    if credit == "returns":
+        return [turns]
+    most = max(map(len, returns_G), default=0)
+    return [[place for place in turns if place[2] == k] for k in range(most)]
+
+
+def _earned(rollout: Rollout, rewards: Sequence[RewardSpec], num: int) -> Returns:
+    """Returns r `[K]` as far as the environment says; None where a turn has no reward."""
+    given: Sequence[Any] = rollout.info.get("turn_rewards") or ()
+    if len(given) > num:
+        raise Failed(
+            f"a rollout has {len(given)} turn_rewards and {num} answers; expected at most one "
+            "for each answer"
+        )
+    weights = [reward.weight for reward in rewards if reward.grader == "environment"]
+    if not weights:
+        return [None] * num
+    weight = math.fsum(weights)
+    found: Returns = [None if reward is None else weight * float(reward) for reward in given]
+    return found + [None] * (num - len(given))
+
+
+def _has_rest(rollout: Rollout, score: Score, rewards: Sequence[RewardSpec]) -> bool:
+    """Returns whether anything but turns' rewards is in the rollout's reward."""
+    if rollout.info.get("turn_rewards") is None or rollout.info.get("reward") is not None:
+        return True
+    others = [reward.label for reward in rewards if reward.grader != "environment"]
+    return any(score.parts[label].value is not None for label in others if label in score.parts)

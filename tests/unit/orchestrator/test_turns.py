@@ -1,0 +1,244 @@
+"""Credit by turns against numbers worked out by hand: returns, advantages, and the tokens that get
+them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.orchestrator.api.history import graded
+from services.orchestrator.loop.advantages import batch_advantages, has_signal, returns_of
+from services.orchestrator.loop.examples import step_totals, to_examples
+from services.orchestrator.loop.groups import GradedGroup, teaches
+from services.orchestrator.loop.metrics import reward_metrics
+from services.reward.graders.own_code import NoParams, environment
+from shared.errors import Failed
+from shared.http import codec
+from shared.job import Job
+from shared.token_row import TokenRow
+from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, ScoreItem, Span
+from shared.wire.packed import TokenIds
+
+ENVIRONMENT = {"source": "class Game: ...", "name": "Game"}
+
+
+def job_of(*rewards: dict[str, Any], training: Any = None, **advantages: Any) -> Job:
+    document: dict[str, Any] = {
+        "name": "t",
+        "model": "m/m",
+        "steps": 1,
+        "data": {"train": "x"},
+        "environment": ENVIRONMENT,
+        "rewards": rewards or ({"grader": "environment"},),
+        "advantages": {"credit": "returns", "std": "none", **advantages},
+        "training": training or {},
+    }
+    return Job.model_validate(document)
+
+
+def rollout(turn_rewards: list[float | None] | None, reward: float | None = None) -> Rollout:
+    """Answers of two tokens, 7 and 8, and between them a tool's 9."""
+    row = TokenRow()
+    for number in range(len(turn_rewards or [None])):
+        row.add_given([9] * bool(number))
+        row.add(
+            Rollout(
+                text="x",
+                token_ids=TokenIds([7, 8]),
+                logprobs=(-0.5, -0.25),
+                finish_reason="stop",
+                spans=(Span(version=0, start=0),),
+            )
+        )
+    info = {"turn_rewards": turn_rewards} if turn_rewards else {}
+    info |= {"reward": reward} if reward is not None else {}
+    return row.rollout("x", "stop", ()).model_copy(update={"info": info})
+
+
+def scored(found: Rollout, job: Job, **others: float) -> Score:
+    """The score that the graders give: the environment's, and these values of others."""
+    (part,) = environment([ScoreItem(prompt="", completion="", info=found.info)], NoParams())
+    parts = {"environment": part, **{name: Part(value=value) for name, value in others.items()}}
+    present = [
+        reward.weight * (parts[reward.label].value or 0.0)
+        for reward in job.rewards
+        if parts[reward.label].verdict != "skipped"
+    ]
+    return Score(value=sum(present) if present else None, parts=parts)
+
+
+def batch_of(job: Job, *groups: list[Rollout]) -> Batch:
+    return Batch(
+        step=1,
+        version=0,
+        prompts=tuple(Prompt(index=index, content="p", row={}) for index in range(len(groups))),
+        groups=tuple(
+            RolloutGroup(prompt_token_ids=(1,), rollouts=tuple(rollouts)) for rollouts in groups
+        ),
+        scores=tuple(tuple(scored(one, job) for one in rollouts) for rollouts in groups),
+    )
+
+
+@pytest.mark.parametrize(
+    ("turn_rewards", "reward", "discount", "expected"),
+    [
+        # the last turn earned 2 and the episode's 4: 6; before it 6/2; first 1 + 3/2
+        ([1.0, None, 2.0], 4.0, 0.5, [2.5, 3.0, 6.0]),
+        ([1.0, None, 2.0], 4.0, 1.0, [7.0, 6.0, 6.0]),
+        # nothing from the last turn on earned anything, so it has no return, and not 0
+        ([1.0, 3.0, None], None, 0.5, [2.5, 3.0, None]),
+        ([1.0, None, 0.0], None, 0.0, [1.0, None, 0.0]),
+        ([None, None], 0.5, 0.5, [0.25, 0.5]),
+        (None, 0.5, 0.5, [0.5]),
+    ],
+)
+def test_returns_by_hand(
+    turn_rewards: Any, reward: float | None, discount: float, expected: list[float | None]
+) -> None:
+    job, found = job_of(turn_discount=discount), rollout(turn_rewards, reward)
+    assert returns_of(found, scored(found, job), job) == expected
+
+
+def test_graders_rewards_are_the_last_turns_and_the_first_return_is_the_reward() -> None:
+    rewards = {"grader": "environment", "weight": 0.5}, {"grader": "right", "weight": 2.0}
+    job, found = job_of(*rewards), rollout([1.0, 2.0, None])
+    score = scored(found, job, right=0.25)
+    assert score.value == 2.0  # 0.5 * 3 + 2 * 0.25
+    assert returns_of(found, score, job) == [2.0, 1.5, 0.5]
+    without = job_of({"grader": "right"})  # that takes nothing of what the environment gives
+    assert returns_of(found, scored(found, without, right=0.25), without) == [0.25] * 3
+
+
+def test_a_missing_reward_leaves_no_turn_a_return() -> None:
+    job, found = job_of(), rollout([1.0, 2.0])
+    assert returns_of(found, Score(value=None, parts={}), job) == [None, None]
+
+
+def test_more_turn_rewards_than_answers_are_refused_with_both_numbers() -> None:
+    job, found = job_of(), rollout([1.0])
+    more = found.model_copy(update={"info": {"turn_rewards": [1.0, 2.0]}})
+    with pytest.raises(Failed, match="has 2 turn_rewards and 1 answers; expected at most one"):
+        returns_of(more, scored(more, job), job)
+
+
+# Returns at a discount of 1: [3, 2], [1, 0], [2].
+GROUP = [rollout([1.0, 2.0]), rollout([1.0, 0.0]), rollout([2.0])]
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        # all five: mean 8/5
+        ({"credit": "returns"}, [(1.4, 0.4), (-0.6, -1.6), (0.4,)]),
+        # of the other rollouts: (1 + 0 + 2) / 3 = 1, (3 + 2 + 2) / 3 = 7/3, (3 + 2 + 1 + 0) / 4
+        (
+            {"credit": "returns", "baseline": "leave_one_out"},
+            [(2.0, 1.0), (-4 / 3, -7 / 3), (0.5,)],
+        ),
+        # turn 1: mean 2; turn 2: mean 1
+        ({"credit": "turns"}, [(1.0, 1.0), (-1.0, -1.0), (0.0,)]),
+        ({"credit": "turns", "baseline": "leave_one_out"}, [(1.5, 2.0), (-1.5, -2.0), (0.0,)]),
+        # turn 1: deviation 1; turn 2: sqrt 2
+        ({"credit": "turns", "std": "group"}, [(1.0, 0.7071068), (-1.0, -0.7071068), (0.0,)]),
+        # of all five: variance (1.96 + 0.16 + 0.36 + 2.56 + 0.16) / 4 = 1.3
+        (
+            {"credit": "turns", "std": "batch"},
+            [(0.8770580, 0.8770580), (-0.8770580, -0.8770580), (0.0,)],
+        ),
+        ({"credit": "episode"}, [1.0, -1.0, 0.0]),
+    ],
+)
+def test_advantages_of_turns_by_hand(how: dict[str, Any], expected: list[Any]) -> None:
+    job = job_of(**how)
+    (found,) = batch_advantages(batch_of(job, GROUP), job)
+    assert found == [pytest.approx(one, abs=2e-6) for one in expected]
+
+
+def test_a_turn_that_one_rollout_alone_reached_has_nothing_to_compare_with() -> None:
+    job = job_of(credit="turns")
+    longer = [rollout([1.0, 5.0]), rollout([3.0]), rollout([2.0])]
+    (found,) = batch_advantages(batch_of(job, longer), job)  # 6, 3 and 2
+    assert found == [pytest.approx(one) for one in [(7 / 3, 0.0), (-2 / 3,), (-5 / 3,)]]
+    missing = [rollout([1.0, 5.0]), rollout([3.0, None]), rollout([None, 9.0])]
+    job = job_of(credit="turns", turn_discount=0.0)
+    assert batch_advantages(batch_of(job, missing), job) == [[(-1.0, -2.0), (1.0, None), (None, 2)]]
+
+
+@pytest.mark.parametrize("credit", ["returns", "turns"])
+def test_rollouts_alike_turn_by_turn_teach_nothing(credit: str) -> None:
+    # Their own returns, 2 and 1, differ, and say nothing about what was done better.
+    job = job_of(credit=credit)
+    alike = batch_of(job, [rollout([1.0, 1.0]), rollout([1.0, 1.0])])
+    assert batch_advantages(alike, job) == [[None, None]]
+    graded_group = GradedGroup(alike.prompts[0], alike.groups[0], alike.scores[0])
+    assert not teaches(graded_group, job)
+    with_kl = job_of(credit=credit, training={"beta": 0.1})
+    assert batch_advantages(alike, with_kl) == [[(0.0, 0.0), (0.0, 0.0)]]
+    metrics = reward_metrics(alike.scores, job, alike.groups)
+    assert metrics["frac_reward_zero_std"] == 1.0 and metrics["reward"] == 2.0
+
+
+def test_equal_episodes_with_other_turns_teach_by_turns_alone() -> None:
+    early, late = rollout([1.0, 0.0]), rollout([0.0, 1.0])
+    by_turn, by_episode = job_of(credit="turns", turn_discount=0.5), job_of(credit="episode")
+    batch = batch_of(by_turn, [early, late])
+    assert batch_advantages(batch, by_turn) == [[(0.25, -0.5), (-0.25, 0.5)]]
+    assert batch_advantages(batch, by_episode) == [[None, None]]
+    shaping = job_of({"grader": "environment", "shaping": True}, {"grader": "right"})
+    assert not has_signal(
+        [scored(one, shaping, right=1.0) for one in (early, late)], shaping, batch.groups[0]
+    )
+
+
+def test_every_token_of_an_answer_has_its_turns_advantage() -> None:
+    job = job_of(credit="turns")
+    group = [rollout([1.0, 2.0, None]), rollout([1.0, 0.0, None]), rollout([2.0])]
+    batch = batch_of(job, group)
+    first, second, third = to_examples(batch.groups, batch_advantages(batch, job))
+    assert first.token_ids == [7, 8, 9, 7, 8, 9, 7, 8]
+    assert first.advantages == [1, 1, 1, 1, 1, 1, 0, 0]
+    assert first.sampled == [1, 1, 0, 1, 1, 0, 0, 0]  # nothing is known of the last answer
+    assert second.advantages == [-1, -1, -1, -1, -1, -1, 0, 0] and second.advantage == -1
+    assert third.advantages == [0, 0] and third.sampled == [1, 1]
+    totals = step_totals(batch, job)
+    assert (totals.num_sequences, totals.num_tokens) == (3, 10)
+    assert [one.turn_advantages for one in graded(batch, job)] == [
+        *((1.0, 1.0, None), (-1.0, -1.0, None), (0.0,))
+    ]
+
+
+def test_a_cut_off_conversation_counts_in_the_baseline_and_is_not_trained_on() -> None:
+    job = job_of(credit="turns", mask_truncated=True)
+    cut = GROUP[0].model_copy(update={"finish_reason": "length"})
+    batch = batch_of(job, [cut, *GROUP[1:]])
+    assert batch_advantages(batch, job) == [[None, (-1.0, -1.0), (0.0,)]]
+    assert step_totals(batch, job).num_tokens == 6
+
+
+def test_a_row_knows_where_answers_begin_and_old_rows_are_read() -> None:
+    found = rollout([1.0, 2.0, 3.0])
+    assert found.turns == [0, 3, 6]
+    row = TokenRow()
+    row.add_given([5, 5])
+    row.add(found)
+    assert row.rollout("x", "stop", ()).turns == [2, 5, 8]
+    old = found.model_dump_json(exclude={"turns"}).encode()
+    assert codec.decode_tolerantly(Rollout, old).turns == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"environment": None}, 'advantages.credit is "turns" and the job has no [environment]'),
+        ({"advantages": {"credit": "turns", "combine": "normalize_then_sum"}}, "expected combine"),
+        ({"training": {"loss": "gspo"}}, "the importance ratio is of the sequence"),
+        ({"training": {"importance": "sequence"}}, "the importance ratio is of the sequence"),
+    ],
+)
+def test_what_cannot_credit_turns_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    job = {**job_of(credit="turns").model_dump(), "rewards": [{"grader": "right"}]}
+    with pytest.raises(ValidationError) as caught:
+        Job.model_validate({**job, **changes})
+    assert sentence in str(caught.value)
