@@ -117,9 +117,9 @@ class Rollout(Wire):
 
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`, and
     `turns` the index of the first token of each answer; empty: one answer, from the first token on.
-    `info` is the environment's: `reward` is its own, and `turn_rewards` has what each answer earned
-    besides, None where that is nothing (services/orchestrator/loop/turns.py). A rollout that went
-    wrong has `finish_reason` "error" or "timeout" and says why.
+    `info` is the environment's: `reward` is its reward of the episode, and `turn_rewards` has what
+    each answer earned of it, None where that is nothing (services/orchestrator/loop/turns.py). A
+    rollout that went wrong has `finish_reason` "error" or "timeout" and says why.
     """
 
     text: str

@@ -5,8 +5,8 @@ Turn k of a rollout's K turns has the return
     G_k = sum over j >= k of discount^(j - k) r_j
 
 r_j is what turn j earned: `turn_rewards` of the rollout's `info`, times the weight of the grader
-"environment". All else that the rollout is rewarded for is earned by its last turn. So the r_j add
-up to the rollout's reward, and with a discount of 1 it is G_1.
+"environment". The last turn earned the rest of the rollout's reward. So the r_j add up to it, and
+with a discount of 1 it is G_1.
 
 The advantage of turn k, and of each of its tokens, is `(G_k - baseline) / std`, by `[advantages]`.
 Baseline and deviation are
@@ -30,7 +30,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from services.orchestrator.loop.normalizing import normalize
+from services.orchestrator.loop.normalizing import differ, normalize
 from shared.errors import Failed
 from shared.job import AdvantageSpec, RewardSpec
 from shared.wire import Rollout, Score
@@ -57,9 +57,9 @@ def returns(
     if total is None:
         return [None] * num
     earned_K = _earned(rollout, rewards, num)
-    rest = total - math.fsum(earned for earned in earned_K if earned is not None)
-    if _has_rest(rollout, score, rewards):
-        earned_K[-1] = rest + (earned_K[-1] or 0.0)
+    given = [earned for earned in earned_K if earned is not None]
+    if not given or differ([total, math.fsum(given)]) or _has_others(score, rewards):
+        earned_K[-1] = total - math.fsum(given) + (earned_K[-1] or 0.0)
     found: Returns = []
     following: float | None = None
     for earned in reversed(earned_K):
@@ -141,9 +141,7 @@ def _earned(rollout: Rollout, rewards: Sequence[RewardSpec], num: int) -> Return
     return found + [None] * (num - len(given))
 
 
-def _has_rest(rollout: Rollout, score: Score, rewards: Sequence[RewardSpec]) -> bool:
-    """Returns whether anything but turns' rewards is in the rollout's reward."""
-    if rollout.info.get("turn_rewards") is None or rollout.info.get("reward") is not None:
-        return True
+def _has_others(score: Score, rewards: Sequence[RewardSpec]) -> bool:
+    """Returns whether the rollout has rewards that are not the environment's."""
     others = [reward.label for reward in rewards if reward.grader != "environment"]
     return any(score.parts[label].value is not None for label in others if label in score.parts)

@@ -11,7 +11,6 @@ read the row's answer, because it is the job's code and not the model's.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -127,15 +126,14 @@ class NoParams(Params):
 @grader("environment")
 def environment(items: Sequence[ScoreItem], params: NoParams) -> list[Part]:
     """The reward that the job's own environment gave a conversation: what its `get_reward` says,
-    plus what the turns earned; none if neither is there."""
-    return [_environment_part(item.info) for item in items]
+    else the sum of what the answers earned; none if it says None, or nothing was earned."""
+    return [_environment_part(item.info.get("reward")) for item in items]
 
 
-def _environment_part(info: dict[str, Any]) -> Part:
-    given = [info.get("reward"), *(info.get("turn_rewards") or ())]
-    if not (values := [float(value) for value in given if value is not None]):
+def _environment_part(value: Any) -> Part:
+    if value is None:
         return Part(value=None, verdict="skipped", detail="the environment gave no reward")
-    return Part(value=math.fsum(values))
+    return Part(value=float(value))
 
 
 class PythonParams(Params):

@@ -53,7 +53,8 @@ def rollout(turn_rewards: list[float | None] | None, reward: float | None = None
             )
         )
     info = {"turn_rewards": turn_rewards} if turn_rewards else {}
-    info |= {"reward": reward} if reward is not None else {}
+    earned = [one for one in turn_rewards or () if one is not None]
+    info["reward"] = reward if reward is not None else sum(earned)
     return row.rollout("x", "stop", ()).model_copy(update={"info": info})
 
 
@@ -84,9 +85,9 @@ def batch_of(job: Job, *groups: list[Rollout]) -> Batch:
 @pytest.mark.parametrize(
     ("turn_rewards", "reward", "discount", "expected"),
     [
-        # the last turn earned 2 and the episode's 4: 6; before it 6/2; first 1 + 3/2
-        ([1.0, None, 2.0], 4.0, 0.5, [2.5, 3.0, 6.0]),
-        ([1.0, None, 2.0], 4.0, 1.0, [7.0, 6.0, 6.0]),
+        # the last turn earned 2 and the rest of the episode's 7: 6; before it 6/2; first 1 + 3/2
+        ([1.0, None, 2.0], 7.0, 0.5, [2.5, 3.0, 6.0]),
+        ([1.0, None, 2.0], 7.0, 1.0, [7.0, 6.0, 6.0]),
         # nothing from the last turn on earned anything, so it has no return, and not 0
         ([1.0, 3.0, None], None, 0.5, [2.5, 3.0, None]),
         ([1.0, None, 0.0], None, 0.0, [1.0, None, 0.0]),
@@ -118,7 +119,7 @@ def test_a_missing_reward_leaves_no_turn_a_return() -> None:
 
 def test_more_turn_rewards_than_answers_are_refused_with_both_numbers() -> None:
     job, found = job_of(), rollout([1.0])
-    more = found.model_copy(update={"info": {"turn_rewards": [1.0, 2.0]}})
+    more = found.model_copy(update={"info": {"turn_rewards": [1.0, 2.0], "reward": 3.0}})
     with pytest.raises(Failed, match="has 2 turn_rewards and 1 answers; expected at most one"):
         returns_of(more, scored(more, job), job)
 
