@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from shared.lazily import exporting
 
 if TYPE_CHECKING:
+    from hone.agents.working import work
     from hone.async_client import AsyncClient, NotEnded
     from hone.client import Client
     from hone.trainer.modes import Distributed, Local, Remote, SingleNode
@@ -85,4 +86,5 @@ __all__ = [
     "attach",
     "from_toml",
     "load_job",
+    "work",
 ]

@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel
@@ -32,6 +32,9 @@ DELETE_DEADLINE_S = 600.0
 CHAT_DEADLINE_S = 600.0
 RECOVER_DEADLINE_S = 600.0
 WITHDRAW_DEADLINE_S = 10.0
+EPISODES_DEADLINE_S = 10.0
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class NotEnded(HoneError):
@@ -319,6 +322,38 @@ class AsyncClient:
         ) as stream:
             async for event in stream:
                 yield event
+
+    async def lease_episodes(
+        self, worker: str, num: int = 1, *, job: str | None = None, wait_s: float = 0.0
+    ) -> tuple[wire.LeasedEpisode, ...]:
+        """Takes up to `num` episodes for `worker`, of the job with the id `job` or of any; waits up
+        to `wait_s` seconds if none is offered. `hone.work` does all that follows."""
+        body = body_of(wire.LeaseEpisodes, worker=worker, num=num, job_id=job, wait_s=wait_s)
+        found = await self._episodes("lease", body, wire.LeasedEpisodes, wait_s)
+        return found.episodes
+
+    async def renew_leases(
+        self, worker: str, ids: Sequence[str], *, returned: Sequence[str] = ()
+    ) -> wire.LeasesRenewed:
+        """Renews leases, and gives back those `returned`. Returns which ones have ended."""
+        body = body_of(wire.RenewLeases, worker=worker, ids=tuple(ids), returned=tuple(returned))
+        return await self._episodes("renew", body, wire.LeasesRenewed)
+
+    async def end_episode(self, id: str, result: wire.EpisodeResult) -> wire.ResultTaken:
+        """Reports what an episode earned, or why its agent failed. Returns whether it counts."""
+        return await self._episodes(f"{id}/result", result, wire.ResultTaken)
+
+    async def _episodes(
+        self, path: str, body: BaseModel, answer: type[M], wait_s: float = 0.0
+    ) -> M:
+        """Fails soon if nothing answers: a worker asks again by itself."""
+        return await self._calls.post(
+            f"/v1/episodes/{path}",
+            body,
+            answer,
+            deadline_s=wait_s + EPISODES_DEADLINE_S,
+            patience_s=0,
+        )
 
     async def _id(self, job: str) -> str:
         return (await self.get(job)).id

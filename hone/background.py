@@ -35,6 +35,10 @@ class Background:
         self._thread.start()
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return self._loop
+
+    @property
     def is_closed(self) -> bool:
         return self._loop.is_closed()
 

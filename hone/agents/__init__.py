@@ -1,0 +1,1 @@
+"""Agents that play episodes of a job, on any machine: `hone.work`, `hone work`."""

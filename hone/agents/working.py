@@ -1,0 +1,304 @@
+"""A worker: takes episodes of jobs with `[environment] kind = "worker"` by lease, runs an agent for
+each, and reports what it earned. READ FIRST of this room.
+
+Leases are renewed in an event loop of their own, so that an agent that blocks its loop loses no
+episode. Nothing here is kept: a worker that is killed loses its episodes to another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hone import stack
+from hone.agents.results import failure, result_of
+from hone.async_client import AsyncClient
+from hone.background import Background
+from shared.errors import BadRequest, Forbidden, HoneError, NotFound, Unauthorized, Unavailable
+from shared.wire import TERMINAL, EpisodeResult, LeasedEpisode
+
+Agent = Callable[[dict[str, Any], str, str], Any]
+"""Called with the row, a base URL and an API key, of OpenAI's shape. Returns the reward, or a
+coroutine of it."""
+
+WAIT_S = 10.0
+"""Seconds that a request for episodes waits for one."""
+
+END_S = 3.0
+"""Seconds that cancelled agents have to end."""
+
+MAX_PAUSE_S = 10.0
+"""Most seconds between two requests while the orchestrator is away."""
+
+
+@dataclass
+class Progress:
+    """What a worker has done: episodes `done` with a result, `failed` of them without a reward
+    because the agent failed, and those `lost` to another worker or a deadline. `why` is the newest
+    failure."""
+
+    done: int = 0
+    failed: int = 0
+    lost: int = 0
+    running: int = 0
+    rewarded: int = 0
+    total_reward: float = 0.0
+    why: str = ""
+
+    @property
+    def mean_reward(self) -> float | None:
+        return self.total_reward / self.rewarded if self.rewarded else None
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns all of it, for programs."""
+        names = ("done", "failed", "lost", "mean_reward", "why")
+        return {name: getattr(self, name) for name in names}
+
+    def sentence(self) -> str:
+        """Returns all of it, for people."""
+        mean = "none" if self.mean_reward is None else f"{self.mean_reward:.3f}"
+        lost = f", {self.lost} lost" if self.lost else ""
+        failed = f", {self.failed} failed: {self.why}" if self.failed else ""
+        return (
+            f"{self.done} episodes done, {self.running} running, mean reward {mean}{lost}{failed}"
+        )
+
+
+def work(
+    agent: Agent,
+    *,
+    job: str | None = None,
+    concurrency: int = 8,
+    url: str | None = None,
+    token: str | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+    progress: Callable[[Progress], None] = lambda _: None,
+) -> Progress:
+    """Runs `agent` for episodes, `concurrency` at a time, until it is interrupted; of one job, also
+    until that has ended. Returns what was done. Without `url` the orchestrator is that of the
+    commands: HONE_ORCHESTRATOR_URL, or the stack of this folder. `tell` gets a sentence when the
+    orchestrator is away, and `progress` the numbers after each episode. Raises BadRequest."""
+    if concurrency < 1:
+        raise BadRequest(f"'concurrency' is {concurrency}; expected 1 or more")
+    found, found_token = stack.orchestrator() if url is None else (url, None)
+    playing, asking = Background(), Background()
+
+    async def run() -> Progress:
+        async with AsyncClient(found, token=token or found_token) as client:
+            worker = Worker(agent, client, playing, concurrency, tell, progress)
+            return await worker.run(job)
+
+    try:
+        return asking.run(run())
+    finally:
+        asking.close()
+        with contextlib.suppress(KeyboardInterrupt):  # of somebody in a hurry
+            playing.run(_ended())
+        playing.close()
+
+
+async def _ended() -> None:
+    """Waits for agents that were cancelled and clean up."""
+    if others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others, timeout=END_S)
+
+
+class Worker:
+    """Episodes are leased from `client`, and agents run in the loop `playing`."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        client: AsyncClient,
+        playing: Background,
+        concurrency: int,
+        tell: Callable[[str], None],
+        progress: Callable[[Progress], None],
+    ) -> None:
+        self._agent = agent
+        self._client = client
+        self._playing = playing
+        self._concurrency = concurrency
+        self._tell = tell
+        self._note = progress
+        self._name = f"{_host()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._lease_s = WAIT_S
+        self._is_away = False
+        self.progress = Progress()
+
+    async def run(self, job: str | None) -> Progress:
+        """Works until cancelled, or until `job` has ended. Raises BadRequest."""
+        job_id = None if job is None else (await self._until_answered(self._client.get, job)).id
+        renewing = asyncio.create_task(self._renew_forever())
+        try:
+            while not await self._has_ended(job_id):
+                await self._take(job_id)
+            return self.progress
+        finally:
+            renewing.cancel()
+            await self._give_back()
+
+    async def _take(self, job_id: str | None) -> None:
+        """Begins episodes, as many as there is room for, as soon as there is any."""
+        while len(self._tasks) >= self._concurrency:
+            await asyncio.wait(self._tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+        room = self._concurrency - len(self._tasks)
+        leased = await self._until_answered(
+            self._client.lease_episodes, self._name, room, job=job_id, wait_s=WAIT_S
+        )
+        for episode in leased:
+            self._lease_s = episode.lease_s
+            task = asyncio.create_task(self._play(episode))
+            self._tasks[episode.id] = task
+            self._count()
+
+    async def _has_ended(self, job_id: str | None) -> bool:
+        if job_id is None or self._tasks:
+            return False
+        try:
+            return (await self._until_answered(self._client.get, job_id)).status in TERMINAL
+        except NotFound:  # it was deleted
+            return True
+
+    async def _play(self, episode: LeasedEpisode) -> None:
+        try:
+            async with asyncio.timeout(episode.deadline_s):
+                result = await self._result(episode)
+            await self._report(episode.id, result)
+        except (asyncio.CancelledError, TimeoutError):
+            self.progress.lost += 1
+        finally:
+            self._tasks.pop(episode.id, None)
+            self._count()
+
+    async def _result(self, episode: LeasedEpisode) -> EpisodeResult:
+        row = {"prompt": episode.prompt, **episode.row}
+        called = called_with(self._agent, row, self._client.url + episode.path, episode.api_key)
+        loop = self._playing.loop
+        try:
+            value = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called, loop))
+            return result_of(value)
+        except Exception as error:  # the agent's own code
+            return failure(error)
+
+    async def _report(self, id: str, result: EpisodeResult) -> None:
+        """Reports a result. One that does not fit the answers is reported as a failure."""
+        try:
+            answer = await self._until_answered(self._client.end_episode, id, result)
+        except (Unauthorized, Forbidden):
+            raise
+        except BadRequest as error:
+            result = EpisodeResult(error=error.detail)
+            answer = await self._until_answered(self._client.end_episode, id, result)
+        if not answer.taken:
+            self.progress.lost += 1
+            return
+        self.progress.done += 1
+        if result.error:
+            self.progress.failed, self.progress.why = self.progress.failed + 1, result.error
+        if (reward := _total(result)) is not None:
+            self.progress.rewarded += 1
+            self.progress.total_reward += reward
+
+    async def _renew_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            if not self._tasks:
+                continue
+            try:
+                renewed = await self._client.renew_leases(self._name, [*self._tasks])
+            except HoneError as error:
+                self._says_away(error)
+                continue
+            for id in renewed.unwanted:
+                if task := self._tasks.get(id):
+                    task.cancel()
+
+    async def _give_back(self) -> None:
+        """Ends the agents, and gives their episodes to other workers."""
+        ids, tasks = [*self._tasks], [*self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_S)
+            with contextlib.suppress(HoneError):  # the leases end by themselves
+                await self._client.renew_leases(self._name, (), returned=ids)
+
+    async def _until_answered(
+        self, call: Callable[..., Awaitable[Any]], *args: Any, **kw: Any
+    ) -> Any:
+        """Returns what the call returns, however long the orchestrator is away."""
+        pause_s = 0.5
+        while True:
+            try:
+                found = await call(*args, **kw)
+                if self._is_away:
+                    self._is_away = False
+                    self._tell("the orchestrator answers again")
+                return found
+            except Unavailable as error:
+                self._says_away(error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, MAX_PAUSE_S)
+
+    def _says_away(self, error: HoneError) -> None:
+        if not self._is_away:
+            self._is_away = True
+            self._tell(f"{error.detail}; asking again until it answers")
+
+    def _count(self) -> None:
+        self.progress.running = len(self._tasks)
+        self._note(self.progress)
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:60].lstrip("._-") or "worker"
+
+
+def _total(result: EpisodeResult) -> float | None:
+    """Returns the reward as one number, None if there is none."""
+    match result.reward:
+        case None | float():
+            return result.reward
+        case Mapping():
+            given = result.reward.values()
+        case _:
+            given = result.reward
+    numbers = [each for each in given if each is not None]
+    return sum(numbers) if numbers else None
+
+
+async def called_with(agent: Agent, row: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """Returns what the agent returns. A plain function runs in a thread of its own, which does not
+    hold up the end of the program."""
+    if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
+        return await agent(row, base_url, api_key)
+    ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    loop = ended.get_loop()
+
+    def tell(error: BaseException | None, value: Any) -> None:
+        if not ended.done():
+            ended.set_exception(error) if error else ended.set_result(value)
+
+    def run() -> None:
+        error, value = None, None
+        try:
+            value = agent(row, base_url, api_key)
+        except BaseException as raised:  # a thread's last resort: the episode failed
+            error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
+        with contextlib.suppress(RuntimeError):  # the program ends
+            loop.call_soon_threadsafe(tell, error, value)
+
+    threading.Thread(target=run, name="hone-agent", daemon=True).start()
+    value = await ended
+    return await value if inspect.isawaitable(value) else value

@@ -1,0 +1,113 @@
+"""Agents of workers: files, commands, and what they return."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hone.agents.commands import Command
+from hone.agents.loading import agent_of
+from hone.agents.results import AgentFailed, failure, result_of
+from hone.agents.working import called_with
+from shared.errors import BadRequest
+
+ROW = {"secret": 7, "prompt": "Guess."}
+
+
+def shell(script: str) -> Command:
+    return Command(["sh", "-c", script])
+
+
+def played(agent: Any, row: dict[str, Any] = ROW) -> Any:
+    return asyncio.run(called_with(agent, row, "http://h:1/v1", "sk-hone-1"))
+
+
+def test_a_command_finds_the_model_and_the_row_and_says_its_reward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HONE_TOKEN", "secret")
+    said = 'echo {\\"reward\\": $(echo "$HONE_ROW" | tr -dc 0-9), \\"metrics\\": {}}'
+    assert played(shell(f"cat >/dev/null; {said}")) == {"reward": 7, "metrics": {}}
+    assert played(shell('read row; echo "$row" | tr -dc 0-9')) == 7
+    assert played(shell("echo nothing; echo 0.5 >$HONE_REWARD_FILE")) == 0.5
+    names = "$OPENAI_BASE_URL $OPENAI_API_KEY $ANTHROPIC_BASE_URL $ANTHROPIC_API_KEY [$HONE_TOKEN]"
+    with pytest.raises(
+        AgentFailed, match=r"is 'http://h:1/v1 sk-hone-1 http://h:1 sk-hone-1 \[\]'"
+    ):
+        played(shell(f"echo {names}"))
+
+
+def test_a_command_that_fails_says_why() -> None:
+    with pytest.raises(AgentFailed, match=r"^'sh' exited with 3: no browser$"):
+        played(shell("echo no browser >&2; exit 3"))
+    with pytest.raises(AgentFailed, match="last line of 'sh' is ''; expected a reward: a number"):
+        played(shell("true"))
+    with pytest.raises(AgentFailed, match=r"command './none' cannot be started: .*No such file"):
+        played(Command(["./none"]))
+
+
+def test_a_row_too_long_for_a_variable_is_on_stdin_alone() -> None:
+    counted = played(shell('[ -z "$HONE_ROW" ] && wc -c'), {"text": "x" * 200_000})
+    assert counted > 200_000
+
+
+def test_a_cancelled_command_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+
+    async def cancelled() -> None:
+        agent = shell(f"trap '' TERM; sleep 60 & echo $! >{pid}; wait; wait")
+        task = asyncio.create_task(agent(ROW, "u", "k"))
+        while not pid.exists() or not pid.read_text().strip():
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert time.monotonic() - began < 5
+
+    asyncio.run(cancelled())
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(int(pid.read_text()), 0)
+            if Path(f"/proc/{pid.read_text().strip()}/stat").read_text().split()[2] == "Z":
+                raise ProcessLookupError
+            time.sleep(0.02)
+
+
+def test_a_file_names_its_agent(tmp_path: Path) -> None:
+    (tmp_path / "scale.py").write_text("SCALE = 2\n")
+    file = tmp_path / "agent.py"
+    file.write_text(
+        "from scale import SCALE\n"
+        "async def run(row, base_url, api_key):\n    return SCALE * row['secret']\n"
+        "def plain(row, base_url, api_key):\n    return api_key\n"
+    )
+    assert played(agent_of([str(file)])) == 14
+    assert played(agent_of([f"{file}:plain"])) == "sk-hone-1"
+    assert isinstance(agent_of(["python", str(file)]), Command)
+    with pytest.raises(BadRequest, match="has no function 'play'; expected `async def play"):
+        agent_of([f"{file}:play"])
+    with pytest.raises(BadRequest, match=r"there is no file 'gone.py'; expected one with an agent"):
+        agent_of(["gone.py"])
+
+
+def test_what_an_agent_returns_is_its_result() -> None:
+    assert result_of(True).reward == 1.0 and result_of(None).reward is None
+    assert result_of([1, None]).reward == (1.0, None)
+    assert result_of({"chatcmpl-1": 1}).reward == {"chatcmpl-1": 1.0}
+    told = result_of({"reward": 0.5, "metrics": {"turns": 3}})
+    assert told.reward == 0.5 and told.metrics == {"turns": 3.0}
+    for value, why in (
+        ("0.5", "the agent's reward is '0.5'; expected a finite number"),
+        (float("inf"), "the agent's reward is inf; expected a finite number"),
+        ([0, "x"], "the agent's reward of answer 1 is 'x'; expected a finite number"),
+        ({"reward": 1, "rest": 2}, "the agent returned .*; expected a number"),
+    ):
+        with pytest.raises(AgentFailed, match=why):
+            result_of(value)
+    assert failure(ValueError("no such page")).error == "ValueError: no such page"
