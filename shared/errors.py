@@ -6,6 +6,7 @@
     │   ├── Unauthorized 401
     │   ├── Forbidden    403
     │   ├── NotFound     404
+    │   ├── Gone         410  it was there, and has ended
     │   └── TooLarge     413  more than is allowed here
     ├── Conflict     409  out of order, superseded, or the same key with another body
     ├── StateLost    409  what the call builds on is gone; only loading again helps
@@ -27,7 +28,7 @@ MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:hone:"
 
 CODES = {
-    # BadRequest, Malformed, Unauthorized, Forbidden, NotFound, TooLarge
+    # BadRequest, Malformed, Unauthorized, Forbidden, NotFound, Gone, TooLarge
     "bad_request": "the body, a parameter or a setting is wrong",
     "malformed": "a header came twice or is wrong, or the body did not arrive in time",
     "unauthorized": "the bearer token or the Host header is missing or wrong",
@@ -36,6 +37,8 @@ CODES = {
     "no_operation": "the operation polled for is not known here: the service was restarted since",
     "not_there": "a folder that the job names is not there on the service's host",
     "foreign": "a proxy or another program answered in place of the service, and refused",
+    "gone": "a session that is closed, with its rollout",
+    "context_length_exceeded": "a session has no room for another answer; the detail says why",
     "too_large": "more than is allowed; the detail says which setting does",
     # Conflict
     "conflict": "not possible in the present state",
@@ -143,6 +146,13 @@ class NotFound(BadRequest):
     default_code = "not_found"
 
 
+class Gone(BadRequest):
+    status = 410
+    kind = "gone"
+    title = "Gone"
+    default_code = "gone"
+
+
 class TooLarge(BadRequest):
     status = 413
     kind = "too-large"
@@ -192,6 +202,7 @@ KINDS: tuple[type[HoneError], ...] = (
     Unauthorized,
     Forbidden,
     NotFound,
+    Gone,
     TooLarge,
     Conflict,
     StateLost,

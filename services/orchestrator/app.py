@@ -21,6 +21,7 @@ from services.orchestrator.api.access import Keys
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.openai import calling, fine_tuning, graders
 from services.orchestrator.play.agents import Episodes
+from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.run.worker import Worker
 from services.orchestrator.runs.writable import Writable
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
@@ -36,8 +37,8 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
     """Returns the orchestrator, with a worker inside for each trainer. If not `works`, it has no
     worker: it only accepts jobs, and another orchestrator with this Redis runs them."""
     per_trainer = settings.per_trainer if works else ()
-    offered = Episodes()
-    workers = [Worker(store, each, offered) for each in per_trainer]
+    offered, sessions = Episodes(), Sessions()
+    workers = [Worker(store, each, offered, sessions) for each in per_trainer]
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:

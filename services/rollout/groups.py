@@ -18,7 +18,7 @@ from services.rollout.fencing import owner_of
 from services.rollout.running import Running
 from shared.errors import BadRequest
 from shared.explain import sentences
-from shared.wire import ChatRequest, GenerateRequest, Message, Rollout, RolloutGroup
+from shared.wire import ChatRequest, GenerateRequest, Message, Rollout, RolloutGroup, Sampling
 from shared.wire.packed import TokenIds
 
 NO_ROOM = "its first {} tokens were cut off, and known tokens with them"
@@ -32,7 +32,7 @@ async def sampled_group(
     engine = running.engine
     try:
         turn = conversation(request)
-        group = await _prompted(request, turn, engine)
+        group, sampling = await _prompted(request, turn, engine)
     except BadPrompt as error:
         if request.job_id is None:
             raise
@@ -40,7 +40,7 @@ async def sampled_group(
     ids = list(group.prompt_token_ids)
     rollouts = await engine.sample(
         ids,
-        request.sampling,
+        sampling,
         owner=owner_of(request),
         salt=running.salt,
         deadline_s=request.deadline_s,
@@ -76,6 +76,7 @@ def conversation(request: GenerateRequest) -> ChatRequest | None:
         return ChatRequest(
             messages=messages,
             tools=request.tools or None,
+            tool_choice=request.tool_choice if request.tools else None,
             chat_template_kwargs=request.template_args or None,
             stop=request.sampling.stop or None,
             stop_token_ids=request.sampling.stop_token_ids or None,
@@ -87,18 +88,23 @@ def conversation(request: GenerateRequest) -> ChatRequest | None:
 
 async def _prompted(
     request: GenerateRequest, turn: ChatRequest | None, engine: Engine
-) -> RolloutGroup:
-    """Returns the group without rollouts. Raises BadPrompt if nothing can be sampled after the
-    prompt."""
+) -> tuple[RolloutGroup, Sampling]:
+    """Returns the group without rollouts, and how they are sampled. Raises BadPrompt if nothing can
+    be sampled after the prompt."""
     ids, forked = await _prompt_ids(request, turn, engine)
     max_tokens = request.sampling.max_tokens
+    if request.fit:
+        max_tokens = max(min(max_tokens, engine.max_model_len - len(ids)), 1)
     num_over = len(ids) + max_tokens - engine.max_model_len
     is_cut = request.truncate_prompt and 0 < num_over < len(ids)
     if is_cut:
         ids = ids[num_over:]
         forked = forked or (NO_ROOM.format(num_over) if request.known else "")
     _check_prompt(ids, max_tokens, engine)
-    return RolloutGroup(prompt_token_ids=TokenIds(ids), rollouts=(), overlong=is_cut, forked=forked)
+    prompted = RolloutGroup(
+        prompt_token_ids=TokenIds(ids), rollouts=(), overlong=is_cut, forked=forked
+    )
+    return prompted, request.sampling.model_copy(update={"max_tokens": max_tokens})
 
 
 async def _prompt_ids(

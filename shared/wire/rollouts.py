@@ -64,8 +64,9 @@ class GenerateRequest(Fencing):
     A job names itself and its fence. Only its own weights of that epoch, of version `min_version`
     or later, answer it. Without `job_id`, any weights that serve answer.
 
-    A prompt that is too long is refused, or loses its first tokens with `truncate_prompt`. A
-    completion that is not done after `deadline_s` seconds ends there, with `finish_reason`
+    With `tool_choice` "none" the calls in an answer stay text. A prompt that is too long is refused,
+    or loses its first tokens with `truncate_prompt`. With `fit` a completion may have fewer than
+    `sampling.max_tokens` tokens: as many as the model's length leaves. A completion that is not done after `deadline_s` seconds ends there, with `finish_reason`
     "timeout"; None: no limit.
     """
 
@@ -75,7 +76,9 @@ class GenerateRequest(Fencing):
     prompt_token_ids: TokenIds | None = None
     template_args: dict[str, Plain] = {}
     tools: tuple[dict[str, Plain], ...] = ()
+    tool_choice: Literal["auto", "none"] = "auto"
     known: Known | None = None
+    fit: bool = False
     truncate_prompt: bool = False
     deadline_s: float | None = Field(default=None, gt=0)
     sampling: Sampling = Sampling()
@@ -102,6 +105,32 @@ class Span(Wire):
     start: int = Field(ge=0)
 
 
+class Branch(Wire):
+    """Another row of the same rollout: what was sampled after other tokens than those of the
+    rollout's own row, because its history was written anew. `because` says how. Its columns are as
+    in `Rollout`. No token is sampled in two rows: what another row has sampled stands in
+    `prompt_token_ids`."""
+
+    prompt_token_ids: TokenIds
+    token_ids: TokenIds
+    logprobs: Logprobs = Logprobs()
+    spans: tuple[Span, ...] = ()
+    sampled: Mask = Mask()
+    kept_ids: TokenIds = TokenIds()
+    kept_counts: TokenIds = TokenIds()
+    turns: TokenIds = TokenIds()
+    because: str = ""
+
+    @property
+    def num_sampled(self) -> int:
+        """How many of its tokens the policy sampled."""
+        return _num_sampled(self.sampled, self.token_ids)
+
+
+def _num_sampled(sampled: Mask, token_ids: TokenIds) -> int:
+    return sampled.data.count(1) if len(sampled) else len(token_ids)
+
+
 class Rollout(Wire):
     """One completion: everything after the prompt, of one turn or of several.
 
@@ -117,8 +146,10 @@ class Rollout(Wire):
 
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`, and
     `turns` the index of the first token of each answer; empty: one answer, from the first token on.
-    `info` is the environment's: `reward` is its reward of the episode, and `turn_rewards` has what
-    each answer earned of it, None where that is nothing (services/orchestrator/loop/turns.py). A
+    `branches` are its other rows, if its history was written anew on the way. `info` is the
+    environment's: `reward` is its reward of the episode, and `turn_rewards` has what each answer
+    earned of it, row by row, its own row last, None where that is nothing
+    (services/orchestrator/loop/turns.py). A
     rollout that went wrong has `finish_reason` "error" or "timeout" and says why.
     """
 
@@ -133,6 +164,7 @@ class Rollout(Wire):
     kept_counts: TokenIds = TokenIds()
     messages: tuple[Message, ...] = ()
     turns: TokenIds = TokenIds()
+    branches: tuple[Branch, ...] = ()
     info: dict[str, Plain] = {}
 
     @property
@@ -142,13 +174,15 @@ class Rollout(Wire):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """The weight versions that sampled it, in order and each once."""
-        return tuple(dict.fromkeys(span.version for span in self.spans))
+        """The weight versions that sampled it and its branches, in order and each once."""
+        rows = (*self.branches, self)
+        return tuple(dict.fromkeys(span.version for row in rows for span in row.spans))
 
     @property
     def num_sampled(self) -> int:
-        """How many of its tokens the policy sampled."""
-        return self.sampled.data.count(1) if len(self.sampled) else len(self.token_ids)
+        """How many tokens the policy sampled, in its own row and in its branches."""
+        branched = sum(branch.num_sampled for branch in self.branches)
+        return _num_sampled(self.sampled, self.token_ids) + branched
 
 
 class RolloutGroup(Wire):

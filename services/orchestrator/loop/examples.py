@@ -2,46 +2,60 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from services.orchestrator.loop.advantages import Advantage, Advantages, is_masked, returns_of
-from services.orchestrator.loop.turns import lengths
+from services.orchestrator.loop.turns import Row, lengths, num_answers, rows
 from shared.job import Job
 from shared.wire import Batch, Example, Rollout, RolloutGroup, Score, StepTotals
-from shared.wire.packed import Logprobs, Mask
+from shared.wire.packed import Logprobs, Mask, TokenIds
 
 
 def to_examples(groups_P: Sequence[RolloutGroup], advantages_PG: Advantages) -> tuple[Example, ...]:
-    """Returns an example for each rollout that has an advantage and sampled tokens, with the
-    sampler's token ids, log-probs and versions as they came. The tokens of a turn without an
-    advantage are context."""
+    """Returns an example for each row of each rollout that has an advantage and sampled tokens, with
+    the sampler's token ids, log-probs and versions as they came. Branches are rows too. The tokens
+    of a turn without an advantage are context."""
     return tuple(
         example
         for group, advantages_G in zip(groups_P, advantages_PG, strict=True)
         for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
-        if advantage is not None and (example := _example(group, rollout, advantage))
+        for prompt_token_ids, row, part in _rows(group, rollout, advantage)
+        if part is not None and (example := _example(prompt_token_ids, row, part))
     )
 
 
-def _example(group: RolloutGroup, rollout: Rollout, advantage: Advantage) -> Example | None:
-    sampled, advantages = rollout.sampled, Logprobs()
+def _rows(
+    group: RolloutGroup, rollout: Rollout, advantage: Advantage
+) -> Iterator[tuple[TokenIds, Row, Advantage]]:
+    """Yields each row with its prompt and its part of the advantages."""
+    at = 0
+    for row in rows(rollout):
+        end = at + num_answers(row)
+        part = advantage[at:end] if isinstance(advantage, tuple) else advantage
+        yield group.prompt_token_ids if row is rollout else row.prompt_token_ids, row, part
+        at = end
+
+
+def _example(prompt_token_ids: TokenIds, row: Row, advantage: Advantage) -> Example | None:
+    sampled, advantages = row.sampled, Logprobs()
     if isinstance(advantage, tuple):
-        sampled = only_turns(rollout, [one is not None for one in advantage])
-        advantages = _per_token(rollout, advantage)
-    if not (sampled.data.count(1) if sampled else len(rollout.token_ids)):
+        sampled = only_turns(row, [one is not None for one in advantage])
+        advantages = _per_token(row, advantage)
+    if not (sampled.data.count(1) if sampled else len(row.token_ids)):
         return None
     return Example(
-        prompt_token_ids=group.prompt_token_ids,
-        token_ids=rollout.token_ids,
-        old_logprobs=rollout.logprobs,
+        prompt_token_ids=prompt_token_ids,
+        token_ids=row.token_ids,
+        old_logprobs=row.logprobs,
         advantage=of_all_tokens(advantage) or 0.0,
         advantages=advantages,
-        spans=rollout.spans,
+        spans=row.spans,
         sampled=sampled,
-        kept_ids=rollout.kept_ids,
-        kept_counts=rollout.kept_counts,
+        kept_ids=row.kept_ids,
+        kept_counts=row.kept_counts,
     )
 
 
@@ -53,10 +67,10 @@ def of_all_tokens(advantage: Advantage) -> float | None:
     return math.fsum(present) / len(present) if present else None
 
 
-def only_turns(rollout: Rollout, kept_K: Sequence[bool]) -> Mask:
+def only_turns(row: Row, kept_K: Sequence[bool]) -> Mask:
     """Returns `sampled` `[T]` of the tokens of these turns alone."""
-    before, *spans = lengths(rollout)
-    sampled = rollout.sampled.data or bytes([1]) * len(rollout.token_ids)
+    before, *spans = lengths(row)
+    sampled = row.sampled.data or bytes([1]) * len(row.token_ids)
     found, start = bytearray(before), before
     for kept, length in zip(kept_K, spans, strict=True):
         found += sampled[start : start + length] if kept else bytes(length)
@@ -64,8 +78,8 @@ def only_turns(rollout: Rollout, kept_K: Sequence[bool]) -> Mask:
     return Mask(bytes(found))
 
 
-def _per_token(rollout: Rollout, advantages_K: Sequence[float | None]) -> Logprobs:
-    before, *spans = lengths(rollout)
+def _per_token(row: Row, advantages_K: Sequence[float | None]) -> Logprobs:
+    before, *spans = lengths(row)
     found = array("f", [0.0]) * before
     for advantage, length in zip(advantages_K, spans, strict=True):
         found += array("f", [advantage or 0.0]) * length
@@ -74,7 +88,7 @@ def _per_token(rollout: Rollout, advantages_K: Sequence[float | None]) -> Logpro
 
 def step_totals(batch: Batch, job: Job) -> StepTotals:
     """Returns the losses' denominators: counts of every graded rollout and its sampled tokens,
-    whether its group has signal or not.
+    whether its group has signal or not. Each row of a rollout, so each branch, is a sequence.
 
     With `advantages.mask_truncated` a completion that was cut off counts as a sequence of no
     tokens, as in TRL. A rollout without a reward, or a turn without a return, is not counted:
@@ -92,11 +106,15 @@ def step_totals(batch: Batch, job: Job) -> StepTotals:
         for rollout, score in graded
         if not is_masked(rollout, job)
     ]
-    return StepTotals(num_sequences=len(graded), num_tokens=sum(counted))
+    num_rows = sum(len(rows(rollout)) for rollout, _ in graded)
+    return StepTotals(num_sequences=num_rows, num_tokens=sum(counted))
 
 
 def _num_credited(rollout: Rollout, score: Score, job: Job) -> int:
     if job.advantages.credit == "episode":
         return rollout.num_sampled
-    found = returns_of(rollout, score, job)
-    return only_turns(rollout, [one is not None for one in found]).data.count(1)
+    found = iter(one is not None for one in returns_of(rollout, score, job))
+    return sum(
+        only_turns(row, list(itertools.islice(found, num_answers(row)))).data.count(1)
+        for row in rows(rollout)
+    )

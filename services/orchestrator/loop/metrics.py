@@ -20,6 +20,7 @@ docs/observability.md lists the other names.
 | completions/clipped_ratio      | share cut off by max_tokens                                 |
 | conversations/mean_turns       | with [environment]: answers; also mean_tool_calls,          |
 |                                | mean_tool_errors, mean_environment_s (seconds of its tools) |
+| conversations/forks            | rows beyond the first, where a history was written anew     |
 | environment_failures           | share of rollouts without a reward, as the environment died |
 | staleness                      | steps between the oldest weights that sampled and those     |
 |                                | trained; of each token: the trainer's staleness/mean, ...   |
@@ -163,11 +164,17 @@ def _completion_metrics(step: Step) -> dict[str, float]:
 def _conversation_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
     rollouts = [rollout for group in groups_P for rollout in group.rollouts]
     played = [rollout.info for rollout in rollouts if not rollout.went_wrong]
+    found = {
+        name: [info[name] for info in played if name in info]
+        for name in ("turns", "tool_calls", "tool_errors", "environment_s")
+    }
     return {
         **{
-            f"conversations/mean_{name}": statistics.fmean(info[name] for info in played)
-            for name in ("turns", "tool_calls", "tool_errors", "environment_s")
+            f"conversations/mean_{name}": statistics.fmean(numbers)
+            for name, numbers in found.items()
+            if numbers
         },
+        "conversations/forks": sum(len(rollout.branches) for rollout in rollouts),
         "environment_failures": statistics.fmean(
             ENVIRONMENT_FAILED in rollout.info for rollout in rollouts
         ),

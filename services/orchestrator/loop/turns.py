@@ -8,6 +8,8 @@ r_j is what turn j earned: `turn_rewards` of the rollout's `info`, times the wei
 "environment". The last turn earned the rest of the rollout's reward. So the r_j add up to it, and
 with a discount of 1 it is G_1.
 
+The turns of a rollout with branches are those of its rows, one row after the other, its own last.
+
 The advantage of turn k, and of each of its tokens, is `(G_k - baseline) / std`, by `[advantages]`.
 Baseline and deviation are
 
@@ -33,15 +35,29 @@ from typing import Any
 from services.orchestrator.loop.normalizing import differ, normalize
 from shared.errors import Failed
 from shared.job import AdvantageSpec, RewardSpec
-from shared.wire import Rollout, Score
+from shared.wire import Branch, Rollout, Score
 
 Returns = list[float | None]
 """`[K]` of a rollout's turns; None: nothing from this turn on earned anything."""
 
 
+Row = Rollout | Branch
+"""A rollout's own row, or another one of it."""
+
+
+def rows(rollout: Rollout) -> list[Row]:
+    """Returns the rollout's rows; its own is the last."""
+    return [*rollout.branches, rollout]
+
+
+def num_answers(row: Row) -> int:
+    """Returns how many answers the row has."""
+    return len(row.turns) or 1
+
+
 def num_turns(rollout: Rollout) -> int:
-    """Returns how many answers the rollout has."""
-    return len(rollout.turns) or 1
+    """Returns how many answers the rollout has, in all of its rows."""
+    return sum(map(num_answers, rows(rollout)))
 
 
 def returns(
@@ -70,11 +86,11 @@ def returns(
     return found[::-1]
 
 
-def lengths(rollout: Rollout) -> list[int]:
+def lengths(row: Row) -> list[int]:
     """Returns how many tokens the row has before its first answer, and from the beginning of each
     answer to the next one's: `[1 + K]`."""
-    starts = list(rollout.turns) or [0]
-    ends = [*starts, len(rollout.token_ids)]
+    starts = list(row.turns) or [0]
+    ends = [*starts, len(row.token_ids)]
     return [end - start for start, end in zip([0, *starts], ends, strict=True)]
 
 

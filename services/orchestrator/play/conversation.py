@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from services.orchestrator.environments.environment import LOST
+from services.orchestrator.play.recording import branch
 from services.orchestrator.pool.services import Services
 from shared.errors import HoneError
 from shared.host import tracing
@@ -27,6 +28,7 @@ from shared.host.logs import get_logger
 from shared.job import EnvironmentSpec, Job
 from shared.token_row import TokenRow
 from shared.wire import (
+    Branch,
     EpisodeClosed,
     EpisodeOpened,
     FinishReason,
@@ -61,6 +63,7 @@ class Played:
     messages: list[Message]
     num_prompt: int
     prompt: tuple[int, ...] = ()
+    branches: tuple[Branch, ...] = ()
     row: TokenRow = field(default_factory=TokenRow)
     known: Known | None = None
     last: Rollout | None = None
@@ -146,10 +149,7 @@ class Conversation:
             if rollout.went_wrong:
                 return group
             if group.forked and played.num_turns:
-                return failed(
-                    f"the chat template renders earlier answers anew ({group.forked}), and a "
-                    "conversation is trained on as one row; expected a template that keeps them"
-                )
+                fork(played, group.forked)
             add_answer(played, group)
             calls = tool_calls(rollout)
             if not calls or rollout.finish_reason == "length":
@@ -252,6 +252,13 @@ def tool_calls(rollout: Rollout) -> tuple[ToolCall, ...]:
     )
 
 
+def fork(played: Played, because: str) -> None:
+    """Makes the row so far a branch. The next answer begins another row."""
+    found = branch(TokenIds(played.prompt), played.row, because)
+    played.branches = (*played.branches, found)
+    played.row, played.known = TokenRow(), None
+
+
 def add_answer(played: Played, group: RolloutGroup) -> None:
     """Appends an answer, and the tokens between it and the answer before."""
     rollout = group.rollouts[0]
@@ -277,6 +284,7 @@ def ended(played: Played, finish_reason: FinishReason, why: str) -> RolloutGroup
     found = played.row.rollout(
         played.last.text, finish_reason, played.messages[played.num_prompt :]
     )
+    found = found.model_copy(update={"branches": played.branches})
     group = RolloutGroup(
         prompt_token_ids=TokenIds(played.prompt), rollouts=(found,), replica=played.replica
     )
@@ -286,6 +294,7 @@ def ended(played: Played, finish_reason: FinishReason, why: str) -> RolloutGroup
         "tool_calls": played.num_calls,
         "tool_errors": played.num_failed,
         "environment_s": played.environment_s,
+        "forks": len(played.branches),
     }
     return with_info(group, info)
 
@@ -319,4 +328,4 @@ def after(group: RolloutGroup, num_shared: int) -> Rollout:
     row.add_given(rest)
     row.add(rollout)
     found = row.rollout(rollout.text, rollout.finish_reason, rollout.messages)
-    return found.model_copy(update={"info": rollout.info})
+    return found.model_copy(update={"info": rollout.info, "branches": rollout.branches})

@@ -7,7 +7,8 @@ import asyncio
 import contextlib
 import functools
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from services.orchestrator.environments.environment import Environment
 from services.orchestrator.environments.sandboxed import Sandboxed
@@ -61,6 +62,7 @@ from shared.wire import (
     VersionInfo,
     WeightsRef,
 )
+from shared.wire.packed import TokenIds
 
 MAX_PROMPTS_TRIED = 8
 """How many rows are looked at before a job begins: enough to see that a column is another one than
@@ -240,6 +242,8 @@ class Services:
         tools: tuple[dict[str, Any], ...],
         known: Known | None,
         sampling: Sampling,
+        tool_choice: Literal["auto", "none"] = "auto",
+        template_args: Mapping[str, Any] | None = None,
     ) -> RolloutGroup:
         """Returns the answer to a conversation of which `known` are the tokens so far, as a group
         of one. The answers of a conversation come from the sampler with its cache, if that has
@@ -248,12 +252,33 @@ class Services:
             **self._fence(),
             prompt=messages,
             tools=tools,
+            tool_choice=tool_choice,
             known=known,
-            template_args=self._job.sampling.template_args,
+            template_args={**self._job.sampling.template_args, **(template_args or {})},
             deadline_s=self.settings.generate_deadline_s,
+            fit=True,
             sampling=sampling,
             min_version=min_version,
         )
+        return await self._turn(body, key)
+
+    @waits_for("rollout", "sampling an answer", "generate")
+    async def go_on(
+        self, prompt: str | TokenIds, min_version: int, *, key: str, sampling: Sampling
+    ) -> RolloutGroup:
+        """Returns what follows a text or token ids, as a group of one. Keys are as in `answer`."""
+        given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+        body = GenerateRequest(
+            **self._fence(),
+            **given,
+            deadline_s=self.settings.generate_deadline_s,
+            fit=True,
+            sampling=sampling,
+            min_version=min_version,
+        )
+        return await self._turn(body, key)
+
+    async def _turn(self, body: GenerateRequest, key: str) -> RolloutGroup:
         group = await self.pool.generate(body, key, conversation=key.rpartition(":")[0])
         tracing.note(sampler=group.replica, tokens=sum(r.num_sampled for r in group.rollouts))
         return group

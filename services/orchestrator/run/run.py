@@ -27,6 +27,7 @@ from services.orchestrator.loop.batches import Batches
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.play.agents import Episodes
+from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.waits import watch
 from services.orchestrator.run.after_step import AfterStep, Ended
@@ -74,7 +75,8 @@ longer on a busy machine."""
 
 
 class Run:
-    """One attempt at the job of `record`, under `lease`; `needs` are its trainer's."""
+    """One attempt at the job of `record`, under `lease`; `needs` are its trainer's. `episodes`
+    and `sessions` are the process's."""
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class Run:
         settings: Settings,
         needs: Needs,
         episodes: Episodes | None = None,
+        sessions: Sessions | None = None,
     ) -> None:
         self._record = record
         self._job = record.job
@@ -102,6 +105,7 @@ class Run:
             grading_waits=True,
         )
         self._episodes = self._services.episodes = episodes or Episodes()
+        self._services.sessions = sessions or Sessions()
         self._needs = needs
         self._data = DataFiles(record.job, settings)
         self._tracker = Tracker(record.job, record.id, self._folder.path)

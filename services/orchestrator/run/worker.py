@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 
 from services.orchestrator.play.agents import Episodes
+from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.run.decisions import Outcome
 from services.orchestrator.run.needs import DataFiles, Needs
 from services.orchestrator.run.run import Run
@@ -50,11 +51,18 @@ GOODBYE_S = 2.0
 
 class Worker:
     """A worker for the trainer and its samplers that `settings` name. It takes no job while
-    anything that a job needs is away. `num_queued` is how many jobs wait to begin, as of two
-    seconds ago."""
+    anything that a job needs is away. `episodes` and `sessions` are the process's. `num_queued` is
+    how many jobs wait to begin, as of two seconds ago."""
 
-    def __init__(self, store: Store, settings: Settings, episodes: Episodes | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        episodes: Episodes | None = None,
+        sessions: Sessions | None = None,
+    ) -> None:
         self._store = store
+        self._sessions = sessions or Sessions()
         self._settings = settings
         self._episodes = episodes or Episodes()
         self._needs = Needs(settings, store)
@@ -236,7 +244,15 @@ class Worker:
             await self._store.halt(lease, error.detail)
             return
         await self._say_news()
-        run = Run(record, lease, self._store, self._settings, self._needs, self._episodes)
+        run = Run(
+            record,
+            lease,
+            self._store,
+            self._settings,
+            self._needs,
+            self._episodes,
+            self._sessions,
+        )
         work = asyncio.create_task(run.run())
         beats = _Beats(self._store, run)
         beat = asyncio.create_task(leases.keep(beats, lease, taken_at, self._redis))

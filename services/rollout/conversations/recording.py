@@ -186,6 +186,12 @@ def _call(call: Any) -> Any:
         return call
 
 
+THOUGHT = "hone-thought-5b1f0c"
+"""Replaces the thoughts of an answer, to see whether the template keeps them."""
+
+END_OF_THOUGHTS = "</think>"
+
+
 class CannotContinue(Exception):
     """The chat template renders earlier messages differently once more messages follow."""
 
@@ -213,10 +219,13 @@ async def tokens_after(
     """Returns the token ids `[T]` between the answer that is message `num_known - 1`, whose last
     sampled token is `last_token`, and the next answer. Raises CannotContinue."""
     earlier, answer = request.messages[: num_known - 1], request.messages[num_known - 1]
-    marked = (*earlier, {**_without_thoughts(answer), "content": MARK})
-    known = _after_mark(await chat.render(request, marked, answering=False))
+    marked = (*earlier, {**_without_thoughts(answer), "content": _marked(answer)})
+    shown = await chat.render(request, marked, answering=False)
     everything = (*marked, *request.messages[num_known:])
-    whole = _after_mark(await chat.render(request, everything, answering=True))
+    shown_whole = await chat.render(request, everything, answering=True)
+    if THOUGHT in shown and THOUGHT not in shown_whole:
+        raise CannotContinue("the chat template drops an answer's thoughts once messages follow")
+    known, whole = _after_mark(shown), _after_mark(shown_whole)
     if not whole.startswith(known):
         raise CannotContinue("the chat template renders an answer differently once messages follow")
     ending = await _ending(chat, request, earlier, known, chat.special_text(last_token))
@@ -237,6 +246,12 @@ async def _ending(
     if MARK not in text:
         raise CannotContinue("the chat template does not render the text of an answer")
     return _after_mark(text)
+
+
+def _marked(answer: Message) -> str:
+    """Returns the text in place of an answer's: the mark, after thoughts if the answer has some."""
+    has_thoughts = END_OF_THOUGHTS in str(answer.get("content") or "")
+    return f"<think>\n{THOUGHT}\n{END_OF_THOUGHTS}\n\n{MARK}" if has_thoughts else MARK
 
 
 def _after_mark(text: str) -> str:

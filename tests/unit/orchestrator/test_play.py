@@ -130,7 +130,14 @@ def test_a_conversation_is_one_row_of_which_answers_are_sampled() -> None:
     assert rollout.messages[1] == told
     info = dict(rollout.info)
     assert info.pop("environment_s") >= 0
-    assert info == {"ended": "stop", "turns": 3, "tool_calls": 2, "tool_errors": 1, "reward": 0.75}
+    assert info == {
+        "ended": "stop",
+        "turns": 3,
+        "tool_calls": 2,
+        "tool_errors": 1,
+        "forks": 0,
+        "reward": 0.75,
+    }
     assert script.closed == [("k:0:0", True)]
     assert [asked["key"] for asked in script.asked] == ["k:0:0:0", "k:0:0:1", "k:0:0:2"]
     assert len({asked["sampling"].seed for asked in script.asked}) == 3
@@ -192,11 +199,19 @@ def test_what_turns_earned_is_kept_and_summed_where_there_is_no_reward_of_its_ow
     assert "reward" not in info and "turn_rewards" not in info
 
 
-def test_a_template_that_rewrites_answers_is_said_and_not_trained_on() -> None:
-    script = Script([([1], True), ([2], True)], [9], forks=1)
+def test_a_template_that_rewrites_answers_makes_branches() -> None:
+    script = Script([([1, 2], True), ([3], True), ([4], False)], [9], forks=1)
     (rollout,) = play(script, job_with()).rollouts
-    assert rollout.went_wrong and "(dropped thoughts)" in str(rollout.error)
-    assert script.closed == [("k:0:0", False)]
+    (branch,) = rollout.branches
+    assert (branch.prompt_token_ids, branch.token_ids) == ([9], [1, 2])
+    assert branch.because == "dropped thoughts" and [s.version for s in branch.spans] == [3]
+    assert rollout.token_ids == [3, 100, 101, 4] and rollout.sampled == [1, 0, 0, 1]
+    assert rollout.num_sampled == 4 and rollout.versions == (3, 4, 5)
+    assert [message["role"] for message in rollout.messages] == [
+        *("assistant", "tool", "assistant", "tool", "assistant")
+    ]
+    assert rollout.info["forks"] == 1
+    assert script.asked[2]["known"].token_ids == [9, 1, 2, 100, 101, 3]
 
 
 def test_prompts_that_differ_share_their_beginning() -> None:

@@ -1,0 +1,292 @@
+"""Sessions of agents: the tokens and masks that they become, beside transformers' rendering."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from services.orchestrator.play.recording import Asked
+from services.orchestrator.play.sessions import Limits, Session
+from shared.errors import BadRequest, Conflict, Gone, Unavailable
+from shared.wire import ChatRequest, Message, RolloutGroup
+from tests.support.rendering_sampler import (
+    THINKING_TEMPLATE,
+    RenderingSampler,
+    Reply,
+    call,
+    open_session,
+)
+
+TOOLS = ({"type": "function", "function": {"name": "guess", "parameters": {"properties": {}}}},)
+ASKED: Message = {"role": "user", "content": "Find it."}
+
+
+class Agent:
+    """Keeps its messages, as agents do."""
+
+    def __init__(self, session: Session, *messages: Message, tools: Any = None) -> None:
+        self.session, self.tools = session, tools
+        self.messages: list[Message] = [*(messages or (ASKED,))]
+
+    def request(self, **more: Any) -> ChatRequest:
+        return ChatRequest(messages=tuple(self.messages), tools=self.tools, **more)
+
+    async def say(self, *said: Message, key: str | None = None, again: bool = False) -> Message:
+        self.messages += said
+        answer = await self.session.answer(self.request(), key=key, again=again)
+        self.messages.append(answer.message)
+        return answer.message
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def results(message: Message, *texts: str) -> list[Message]:
+    return [
+        {"role": "tool", "tool_call_id": one["id"], "name": "guess", "content": text}
+        for one, text in zip(message["tool_calls"], texts, strict=True)
+    ]
+
+
+def rendered(
+    sampler: RenderingSampler, messages: Sequence[Message], tools: Any = None
+) -> tuple[list[int], list[int]]:
+    """Returns the conversation's tokens as transformers renders them, and which of them are
+    answers: from the head of an answer to its end token."""
+    tokenizer = sampler.tokenizer
+    ids = list(
+        tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tools=tools and list(tools), return_dict=False
+        )
+    )
+    begin, end = tokenizer.convert_tokens_to_ids(["assistant\n", "<|im_end|>"])
+    mask, answering = [], False
+    for id in ids:
+        mask.append(int(answering))
+        answering = (answering or id == begin) and id != end
+    while ids and not mask[-1]:  # what the template writes after the last answer
+        ids.pop(), mask.pop()
+    return ids, mask
+
+
+def row(group: RolloutGroup) -> tuple[list[int], list[int]]:
+    (rollout,) = group.rollouts
+    prompt = list(group.prompt_token_ids)
+    return [*prompt, *rollout.token_ids], [0] * len(prompt) + list(rollout.sampled)
+
+
+async def test_a_conversation_with_parallel_calls_is_as_transformers_renders_it() -> None:
+    replies = [Reply(call(3) + call(12)), Reply(call(7), version=4), Reply("correct", version=4)]
+    sampler = RenderingSampler(replies)
+    agent = Agent(open_session(sampler), tools=TOOLS)
+    first = await agent.say()
+    second = await agent.say(*results(first, "higher", "lower"))
+    await agent.say(*results(second, "correct"))
+    group = agent.session.rollout()
+    assert row(group) == rendered(sampler, agent.messages, TOOLS)
+    (rollout,) = group.rollouts
+    assert [span.version for span in rollout.spans] == [3, 4]
+    assert list(rollout.logprobs) == [-0.5 * one for one in rollout.sampled]
+    assert list(rollout.messages) == agent.messages[1:]
+    info = dict(rollout.info)
+    assert info.pop("environment_s") >= 0
+    assert info == {"ended": "stop", "turns": 3, "tool_calls": 3, "forks": 0}
+    seeds = [request.sampling.seed for request in sampler.asked]
+    assert len(set(seeds)) == 3 and sampler.asked[0].sampling.max_tokens == 120
+
+
+async def test_what_was_sampled_is_not_tokenized_again() -> None:
+    sampler = RenderingSampler([Reply("higher", spelled=True), Reply("lower")])
+    agent = Agent(open_session(sampler))
+    await agent.say()
+    await agent.say(user("Again."))
+    ids, mask = row(agent.session.rollout())
+    whole, _ = rendered(sampler, agent.messages)
+    text = sampler.tokenizer.decode
+    assert text(ids) == text(whole) and len(ids) == len(whole) + len("higher") - 1
+    sampled = [id for id, own in zip(ids, mask, strict=True) if own]
+    spelled = [id for letter in "higher" for id in sampler.tokenize(letter)]
+    assert sampled == [*spelled, *sampler.tokenize("<|im_end|>lower<|im_end|>")]
+
+
+async def test_a_retry_gets_the_same_answer_and_leaves_no_turn() -> None:
+    sampler = RenderingSampler([Reply("higher"), Reply("lower"), Reply("correct")])
+    agent = Agent(open_session(sampler))
+    await agent.say()
+    agent.messages.append(user("Again."))
+    sampler.may_answer.clear()
+    first = asyncio.create_task(agent.session.answer(agent.request(), key=None, again=False))
+    await asyncio.sleep(0.01)
+    first.cancel()  # the client has waited long enough
+    await asyncio.sleep(0.01)
+    second = asyncio.create_task(agent.session.answer(agent.request(), key=None, again=False))
+    await asyncio.sleep(0.01)
+    sampler.may_answer.set()
+    answer = await second
+    assert answer.message["content"] == "lower"
+    same = await agent.session.answer(agent.request(), key=None, again=True)
+    assert same is answer and len(sampler.asked) == 2
+    agent.messages.append(answer.message)
+    await agent.say(user("And now?"), key="a")
+    by_key = await agent.session.answer(
+        ChatRequest(messages=tuple(agent.messages[:-1])), key="a", again=False
+    )
+    assert by_key.message == agent.messages[-1]
+    with pytest.raises(Conflict, match="'a' came before with another body"):
+        await agent.session.answer(agent.request(), key="a", again=False)
+    assert row(agent.session.rollout()) == rendered(sampler, agent.messages)
+
+
+async def test_an_answer_that_was_asked_for_anew_is_left_out_unless_it_was_used() -> None:
+    sampler = RenderingSampler([Reply(text) for text in ("higher", "lower", "correct", "7", "8")])
+    agent = Agent(open_session(sampler))
+    used = await agent.say()
+    other = await agent.session.answer(ChatRequest(messages=(ASKED,)), key=None, again=False)
+    assert other.message["content"] == "lower"
+    orphan = agent.session.rollout().rollouts[0]
+    assert (orphan.text, orphan.branches) == ("lower", ())  # nobody went on from "higher" yet
+    await agent.say(user("Again."))
+    (rollout,) = agent.session.rollout().rollouts
+    assert (used["content"], rollout.text, rollout.info["turns"]) == ("higher", "correct", 3)
+    assert row(agent.session.rollout()) == rendered(sampler, agent.messages)
+    (branch,) = rollout.branches
+    assert branch.token_ids == sampler.tokenize("lower<|im_end|>")
+
+
+async def test_an_edited_history_forks_and_no_answer_is_sampled_twice() -> None:
+    sampler = RenderingSampler([Reply("higher"), Reply("lower"), Reply("correct")])
+    agent = Agent(open_session(sampler))
+    await agent.say()
+    await agent.say(user("Again."))
+    before = list(agent.messages)
+    agent.messages[2:] = [user("Or else?")]
+    await agent.say()
+    group = agent.session.rollout()
+    (rollout,) = group.rollouts
+    assert row(group) == rendered(sampler, agent.messages)
+    (branch,) = rollout.branches
+    ids, mask = rendered(sampler, before)
+    assert [*branch.prompt_token_ids, *branch.token_ids] == ids
+    assert branch.num_sampled == len(sampler.tokenize("lower<|im_end|>")) == 2
+    assert rollout.num_sampled == sum(rollout.sampled) + 2 == 6
+    assert branch.because == "message 2 has another content than the one recorded"
+    assert rollout.info["forks"] == 1
+
+
+async def test_a_template_that_drops_thoughts_forks() -> None:
+    sampler = RenderingSampler(
+        [Reply("<think>\nhm\n</think>\n\nhigher"), Reply("lower"), Reply("correct")],
+        template=THINKING_TEMPLATE,
+    )
+    agent = Agent(open_session(sampler))
+    await agent.say()
+    await agent.say(user("Again."))
+    await agent.say(user("And now?"))
+    group = agent.session.rollout()
+    (rollout,) = group.rollouts
+    (branch,) = rollout.branches
+    assert "drops" in branch.because
+    text = sampler.tokenizer.decode
+    assert text([*branch.prompt_token_ids, *branch.token_ids]) == (
+        "<|im_start|>user\nFind it.<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nhm\n</think>\n\nhigher<|im_end|>"
+    )
+    ids, mask = rendered(sampler, agent.messages)
+    first = sampler.tokenize("higher<|im_end|>")
+    assert row(group)[0] == ids and sum(row(group)[1]) == sum(mask) - len(first)
+    assert "<think>" not in text(group.prompt_token_ids)
+
+
+async def test_an_answer_cut_off_in_a_call_goes_on_with_the_templates_end() -> None:
+    cut = call(12)[:40]
+    sampler = RenderingSampler([Reply(cut, cut=True), Reply("correct")])
+    agent = Agent(open_session(sampler), tools=TOOLS)
+    first = await agent.say()
+    assert first == {"role": "assistant", "content": cut}
+    await agent.say(user("Go on."))
+    ids, mask = row(agent.session.rollout())
+    whole, own = rendered(sampler, agent.messages, TOOLS)
+    assert ids == whole
+    (end, _) = [at for at, id in enumerate(whole) if id == 2 and own[at]]
+    assert mask == [*own[:end], 0, *own[end + 1 :]], "the end is the template's, not sampled"
+
+
+async def test_turns_by_token_ids_go_on_from_the_tokens() -> None:
+    sampler = RenderingSampler([Reply("higher", spelled=True), Reply("lower"), Reply("correct")])
+    session = open_session(sampler)
+    ids = sampler.tokenize("<|im_start|>user\nFind it.<|im_end|>\n<|im_start|>assistant\n")
+    first = await session.turn(
+        Asked("1", token_ids=tuple(ids)), Limits(max_tokens=50), key=None, again=False
+    )
+    between = sampler.tokenize("\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n")
+    more = [*ids, *first.rollout.token_ids, *between]
+    second = await session.turn(Asked("2", token_ids=tuple(more)), Limits(), key=None, again=False)
+    assert list(second.prompt_token_ids) == more
+    group = session.rollout()
+    (rollout,) = group.rollouts
+    length = len(first.rollout.token_ids)
+    assert list(group.prompt_token_ids) == ids
+    assert rollout.sampled == [1] * length + [0] * len(between) + [1, 1]
+    assert [message["content"] for message in rollout.messages] == ["higher", "lower"]
+    assert sampler.asked[0].sampling.max_tokens == 50
+    assert sampler.asked[1].sampling.max_tokens == 120 - length
+    await session.turn(Asked("3", token_ids=(1, 2, 3)), Limits(), key=None, again=False)
+    (rollout,) = session.rollout().rollouts
+    assert rollout.branches[0].because == "its tokens do not begin with those recorded"
+
+
+async def test_a_session_without_room_refuses_turns_and_says_that_it_was_cut_off() -> None:
+    sampler = RenderingSampler([Reply("abcdef", cut=True), Reply("x")])
+    agent = Agent(open_session(sampler, max_tokens=6))
+    await agent.say()
+    with pytest.raises(BadRequest, match="has all of its 6 tokens") as refused:
+        await agent.say(user("Go on."))
+    assert refused.value.code == "context_length_exceeded"
+    (rollout,) = agent.session.rollout().rollouts
+    assert (rollout.finish_reason, rollout.info["ended"]) == ("length", "max_tokens")
+
+    sampler = RenderingSampler([Reply("higher")], max_model_len=60)
+    agent = Agent(open_session(sampler))
+    await agent.say()
+    assert sampler.asked[0].fit
+    with pytest.raises(BadRequest, match="the model holds 60"):
+        await agent.say(user("Go on." * 20))
+    assert agent.session.rollout().rollouts[0].info["ended"] == "window"
+
+
+async def test_errors_of_services_are_the_jobs_until_a_turn_succeeds() -> None:
+    sampler = RenderingSampler([Reply("", error=Unavailable("no sampler")), Reply("higher")])
+    agent = Agent(open_session(sampler))
+    with pytest.raises(Unavailable, match="no sampler"):
+        await agent.say()
+    with pytest.raises(Unavailable, match="no sampler"):
+        agent.session.rollout()
+    await agent.say()
+    assert agent.session.rollout().rollouts[0].text == "higher"
+
+
+async def test_a_session_is_found_by_key_or_name_until_it_is_closed() -> None:
+    sampler = RenderingSampler([Reply("higher")])
+    session = open_session(sampler, name="task-1")
+    found = sampler.sessions.find
+    assert found(api_key=session.api_key) is found(name="task-1") is session
+    assert found(api_key="sk-other", name="other") is None
+    none = session.rollout().rollouts[0]
+    assert none.went_wrong and none.error == "the agent got no answer of the model"
+    sampler.may_answer.clear()
+    under_way = asyncio.create_task(Agent(session).say())
+    await asyncio.sleep(0.01)
+    session.close()
+    for refused in (under_way, Agent(session).say()):
+        with pytest.raises(Gone, match="session 'task-1' is closed"):
+            await refused
+    for how in ({"name": "task-1"}, {"api_key": session.api_key}):
+        with pytest.raises(Gone, match="is closed"):
+            found(**how)
+    assert len(sampler.sessions) == 0
+    again = open_session(sampler, name="task-1")
+    assert found(name="task-1") is again and again.api_key != session.api_key
