@@ -64,10 +64,11 @@ class GenerateRequest(Fencing):
     A job names itself and its fence. Only its own weights of that epoch, of version `min_version`
     or later, answer it. Without `job_id`, any weights that serve answer.
 
-    With `tool_choice` "none" the calls in an answer stay text. A prompt that is too long is refused,
-    or loses its first tokens with `truncate_prompt`. With `fit` a completion may have fewer than
-    `sampling.max_tokens` tokens: as many as the model's length leaves. A completion that is not done after `deadline_s` seconds ends there, with `finish_reason`
-    "timeout"; None: no limit.
+    With `tool_choice` "none" the calls in an answer stay text. A prompt that is too long is
+    refused, or loses its first tokens with `truncate_prompt`. With `fit` a completion may have
+    fewer than `sampling.max_tokens` tokens: as many as the model's length leaves. A completion that
+    is not done after `deadline_s` seconds ends there, with `finish_reason` "timeout"; None: no
+    limit.
     """
 
     job_id: JobId | None = None

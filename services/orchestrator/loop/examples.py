@@ -15,9 +15,9 @@ from shared.wire.packed import Logprobs, Mask, TokenIds
 
 
 def to_examples(groups_P: Sequence[RolloutGroup], advantages_PG: Advantages) -> tuple[Example, ...]:
-    """Returns an example for each row of each rollout that has an advantage and sampled tokens, with
-    the sampler's token ids, log-probs and versions as they came. Branches are rows too. The tokens
-    of a turn without an advantage are context."""
+    """Returns an example for each row with sampled tokens of each rollout that has an advantage,
+    with the sampler's token ids, log-probs and versions as they came. Branches are rows too. The
+    tokens of a turn without an advantage are context."""
     return tuple(
         example
         for group, advantages_G in zip(groups_P, advantages_PG, strict=True)

@@ -29,7 +29,7 @@ from services.orchestrator.play.conversation import (
     with_info,
 )
 from services.orchestrator.pool.services import Services
-from shared.errors import BadRequest
+from shared.errors import BadRequest, HoneError
 from shared.host.logs import get_logger
 from shared.job import Job
 from shared.wire import (
@@ -223,11 +223,20 @@ class Episodes:
         if lease and result.error is not None:
             lease.ended.set_exception(EnvironmentFailed(result.error))
         elif lease:
-            lease.ended.set_result(rewarded(lease.session.rollout(), result))
+            self._rewarded(lease, result)
         answer = self._answered[id] = ResultTaken(id=id, taken=lease is not None)
         if len(self._answered) > MAX_ANSWERED:
             self._answered.popitem(last=False)
         return answer
+
+    def _rewarded(self, lease: Lease, result: EpisodeResult) -> None:
+        """Ends the lease with the rollout, or with the services' error that the agent met."""
+        try:
+            group = lease.session.rollout()
+        except HoneError as error:
+            lease.ended.set_exception(error)
+            return
+        lease.ended.set_result(rewarded(group, result))
 
 
 def _told(job_id: str, asks: bool) -> str:

@@ -44,6 +44,7 @@ class Turn:
     root, the whole prompt. `because` says why it does not go on from the turn before. `began` and
     `ended` are numbers in the order of what happened in the session."""
 
+    id: str
     asked: Asked
     parent: Turn | None
     given: TokenIds

@@ -40,17 +40,15 @@ FULL = "context_length_exceeded"
 
 @dataclass(frozen=True)
 class Answer:
-    """A recorded answer. `number` counts the session's turns, from 0 on."""
+    """A recorded answer. `created` is in Unix seconds."""
 
-    session: str
-    number: int
     created: int
     prompt_token_ids: TokenIds
     turn: Turn
 
     @property
     def id(self) -> str:
-        return f"{self.session}-{self.number}"
+        return self.turn.id
 
     @property
     def message(self) -> Message:
@@ -171,11 +169,12 @@ class Session:
             return failed("the agent got no answer of the model")
         group = group_of(self._recording, self._replica, "length" if self._full else None)
         last = group.rollouts[0].finish_reason
-        calls = [turn.message.get("tool_calls") or () for turn in self._recording.turns]
+        turns = [turn for _, _, own in self._recording.rows() for turn in own]
         info: dict[str, Any] = {
             "ended": self._full or ("stop" if last == "stop" else "max_tokens"),
-            "turns": self.num_turns,
-            "tool_calls": sum(map(len, calls)),
+            "turns": len(turns),
+            "completion_ids": [turn.id for turn in turns],
+            "tool_calls": sum(len(turn.message.get("tool_calls") or ()) for turn in turns),
             "environment_s": self._agent.seconds,
             "forks": len(group.rollouts[0].branches),
         }
@@ -316,6 +315,7 @@ class Session:
             known = (*parent.asked.messages, parent.message)
             asked = replace(asked, messages=(*known, *asked.messages[len(known) :]))
         turn = Turn(
+            id=f"{self.name}-{number}",
             asked=asked,
             parent=None if group.forked else parent,
             given=TokenIds(given),
@@ -329,7 +329,7 @@ class Session:
         self._replica, self._full, self._lost = group.replica or self._replica, "", None
         if because:
             get_logger().info("session forked", session=self.id, because=because)
-        return Answer(self.name, number, int(time.time()), group.prompt_token_ids, turn)
+        return Answer(int(time.time()), group.prompt_token_ids, turn)
 
     def _refused(self, ended: str, why: str) -> BadRequest:
         """Notes that the rollout is cut off unless another answer follows."""

@@ -79,6 +79,10 @@ def row(group: RolloutGroup) -> tuple[list[int], list[int]]:
     return [*prompt, *rollout.token_ids], [0] * len(prompt) + list(rollout.sampled)
 
 
+def _starts(sampled: Sequence[int]) -> list[int]:
+    return [at for at in range(1, len(sampled)) if sampled[at] > sampled[at - 1]]
+
+
 async def test_a_conversation_with_parallel_calls_is_as_transformers_renders_it() -> None:
     replies = [Reply(call(3) + call(12)), Reply(call(7), version=4), Reply("correct", version=4)]
     sampler = RenderingSampler(replies)
@@ -94,6 +98,8 @@ async def test_a_conversation_with_parallel_calls_is_as_transformers_renders_it(
     assert list(rollout.messages) == agent.messages[1:]
     info = dict(rollout.info)
     assert info.pop("environment_s") >= 0
+    ids = info.pop("completion_ids")
+    assert len(ids) == len(set(ids)) == 3 and list(rollout.turns) == [0, *_starts(rollout.sampled)]
     assert info == {"ended": "stop", "turns": 3, "tool_calls": 3, "forks": 0}
     seeds = [request.sampling.seed for request in sampler.asked]
     assert len(set(seeds)) == 3 and sampler.asked[0].sampling.max_tokens == 120
@@ -152,6 +158,7 @@ async def test_an_answer_that_was_asked_for_anew_is_left_out_unless_it_was_used(
     await agent.say(user("Again."))
     (rollout,) = agent.session.rollout().rollouts
     assert (used["content"], rollout.text, rollout.info["turns"]) == ("higher", "correct", 3)
+    assert len(rollout.info["completion_ids"]) == 3
     assert row(agent.session.rollout()) == rendered(sampler, agent.messages)
     (branch,) = rollout.branches
     assert branch.token_ids == sampler.tokenize("lower<|im_end|>")
@@ -169,7 +176,7 @@ async def test_an_edited_history_forks_and_no_answer_is_sampled_twice() -> None:
     (rollout,) = group.rollouts
     assert row(group) == rendered(sampler, agent.messages)
     (branch,) = rollout.branches
-    ids, mask = rendered(sampler, before)
+    ids, _ = rendered(sampler, before)
     assert [*branch.prompt_token_ids, *branch.token_ids] == ids
     assert branch.num_sampled == len(sampler.tokenize("lower<|im_end|>")) == 2
     assert rollout.num_sampled == sum(rollout.sampled) + 2 == 6

@@ -45,6 +45,7 @@ def test_a_class_has_a_code_of_its_own() -> None:
         "unauthorized",
         "forbidden",
         "not_found",
+        "gone",
         "too_large",
         "conflict",
         "state_lost",
