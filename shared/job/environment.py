@@ -4,34 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from shared.http.urls import check_url
 from shared.job.section import Section
 
-FIELDS: dict[str, tuple[str, ...]] = {
-    "class": ("file", "name"),
-    "tools": ("file", "tools"),
-    "worker": (),
+FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "class": (("file", "name"),),
+    "tools": (("file", "tools"), ("mcp",)),
+    "openenv": (("url",),),
+    "worker": ((),),
 }
-"""The fields that each kind needs. A field that only other kinds have is refused. `source` stands
-for `file`."""
+"""The fields that each kind needs: one of these sets, or several together. A field that only other
+kinds have is refused. `source` stands for `file`."""
 
-_OF_SOME_KIND = frozenset(field for fields in FIELDS.values() for field in fields)
+_OF_SOME_KIND = frozenset(field for sets in FIELDS.values() for each in sets for field in each)
 
 
 def _named(fields: Iterable[str]) -> str:
     return " and ".join(sorted(fields)) or "no field of its own"
 
 
+def _several(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else value
+
+
 class EnvironmentSpec(Section):
     """The environment or the tools of a job whose rollouts are conversations. The model calls
     tools until it answers without a call, the environment is done, or a limit is reached."""
 
-    kind: Literal["class", "tools", "worker"] = "class"
+    kind: Literal["class", "tools", "openenv", "worker"] = "class"
     """"class": a Python class in `file`, whose public methods are the tools, as TRL's
-    `environment_factory` takes it. "tools": plain functions in `file`. "worker": agents that run
-    elsewhere, which `hone work` starts."""
+    `environment_factory` takes it. "tools": plain functions in `file`, or tools of MCP servers.
+    "openenv": an OpenEnv server at `url`. "worker": agents that run elsewhere, which `hone work`
+    starts."""
 
     file: str | None = None
     """Python file with the class or the functions, relative to the job file or to the working
@@ -47,6 +55,15 @@ class EnvironmentSpec(Section):
 
     tools: tuple[str, ...] = ()
     """Of kind "tools": the functions."""
+
+    mcp: tuple[str, ...] = ()
+    """Of kind "tools": URLs of MCP servers, as in "http://127.0.0.1:9000/mcp", whose tools are
+    offered beside the functions. HONE_ALLOWED_ENVIRONMENTS says which hosts may be named."""
+
+    url: str | tuple[str, ...] = ()
+    """Of kind "openenv": URL of the server, as in "http://127.0.0.1:8100", or a list of replicas,
+    of which an episode goes to the one with the fewest. HONE_ALLOWED_ENVIRONMENTS says which hosts
+    may be named."""
 
     max_turns: int = Field(default=16, ge=1, le=1024)
     """Most answers of the model in one conversation."""
@@ -64,24 +81,41 @@ class EnvironmentSpec(Section):
     episode_s: float = Field(default=1800.0, gt=0, le=86_400)
     """Seconds that a conversation has, without the time it waits for the environment's start."""
 
+    @field_validator("url", "mcp")
+    @classmethod
+    def _are_urls(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for url in _several(value):
+            check_url(url, "http://127.0.0.1:8100")
+            if "@" in urlsplit(url).netloc:
+                host = urlsplit(url).hostname
+                raise ValueError(f"the URL of {host!r} holds a user or a password; expected none")
+        return value
+
     @model_validator(mode="after")
     def _has_the_fields_of_its_kind(self) -> EnvironmentSpec:
         given = {name for name in _OF_SOME_KIND if getattr(self, name) not in (None, "", (), {})}
         given |= {"file"} if self.source is not None else set()
-        needed = set(FIELDS[self.kind])
-        if missing := needed - given:
-            raise ValueError(f"{self._says()}; {_named(missing)} is missing")
-        if others := given - needed:
+        sets = FIELDS[self.kind]
+        whole = [each for each in sets if given.issuperset(each)]
+        if not whole:
+            raise ValueError(f"{self._says()}; {_named({*sets[0]} - given)} is missing")
+        if others := given.difference(*whole):
             raise ValueError(f"{self._says()}; got {_named(others)} too")
         return self
 
     def _says(self) -> str:
-        return f'an environment of kind "{self.kind}" needs {_named(FIELDS[self.kind])}'
+        needed = ", or ".join(map(_named, FIELDS[self.kind]))
+        return f'an environment of kind "{self.kind}" needs {needed}'
 
     @property
-    def runs_here(self) -> bool:
-        """Whether the reward service plays it, from the text of `file`."""
-        return "file" in FIELDS[self.kind]
+    def has_file(self) -> bool:
+        """Whether the reward service plays it, or a part of it, from the text of `file`."""
+        return self.source is not None or self.file is not None
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The replicas of an OpenEnv server, without slashes at their ends."""
+        return tuple(url.rstrip("/") for url in _several(self.url))
 
     def class_of(self, row: dict[str, object]) -> str:
         """Returns the class of a row. Raises ValueError for a row that names none of them."""

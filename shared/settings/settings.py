@@ -127,6 +127,12 @@ class Settings(Documented):
     Beyond it uploads are refused until some are removed. The default is OpenAI's for an
     organization."""
 
+    allowed_environments: Annotated[tuple[str, ...] | None, Listed] = None
+    """Hosts whose environments and tools jobs may name (`environment.url`, `environment.mcp`), as
+    "games" or "games:8100", with commas between several: the orchestrator connects to them. None:
+    this machine while the orchestrator listens on this machine only and no API key submits the job,
+    and no host otherwise."""
+
     filter_cpu_s: float = Field(default=120.0, gt=0)
     """Seconds of CPU time that `data.filter` of a job may take over all rows of a source; in a
     stream, until it is true of a row. The default is enough for some millions of rows. It is

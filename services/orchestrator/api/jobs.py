@@ -11,6 +11,7 @@ from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.looking import Looked
 from services.orchestrator.api.on_cpu import on_cpu
 from services.orchestrator.data.allowed import named_model_folder
+from services.orchestrator.environments.environment import Unreachable
 from services.orchestrator.loop.prompts import with_steps
 from services.orchestrator.pool.services import Services
 from services.orchestrator.run.needs import check_colocation
@@ -114,6 +115,8 @@ async def check_job(
             return looked
         said = await on_cpu(job, looked.cpu_limit, settings.per_trainer[0])
         return replace(looked, warnings=(*looked.warnings, *said))
+    except Unreachable as error:
+        raise BadRequest(error.detail) from error
     except Failed as error:
         raise Unavailable(error.detail) from error
     finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from shared.errors import Conflict
+from shared.errors import Conflict, Unavailable
 from shared.wire import (
     EnvironmentValidated,
     EpisodeClosed,
@@ -28,6 +28,10 @@ class Lost(Conflict):
     default_code = LOST
 
 
+class Unreachable(Unavailable):
+    """No server of the environment can be reached."""
+
+
 class Environment(Protocol):
     """The episodes of a job. `service` is what is waited for, by name."""
 
@@ -43,6 +47,10 @@ class Environment(Protocol):
 
     async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
         """Ends the episode. Without `rewarded` nobody needs its reward."""
+        ...
+
+    def drop(self, id: str) -> None:
+        """Lets go of an episode, if it is open, without waiting for anything."""
         ...
 
     async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:

@@ -55,6 +55,9 @@ class Sandboxed:
         body = CloseEpisode(**self._episode(id), rewarded=rewarded)
         return await self._call("close", body, EpisodeClosed, self._spec.step_s)
 
+    def drop(self, id: str) -> None:
+        """The service ends it when no request has come for `episode_s`."""
+
     async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
         return await self._client.call(
             "POST",

@@ -132,6 +132,9 @@ class Conversation:
                 raise
             late = f"the conversation was not done after {self._spec.episode_s:g} s"
             found = failed(late, "timeout")
+        except BaseException:  # raised again
+            self._environment.drop(id)
+            raise
         if found.rollouts[0].went_wrong:
             with contextlib.suppress(HoneError):  # it ends by itself in time
                 await self._environment.close(id, rewarded=False)

@@ -46,7 +46,12 @@ async def _converse(
 
 Player = Callable[[Services, Job, Prompt, int, str, Sampling], Coroutine[Any, Any, RolloutGroup]]
 
-PLAYERS: dict[str, Player] = {"class": _converse, "tools": _converse, "worker": agents.play}
+PLAYERS: dict[str, Player] = {
+    "class": _converse,
+    "tools": _converse,
+    "openenv": _converse,
+    "worker": agents.play,
+}
 """How one rollout of a kind of environment is played."""
 
 

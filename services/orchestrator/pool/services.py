@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from services.orchestrator.environments.environment import Environment
+from services.orchestrator.environments.kinds import environment_of
 from services.orchestrator.environments.sandboxed import Sandboxed
 from services.orchestrator.pool.discovery import Registered, is_one_host, none_registered
 from services.orchestrator.pool.pool import Pool
@@ -135,11 +135,11 @@ class Services:
         trainer, reward = settings.trainer_url, settings.reward_url
         self._trainer = client("trainer", trainer, transport=transport_to(trainer), headers=headers)
         self._reward = client("reward", reward, transport=transport_to(reward))
-        self.environment: Environment | None = None
-        if job.environment and job.environment.runs_here:
-            self.environment = Sandboxed(
-                self._reward, job_id, job.environment, self._reward_patience_s
-            )
+        self.environment = job.environment and environment_of(
+            job.environment,
+            Sandboxed(self._reward, job_id, job.environment, self._reward_patience_s),
+            settings,
+        )
 
     def new_epoch(self) -> None:
         """Begins another epoch: requests of the epoch before are refused or never joined."""

@@ -261,7 +261,7 @@ def test_a_kind_says_which_fields_it_needs() -> None:
     for given, said in (
         ({"kind": "worker", "name": "Game"}, 'kind "worker" needs no field of its own; got name'),
         ({"kind": "class", "name": "Game"}, 'kind "class" needs file and name; file is missing'),
-        ({"kind": "tools", "file": "a.py", "source": ""}, "needs file and tools; tools is missing"),
+        ({"kind": "tools", "file": "a.py", "source": ""}, "file and tools, or mcp; tools is"),
     ):
         with pytest.raises(BadRequest, match=said):
             Around(**given)

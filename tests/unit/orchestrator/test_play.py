@@ -52,6 +52,7 @@ class Script:
         self.how = how
         self.asked: list[dict[str, Any]] = []
         self.closed: list[tuple[str, bool]] = []
+        self.dropped: list[str] = []
         self.num_opened = 0
         self.conversations = asyncio.Semaphore(1)
         self.environment, self.service, self.waits = self, "reward", Waits()
@@ -106,6 +107,9 @@ class Script:
         self.closed.append((id, rewarded))
         own = self.how.get("own", 0.75)
         return EpisodeClosed(has_reward=own is not None, reward=own)
+
+    def drop(self, id: str) -> None:
+        self.dropped.append(id)
 
 
 def play(script: Script, job: Job, **sampling: Any) -> RolloutGroup:
@@ -183,6 +187,7 @@ def test_an_environment_that_fails_is_played_anew_and_then_has_no_reward() -> No
     script = Script([([1], False)], [9], lost=2)
     assert play(script, job_with()).rollouts[0].info["reward"] == 0.75
     assert script.asked[0]["key"] == "k:0:2:0"
+    assert script.dropped == ["k:0:0", "k:0:1"]
     group = play(Script([([1], False)], [9], lost=3), job_with())
     assert group.rollouts[0].error == "the environment failed 3 times: the child was killed"
     assert group.rollouts[0].went_wrong and environment_failed(group)

@@ -1,0 +1,17 @@
+"""What each kind of `[environment]` is."""
+
+from __future__ import annotations
+
+from services.orchestrator.environments.environment import Environment
+from services.orchestrator.environments.openenv import OpenEnv
+from services.orchestrator.environments.sandboxed import Sandboxed
+from shared.job import EnvironmentSpec
+from shared.settings import Settings
+
+
+def environment_of(spec: EnvironmentSpec, own: Sandboxed, settings: Settings) -> Environment | None:
+    """Returns the environment. `own` runs what the job brings along. None: agents that run
+    elsewhere have their own."""
+    if spec.kind == "openenv":
+        return OpenEnv(spec, settings)
+    return own if spec.has_file else None

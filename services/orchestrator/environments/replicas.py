@@ -1,0 +1,75 @@
+"""The replicas of an environment's server: which of them gets an episode."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RETRY_S = 0.5
+"""Seconds after which a full replica is asked again, once, and waiting episodes look again."""
+
+
+@dataclass
+class Replica:
+    """`num_open` are this job's episodes. `most`: how many of them there were when it refused
+    another one. Times are of the event loop's clock."""
+
+    url: str
+    num_open: int = 0
+    most: float = math.inf
+    full_until: float = 0.0
+    away_until: float = 0.0
+
+
+class Replicas:
+    """A replica that was away is skipped for `skip_s` seconds."""
+
+    def __init__(self, urls: Sequence[str], skip_s: float) -> None:
+        self.all = tuple(map(Replica, urls))
+        self._skip_s = skip_s
+        self._changed = asyncio.Event()
+
+    async def take(self) -> Replica:
+        """Returns the replica with the fewest episodes that may have room for one more, which is
+        counted. Waits until there is one."""
+        while (chosen := self._free()) is None:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), RETRY_S)
+        if chosen.num_open >= chosen.most:
+            chosen.most, chosen.full_until = chosen.num_open + 1, _now() + RETRY_S
+        chosen.num_open += 1
+        return chosen
+
+    def leave(self, replica: Replica) -> None:
+        """Counts an episode less."""
+        replica.num_open -= 1
+        self._changed.set()
+
+    def full(self, replica: Replica) -> None:
+        """The replica refused the episode, because it has no room."""
+        replica.num_open -= 1
+        replica.most, replica.full_until = replica.num_open, _now() + RETRY_S
+
+    def away(self, replica: Replica) -> None:
+        """The replica could not be reached."""
+        replica.num_open -= 1
+        replica.away_until = _now() + self._skip_s
+        self._changed.set()
+
+    def _free(self) -> Replica | None:
+        now = _now()
+        there = [
+            replica
+            for replica in self.all
+            if replica.away_until <= now
+            and (replica.num_open < replica.most or replica.full_until <= now)
+        ]
+        return min(there, key=lambda replica: replica.num_open, default=None)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
