@@ -100,7 +100,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+OFTEN = ("bfloat16", "lora with dropout zero 3", "kl, epochs, minibatches")
+"""The variants of `make test`; tests/unit/trainer/test_resumed_state.py has each stage."""
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.soak) for name in VARIANTS],
+)
 def test_a_job_that_comes_back_goes_on_to_the_bit(trainers, tiny_model, batches, variant):
     service, job_id = trainers[2], "v-" + variant.replace(" ", "-").replace(",", "")
     sections, training = VARIANTS[variant]

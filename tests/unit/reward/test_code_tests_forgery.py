@@ -7,7 +7,7 @@ sandbox. None gets it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from tests.support.reward_helpers import running_sandbox, tools_of
 
 SIMILAR = ("a check", "proxied in a map", "proxied asserts", "proxied with errors")
 """Ways of testing that are as others are; mutants of all tricks are tried on them too."""
+UNLIKE = [way for way in WAYS if way not in SIMILAR]
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -48,23 +49,35 @@ async def test_the_right_program_earns_the_reward(sandbox: LocalSandbox, style: 
     assert (await grade(sandbox, f"Here:\n```python\n{program}\n```", row, **params)).value == 1.0
 
 
-@pytest.mark.parametrize("style", [way for way in WAYS if way not in SIMILAR])
-async def test_no_trick_earns_a_reward_and_the_next_program_is_judged_right(
-    sandbox: LocalSandbox, style: str
-) -> None:
+async def no_trick_earns(sandbox: LocalSandbox, style: str, names: Sequence[str]) -> None:
+    """Checks too that a right program earns 1 after them."""
     params, row = WAYS[style]
 
     async def of(program: str, **limits: float) -> Part:
         return await grade(sandbox, program_for(style, program), row, **params, **limits)
 
-    graded = await asyncio.gather(*(of(program, **HASTY) for program in HACKS.values()))
-    parts = dict(zip(HACKS, graded, strict=True))
+    graded = await asyncio.gather(*(of(HACKS[name], **HASTY) for name in names))
+    parts = dict(zip(names, graded, strict=True))
     assert {
         name: part
         for name, part in parts.items()
         if part.value != 0.0 or part.verdict in ("ok", "error")
     } == {}
     assert (await of(RIGHT)).value == 1.0
+
+
+@pytest.mark.parametrize(("place", "style"), [*enumerate(UNLIKE)])
+async def test_no_trick_earns_a_reward_and_the_next_program_is_judged_right(
+    sandbox: LocalSandbox, place: int, style: str
+) -> None:
+    """Each trick is tried on a third of the ways: every way meets tricks of all kinds."""
+    await no_trick_earns(sandbox, style, [*HACKS][place % 3 :: 3])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("style", UNLIKE)
+async def test_no_trick_earns_a_reward_in_any_way(sandbox: LocalSandbox, style: str) -> None:
+    await no_trick_earns(sandbox, style, [*HACKS])
 
 
 @pytest.mark.parametrize("style", WAYS)

@@ -90,10 +90,10 @@ async def loop_watched() -> AsyncGenerator[list[float]]:
         watching.cancel()
 
 
-def test_20_000_texts_are_read_and_none_takes_long() -> None:
+def test_5000_texts_are_read_and_none_takes_long() -> None:
     tests = [read(row["tests"], None, None, "", "") for row in ROWS]
     longest_s = 0.0
-    for number, text in enumerate(texts(20_000)):
+    for number, text in enumerate(texts(5000)):
         start_s = time.thread_time()
         programs = programs_in(text)
         program = program_of(text, tests[number % len(tests)].fit)
@@ -118,7 +118,7 @@ async def no_text_earns(tools: GraderTools, count: int, seed: int) -> Counter[st
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_no_text_earns_anything_or_stalls_the_loop(tools: GraderTools) -> None:
-    verdicts = await no_text_earns(tools, 600, seed=1)
+    verdicts = await no_text_earns(tools, 200, seed=1)
     assert {*verdicts} <= {"runtime_error", "wrong", "time_limit", "memory_limit", "output_limit"}
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from itertools import groupby
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -34,43 +34,56 @@ def test_there_are_200_programs_in_ten_ways_each() -> None:
     assert len(WAYS) == len(READS) == len(FENCES) == 10
 
 
-@pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("style", STYLES)
-async def test_200_right_programs_earn_1(style: str, tools: GraderTools) -> None:
-    params = {"entry_point": "entry"} if style == "check" else {}
+async def missed(tools: GraderTools, items: dict[str, ScoreItem], **params: Any) -> dict[str, Part]:
+    """Returns the parts of the programs that do not earn 1, by the programs' names."""
     # A host that is shared may take its time.
     spec = RewardSpec(grader="code_tests", params={**params, "timeout_s": 300, "idle_s": 100})
     caller = Caller(registry.bind(spec, tools), VerdictCache(0))
-    items: list[ScoreItem] = []
-    names: list[str] = []
-    completions = WHOLE if style == "stdio" else COMPLETIONS
-    for task, of_task in groupby(completions.items(), key=lambda one: one[0].partition(",")[0]):
-        row = rows(task)[style]
-        for name, completion in of_task:
-            names.append(name)
-            items.append(ScoreItem(prompt=task, completion=completion, row=row))
     parts: dict[int, Part] = {}
-    await caller.grade(items, parts.__setitem__)
-    missed = {
-        names[at]: (part.verdict, part.detail) for at, part in parts.items() if part.value != 1
-    }
-    assert missed == {} and len(parts) == 200
+    await caller.grade([*items.values()], parts.__setitem__)
+    assert len(parts) == len(items)
+    return {name: parts[at] for at, name in enumerate(items) if parts[at].value != 1}
+
+
+def programs(style: str, numbers: Iterable[int]) -> dict[str, ScoreItem]:
+    """Returns the programs of these numbers with their task's tests in that style."""
+    completions = WHOLE if style == "stdio" else COMPLETIONS
+    items: dict[str, ScoreItem] = {}
+    for name in ([*completions][number] for number in numbers):
+        task = name.partition(",")[0]
+        row = rows(task)[style]
+        items[name] = ScoreItem(prompt=task, completion=completions[name], row=row)
+    return items
+
+
+def params_of(style: str) -> dict[str, str]:
+    return {"entry_point": "entry"} if style == "check" else {}
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_200_right_programs_earn_1(tools: GraderTools) -> None:
+    """Each in one style of tests: each way of writing a program meets each style."""
+    for place, style in enumerate(STYLES):
+        numbers = [number for number in range(200) if (number + number // 10) % 6 == place]
+        assert await missed(tools, programs(style, numbers), **params_of(style)) == {}
+
+
+@pytest.mark.soak
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("style", STYLES)
+async def test_200_right_programs_earn_1_in_each_style(style: str, tools: GraderTools) -> None:
+    assert await missed(tools, programs(style, range(200)), **params_of(style)) == {}
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_contest_templates_and_what_their_functions_return_earn_1(tools: GraderTools) -> None:
-    spec = RewardSpec(grader="code_tests", params={"timeout_s": 300, "idle_s": 100})
-    caller = Caller(registry.bind(spec, tools), VerdictCache(0))
-    programs = {
+    whole = {
         name: (code, [{"input": given, "output": wanted}])
         for name, (code, given, wanted) in contest_programs.WHOLE.items()
-    } | contest_programs.FUNCTIONS
-    items = [
-        ScoreItem(prompt="p", completion=f"```python\n{code}\n```", row={"tests": tests})
-        for code, tests in programs.values()
-    ]
-    parts: dict[int, Part] = {}
-    await caller.grade(items, parts.__setitem__)
-    names = [*programs]
-    missed = {names[at]: part for at, part in parts.items() if part.value != 1}
-    assert missed == {} and len(parts) == len(programs) >= 100
+    }
+    items = {
+        name: ScoreItem(prompt="p", completion=f"```python\n{code}\n```", row={"tests": tests})
+        for name, (code, tests) in {**whole, **contest_programs.FUNCTIONS}.items()
+    }
+    assert len(items) >= 100
+    assert await missed(tools, items) == {}

@@ -28,32 +28,45 @@ TESTS = {
 RIGHT = {"asserts": "def f(x): return x", "loop": "f = lambda x: x", "stdio": "print(input())"}
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=["cgroups", pytest.param("no cgroups", marks=pytest.mark.soak)],
-)
-async def tools(request: pytest.FixtureRequest) -> AsyncGenerator[GraderTools]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "no cgroups":
-            patch.setattr(Groups, "make", lambda *_: None)
-        async with running_tools(3) as made:
-            yield made
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tools() -> AsyncGenerator[GraderTools]:
+    async with running_tools(3) as made:
+        yield made
+
+
+async def hung_ones_cost_right_ones_nothing(
+    style: str, hung: dict[str, str], tools: GraderTools
+) -> None:
+    # Without cgroups wall time is all that ends most of them.
+    spec = RewardSpec(grader="code_tests", params={**LIMITS, "timeout_s": 8})
+    caller = Caller(registry.bind(spec, tools), VerdictCache(0))
+    right = {f"right {number}": f"{RIGHT[style]}\n# {number}" for number in range(8)}
+    programs = hung | right
+    items = [
+        ScoreItem(prompt="p", completion=program, row={"tests": TESTS[style]})
+        for program in programs.values()
+    ]
+    parts: dict[int, Part] = {}
+    await caller.grade(items, parts.__setitem__)
+    wanted = {name: float(name in right) for name in programs}
+    found = {name: parts[at].value for at, name in enumerate(programs)}
+    assert found == wanted, [part for part in parts.values() if not part.value]
 
 
 @pytest.mark.parametrize("style", TESTS)
 async def test_hung_programs_cost_right_ones_nothing(style: str, tools: GraderTools) -> None:
-    # Without cgroups wall time is all that ends most of them.
-    spec = RewardSpec(grader="code_tests", params={**LIMITS, "timeout_s": 8})
-    caller = Caller(registry.bind(spec, tools), VerdictCache(0))
-    right = [f"{RIGHT[style]}\n# {number}" for number in range(8)]
-    items = [
-        ScoreItem(prompt="p", completion=program, row={"tests": TESTS[style]})
-        for program in [*HUNG.values(), *right]
-    ]
-    parts: dict[int, Part] = {}
-    await caller.grade(items, parts.__setitem__)
-    names = [*HUNG, *(f"right {number}" for number in range(len(right)))]
-    wanted = {name: float(name.startswith("right")) for name in names}
-    found = {names[at]: part.value for at, part in parts.items()}
-    assert found == wanted, [part for at, part in parts.items() if part.value != wanted[names[at]]]
+    """Each program hangs in one style of tests."""
+    hung = {name: HUNG[name] for name in [*HUNG][[*TESTS].index(style) :: len(TESTS)]}
+    await hung_ones_cost_right_ones_nothing(style, hung, tools)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cgroups", [True, False])
+@pytest.mark.parametrize("style", TESTS)
+async def test_every_hung_program_costs_right_ones_nothing(
+    style: str, cgroups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not cgroups:
+        monkeypatch.setattr(Groups, "make", lambda *_: None)
+    async with running_tools(3) as tools:
+        await hung_ones_cost_right_ones_nothing(style, HUNG, tools)

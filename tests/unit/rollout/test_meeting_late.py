@@ -1,15 +1,17 @@
-"""A sampler that met the trainer after it was given up for late."""
+"""A sampler that met the trainer after it was given up for late. vLLM is imported where it is used:
+every worker of pytest imports the test modules."""
 
 from __future__ import annotations
 
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from services.rollout.on_vllm.inside import transfer
+if TYPE_CHECKING:
+    from services.rollout.on_vllm.inside.transfer import Incoming
 
 
 class Engine:
@@ -29,7 +31,9 @@ class Engine:
         self.ended.set()
 
 
-def incoming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> transfer.Incoming:
+def incoming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Incoming:
+    from services.rollout.on_vllm.inside import transfer
+
     monkeypatch.setattr(transfer, "WeightTransferConfig", SimpleNamespace)
     monkeypatch.setattr(
         transfer,

@@ -1,4 +1,5 @@
-"""A model's tokenizer: one that is missing or broken is a sentence, and no empty prompts."""
+"""A model's tokenizer: one that is missing or broken is a sentence, and no empty prompts. vLLM is
+imported where it is used: every worker of pytest imports the test modules."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.on_vllm.arguments import load_tokenizer
 from shared.errors import BadRequest
 from shared.wire import EngineSpec
 from tests.support.tiny_models import make_tiny_model
 
 
 def test_a_folder_without_a_whole_tokenizer_is_refused(tmp_path: Path) -> None:
+    from services.rollout.on_vllm.arguments import load_tokenizer
+
     model = EngineSpec(model=str(make_tiny_model(tmp_path)))
     assert load_tokenizer(model).vocab_size == 64
     (tmp_path / "tokenizer.json").write_text("{garbage")

@@ -337,8 +337,8 @@ def disturbed(job: Job, examples, folder: Path, disturb: str) -> str:
 @pytest.mark.parametrize(
     ("stage", "disturb", "offload", "training"),
     [
-        (0, "backward 2", False, {}),
-        (1, "backward 2", False, {}),
+        pytest.param(0, "backward 2", False, {}, marks=pytest.mark.soak),
+        pytest.param(1, "backward 2", False, {}, marks=pytest.mark.soak),
         (2, "backward 2", True, {}),
         (3, "forward 18", False, {}),
         (
@@ -347,9 +347,9 @@ def disturbed(job: Job, examples, folder: Path, disturb: str) -> str:
             False,
             {"minibatches": 2},
         ),  # in the second optimizer step, when the first has moved the weights
-        (2, "backward 10", False, {"minibatches": 2}),
+        pytest.param(2, "backward 10", False, {"minibatches": 2}, marks=pytest.mark.soak),
         (1, "backward 10", False, {"minibatches": 2, "dtype": "bfloat16"}),
-        (3, "backward 10", False, {"minibatches": 2}),
+        pytest.param(3, "backward 10", False, {"minibatches": 2}, marks=pytest.mark.soak),
     ],
 )
 def test_an_update_that_ran_out_of_memory_is_as_if_it_had_never_come(
