@@ -31,6 +31,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sampling.stop_token_ids": (((),), "a completion ends at the model's own end tokens"),
     "sampling.overlong_prompts": (("error",), "TRL leaves out and cuts no prompts"),
     "sampling.repeatable": ((False,), "TRL seeds a run, not each completion"),
+    "sampling.keep_prefixes": ((False,), ITSELF),
     "sampling.refills": ((0,), "TRL replaces no groups"),
     "difficulty.skip_right": ((0,), "TRL skips no problems"),
     "difficulty.skip_wrong": ((0,), "TRL skips no problems"),

@@ -113,8 +113,9 @@ class Engine(Protocol):
     `kv_cache_tokens` tokens of all of them together. `openai` answers `/models`, `/completions` and
     `/chat/completions` below its mount point, and the routes of a vLLM server that change nothing.
     `max_lora_rank` is the largest rank of adapters that the engine takes; 0: none. With `transfers`
-    it takes tensors by vLLM's weight transfer. After the engine's process has died, every method
-    raises StateLost."""
+    it takes tensors by vLLM's weight transfer. With `keeps_cache` new weights leave cached prefixes
+    as they are, and what is under way goes on from them. After the engine's process has died, every
+    method raises StateLost."""
 
     max_model_len: int
     max_lora_rank: int
@@ -122,6 +123,7 @@ class Engine(Protocol):
     max_num_seqs: int
     kv_cache_tokens: int
     transfers: bool
+    keeps_cache: bool
     dtype: str
     gpus: tuple[str, ...]
     folder: Path
@@ -157,7 +159,8 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Samples no further token until `resume`, and forgets cached prefixes."""
+        """Samples no further token until `resume`, and forgets cached prefixes, unless the mode is
+        "keep" and `keeps_cache` is set."""
         ...
 
     async def resume(self) -> None: ...

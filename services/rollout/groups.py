@@ -42,7 +42,7 @@ async def sampled_group(
         ids,
         sampling,
         owner=owner_of(request),
-        salt=running.salt,
+        salt=running.salt(request.known.version if request.known else None),
         deadline_s=request.deadline_s,
         adapter=adapter,
     )

@@ -167,10 +167,10 @@ class Running:
 
     # --- the weights that serve ------------------------------------------------------------------
 
-    @property
-    def salt(self) -> str:
-        """The key under which this version's prefixes are cached."""
-        return f"{owner_of(self.serving)}:{self.serving.version}"
+    def salt(self, version: int | None = None) -> str:
+        """Returns the key of the prefixes that a version has cached, by default of the version that
+        serves."""
+        return f"{owner_of(self.serving)}:{self.serving.version if version is None else version}"
 
     def serving_adapter(self) -> AbstractContextManager[Adapter | None]:
         """Keeps the adapter that serves loaded during a request. None if no adapter serves."""

@@ -138,7 +138,9 @@ class Sampler:
                 await self._running.end_pauses()
             if request.own_weights:
                 return await self._serve_own_weights(request)
-            return await self._serve(request.spec)
+            serving = await self._serve(request.spec)
+            (await self._alive()).engine.keeps_cache = request.keep_prefixes
+            return serving
 
     async def unready(self) -> str | None:
         """Returns why /generate would be refused, or None. Before the first model there is nothing
@@ -292,7 +294,7 @@ class Sampler:
                 request,
                 prompt_token_ids,
                 owner=owner_of(asker),
-                salt=running.salt,
+                salt=running.salt(),
                 adapter=adapter,
             )
             return await self.requests.run(asker, work)

@@ -30,6 +30,7 @@ def check(job: Job) -> None:
     _rates_in_order(job)
     _plays_to_the_end(job)
     _credits_each_token(job)
+    _has_prefixes_to_keep(job)
 
 
 def check_groups(job: Job) -> None:
@@ -75,6 +76,22 @@ def _credits_each_token(job: Job) -> None:
             f"{got}, which gives tokens of one sequence different advantages, and the importance "
             "ratio is of the sequence, which would average them; expected a loss other than "
             '"gspo" and training.importance "token"'
+        )
+
+
+def _has_prefixes_to_keep(job: Job) -> None:
+    if not job.sampling.keep_prefixes:
+        return
+    if job.max_staleness == 0:
+        raise ValueError(
+            "sampling.keep_prefixes is true and max_staleness 0: nothing is under way when new "
+            "weights come; expected max_staleness of 1 or more"
+        )
+    if job.lora and job.weight_sync in ("auto", "lora"):
+        raise ValueError(
+            "sampling.keep_prefixes is true, lora is set and weight_sync is "
+            f"{job.weight_sync!r}: what one adapter has cached is of no use to another; expected "
+            "a weight_sync that merges the adapter, or keep_prefixes = false"
         )
 
 

@@ -69,6 +69,13 @@ class SamplingSpec(Section):
     deadline cuts off; and batches of other sizes round otherwise, so that a near tie may fall the
     other way. Off by default: vLLM draws for each seeded sequence separately, which takes time."""
 
+    keep_prefixes: bool = False
+    """What the cache holds of a completion or conversation when new weights come. False: it is
+    computed again, so each token is sampled by one version alone. True: what is under way goes on
+    from what the older weights computed, which saves that time. The log-probs are then of a mix of
+    versions, all within `max_staleness`; they are what the tokens were sampled from, and
+    `[correction]` weighs them as others. New conversations begin with the new weights alone."""
+
     refills: int = Field(default=0, ge=0, le=10)
     """Rounds per step in which groups without signal (all rewards equal, or all completions cut off
     with `advantages.mask_truncated`) are replaced by groups of further prompts: the dynamic

@@ -36,10 +36,11 @@ class ModelRequest(EngineSpec, Fencing):
     itself and its fence, and older fences are refused from then on; a request by hand names no job.
 
     `own_weights`: the weights in the model's folder serve the job, as version 0; it loads no
-    others."""
+    others. `keep_prefixes`: new weights leave the cache as it is, see `SamplingSpec`."""
 
     job_id: JobId | None = None
     own_weights: bool = False
+    keep_prefixes: bool = False
 
     @property
     def spec(self) -> EngineSpec:

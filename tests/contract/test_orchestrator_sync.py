@@ -471,6 +471,11 @@ async def test_weights_are_synced_every_n_steps_and_the_staleness_bound_holds(
             r'weight_sync is "lora" and the job has no \[lora\], so there is',
         ),
         ({"weight_sync": "lora", "lora": {"rank": 513}}, "lora.rank 513, expected at most 512"),
+        ({"sampling": {"keep_prefixes": True}}, "keep_prefixes is true and max_staleness 0"),
+        (
+            {"sampling": {"keep_prefixes": True}, "max_staleness": 1, "lora": {"rank": 4}},
+            "lora is set and weight_sync is 'auto'",
+        ),
     ],
 )
 def test_a_job_that_could_not_sync_as_it_says_is_refused(

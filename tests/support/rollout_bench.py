@@ -63,6 +63,7 @@ class FakeEngine:
     max_model_len: int = 16
     max_lora_rank: int = 0
     transfers: bool = False
+    keeps_cache: bool = False
     dtype: str = "float32"
     gpus: tuple[str, ...] = ()
     vocab_size: int = 10

@@ -41,6 +41,8 @@ from shared.wire import (
     Fence,
     FolderWeights,
     GenerateRequest,
+    Known,
+    Message,
     ModelRequest,
     NoBody,
     PauseState,
@@ -822,6 +824,43 @@ async def test_an_engine_that_dies_during_a_reload_is_state_lost_until_another_m
     )
     with pytest.raises(Failed, match=r"the first is 'lm_head\.weight'"):
         await reload(client, headless)
+
+
+async def test_a_conversation_may_go_on_from_what_older_weights_cached(
+    service: Running, client: Client
+) -> None:
+    who = {"job_id": "kept", "attempt": 1, "epoch": 0}
+    spec = {"model": str(service.models / "untied"), "dtype": "float32", "keep_prefixes": True}
+    body = ModelRequest.model_validate({**spec, **who})
+    await client.call("PUT", "/model", body, ServingWeights, deadline_s=240)
+    await reload(client, service.publish(1, service.models / "untied", job="kept", fence=(1, 0)))
+    messages: list[Message] = [{"role": "user", "content": "ab cd " * 25}]
+    asked = {**who, "prompt_token_ids": None, "sampling": Sampling(max_tokens=6)}
+    first = await generate(client, **asked, prompt=messages)
+    await reload(client, service.publish(2, service.models / "untied2", job="kept", fence=(1, 0)))
+
+    messages += [{"role": "assistant", "content": first.rollouts[0].text}]
+    messages += [{"role": "user", "content": "go on"}]
+    known = Known(
+        num_messages=2,
+        token_ids=TokenIds([*first.prompt_token_ids, *first.rollouts[0].token_ids]),
+    )
+    before = await cached_tokens(service)
+    anew = await generate(client, **asked, prompt=messages, known=known)
+    assert await cached_tokens(service) - before == 0
+    assert_sampled_by(service.models / "untied2", anew)
+
+    kept = known.model_copy(update={"version": 1})
+    group = await generate(client, **asked, prompt=messages, known=kept)
+    assert await cached_tokens(service) - before == 128, "vLLM's block on a CPU"
+    assert group.prompt_token_ids.data == anew.prompt_token_ids.data
+    (rollout,) = group.rollouts
+    assert rollout.versions == (2,)
+    whole, num_prompt = [*group.prompt_token_ids, *rollout.token_ids], len(group.prompt_token_ids)
+    for name in ("untied", "untied2"):
+        alone = reference_logprobs(service.models / name, whole, num_prompt)
+        differences = [abs(x - y) for x, y in zip(rollout.logprobs, alone, strict=True)]
+        assert max(differences) > 1e-3, f"partly of {name}"
 
 
 def test_a_terminated_service_leaves_nothing_and_ends_its_log_in_order(service: Running) -> None:

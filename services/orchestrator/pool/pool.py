@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from services.orchestrator.errors import SyncFailed
 from services.orchestrator.pool.admission import Queue, Waiting, choose
 from services.orchestrator.pool.discovery import Discovery, Registered, none_registered
+from services.orchestrator.pool.homes import Home, Homes
 from services.orchestrator.pool.sampler import NOT_HERE, Length, Push, Sampler, client_of
 from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, HoneError, Unavailable
@@ -38,7 +38,6 @@ from shared.wire import (
     RolloutGroup,
     ServingWeights,
     SleepRequest,
-    WeightsRef,
 )
 
 LOOK_AT_AWAY_S = 0.25
@@ -52,9 +51,6 @@ again."""
 MAX_FAULTS = 3
 """Samplers that may fail over one group, by more than being away, before its error is the job's: a
 prompt that ends every engine must not take the whole pool along again and again."""
-
-MAX_CONVERSATIONS = 65_536
-"""Newest conversations of which it is known which sampler has them in its cache."""
 
 
 class Pool:
@@ -75,7 +71,7 @@ class Pool:
         self._discovery = Discovery(settings, registered)
         self._length = Length()
         self._queue = Queue()
-        self._homes: OrderedDict[str, tuple[Sampler, WeightsRef | None]] = OrderedDict()
+        self._homes = Homes()
         self._spec: ModelRequest | None = None
         self._pushed: Push | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -89,6 +85,7 @@ class Pool:
         none does."""
         await self._stop_tasks()
         self._spec, self._pushed = spec, None
+        self._homes.keeps_prefixes = spec.keep_prefixes
         for sampler in self.samplers.values():
             sampler.end("the job is loaded again")
             sampler.by_files = False
@@ -213,29 +210,23 @@ class Pool:
         the same one, if it has room soon and still serves the weights of its cache. Raises an error
         that every sampler would give, or the error of the last sampler."""
         self._length.expect(body)
-        sampler, group = await self._generate(body, key, self._home(conversation))
+        home = self._homes.find(conversation)
+        sampler, group = await self._generate(body, key, home)
         self._length.measure(group)
-        if conversation is not None:
-            self._homes[conversation] = sampler, sampler.ref
-            self._homes.move_to_end(conversation)
-            if len(self._homes) > MAX_CONVERSATIONS:
-                self._homes.popitem(last=False)
+        if conversation:
+            self._homes.note(conversation, home, sampler, group)
         return group
 
-    def _home(self, conversation: str | None) -> Sampler | None:
-        """Returns the sampler that has the conversation so far in its cache, if there is one."""
-        sampler, ref = self._homes.get(conversation or "", (None, None))
-        return sampler if sampler and sampler.up and sampler.ref is ref else None
-
     async def _generate(
-        self, body: GenerateRequest, key: str, near: Sampler | None
+        self, body: GenerateRequest, key: str, home: Home | None
     ) -> tuple[Sampler, RolloutGroup]:
         faults = 0
         while True:
-            sampler = await self._room_for(body.sampling.n, near)
+            sampler = await self._room_for(body.sampling.n, home and home.sampler)
             num_joins = sampler.num_joins
+            request = self._homes.request(body, home, sampler)
             try:
-                return await self._sample(sampler, body, key)
+                return await self._sample(sampler, request, key)
             except HoneError as error:
                 faults += not isinstance(error, Unavailable) or error.code == "deadline"
                 if faults > MAX_FAULTS or not self._can_do_without(sampler, error):

@@ -177,7 +177,11 @@ class Services:
         """Loads the job's model into the samplers, and returns once one of them has it."""
         job = self._job
         spec = self._model_request().model_copy(
-            update={"max_lora_rank": job.served_rank, "sampling_masks": job.needs_masks}
+            update={
+                "max_lora_rank": job.served_rank,
+                "sampling_masks": job.needs_masks,
+                "keep_prefixes": job.sampling.keep_prefixes,
+            }
         )
         await self.pool.open(spec)
 

@@ -85,6 +85,8 @@ LIFE_CHECK_S = 0.25
 class VllmEngine:
     """One AsyncLLM. Built in a thread; used from the event loop only."""
 
+    keeps_cache = False
+
     def __init__(self, spec: EngineSpec, folder: Path, settings: Settings, errors: Path) -> None:
         self._errors = errors
         self._spec = spec
@@ -191,15 +193,20 @@ class VllmEngine:
     async def pause(self, mode: PauseMode = "keep") -> None:
         # AsyncLLM.pause_generation does the same and then sleeps 20 ms, without need.
         core = self._llm.engine_core
-        await self._answer(core.pause_scheduler_async(mode=mode, clear_cache=True))
+        clears = mode != "keep" or not self.keeps_cache
+        await self._answer(core.pause_scheduler_async(mode=mode, clear_cache=clears))
 
     async def resume(self) -> None:
         await self._answer(self._llm.resume_generation())
 
     async def load_files(self, folder: Path) -> None:
-        """Loads in place. Raises Failed if the prefix cache of the old weights stays."""
+        """Loads in place. Raises Failed if the prefix cache of the old weights stays and should
+        not."""
         await self._answer(self._llm.collective_rpc("load_published", args=(str(folder),)))
-        if not await self._answer(self._llm.reset_prefix_cache()):
+        await self._forget_prefixes()
+
+    async def _forget_prefixes(self) -> None:
+        if not self.keeps_cache and not await self._answer(self._llm.reset_prefix_cache()):
             raise Failed("vLLM did not reset its prefix cache")
 
     async def reset_cache(self, *, running: bool, external: bool) -> bool:
@@ -260,8 +267,7 @@ class VllmEngine:
             ) from error
         if problem := next(filter(None, problems), None):
             raise Failed(problem, code="not_loaded")
-        if not await self._answer(self._llm.reset_prefix_cache()):
-            raise Failed("vLLM did not reset its prefix cache")
+        await self._forget_prefixes()
 
     async def transfer(self, step: str, info: Mapping[str, Any] | None = None) -> None:
         request = TRANSFER_REQUESTS.get(step)
