@@ -21,6 +21,7 @@ docs/observability.md lists the other names.
 | conversations/mean_turns       | with [environment]: answers; also mean_tool_calls,          |
 |                                | mean_tool_errors, mean_environment_s (seconds of its tools) |
 | conversations/forks            | rows beyond the first, where a history was written anew     |
+| agent/mean_guesses             | of agents of kind "worker": their own metric, here guesses  |
 | environment_failures           | share of rollouts without a reward, as the environment died |
 | staleness                      | steps between the oldest weights that sampled and those     |
 |                                | trained; of each token: the trainer's staleness/mean, ...   |
@@ -52,6 +53,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from services.orchestrator.loop.advantages import has_signal
 from services.orchestrator.loop.groups import is_graded, missing_share
@@ -175,10 +177,20 @@ def _conversation_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
             if numbers
         },
         "conversations/forks": sum(len(rollout.branches) for rollout in rollouts),
+        **_agent_metrics(played),
         "environment_failures": statistics.fmean(
             ENVIRONMENT_FAILED in rollout.info for rollout in rollouts
         ),
     }
+
+
+def _agent_metrics(played: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the means of the metrics that agents reported, over the rollouts with each."""
+    found: dict[str, list[float]] = {}
+    for info in played:
+        for name, value in info.get("agent", {}).items():
+            found.setdefault(f"agent/mean_{name}", []).append(value)
+    return {name: statistics.fmean(values) for name, values in found.items()}
 
 
 def _lengths(what: str, rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -220,9 +220,7 @@ class Episodes:
         if found := self._answered.get(id):
             return found
         lease = self._under_way(id)
-        if lease and result.error is not None:
-            lease.ended.set_exception(EnvironmentFailed(result.error))
-        elif lease:
+        if lease:
             self._rewarded(lease, result)
         answer = self._answered[id] = ResultTaken(id=id, taken=lease is not None)
         if len(self._answered) > MAX_ANSWERED:
@@ -230,13 +228,19 @@ class Episodes:
         return answer
 
     def _rewarded(self, lease: Lease, result: EpisodeResult) -> None:
-        """Ends the lease with the rollout, or with the services' error that the agent met."""
+        """Ends the lease with the rollout, or with the services' error that the agent met. Raises
+        BadRequest for rewards that do not fit the answers."""
         try:
             group = lease.session.rollout()
         except HoneError as error:
             lease.ended.set_exception(error)
             return
-        lease.ended.set_result(rewarded(group, result))
+        if result.error is not None:
+            lease.ended.set_exception(EnvironmentFailed(result.error))
+        elif (rollout := group.rollouts[0]).went_wrong:
+            lease.ended.set_exception(EnvironmentFailed(rollout.error or "it has no answer"))
+        else:
+            lease.ended.set_result(rewarded(group, lease.session.answers(), result))
 
 
 def _told(job_id: str, asks: bool) -> str:
@@ -248,34 +252,37 @@ def _told(job_id: str, asks: bool) -> str:
     )
 
 
-def rewarded(group: RolloutGroup, result: EpisodeResult) -> RolloutGroup:
-    """Returns the rollout with what its worker says of it. Raises BadRequest for rewards that do
-    not fit the answers."""
+def rewarded(
+    group: RolloutGroup, answers: Mapping[str, int], result: EpisodeResult
+) -> RolloutGroup:
+    """Returns the rollout with what its worker says of it. `answers` are the times of its answers
+    by id, row by row. Raises BadRequest for rewards that do not fit them."""
     info: dict[str, Any] = {"reward": result.reward, "agent": dict(result.metrics)}
     if isinstance(result.reward, tuple | Mapping):
-        ids = group.rollouts[0].info.get("completion_ids") or ()
-        turns = _per_turn(result.reward, list(ids))
-        given = [reward for reward in turns if reward is not None]
+        by_id = _by_id(result.reward, sorted(answers, key=answers.__getitem__))
+        given = [reward for reward in by_id.values() if reward is not None]
+        turns = [by_id.get(id) for id in answers]
         info |= {"turn_rewards": turns, "reward": sum(given) if given else None}
     return with_info(group, info)
 
 
-def _per_turn(
+def _by_id(
     rewards: tuple[float | None, ...] | Mapping[str, float | None], ids: list[str]
-) -> list[float | None]:
+) -> Mapping[str, float | None]:
+    """Returns the rewards by the ids of answers; `ids` are in the order of time."""
     if isinstance(rewards, tuple):
         if len(rewards) != len(ids):
             raise BadRequest(
-                f"'reward' has {len(rewards)} entries; expected {len(ids)}, one for each answer of "
-                "the model in its newest conversation"
+                f"'reward' has {len(rewards)} entries; expected {len(ids)}, one for each recorded "
+                "answer of the model"
             )
-        return list(rewards)
+        return dict(zip(ids, rewards, strict=True))
     if unknown := sorted(rewards.keys() - set(ids)):
         raise BadRequest(
-            f"'reward' names the answer {unknown[0]!r:.80}; expected ids of the {len(ids)} answers "
-            "of the model in its newest conversation"
+            f"'reward' names the answer {unknown[0]!r:.80}; expected ids of the {len(ids)} "
+            "recorded answers of the model"
         )
-    return [rewards.get(id) for id in ids]
+    return rewards
 
 
 async def play(

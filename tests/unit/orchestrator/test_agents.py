@@ -42,9 +42,12 @@ class Session:
             text="answer",
             token_ids=TokenIds([self.number]),
             finish_reason="stop",
-            info={"completion_ids": ["a", "b"]},
         )
         return RolloutGroup(prompt_token_ids=TokenIds([1]), rollouts=(rollout,))
+
+    def answers(self) -> dict[str, int]:
+        """The row of `a`, the second in time, comes first."""
+        return {"a": 5, "b": 3}
 
     def close(self) -> None:
         self.is_closed = True
@@ -152,15 +155,17 @@ def test_rewards_per_turn_come_as_a_list_or_by_completion_id() -> None:
 
     async def worker() -> None:
         first, second = await around.lease(num=2)
-        with pytest.raises(BadRequest, match="has 1 entries; expected 2, one for each answer"):
+        with pytest.raises(BadRequest, match="has 1 entries; expected 2, one for each recorded"):
             around.end(first, [1.0])
-        with pytest.raises(BadRequest, match="names the answer 'c'; expected ids of the 2 answers"):
+        with pytest.raises(
+            BadRequest, match="names the answer 'c'; expected ids of the 2 recorded"
+        ):
             around.end(first, {"c": 1.0})
         assert around.end(first, [None, 0.25]) and around.end(second, {"a": 1.0})
 
     group, _ = played(around, worker, n=2)
     infos = [rollout.info for rollout in group.rollouts]
-    assert [info["turn_rewards"] for info in infos] == [[None, 0.25], [1.0, None]]
+    assert [info["turn_rewards"] for info in infos] == [[0.25, None], [1.0, None]]
     assert [info["reward"] for info in infos] == [0.25, 1.0]
 
 
