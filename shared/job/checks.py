@@ -31,11 +31,12 @@ def check(job: Job) -> None:
     _plays_to_the_end(job)
     _credits_each_token(job)
     _has_prefixes_to_keep(job)
+    _is_pushed_whole(job)
 
 
 def check_groups(job: Job) -> None:
     """Raises BadRequest for groups of one. Only a job that trains nothing may have them."""
-    if job.trains and job.sampling.group_size == 1:
+    if job.trains and job.sampling.group_size == 1 and not job.is_pushed:
         raise BadRequest(
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
             "2 or more"
@@ -95,6 +96,35 @@ def _has_prefixes_to_keep(job: Job) -> None:
         )
 
 
+def _is_pushed_whole(job: Job) -> None:
+    """Groups of kind "pushed" come with their rewards. So `[[rewards]]` are for held-out problems
+    only, and the keys that order training problems have nothing to order."""
+    if not job.is_pushed:
+        return
+    unused = {
+        "data.train": job.data.train is not None,
+        "data.epochs": job.data.epochs is not None,
+        "difficulty": job.difficulty.skips,
+        'advantages.combine = "normalize_then_sum"': job.advantages.combine != "sum_then_normalize",
+    }
+    for key in (key for key, is_set in unused.items() if is_set):
+        raise ValueError(
+            f'{key} is set and environment.kind is "pushed", whose groups come with their prompts '
+            f"and one reward for each completion; expected none"
+        )
+    own = [reward.label for reward in job.rewards if reward.grader != "environment"]
+    if job.evaluates and len(own) < len(job.rewards):
+        raise ValueError(
+            'there are held-out problems and environment.kind is "pushed", which grades none of '
+            'them; expected [[rewards]] other than grader "environment"'
+        )
+    if own and not job.evaluates:
+        raise ValueError(
+            f'a reward {own[0]!r} is set and environment.kind is "pushed", whose groups come with '
+            "their rewards; expected [[rewards]] only with held-out problems"
+        )
+
+
 def _ends_some_time(job: Job) -> None:
     if "steps" not in job.model_fields_set and job.data.epochs is None:
         raise ValueError("neither steps nor data.epochs is set; expected one of them")
@@ -106,7 +136,7 @@ def _ends_some_time(job: Job) -> None:
 
 
 def _has_what_it_needs(job: Job) -> None:
-    if job.trains and job.data.train is None:
+    if job.trains and job.data.train is None and not job.is_pushed:
         raise ValueError("'data.train' is missing; expected the training problems")
     if job.trains and job.evaluation.models:
         raise ValueError(

@@ -16,6 +16,7 @@ FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "tools": (("file", "tools"), ("mcp",)),
     "openenv": (("url",),),
     "worker": ((),),
+    "pushed": ((),),
 }
 """The fields that each kind needs: one of these sets, or several together. A field that only other
 kinds have is refused. `source` stands for `file`."""
@@ -35,11 +36,12 @@ class EnvironmentSpec(Section):
     """The environment or the tools of a job whose rollouts are conversations. The model calls
     tools until it answers without a call, the environment is done, or a limit is reached."""
 
-    kind: Literal["class", "tools", "openenv", "worker"] = "class"
+    kind: Literal["class", "tools", "openenv", "worker", "pushed"] = "class"
     """"class": a Python class in `file`, whose public methods are the tools, as TRL's
     `environment_factory` takes it. "tools": plain functions in `file`, or tools of MCP servers.
     "openenv": an OpenEnv server at `url`. "worker": agents that run elsewhere, which `hone work`
-    starts."""
+    starts. "pushed": groups of completions that are sampled and scored elsewhere and posted to the
+    job, which has no `data.train`."""
 
     file: str | None = None
     """Python file with the class or the functions, relative to the job file or to the working

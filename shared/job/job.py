@@ -125,7 +125,7 @@ class Job(Section):
     time where a sync is long, and make samples older. An evaluation and the last step always
     sync."""
 
-    data: DataSpec
+    data: DataSpec = DataSpec()
     """The problems."""
 
     sampling: SamplingSpec = SamplingSpec()
@@ -212,6 +212,11 @@ class Job(Section):
     def evaluates(self) -> bool:
         """Whether there are held-out problems."""
         return self.data.eval is not None or bool(self.evaluation.sets)
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether its groups are sampled and scored elsewhere."""
+        return self.environment is not None and self.environment.kind == "pushed"
 
     @property
     def trains(self) -> bool:

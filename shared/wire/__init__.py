@@ -10,6 +10,7 @@
 | `agents.py` | episodes that agents elsewhere play, by lease |
 | `rewards.py` | `POST /score`, verdicts and scores |
 | `episodes.py` | a job's own environments: open, step, close |
+| `pushed.py` | groups that were sampled and scored elsewhere |
 | `graders.py` | `/graders` and `POST /execute` |
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
 | `weights.py` | published versions, one class per sync method |
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from shared.wire.keys import *
     from shared.wire.openai import *
     from shared.wire.planning import *
+    from shared.wire.pushed import *
     from shared.wire.records import *
     from shared.wire.rewards import *
     from shared.wire.rl import *

@@ -7,6 +7,7 @@ are copied and compared as bytes. They become Python numbers only where code ite
 from __future__ import annotations
 
 import array
+import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,9 +83,16 @@ class Packed(Sequence[N], Generic[N]):
         if not isinstance(value, bytes | list | tuple):
             raise ValueError(f"expected a list of numbers, got {type(value).__name__}")
         numbers = cls(cast(bytes, value))
-        if not isinstance(value, bytes) and not math.isfinite(math.fsum(numbers)):
-            raise ValueError("expected finite numbers only")
+        if not isinstance(value, bytes) and (at := numbers.first_not_finite()) is not None:
+            raise ValueError(f"got {numbers[at]} at index {at}, expected finite numbers only")
         return numbers
+
+    def first_not_finite(self) -> int | None:
+        """Returns the index of the first number that is NaN or infinite; None if there is none."""
+        with contextlib.suppress(ValueError):  # both infinities
+            if math.isfinite(math.fsum(self)):
+                return None
+        return next((at for at, number in enumerate(self) if not math.isfinite(number)), None)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
