@@ -26,6 +26,7 @@ BEGIN, END = "<!-- rooms: `make docs` draws this -->\n", "<!-- end of rooms -->\
 ROOMS = (
     "openai",
     "api",
+    "pushing",
     "run",
     "evals",
     "loop",

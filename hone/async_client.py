@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # imported where they are used, because most calls do not nee
 SUBMIT_DEADLINE_S = 1800.0
 REGRADE_DEADLINE_S = 3600.0
 UPLOAD_DEADLINE_S = 3600.0
+PUSH_DEADLINE_S = 86_400.0
 DELETE_DEADLINE_S = 600.0
 CHAT_DEADLINE_S = 600.0
 RECOVER_DEADLINE_S = 600.0
@@ -234,6 +235,23 @@ class AsyncClient:
 
         submitted = await self.submit(evaluating.evaluation_of(job_of(job), models))
         return await evaluating.follow(self, submitted.id, progress)
+
+    async def push(
+        self, job: str, rollouts: Sequence[Mapping[str, Any]], **group: Any
+    ) -> wire.GroupAccepted:
+        """Gives a job of kind "pushed" a group of rollouts that were sampled and scored elsewhere,
+        and returns once it is on disk. `rollouts` and `group` (`prompt_token_ids`, `prompt`, `key`)
+        are as in `wire.PushedGroup`. While the job has as many groups as it may have, waits for its
+        steps. Pushing the same group again changes nothing."""
+        body = body_of(wire.PushedGroup, rollouts=rollouts, **group)
+        path = f"/v1/jobs/{await self._id(job)}/groups"
+        return await self._calls.post(
+            path, body, wire.GroupAccepted, deadline_s=PUSH_DEADLINE_S, patience_s=PUSH_DEADLINE_S
+        )
+
+    async def groups(self, job: str) -> wire.GroupCounts:
+        """Returns how many pushed groups a job has, and for how many more it has room."""
+        return await self._calls.get(f"/v1/jobs/{await self._id(job)}/groups", wire.GroupCounts)
 
     async def checkpoints(self, job: str) -> wire.CheckpointList:
         """Returns the checkpoints that the job has kept, oldest first."""

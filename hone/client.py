@@ -73,6 +73,8 @@ class Client:
     rollouts = _blocking(AsyncClient.rollouts)
     regrade = _blocking(AsyncClient.regrade)
     evaluate = _blocking(AsyncClient.evaluate)
+    push = _blocking(AsyncClient.push)
+    groups = _blocking(AsyncClient.groups)
     checkpoints = _blocking(AsyncClient.checkpoints)
     checkpoint_files = _blocking(AsyncClient.checkpoint_files)
     download = _blocking(AsyncClient.download)

@@ -36,6 +36,7 @@ CODES = {
     "not_found": "there is no such route or thing",
     "no_operation": "the operation polled for is not known here: the service was restarted since",
     "not_there": "a folder that the job names is not there on the service's host",
+    "too_stale": "older weights than the job's max_staleness allows sampled the group; sample anew",
     "foreign": "a proxy or another program answered in place of the service, and refused",
     "gone": "a session that is closed, with its rollout",
     "context_length_exceeded": "a session has no room for another answer; the detail says why",

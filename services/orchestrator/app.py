@@ -22,6 +22,8 @@ from services.orchestrator.api.checking import Checks
 from services.orchestrator.openai import calling, fine_tuning, graders
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
+from services.orchestrator.pushing import groups
+from services.orchestrator.pushing.groups import Pushing
 from services.orchestrator.run.worker import Worker
 from services.orchestrator.runs.writable import Writable
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
@@ -76,6 +78,7 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
     fine_tuning.add_routes(service, settings, store, runs, checks)
     graders.add_routes(service, settings)
     calling.add_routes(service, settings, store)
+    groups.add_routes(service, Pushing(store))
     return service
 
 

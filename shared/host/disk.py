@@ -5,18 +5,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import pwd
 import secrets
 import shlex
 import stat
 import subprocess
+import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import IO
 
-from shared.errors import Failed
+from shared.errors import Busy, Failed
 
 Data = bytes | memoryview
+
+LOCK_S = 10.0
+"""Seconds to wait for a lock. Who has one may be copying a large file."""
+
+LOOK_AT_LOCK_S = 0.02
 
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS})
 """Errors of file systems without hard links, such as some network volumes."""
@@ -120,6 +128,40 @@ def _aside(path: Path, data: Data) -> Generator[Path]:
         yield aside
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Generator[None]:
+    """Locks this path against all threads and processes. Raises Busy."""
+    until = time.monotonic() + LOCK_S
+    while True:
+        with path.open("ab") as lock:
+            if _is_locked(lock) and _is_at(path, lock):
+                yield
+                return
+        if time.monotonic() >= until:
+            raise Busy(
+                f"others have had {str(path)!r} locked for {LOCK_S:g} s; ask again, and if it "
+                "stays so, look for an orchestrator that hangs"
+            )
+        time.sleep(LOOK_AT_LOCK_S)
+
+
+def _is_locked(file: IO[bytes]) -> bool:
+    """Tries to lock the file until it is closed; returns whether that succeeded."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Returns whether the path still names that file: the lock's previous holder may have removed
+    it."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    return False
 
 
 DEADLINE_S = 300.0

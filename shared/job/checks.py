@@ -105,6 +105,7 @@ def _is_pushed_whole(job: Job) -> None:
         "data.train": job.data.train is not None,
         "data.epochs": job.data.epochs is not None,
         "difficulty": job.difficulty.skips,
+        "advantages.credit": job.advantages.credit != "episode",
         'advantages.combine = "normalize_then_sum"': job.advantages.combine != "sum_then_normalize",
     }
     for key in (key for key, is_set in unused.items() if is_set):

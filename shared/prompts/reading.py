@@ -13,7 +13,7 @@ from shared.errors import BadRequest
 from shared.prompts.templates import RENDERER, CannotRender
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 Content = str | Sequence[Mapping[str, Any]]
 """A prompt: text, or chat messages."""
@@ -42,16 +42,26 @@ class PromptReader:
 
     def count(self, contents: Sequence[Content]) -> list[int]:
         """Returns how many tokens each prompt is. Raises as `texts`."""
-        found = [0] * len(contents)
+        return [len(each) for each in self._encoded(contents)]
+
+    def ids(self, content: Content) -> list[int]:
+        """Returns a prompt's token ids. Raises as `texts`."""
+        return self._encoded([content])[0].ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the text of token ids, special tokens left out."""
+        return self.tokenizer.decode(list(ids))
+
+    def _encoded(self, contents: Sequence[Content]) -> list[Encoding]:
         texts = self.texts(contents)
+        found: dict[int, Encoding] = {}
         for is_text in (True, False):  # a chat template writes special tokens itself
             places = [at for at, each in enumerate(contents) if isinstance(each, str) is is_text]
             encoded = self.tokenizer.encode_batch_fast(
                 [texts[at] for at in places], add_special_tokens=is_text
             )
-            for at, encoding in zip(places, encoded, strict=True):
-                found[at] = len(encoding)
-        return found
+            found |= zip(places, encoded, strict=True)
+        return [found[at] for at in range(len(contents))]
 
     def _rendered(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
         if not chats:

@@ -147,6 +147,9 @@ class Rollout(Wire):
     or `min_p`, and `kept_ids` lists these tokens, position by position. A count of 0, or none at
     all: the whole vocabulary, as far as is known (`EngineSpec.sampling_masks`).
 
+    `advantages` `[T]` came with a rollout that was sampled elsewhere, and replace the one that Hone
+    computes from its group's rewards; empty: none came.
+
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`, and
     `turns` the index of the first token of each answer; empty: one answer, from the first token on.
     `branches` are its other rows, if its history was written anew on the way. `info` is the
@@ -165,6 +168,7 @@ class Rollout(Wire):
     sampled: Mask = Mask()
     kept_ids: TokenIds = TokenIds()
     kept_counts: TokenIds = TokenIds()
+    advantages: Logprobs = Logprobs()
     messages: tuple[Message, ...] = ()
     turns: TokenIds = TokenIds()
     branches: tuple[Branch, ...] = ()

@@ -17,15 +17,16 @@ class Batch(Wire):
     """A sampled and scored step, as stored in the run folder: axes `[P]` prompts, `[P][G]` rollouts
     and scores.
 
-    `version` is the oldest weight version that sampled it. `dropped` `[D][G]` are the scores of
-    replaced groups, which had no signal; `dropped_prompts` `[D]` are their prompts' indices, and
-    `dropped_tokens` their tokens. `graded` False: too many rewards were missing, so the batch was
-    not trained on and will be graded again. A replay of the step needs only the job and this.
+    `version` is the oldest weight version that sampled it, None if none is known. `dropped`
+    `[D][G]` are the scores of replaced groups, which had no signal; `dropped_prompts` `[D]` are
+    their prompts' indices, and `dropped_tokens` their tokens. `graded` False: too many rewards were
+    missing, so the batch was not trained on and will be graded again. A replay of the step needs
+    only the job and this.
     `schema_version` is the version of this class; older versions are read too.
     """
 
     step: int
-    version: int
+    version: int | None
     prompts: tuple[Prompt, ...]
     groups: tuple[RolloutGroup, ...]
     scores: tuple[tuple[Score, ...], ...]

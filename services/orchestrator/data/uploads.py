@@ -10,7 +10,6 @@ Orchestrators that share `runs_dir` share them.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import secrets
@@ -19,10 +18,10 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 from services.orchestrator.runs.writing import writing
-from shared.errors import BadRequest, Busy, Conflict, NotFound, TooLarge
+from shared.errors import BadRequest, Conflict, NotFound, TooLarge
 from shared.host import disk
 from shared.host.logs import get_logger
 from shared.http import codec
@@ -35,12 +34,6 @@ ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 LOCK = ".files.lock"
 """The file that is locked while room for an upload is reserved. It is beside the folder of
 files."""
-
-LOCK_S = 10.0
-"""Lock timeout, in seconds. The room's lock is held while all files are looked at, a file's lock
-until the file is on disk."""
-
-LOOK_AT_LOCK_S = 0.02
 
 GIB = 1 << 30
 
@@ -93,7 +86,7 @@ class Uploads:
         with contextlib.ExitStack() as held:
             with writing("folder", self._root):
                 disk.make_folder(self._root)
-                held.enter_context(_locked(lock))
+                held.enter_context(disk.locked(lock))
             held.callback(lock.unlink, missing_ok=True)
             yield
 
@@ -168,7 +161,7 @@ class Uploads:
         for left in self._root.glob(f".{made.id}.*"):  # by a crash: nobody else writes it
             shutil.rmtree(left, ignore_errors=True)
         aside = self._root / f".{made.id}.{secrets.token_hex(4)}"
-        with _locked(self._root.parent / LOCK):
+        with disk.locked(self._root.parent / LOCK):
             self._sweep()
             self._check_room(made)
             aside.mkdir()
@@ -253,40 +246,6 @@ def _has_bytes(path: Path, content: BinaryIO) -> bool:
         while (block := file.read(BLOCK_BYTES)) == content.read(BLOCK_BYTES):
             if not block:
                 return True
-    return False
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Generator[None]:
-    """Locks this path against all threads and processes. Raises Busy."""
-    until = time.monotonic() + LOCK_S
-    while True:
-        with path.open("ab") as lock:
-            if _is_locked(lock) and _is_at(path, lock):
-                yield
-                return
-        if time.monotonic() >= until:
-            raise Busy(
-                f"others have had {str(path)!r} locked for {LOCK_S:g} s; ask again, and if it "
-                "stays so, look for an orchestrator that hangs"
-            )
-        time.sleep(LOOK_AT_LOCK_S)
-
-
-def _is_locked(file: IO[bytes]) -> bool:
-    """Tries to lock the file until it is closed; returns whether that succeeded."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Returns whether the path still names that file: the lock's previous holder may have removed
-    it."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     return False
 
 

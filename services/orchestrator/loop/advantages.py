@@ -7,6 +7,8 @@ invented 0.
 
 from __future__ import annotations
 
+import itertools
+import statistics
 from collections.abc import Sequence
 
 from services.orchestrator.loop.normalizing import TOLERANCE, differ, normalize, over_batch
@@ -27,7 +29,8 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
 
     None: its reward is missing, its group has no signal, or it was cut off and `mask_truncated` is
     set. In the last two cases its reward still counts in baselines and deviations. With a KL term
-    (`training.beta`), which every token has, a group without signal has advantages of 0.
+    (`training.beta`), which every token has, a group without signal has advantages of 0. Of a
+    rollout that came with advantages, their mean.
     """
     advantages_PG = _advantages(batch, job)
     for group, scores_G, advantages_G in zip(
@@ -37,6 +40,8 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
         for index, rollout in enumerate(group.rollouts):
             if is_masked(rollout, job):
                 advantages_G[index] = None
+            elif rollout.advantages:
+                advantages_G[index] = _mean_given(rollout)
             elif not signal:
                 advantages_G[index] = _zero(advantages_G[index]) if job.training.beta else None
     return advantages_PG
@@ -46,6 +51,12 @@ def _zero(advantage: Advantage) -> Advantage:
     if isinstance(advantage, tuple):
         return tuple(None if one is None else 0.0 for one in advantage)
     return None if advantage is None else 0.0
+
+
+def _mean_given(rollout: Rollout) -> float:
+    """Returns the mean of the given advantages over the sampled tokens."""
+    sampled = rollout.sampled or [1] * len(rollout.token_ids)
+    return statistics.fmean(itertools.compress(rollout.advantages, sampled))
 
 
 def is_masked(rollout: Rollout, job: Job) -> bool:

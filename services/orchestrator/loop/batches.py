@@ -6,6 +6,7 @@ Each group is on disk as soon as it is finished, and is not sampled again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,9 +23,11 @@ from services.orchestrator.loop.groups import (
 )
 from services.orchestrator.loop.prompts import Prompts, group_seed
 from services.orchestrator.play.group import environment_failed, sample_group
+from services.orchestrator.play.pushed import PushedGroups
 from services.orchestrator.pool.services import Services
 from services.orchestrator.runs.finished import FinishedGroup, Place, digest_of
 from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.pushed import Round
 from services.orchestrator.tasks import all_of, to_disk, to_the_end
 from shared.host import tracing
 from shared.host.logs import get_logger
@@ -33,6 +36,10 @@ from shared.wire import Batch, Prompt, RolloutGroup, Score
 
 MAX_RESAMPLED = 2
 """How often a group with versions out of bounds is sampled again."""
+
+
+SampleRound = Callable[[int, int], Awaitable[list[GradedGroup]]]
+"""Returns graded groups of a round, up to so many."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,7 @@ class Batches:
     folder: RunFolder
     max_missing: float  # share of rewards beyond which a batch is not trained on
     warn: Callable[[str], Awaitable[None]] = warn_nobody
+    pushed: PushedGroups | None = None  # of a job whose groups come from elsewhere
 
     @functools.cached_property
     def _learned(self) -> str:
@@ -89,8 +97,10 @@ class Batches:
         """Returns the step's stored batch, or a new one. Raises MustPause if too many rewards are
         missing; the rollouts are stored then, and graded again next time."""
         trace = tracing.begin("step", job=self.job_id, step=step)
+        turn = self.pushed.turn if self.pushed else contextlib.nullcontext()
         with trace.within(), tracing.span("sample"):
-            return replace(await self._get(step), trace=trace)
+            async with turn:
+                return replace(await self._get(step), trace=trace)
 
     async def _get(self, step: int) -> Sampled:
         count = _Count(Stages("generate", "reward", "keep"))
@@ -126,15 +136,30 @@ class Batches:
         return stored.model_copy(update={"scores": tuple(scores_PG), "graded": True})
 
     async def _sample(self, step: int, count: _Count) -> Batch:
+        if self.pushed:
+            return await self._refilled(step, functools.partial(self._take_round, step, count))
         found, damaged = await to_disk(self.folder.groups, step)
         for sentence in damaged:
             await self.warn(f"step {step}: {sentence}; what it held is sampled again")
         writer = GroupWriter(functools.partial(self.folder.write_groups, step))
         on_disk = _OnDisk(found, writer)
-        sample_round = functools.partial(self._sample_round, step, count, on_disk)
+        return await self._refilled(
+            step, functools.partial(self._sample_round, step, count, on_disk)
+        )
+
+    async def _refilled(self, step: int, sample_round: SampleRound) -> Batch:
         groups_P = await sample_round(0, self.job.sampling.prompts_per_step)
         kept, dropped = await refill(groups_P, self.job, self.max_missing, sample_round)
-        return to_batch(step, kept, dropped)
+        return to_batch(step, kept, dropped, dated=not self.pushed)
+
+    async def _take_round(
+        self, step: int, count: _Count, round: int, num_groups: int
+    ) -> list[GradedGroup]:
+        """Returns the next groups that were sampled and scored elsewhere."""
+        assert self.pushed is not None
+        taken = await self.pushed.take(Round(step, round, num_groups, *self._bounds(step)))
+        count.stages.through("generate")
+        return [GradedGroup(each.prompt, each.group, each.scores) for each in taken]
 
     async def _sample_round(
         self, step: int, count: _Count, on_disk: _OnDisk, round: int, num_prompts: int

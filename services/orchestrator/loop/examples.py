@@ -40,7 +40,8 @@ def _rows(
 
 
 def _example(prompt_token_ids: TokenIds, row: Row, advantage: Advantage) -> Example | None:
-    sampled, advantages = row.sampled, Logprobs()
+    sampled = row.sampled
+    advantages = row.advantages if isinstance(row, Rollout) else Logprobs()
     if isinstance(advantage, tuple):
         sampled = only_turns(row, [one is not None for one in advantage])
         advantages = _per_token(row, advantage)
@@ -99,7 +100,7 @@ def step_totals(batch: Batch, job: Job) -> StepTotals:
         (rollout, score)
         for group, scores_G in zip(batch.groups, batch.scores, strict=True)
         for rollout, score in zip(group.rollouts, scores_G, strict=True)
-        if score.value is not None
+        if score.value is not None or rollout.advantages
     ]
     counted = [
         _num_credited(rollout, score, job)

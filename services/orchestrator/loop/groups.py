@@ -41,12 +41,13 @@ class GradedGroup:
 
 
 def teaches(graded: GradedGroup, job: Job) -> bool:
-    """Returns whether any completion of the group is trained on: the group has signal, and with
-    `mask_truncated` not all of its completions were cut off."""
-    return has_signal(graded.scores, job, graded.group) and not all(
-        is_masked(rollout, job)
+    """Returns whether any completion of the group is trained on: the group has signal, or the
+    completion came with advantages, and with `mask_truncated` it was not cut off."""
+    signal = has_signal(graded.scores, job, graded.group)
+    return any(
+        not is_masked(rollout, job)
+        and (bool(rollout.advantages) or (signal and score.value is not None))
         for rollout, score in zip(graded.group.rollouts, graded.scores, strict=True)
-        if score.value is not None
     )
 
 
@@ -91,10 +92,14 @@ def num_rounds(job: Job) -> int:
 
 
 def to_batch(
-    step: int, groups_P: Sequence[GradedGroup], dropped: Sequence[GradedGroup] = ()
+    step: int,
+    groups_P: Sequence[GradedGroup],
+    dropped: Sequence[GradedGroup] = (),
+    *,
+    dated: bool = True,
 ) -> Batch:
     """Returns the step's batch. Raises MustPause, with the first few errors, if every rollout ended
-    in an error."""
+    in an error, and Failed if none says which weights sampled it and they are to be `dated`."""
     rollouts = [rollout for graded in groups_P for rollout in graded.group.rollouts]
     versions = [version for rollout in rollouts for version in rollout.versions]
     if all(rollout.went_wrong for rollout in rollouts):
@@ -103,11 +108,11 @@ def to_batch(
             f"step {step}: all {len(rollouts)} rollouts ended in an error; "
             f"{'; '.join(list(errors)[:NUM_REASONS])}"
         )
-    if not versions:
+    if dated and not versions:
         raise Failed(f"step {step}: no rollout says which weights sampled it")
     return Batch(
         step=step,
-        version=min(versions),
+        version=min(versions, default=None),
         prompts=tuple(graded.prompt for graded in groups_P),
         groups=tuple(graded.group for graded in groups_P),
         scores=tuple(graded.scores for graded in groups_P),

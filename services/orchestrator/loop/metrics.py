@@ -74,15 +74,15 @@ TOKENS, HOURS, COST = "total/tokens", "total/hours", "total/cost"
 def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[str, float]:
     """Returns the metrics of a step whose weights serve. `num_skipped` problems are skipped, with
     `[difficulty]`."""
-    result = step.result
+    result, plays = step.result, job.environment is not None and not job.is_pushed
     return {
         **reward_metrics((*step.batch.scores, *step.batch.dropped), job, step.batch.groups),
         "dropped_groups": len(step.batch.dropped),
         "resampled_groups": step.num_resampled,
         **_rollout_metrics(step.batch.groups),
         **_completion_metrics(step),
-        **(_conversation_metrics(step.batch.groups) if job.environment else {}),
-        "staleness": step.staleness,
+        **(_conversation_metrics(step.batch.groups) if plays else {}),
+        **({} if step.staleness is None else {"staleness": step.staleness}),
         "skipped_steps": int(result.skipped),
         "num_examples": result.num_examples,
         "num_tokens": result.num_tokens,

@@ -44,14 +44,15 @@ from shared.wire import Batch, StepResult
 
 @dataclass(frozen=True)
 class Step:
-    """A finished step. `seconds` has the time of each stage; `staleness` is in steps; a `replayed`
-    batch was stored and not sampled; `num_resampled` groups were sampled more than once; `serves`:
-    its weights serve, as after every `sync_every` steps; `trace` has not ended."""
+    """A finished step. `seconds` has the time of each stage; `staleness` is in steps, None if
+    unknown; a `replayed` batch was stored and not sampled; `num_resampled` groups were sampled more
+    than once; `serves`: its weights serve, as after every `sync_every` steps; `trace` has not
+    ended."""
 
     batch: Batch
     advantages_PG: Advantages
     result: StepResult
-    staleness: int
+    staleness: int | None
     seconds: dict[str, float]
     replayed: bool
     num_resampled: int = 0
@@ -111,7 +112,7 @@ class Pipeline:
             batch,
             advantages_PG,
             result,
-            staleness=batch.step - 1 - batch.version,
+            staleness=None if batch.version is None else batch.step - 1 - batch.version,
             seconds=sampled.seconds | watch.seconds,
             replayed=not sampled.seconds,
             num_resampled=sampled.num_resampled,

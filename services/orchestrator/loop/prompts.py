@@ -68,7 +68,8 @@ class Prompts:
     Every problem, also held-out ones, has the `columns`. `versions` identify the sources' content,
     by "train", "eval" and "eval.<set>", if known. `train` are all training problems, None for a
     stream; `sets` are the held-out sets. `history` has the verdicts on earlier groups, for an order
-    that skips problems. A job of 0 steps has no training problems, and no `order`.
+    that skips problems. A job of 0 steps has no training problems, and no `order`; neither has a
+    job whose groups are sampled elsewhere.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ def load_prompts(
     ask, history = asks_of(job, settings, versions).get("train"), history or History()
     if ask is None:
         held_out = load_held_out(job, settings, versions)
-        columns, found = _shared_columns(held_out[0].columns, held_out), _versions(held_out)
+        columns, found = _columns_of(held_out), _versions(held_out)
         return Prompts(job, None, held_out, columns=columns, versions=found, train=())
     train = open_source(ask)
     columns, order, problems = _ordered(job, train, history, settings.filter_cpu_s)
@@ -168,6 +169,10 @@ def load_prompts(
         train=problems,
         history=history,
     )
+
+
+def _columns_of(held_out: Sequence[HeldOut]) -> tuple[str, ...]:
+    return _shared_columns(held_out[0].columns, held_out) if held_out else ()
 
 
 def _shared_columns(names: Sequence[str], held_out: Sequence[HeldOut]) -> tuple[str, ...]:

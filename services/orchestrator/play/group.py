@@ -28,7 +28,7 @@ async def sample_group(
 ) -> RolloutGroup:
     """Returns the prompt's group, by weights of at least `min_version`. `sampling` is by default
     the job's, with `seed`. Requests under the same `key` happen once."""
-    if job.environment is None:
+    if job.environment is None or job.is_pushed:
         return await services.generate(prompt, min_version, key=key, seed=seed, sampling=sampling)
     chosen, play = sampling or services.sampling(seed), PLAYERS[job.environment.kind]
     played = await all_of(

@@ -343,8 +343,10 @@ class Services:
 
     async def try_rewards(self, prompts: tuple[Prompt, ...]) -> Trial | None:
         """Returns what the rewards give empty completions and reference answers of the first few
-        `prompts`; None if the service does not say so soon: nothing depends on it."""
-        shown = prompts[:MAX_PROMPTS_TRIED]
+        `prompts`; None without prompts, and if the service does not say so soon: nothing depends on
+        it."""
+        if not (shown := prompts[:MAX_PROMPTS_TRIED]):
+            return None
         body = TryRequest(rewards=self._job.rewards, prompts=shown)
         try:
             tried = await self._reward.call(

@@ -27,6 +27,7 @@ from services.orchestrator.loop.batches import Batches
 from services.orchestrator.loop.pipeline import Pipeline
 from services.orchestrator.loop.prompts import Prompts, load_prompts
 from services.orchestrator.play.agents import Episodes
+from services.orchestrator.play.pushed import PushedGroups
 from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.waits import watch
@@ -46,6 +47,7 @@ from services.orchestrator.run.progress import Doing, Progress
 from services.orchestrator.run.stopping import Spent, price_for, reason_to_stop
 from services.orchestrator.run.summary import summarize, summarize_evaluation
 from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.pushed import PushedQueue
 from services.orchestrator.runs.tracking import Tracker
 from services.orchestrator.runs.writable import ANSWERS_WITHIN_S
 from services.orchestrator.store.connection import StoreUnavailable
@@ -446,7 +448,17 @@ class Run:
         services, folder = self._services, self._folder
         max_missing = self._settings.max_missing_rewards
         warn = self._journal.warn
-        batches = Batches(self._record.id, self._job, prompts, services, folder, max_missing, warn)
+        pushed = PushedGroups(PushedQueue(folder.path), services.waits)
+        batches = Batches(
+            self._record.id,
+            self._job,
+            prompts,
+            services,
+            folder,
+            max_missing,
+            warn,
+            pushed if self._job.is_pushed else None,
+        )
         return Pipeline(self._job, batches, services, folder, self._journal)
 
     async def _end_trying(self) -> None:

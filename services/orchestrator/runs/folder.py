@@ -16,6 +16,7 @@
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
                rollouts/000012.groups/            finished groups of a step that has no batch yet
+               pushed/            groups that were sampled elsewhere, and in what order (pushed.py)
                checkpoints/       Hugging Face checkpoints, written by the trainer
                summary.json       written once, at the end
                deleted            the job was deleted and its folder left: no record is made of it
@@ -42,7 +43,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.orchestrator.runs import finished
+from services.orchestrator.runs import finished, pushed
 from services.orchestrator.runs.finished import FinishedGroup, Place
 from services.orchestrator.runs.note import Note
 from services.orchestrator.runs.writing import writing
@@ -295,6 +296,8 @@ class RunFolder:
                     ) from error
             ungraded.unlink(missing_ok=True)
             finished.forget_up_to(self._rollouts, batch.step)
+            numbers = [*(prompt.index for prompt in batch.prompts), *batch.dropped_prompts]
+            pushed.forget_up_to(self.path, max(numbers, default=0))
 
     def batch(self, step: int) -> Batch:
         """Returns the scored batch of `step`, else the ungraded one. Raises NotFound naming the

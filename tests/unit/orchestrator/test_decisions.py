@@ -42,6 +42,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (BadRequest, "bad_request"): PAUSE,
     (BadRequest, "not_there"): WAIT,
     (BadRequest, "foreign"): PAUSE,
+    (BadRequest, "too_stale"): PAUSE,
     (NotFound, "foreign"): WAIT,
     (Malformed, "malformed"): PAUSE,
     (Unauthorized, "unauthorized"): PAUSE,

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.data import uploads as uploads_module
 from services.orchestrator.data.uploads import Quota, Uploads, new_id
 from shared.errors import BadRequest, Busy, Conflict, TooLarge
+from shared.host import disk
 from shared.wire import UploadedFile
 
 KIB_10 = 10 * 1024 / 2**30
@@ -88,14 +88,14 @@ def test_one_at_a_time_stores_or_removes_a_file(
                 inside -= 1
                 order.append(number)
 
-    monkeypatch.setattr(uploads_module, "LOOK_AT_LOCK_S", 0.0)
+    monkeypatch.setattr(disk, "LOOK_AT_LOCK_S", 0.0)
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert (most, len(order)) == (1, 80)
-    monkeypatch.setattr(uploads_module, "LOCK_S", 0.0)
+    monkeypatch.setattr(disk, "LOCK_S", 0.0)
     busy = pytest.raises(Busy, match=r"others have had '.*\.lock-file-.*' locked")
     with uploads.alone_with(first), uploads.alone_with(other), busy, uploads.alone_with(second):
         raise AssertionError("somebody else has it")
@@ -131,7 +131,7 @@ def test_what_a_crash_left_counts_for_an_hour(tmp_path: Path) -> None:
 def test_nobody_waits_while_contents_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads_module, "LOCK_S", 0.0)
+    monkeypatch.setattr(disk, "LOCK_S", 0.0)
     uploads = Uploads(tmp_path)
     file = add(uploads, b"x", "key")
     again = Interrupted(b"x", lambda: add(uploads, b"y"))
@@ -140,7 +140,7 @@ def test_nobody_waits_while_contents_are_compared(
 
 
 def test_an_upload_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads_module, "LOCK_S", 0.05)
+    monkeypatch.setattr(disk, "LOCK_S", 0.05)
     uploads = Uploads(tmp_path)
     with (tmp_path / ".files.lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
