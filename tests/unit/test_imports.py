@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"IPython", "matplotlib", "pandas"},  # in trainer/, where the user has them
     "services/orchestrator": WIRE
     | {"aiohttp", "datasets", "huggingface_hub", "jinja2", "pyarrow", "redis", "tokenizers"}
-    | {"wandb", "xxhash", "yarl"},
+    | {"mcp", "wandb", "xxhash", "yarl"},
     "services/rollout": WIRE
     | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
     "services/trainer": WIRE

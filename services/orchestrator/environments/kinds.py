@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.orchestrator.environments.environment import Environment
 from services.orchestrator.environments.openenv import OpenEnv
 from services.orchestrator.environments.sandboxed import Sandboxed
+from services.orchestrator.environments.tools import Tools
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 
@@ -14,4 +15,5 @@ def environment_of(spec: EnvironmentSpec, own: Sandboxed, settings: Settings) ->
     elsewhere have their own."""
     if spec.kind == "openenv":
         return OpenEnv(spec, settings)
-    return own if spec.has_file else None
+    mine = own if spec.has_file else None
+    return Tools(spec, settings, mine) if spec.mcp else mine

@@ -1,0 +1,186 @@
+"""Tools of MCP servers: the orchestrator's client, against servers of the package `mcp`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import pytest
+import uvicorn
+from mcp.server import MCPServer
+
+from services.orchestrator.environments.environment import Lost, Unreachable
+from services.orchestrator.environments.mcp_session import MAX_MESSAGE_BYTES
+from services.orchestrator.environments.tools import Tools
+from shared.errors import BadRequest
+from shared.job import EnvironmentSpec
+from shared.settings import Settings
+from shared.wire import (
+    EnvironmentValidated,
+    EpisodeClosed,
+    EpisodeOpened,
+    EpisodeStepped,
+    ToolCall,
+    ToolResult,
+)
+from tests.support.running import serve
+
+
+def calculator(name: str = "add") -> MCPServer:
+    server = MCPServer("calculator", log_level="CRITICAL")
+
+    def add(a: int, b: int) -> int:
+        """Adds two numbers."""
+        return a + b
+
+    async def hang() -> str:
+        """Never answers."""
+        await asyncio.sleep(60)
+        return ""
+
+    def shout() -> str:
+        """Answers too much."""
+        return "x" * (MAX_MESSAGE_BYTES + 1)
+
+    server.add_tool(add, name=name)
+    server.add_tool(hang, name=f"{name}_hang")
+    server.add_tool(shout, name=f"{name}_shout")
+    return server
+
+
+@contextlib.asynccontextmanager
+async def running(server: MCPServer) -> AsyncGenerator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = uvicorn.Config(
+        server.streamable_http_app(), port=port, log_config=None, timeout_graceful_shutdown=1
+    )
+    served = uvicorn.Server(config)
+    task = asyncio.create_task(serve(served))
+    while not served.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        served.should_exit = True
+        await task
+
+
+class Own:
+    """The functions of the job's file: `double`."""
+
+    service = "reward"
+
+    def __init__(self) -> None:
+        self.turns: list[int] = []
+        self.closed = 0
+
+    async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
+        return EpisodeOpened(observation=None, tools=({"function": {"name": "double"}},))
+
+    async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
+        self.turns.append(turn)
+        assert all(call.name == "double" for call in calls)
+        return EpisodeStepped(results=tuple(ToolResult(id=c.id, content="own") for c in calls))
+
+    async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
+        self.closed += 1
+        return EpisodeClosed()
+
+    def drop(self, id: str) -> None:
+        self.closed += 1
+
+    async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
+        opened = await self.open("", row)
+        return EnvironmentValidated(**opened.model_dump(), has_reward=False)
+
+    async def shut(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def tools(*urls: str, own: Own | None = None, step_s: float = 20.0) -> AsyncGenerator[Tools]:
+    spec = EnvironmentSpec(kind="tools", mcp=urls, boot_s=20, step_s=step_s)
+    made = Tools(spec, Settings(), own)
+    try:
+        yield made
+    finally:
+        await made.shut()
+
+
+def call(name: str, id: str = "c", **arguments: Any) -> ToolCall:
+    return ToolCall(id=id, name=name, arguments=arguments)
+
+
+async def test_tools_of_servers_and_of_the_file_answer_in_the_order_of_the_calls() -> None:
+    own = Own()
+    servers = running(calculator()), running(calculator("plus"))
+    async with servers[0] as one, servers[1] as two, tools(one, two, own=own) as made:
+        opened = await made.open("a", {})
+        names = [tool["function"]["name"] for tool in opened.tools]
+        assert names == ["double", "add", "add_hang", "add_shout", *("plus", "plus_hang"), names[6]]
+        add = opened.tools[1]["function"]
+        assert add["description"] == "Adds two numbers."
+        assert add["parameters"]["required"] == ["a", "b"]
+        calls = (
+            call("add", "1", a=2, b=3),
+            call("double", "2", x=1),
+            call("plus", "3", a=1, b=1),
+            call("add", "4", a="x"),
+        )
+        told = (await made.step("a", 0, calls)).results
+        assert [each.id for each in told] == ["1", "2", "3", "4"]
+        assert [each.content for each in told[:3]] == ["5", "own", "2"]
+        assert [each.failed for each in told] == [False, False, False, True]
+        assert "validation error" in told[3].content
+        await made.step("a", 1, (call("plus", a=1, b=1),))
+        assert own.turns == [0, 1], "each turn is one of the file's episode"
+        await made.close("a", rewarded=True)
+        assert own.closed == 1
+
+
+async def test_a_tool_that_does_not_exist_is_told_to_the_model() -> None:
+    async with running(calculator()) as url, tools(url) as made:
+        await made.open("a", {})
+        (told,) = (await made.step("a", 0, (call("sub"),))).results
+        assert told.failed
+        assert told.content == "There is no tool 'sub'; the tools are: add, add_hang, add_shout."
+
+
+async def test_a_server_that_dies_or_hangs_or_shouts_loses_the_episode() -> None:
+    async with contextlib.AsyncExitStack() as life:
+        url = await life.enter_async_context(running(calculator()))
+        async with tools(url, step_s=1.5) as made:
+            for name, why in (
+                ("add_hang", "within 1.5 s"),
+                ("add_shout", "more than 4194304"),
+            ):
+                await made.open("a", {})
+                with pytest.raises(Lost, match=why):
+                    await made.step("a", 0, (call(name),))
+            await made.open("a", {})
+            await life.aclose()
+            with pytest.raises(Lost, match=f"{url} gave no answer: .*connection"):
+                await made.step("a", 0, (call("add", a=1, b=2),))
+            with pytest.raises(Unreachable, match=f"{url} gave no answer: .*connection"):
+                await made.validate({})
+
+
+async def test_a_job_is_told_what_is_wrong_with_its_tools() -> None:
+    async with running(calculator()) as url, running(calculator()) as same:
+        async with tools(url) as made:
+            found = await made.validate({})
+            assert len(found.tools) == 3 and not found.has_reward
+        async with tools(url, same) as made:
+            with pytest.raises(BadRequest, match=f"'add' is in {url} and in {same}; expected"):
+                await made.validate({})
+        own = Own()
+        async with running(calculator("double")) as third, tools(third, own=own) as made:
+            with pytest.raises(BadRequest, match="'double' is in the job's file and in"):
+                await made.validate({})
+        async with tools("http://10.0.0.1/mcp") as made:
+            with pytest.raises(BadRequest, match=r"environment.mcp is .*10.0.0.1"):
+                await made.validate({})
