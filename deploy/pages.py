@@ -25,6 +25,7 @@ BEGIN, END = "<!-- rooms: `make docs` draws this -->\n", "<!-- end of rooms -->\
 
 ROOMS = (
     "openai",
+    "dialects",
     "api",
     "pushing",
     "run",

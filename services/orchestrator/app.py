@@ -19,6 +19,8 @@ from services.orchestrator.api import (
 )
 from services.orchestrator.api.access import Keys
 from services.orchestrator.api.checking import Checks
+from services.orchestrator.dialects import routes as dialects
+from services.orchestrator.dialects.routes import SessionKeys
 from services.orchestrator.openai import calling, fine_tuning, graders
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
@@ -35,11 +37,13 @@ from shared.http.service import Service
 from shared.settings import Settings
 
 
-def create_service(settings: Settings, store: Store, *, works: bool = True) -> Service:
+def create_service(
+    settings: Settings, store: Store, *, works: bool = True, sessions: Sessions | None = None
+) -> Service:
     """Returns the orchestrator, with a worker inside for each trainer. If not `works`, it has no
     worker: it only accepts jobs, and another orchestrator with this Redis runs them."""
     per_trainer = settings.per_trainer if works else ()
-    offered, sessions = Episodes(), Sessions()
+    offered, sessions = Episodes(), sessions or Sessions()
     workers = [Worker(store, each, offered, sessions) for each in per_trainer]
 
     @contextlib.asynccontextmanager
@@ -62,7 +66,13 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
 
     named, runs = Keys(settings.runs_dir), Writable(settings.runs_dir)
     readiness = {"redis": store.why_unusable, "runs": runs.why_not}
-    service = Service("orchestrator", settings, readiness=readiness, lifespan=lifespan, keys=named)
+    service = Service(
+        "orchestrator",
+        settings,
+        readiness=readiness,
+        lifespan=lifespan,
+        keys=SessionKeys(sessions, named),
+    )
     if workers:
         _add_gauges(service, workers)
     checks = Checks(settings)
@@ -77,7 +87,8 @@ def create_service(settings: Settings, store: Store, *, works: bool = True) -> S
     keys.add_routes(service, settings, named)
     fine_tuning.add_routes(service, settings, store, runs, checks)
     graders.add_routes(service, settings)
-    calling.add_routes(service, settings, store)
+    calling.add_routes(service, settings, store, sessions)
+    dialects.add_routes(service, sessions)
     groups.add_routes(service, Pushing(store))
     return service
 

@@ -11,6 +11,7 @@ import hmac
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -144,7 +145,7 @@ class Gate:
                     "127.0.0.1 or localhost"
                 )
             return True
-        given = _given_token(headers.get("authorization", ""))
+        given = given_token(headers)
         if given and hmac.compare_digest(given.encode(), self._token.encode()):
             return True
         if scope["path"] in OPEN_PATHS:
@@ -212,14 +213,15 @@ class Gate:
             )
 
 
-def _given_token(header: str) -> str:
-    """Returns the token of an Authorization header, "" without one. Clients that take a URL and no
-    token, such as TRL's, send `http://hone:<token>@host` as Basic, with the token as password."""
-    scheme, _, given = header.partition(" ")
+def given_token(headers: Mapping[str, str]) -> str:
+    """Returns the token of the Authorization header, or else of X-Api-Key, where Anthropic's
+    clients send it; "" without one. Clients that take a URL and no token, such as TRL's, send
+    `http://hone:<token>@host` as Basic, with the token as password."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "basic":
         with contextlib.suppress(ValueError):  # no base64, or no UTF-8
             return base64.b64decode(given, validate=True).decode().partition(":")[2]
-    return given if scheme.lower() == "bearer" else ""
+    return given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
 
 
 def _check_single(names: list[str]) -> None:

@@ -1,5 +1,6 @@
-"""`/v1/models`, `/v1/completions` and `/v1/chat/completions`. Calls are passed on unchanged to a
-sampler that serves the named model."""
+"""`/v1/models`, `/v1/completions`, `/v1/chat/completions` and vLLM's `/inference/v1/generate`.
+Calls are passed on unchanged to a sampler that serves the named model, unless they are turns of a
+session."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.background import BackgroundTask
 
+from services.orchestrator.dialects.routes import DIALECTS, answer_turn, session_of
+from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.pool.discovery import sampler_urls
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
@@ -39,9 +42,9 @@ ANSWER_S = 600.0
 STARTING = "starting"
 """Error code of a sampler whose engine is starting."""
 
-ROUTES = ("/v1/chat/completions", "/v1/completions")
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate")
 
-PASSED_ON = ("content-type", "x-hone-session")
+PASSED_ON = ("content-type",)
 """Request headers that are passed on to the sampler. The token is replaced by the stack's own."""
 
 PASSED_BACK = ("content-type", "retry-after")
@@ -56,10 +59,12 @@ ANSWERS: openapi.Responses = {
 }
 
 
-def add_routes(service: Service, settings: Settings, store: Store) -> None:
+def add_routes(service: Service, settings: Settings, store: Store, sessions: Sessions) -> None:
+    """Adds the routes. A call that names a session is a turn of it."""
     calls = Calls(settings, store)
     app = service.app
 
+    @app.get("/sessions/{name}/v1/models", name="list_models_of_session")
     @app.get("/v1/models")
     async def list_models() -> ServedModelList:
         """Models that can be called now, in OpenAI's shape: base models, `policy` (the weights that
@@ -75,7 +80,9 @@ def add_routes(service: Service, settings: Settings, store: Store) -> None:
         return served[model_id]
 
     async def complete(request: Request) -> Response:
-        """Samples a model, as OpenAI's API does."""
+        """Samples a model, as OpenAI's API does; for a session, a turn of it."""
+        if session := session_of(request, sessions):
+            return await answer_turn(request, session, DIALECTS[request.url.path])
         return await calls.pass_on(request)
 
     for route in ROUTES:

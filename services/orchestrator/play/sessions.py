@@ -119,20 +119,20 @@ class Session:
         request `again`, or under the same `key`, gets the same answer; so does one that sends it
         once nobody waits for an answer that nobody has got. Raises BadRequest with code FULL if
         there is no room for an answer, and Gone if the session is closed."""
+        return await self.turn(*self.asked(request), key=key, again=again)
+
+    @staticmethod
+    def asked(request: ChatRequest) -> tuple[Asked, Limits]:
+        """Returns the turn that the messages ask for."""
         asked = Asked(
-            name=request.model_dump_json(exclude={"stream", "stream_options"}),
+            name=request.model_dump_json(),
             messages=request.messages,
             tools=request.tools or (),
             tool_choice=request.tool_choice or "auto",
             template_args=request.chat_template_kwargs or {},
         )
         stop = (request.stop,) if isinstance(request.stop, str) else request.stop or ()
-        limits = Limits(
-            request.max_completion_tokens or request.max_tokens,
-            stop,
-            request.stop_token_ids or (),
-        )
-        return await self.turn(asked, limits, key=key, again=again)
+        return asked, Limits(request.max_tokens, stop, request.stop_token_ids or ())
 
     async def turn(self, asked: Asked, limits: Limits, *, key: str | None, again: bool) -> Answer:
         """Returns the answer to messages, a text or token ids, as `answer` does."""
@@ -235,6 +235,9 @@ class Session:
         try:
             parent = self._recording.before(asked)
             because = self._recording.why(asked, parent)
+            if parent and asked.messages:  # as they were recorded, however the client writes them
+                known = (*parent.asked.messages, parent.message)
+                asked = replace(asked, messages=(*known, *asked.messages[len(known) :]))
             group = await self._sampled(
                 asked, parent, self._limited(limits, parent, number), number
             )
@@ -318,9 +321,6 @@ class Session:
         given, because = prompt, group.forked or because
         if parent and not group.forked:
             given = prompt[len(parent.token_ids) :]
-        if parent and asked.messages:
-            known = (*parent.asked.messages, parent.message)
-            asked = replace(asked, messages=(*known, *asked.messages[len(known) :]))
         turn = Turn(
             id=f"{self.name}-{number}",
             asked=asked,

@@ -1,0 +1,57 @@
+"""vLLM's route for token ids, `/inference/v1/generate`: the client renders prompts and parses
+answers by itself. A turn goes on from the recorded turn whose tokens its prompt begins with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.orchestrator.dialects.chat import given_turn
+from services.orchestrator.dialects.dialect import (
+    Body,
+    Dialect,
+    check_fields,
+    event,
+    logprobs_of,
+    usage_of,
+)
+from services.orchestrator.play.recording import Asked
+from services.orchestrator.play.sessions import Answer, Limits, Session
+from shared.errors import BadRequest
+
+KNOWN = {"token_ids", "sampling_params"}
+
+OF_SAMPLING = {"max_tokens", "stop", "stop_token_ids", "detokenize", "include_stop_str_in_output"}
+
+
+def read(body: Body, _: Session) -> tuple[Asked, Limits]:
+    check_fields(body, KNOWN)
+    params = body.get("sampling_params") or {}
+    check_fields(params, OF_SAMPLING)
+    ids = body.get("token_ids")
+    if not isinstance(ids, list):
+        raise BadRequest(f"'token_ids' is {ids!r:.80}; expected the prompt's token ids")
+    return given_turn(ids, "token_ids", params)
+
+
+def answer_body(answer: Answer, asked: Body) -> dict[str, Any]:
+    """Returns vLLM's answer. Its tokens have their log-probs, always."""
+    content = [{**each, "top_logprobs": []} for each in logprobs_of(answer)]
+    choice = {
+        "index": 0,
+        "token_ids": list(answer.rollout.token_ids),
+        "finish_reason": answer.rollout.finish_reason,
+        "logprobs": {"content": content},
+    }
+    return {
+        "request_id": str(asked.get("request_id") or answer.id),
+        "choices": [choice],
+        "prompt_token_ids": list(answer.prompt_token_ids),
+        "usage": usage_of(answer),
+    }
+
+
+def stream(answer: Answer, asked: Body) -> str:
+    return event(answer_body(answer, asked)) + event("[DONE]")
+
+
+TOKENS = Dialect("/inference/v1/generate", read, answer_body, stream)

@@ -1,0 +1,334 @@
+"""Agents' clients, with nothing changed but address and key: `openai` and `anthropic` at the real
+app. The sampler renders with a real template; only what it says is ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import httpx2 as httpx
+import openai
+import pytest
+from pydantic import SecretStr
+
+from services.orchestrator.app import create_service
+from services.orchestrator.play.sessions import Session
+from services.orchestrator.store.store import Store
+from shared.settings import Settings
+from tests.support.rendering_sampler import RenderingSampler, Reply, call, open_session
+
+TOOL = {
+    "name": "guess",
+    "description": "Guesses.",
+    "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}},
+}
+TOKEN = "the-stacks-own-token-of-thirty-two-letters"
+
+
+class Bench:
+    """The orchestrator's app, a session in it, and clients with the session's key."""
+
+    def __init__(self, settings: Settings, *replies: Reply, name: str = "task-1") -> None:
+        self.sampler = RenderingSampler(list(replies))
+        self.session: Session = open_session(self.sampler, name=name)
+        settings = settings.model_copy(update={"token": SecretStr(TOKEN)})
+        store = Store("redis://127.0.0.1:1")
+        service = create_service(settings, store, works=False, sessions=self.sampler.sessions)
+        self.transport = httpx.ASGITransport(app=service.app)
+
+    def http(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=self.transport, base_url="http://localhost")
+
+    def openai(self, path: str = "/v1", key: str | None = None, **more: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"http://localhost{path}",
+            api_key=key or self.session.api_key,
+            http_client=self.http(),
+            max_retries=0,
+            **more,
+        )
+
+    def anthropic(self, path: str = "") -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(
+            base_url=f"http://localhost{path}",
+            api_key=self.session.api_key,
+            http_client=self.http(),
+            max_retries=0,
+        )
+
+    async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        async with self.http() as http:
+            given = {"authorization": f"Bearer {self.session.api_key}"} | headers
+            return await http.post(path, json=body, headers=given)
+
+    def texts(self) -> tuple[str, str]:
+        """Returns what the session's row is, and what of it was sampled."""
+        group = self.session.rollout()
+        (rollout,) = group.rollouts
+        text = self.sampler.tokenizer.decode
+        pairs = zip(rollout.token_ids, rollout.sampled, strict=True)
+        whole = [*group.prompt_token_ids, *rollout.token_ids]
+        return text(whole), text([id for id, own in pairs if own])
+
+
+PARALLEL = Reply(f"Hm.{call(3)}{call(12)}")
+
+
+@pytest.fixture
+def bench(settings: Settings) -> Bench:
+    return Bench(settings, PARALLEL, Reply("correct"), Reply("lower"))
+
+
+EXPECTED = (
+    "<|im_start|>system\ntools: guess(number)<|im_end|>\n"
+    "<|im_start|>system\nFind it.<|im_end|>\n<|im_start|>user\nGo.<|im_end|>\n"
+    f"<|im_start|>assistant\nHm.{call(3)}{call(12)}<|im_end|>\n"
+    "<|im_start|>tool\nhigher<|im_end|>\n<|im_start|>tool\nlower<|im_end|>\n"
+    "<|im_start|>assistant\ncorrect<|im_end|>"
+)
+SAMPLED = f"Hm.{call(3)}{call(12)}<|im_end|>correct<|im_end|>"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_chat_completions(bench: Bench, streams: bool) -> None:
+    chat = bench.openai().chat.completions
+    messages: list[Any] = [
+        {"role": "developer", "content": "Find it."},
+        {"role": "user", "content": [{"type": "text", "text": "Go."}]},
+    ]
+
+    async def ask() -> Any:
+        given: Any = {
+            "model": "gpt-x",
+            "messages": messages,
+            "tools": [{"type": "function", "function": {**TOOL, "strict": True}}],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "temperature": 0.3,
+            "max_completion_tokens": 90,
+            "logprobs": True,
+            "top_logprobs": 0,
+            "store": False,
+            "metadata": {"a": "b"},
+            "user": "me",
+            "service_tier": "auto",
+            "response_format": {"type": "text"},
+            "extra_body": {"return_token_ids": True},
+        }
+        if not streams:
+            return await chat.create(**given)
+        async with chat.stream(**{**given, "stream_options": {"include_usage": True}}) as stream:
+            return await stream.get_final_completion()
+
+    first = await ask()
+    (choice,) = first.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Hm."
+    called = [json.loads(each.function.arguments) for each in choice.message.tool_calls]
+    assert called == [{"number": 3}, {"number": 12}]
+    assert first.model == "gpt-x" and first.usage.completion_tokens == 10
+    if not streams:
+        rollout = bench.session.rollout().rollouts[0]
+        assert first.prompt_token_ids == list(bench.session.rollout().prompt_token_ids)
+        assert choice.token_ids == list(rollout.token_ids)
+        assert [each.token for each in choice.logprobs.content][:1] == [
+            f"token_id:{rollout.token_ids[0]}"
+        ]
+        assert {each.logprob for each in choice.logprobs.content} == {-0.5}
+    messages.append(choice.message.model_dump())
+    messages += [
+        {"role": "tool", "tool_call_id": each.id, "content": text}
+        for each, text in zip(choice.message.tool_calls, ("higher", "lower"), strict=True)
+    ]
+    second = await ask()
+    assert second.choices[0].message.content == "correct"
+    assert second.choices[0].finish_reason == "stop"
+    assert bench.texts() == (EXPECTED, SAMPLED)
+    assert bench.sampler.asked[0].sampling.max_tokens == 90
+    assert bench.sampler.asked[0].sampling.temperature == 1.0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_responses(bench: Bench, streams: bool) -> None:
+    responses = bench.openai().responses
+    items: list[Any] = [{"role": "user", "content": "Go."}]
+
+    async def ask(**more: Any) -> Any:
+        given: Any = {
+            "model": "gpt-x",
+            "instructions": "Find it.",
+            "input": items,
+            "tools": [{"type": "function", "strict": True, **TOOL}],
+            "store": False,
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "a",
+            **more,
+        }
+        if not streams:
+            return await responses.create(**given)
+        async with responses.stream(**given) as stream:
+            async for event in stream:
+                seen.append(event.type)
+            return await stream.get_final_response()
+
+    seen: list[str] = []
+    first = await ask()
+    assert first.status == "completed" and first.output_text == "Hm."
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert [json.loads(each.arguments) for each in calls] == [{"number": 3}, {"number": 12}]
+    if streams:
+        assert seen[:2] == ["response.created", "response.in_progress"]
+        assert "response.function_call_arguments.done" in seen
+        assert seen[-1] == "response.completed"
+    results = [
+        {"type": "function_call_output", "call_id": each.call_id, "output": text}
+        for each, text in zip(calls, ("higher", "lower"), strict=True)
+    ]
+    items += [*(item.model_dump(exclude_none=True) for item in first.output), *results]
+    second = await ask()
+    assert second.output_text == "correct" and second.usage.output_tokens == 2
+    assert bench.texts() == (EXPECTED, SAMPLED)
+    items[:] = [{"role": "user", "content": "Again."}]
+    third = await ask(previous_response_id=second.id)
+    assert third.output_text == "lower"
+    whole, sampled = bench.texts()
+    assert whole.startswith(EXPECTED) and sampled == f"{SAMPLED}lower<|im_end|>"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_messages(bench: Bench, streams: bool) -> None:
+    client = bench.anthropic()
+    messages: list[Any] = [{"role": "user", "content": "Go."}]
+
+    async def ask() -> Any:
+        given: Any = {
+            "model": "claude-x",
+            "max_tokens": 90,
+            "system": [
+                {"type": "text", "text": "Find it.", "cache_control": {"type": "ephemeral"}}
+            ],
+            "messages": messages,
+            "tools": [
+                {
+                    "name": "guess",
+                    "description": "Guesses.",
+                    "input_schema": TOOL["parameters"],
+                }
+            ],
+            "tool_choice": {"type": "auto"},
+            "metadata": {"user_id": "me"},
+        }
+        if not streams:
+            return await client.messages.create(**given)
+        async with client.messages.stream(**given) as stream:
+            return await stream.get_final_message()
+
+    first = await ask()
+    assert [block.type for block in first.content] == ["text", "tool_use", "tool_use"]
+    assert [block.input for block in first.content[1:]] == [{"number": 3}, {"number": 12}]
+    assert (first.stop_reason, first.usage.output_tokens) == ("tool_use", 10)
+    messages.append({"role": "assistant", "content": first.content})
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": text}
+        for block, text in zip(first.content[1:], ("higher", "lower"), strict=True)
+    ]
+    messages.append({"role": "user", "content": results})
+    second = await ask()
+    assert second.content[0].text == "correct" and second.stop_reason == "end_turn"
+    assert bench.texts() == (EXPECTED, SAMPLED)
+
+
+async def test_completions_and_token_ids(settings: Settings) -> None:
+    bench = Bench(settings, Reply("higher"), Reply("lower"), Reply("correct"))
+    done = await bench.openai().completions.create(model="m", prompt="Find it.", max_tokens=9)
+    assert done.choices[0].text == "higher"
+    ids = bench.sampler.tokenize("Go on.")
+    body = {
+        "model": "m",
+        "token_ids": ids,
+        "sampling_params": {"max_tokens": 7, "logprobs": 1, "skip_special_tokens": False},
+    }
+    answer = (await bench.post("/inference/v1/generate", body)).json()
+    (choice,) = answer["choices"]
+    assert answer["prompt_token_ids"] == ids and choice["finish_reason"] == "stop"
+    assert choice["token_ids"] == bench.sampler.tokenize("lower<|im_end|>")
+    assert [each["token"] for each in choice["logprobs"]["content"]] == [
+        f"token_id:{id}" for id in choice["token_ids"]
+    ]
+    more = [*ids, *choice["token_ids"], *ids]
+    await bench.post("/inference/v1/generate", {**body, "token_ids": more})
+    (rollout,) = bench.session.rollout().rollouts
+    assert rollout.sampled == [1, 1, *[0] * len(ids), 1, 1]
+    assert [one.num_sampled for one in rollout.branches] == [2]
+
+
+async def test_a_session_is_named_by_key_header_or_path(settings: Settings) -> None:
+    bench = Bench(settings, *[Reply("higher")] * 5)
+    ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
+    await bench.openai("/sessions/task-1/v1").chat.completions.create(**ask)
+    for header in ("X-Hone-Session", "X-Session-ID"):
+        client = bench.openai(key=TOKEN, default_headers={header: "task-1"})
+        await client.chat.completions.create(**ask)
+    await bench.openai("/sessions/task-1/v1", key=TOKEN).chat.completions.create(**ask)
+    await bench.anthropic("/sessions/task-1").messages.create(**ask, max_tokens=9)
+    assert bench.session.num_turns == 5
+    with pytest.raises(openai.NotFoundError, match="no session 'task-2'"):
+        await bench.openai("/sessions/task-2/v1", key=TOKEN).chat.completions.create(**ask)
+    with pytest.raises(openai.AuthenticationError):
+        await bench.openai("/sessions/task-1/v1", key="wrong").chat.completions.create(**ask)
+    with pytest.raises(openai.PermissionDeniedError, match="which is for its turns"):
+        await bench.openai("/sessions/task-2/v1").chat.completions.create(**ask)
+    refused = await bench.post("/v1/jobs", {})
+    assert refused.status_code == 403 and "the key of a session" in refused.text
+    bench.session.close()
+    with pytest.raises(openai.APIStatusError, match="is closed") as gone:
+        await bench.openai().chat.completions.create(**ask)
+    assert gone.value.status_code == 410
+
+
+async def test_a_clients_timeout_and_retry_leaves_one_turn(settings: Settings) -> None:
+    bench = Bench(settings, Reply("higher"), Reply("lower"))
+    bench.sampler.may_answer.clear()
+    client = bench.openai(timeout=0.2).with_options(max_retries=3)
+    ask: Any = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
+    asking = asyncio.create_task(client.chat.completions.create(**ask))
+    await asyncio.sleep(0.5)
+    bench.sampler.may_answer.set()
+    assert (await asking).choices[0].message.content == "higher"
+    assert len(bench.sampler.asked) == 1 and bench.session.num_turns == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "sentence"),
+    [
+        ({"n": 2}, "'n' is 2; expected 1, or no such field: a conversation has one answer"),
+        ({"logit_bias": {"5": 1}}, "would change the distribution"),
+        ({"presence_penalty": 0.5}, "'presence_penalty' is 0.5; expected 0"),
+        ({"response_format": {"type": "json_object"}}, "formats limit which tokens"),
+        (
+            {"tool_choice": "required"},
+            "'tool_choice' is 'required'; expected one of 'auto', 'none'",
+        ),
+        ({"top_logprobs": 3}, "only the sampled tokens' log-probs are known"),
+        ({"repetition_penalty": 1.2}, "would change the distribution"),
+        ({"tempreature": 1}, "'tempreature' is 1, and recorded sessions have no such field"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "the 'content' of message 0 is no text",
+        ),
+    ],
+)
+async def test_what_a_session_cannot_honour_is_refused(
+    bench: Bench, field: dict[str, Any], sentence: str
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Go."}], **field}
+    answer = await bench.post("/v1/chat/completions", body)
+    assert answer.status_code == 422 and sentence in answer.json()["detail"]
+    assert not bench.sampler.asked
+
+
+async def test_without_a_session_a_call_of_agents_apis_is_refused(bench: Bench) -> None:
+    for path in ("/v1/responses", "/v1/messages"):
+        answer = await bench.post(path, {"model": "m"}, authorization=f"Bearer {TOKEN}")
+        assert answer.status_code == 404 and "names no session" in answer.json()["detail"]
