@@ -107,7 +107,7 @@ class Run:
             grading_waits=True,
         )
         self._episodes = self._services.episodes = episodes or Episodes()
-        self._services.sessions = sessions or Sessions()
+        self._services.sessions = Sessions() if sessions is None else sessions
         self._needs = needs
         self._data = DataFiles(record.job, settings)
         self._tracker = Tracker(record.job, record.id, self._folder.path)

@@ -62,7 +62,7 @@ class Worker:
         sessions: Sessions | None = None,
     ) -> None:
         self._store = store
-        self._sessions = sessions or Sessions()
+        self._sessions = Sessions() if sessions is None else sessions
         self._settings = settings
         self._episodes = episodes or Episodes()
         self._needs = Needs(settings, store)
