@@ -111,7 +111,6 @@ class Session:
         self._full = ""
         self._lost: HoneError | None = None
         self._replica = ""
-        self._ids: dict[Turn, str] = {}
         self._agent = _Stopwatch()
 
     async def answer(self, request: ChatRequest, *, key: str | None, again: bool) -> Answer:
@@ -164,7 +163,7 @@ class Session:
         """Returns the answers that the rollout has, row by row, its own row last: by id the time of
         each, which grows from answer to answer."""
         rows = self._recording.rows()
-        return {self._ids[turn]: turn.ended for _, _, own in rows for turn in own}
+        return {turn.id: turn.ended for _, _, own in rows for turn in own}
 
     def rollout(self) -> RolloutGroup:
         """Returns what was recorded as a group of one: its newest row, with the others as branches;
