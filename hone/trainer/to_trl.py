@@ -23,6 +23,7 @@ ITSELF = "the model that is trained samples, in the same process"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "environment": ((None,), "this mode samples one answer for a prompt"),
+    "teacher": ((None,), "TRL's GRPO has no teacher"),
     "max_staleness": ((0,), ITSELF),
     "drain_before_sync": ((False,), ITSELF),
     "weight_sync": (("auto",), ITSELF),

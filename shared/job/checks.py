@@ -21,6 +21,7 @@ def check(job: Job) -> None:
     _stops_at_what_is_measured(job)
     _keeps_the_best_of_what_is_measured(job)
     _skips_what_is_numbered(job)
+    _has_rewards(job)
     _reward_names_differ(job)
     _keeps_what_is_sampled(job)
     _sends_what_is_whole(job)
@@ -36,7 +37,8 @@ def check(job: Job) -> None:
 
 def check_groups(job: Job) -> None:
     """Raises BadRequest for groups of one. Only a job that trains nothing may have them."""
-    if job.trains and job.sampling.group_size == 1 and not job.is_pushed:
+    alone = job.is_pushed or (job.teacher is not None and not job.rewards)
+    if job.trains and job.sampling.group_size == 1 and not alone:
         raise BadRequest(
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
             "2 or more"
@@ -59,9 +61,12 @@ def _plays_to_the_end(job: Job) -> None:
 
 def _credits_each_token(job: Job) -> None:
     credit = job.advantages.credit
+    got = f'advantages.credit is "{credit}"'
+    if job.teacher is not None:
+        _has_a_ratio_of_tokens(job, f"the job has a teacher, {job.teacher.model!r}")
     if credit == "episode":
         return
-    got = f'advantages.credit is "{credit}"'
+    _has_a_ratio_of_tokens(job, got)
     if job.environment is None:
         raise ValueError(
             f"{got} and the job has no [environment], so a rollout has one turn; expected credit "
@@ -72,11 +77,16 @@ def _credits_each_token(job: Job) -> None:
             f'{got} and advantages.combine "{job.advantages.combine}", which normalizes each '
             'reward of an episode; expected combine "sum_then_normalize"'
         )
-    if job.training.ratio_of == "sequence":
+
+
+def _has_a_ratio_of_tokens(job: Job, got: str) -> None:
+    training = job.training
+    if training.ratio_of == "sequence":
         raise ValueError(
-            f"{got}, which gives tokens of one sequence different advantages, and the importance "
-            "ratio is of the sequence, which would average them; expected a loss other than "
-            '"gspo" and training.importance "token"'
+            f"{got}, so tokens of one sequence have different advantages, and training.loss is "
+            f'"{training.loss}" with importance "{training.importance}", whose ratio is of the '
+            'sequence and would average them; expected a loss other than "gspo" and importance '
+            '"token"'
         )
 
 
@@ -197,8 +207,20 @@ def _skips_what_is_numbered(job: Job) -> None:
         )
 
 
+def _has_rewards(job: Job) -> None:
+    if job.rewards:
+        return
+    if job.teacher is None:
+        raise ValueError("'rewards': got []; expected at least 1 in the list, or a [teacher]")
+    if job.evaluates:
+        raise ValueError(
+            "rewards is empty, and there are held-out problems, whose answers a [teacher] does not "
+            "grade; expected [[rewards]], with weight = 0 if only the teacher is to train"
+        )
+
+
 def _reward_names_differ(job: Job) -> None:
-    labels = [reward.label for reward in job.rewards]
+    labels = [reward.label for reward in job.rewards] + ["teacher"] * (job.teacher is not None)
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise ValueError(

@@ -17,6 +17,7 @@ from shared.job.learning import (
     AdvantageSpec,
     CorrectionSpec,
     LoraSpec,
+    TeacherSpec,
     TrainingSpec,
 )
 from shared.job.other_names import NOTES, OTHER_NAMES
@@ -134,10 +135,13 @@ class Job(Section):
     environment: EnvironmentSpec | None = None
     """What completions act in. None: a completion is one answer."""
 
-    rewards: tuple[RewardSpec, ...] = Field(min_length=1)
+    rewards: tuple[RewardSpec, ...]
     """What completions are rewarded for: at least one, each a `[[rewards]]` table. A rollout's
     reward is their weighted sum. Left out with `[environment]`: the environment's own reward, the
-    grader "environment"."""
+    grader "environment". Left out, or [], with `[teacher]`: the teacher alone."""
+
+    teacher: TeacherSpec | None = None
+    """A model whose log-probs reward each token. None: no teacher."""
 
     difficulty: DifficultySpec = DifficultySpec()
     """Which problems are skipped because they teach nothing."""
@@ -184,12 +188,13 @@ class Job(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _environment_rewards(cls, document: Any) -> Any:
-        if not isinstance(document, dict):
-            return document
+    def _own_rewards(cls, document: Any) -> Any:
+        if not isinstance(document, dict) or "rewards" in document:
+            return cast(Any, document)
         given = cast(dict[str, Any], document)
-        alone = given.get("environment") is not None and "rewards" not in given
-        return {**given, "rewards": [{"grader": "environment"}]} if alone else given
+        if given.get("environment") is not None:
+            return {**given, "rewards": [{"grader": "environment"}]}
+        return {**given, "rewards": []} if given.get("teacher") is not None else given
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Job:

@@ -206,6 +206,24 @@ class CorrectionSpec(Section):
         return self
 
 
+class TeacherSpec(Section):
+    """On-policy distillation: a teacher's log-probs of the tokens that the policy sampled are a
+    reward for each token, alone or beside `[[rewards]]`. Where the teacher is says
+    HONE_TEACHER_URL, never the job.
+
+    Equations are in services/orchestrator/loop/distilling.py.
+    """
+
+    model: str = Field(min_length=1)
+    """The teacher, as the endpoint at HONE_TEACHER_URL calls it. Its vocabulary must be the
+    vocabulary of the job's model, because it reads the sampled token ids."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """What the teacher counts beside the rewards' advantages, above 0: a nat between policy and
+    teacher takes this from a token's advantage. 1: alone, the gradient is the reverse KL
+    divergence's. Advantages of rewards are about 1 in size; 0.1 to 1 is usual beside them."""
+
+
 class LoraSpec(Section):
     """Trains low-rank adapters (arXiv 2106.09685) in place of the model's own weights."""
 

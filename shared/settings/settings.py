@@ -68,7 +68,8 @@ class Settings(Documented):
     """Bearer token: every request but `/healthz`, `/readyz`, `/version` and the sampler's `/health`
     must carry it, and services and `hone` send it. At least 8 visible ASCII characters: it goes
     into a header, and must not be guessed. None: no authentication, and loopback only. This and the
-    other secrets (`redis_url`, `judge_api_key`) may be in a file, which HONE_TOKEN_FILE then
+    other secrets (`redis_url`, `judge_api_key`,
+    `teacher_api_key`) may be in a file, which HONE_TOKEN_FILE then
     names."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -137,6 +138,14 @@ class Settings(Documented):
     """Seconds of CPU time that `data.filter` of a job may take over all rows of a source; in a
     stream, until it is true of a row. The default is enough for some millions of rows. It is
     bounded because one process runs the filters and templates of all jobs."""
+
+    teacher_url: str | None = None
+    """OpenAI-compatible endpoint of the teachers of jobs with `[teacher]`, as in
+    http://host:8000/v1. It has to give log-probs of a prompt's tokens, as vLLM does, and a sampler
+    of Hone. None: such jobs are refused."""
+
+    teacher_api_key: SecretStr | None = None
+    """API key of the teachers' endpoint."""
 
     # where each service is, and its port
 
@@ -531,6 +540,13 @@ class Settings(Documented):
             for trainer, places in zip(self.trainer_urls, samplers, strict=True)
         )
 
+    @field_validator("teacher_url")
+    @classmethod
+    def _teacher(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_url(value, "http://127.0.0.1:8000/v1")
+        return value
+
     @field_validator("rollout_advertise_url")
     @classmethod
     def _advertised(cls, value: str | None) -> str | None:
@@ -541,7 +557,10 @@ class Settings(Documented):
         named = [os.environ.get(name) for name in ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY")]
         own = [
             secret.get_secret_value()
-            for secret in (self.token, self.redis_url, self.judge_api_key, self.modal_secret)
+            for secret in (
+                *(self.token, self.redis_url, self.judge_api_key, self.teacher_api_key),
+                self.modal_secret,
+            )
             if secret
         ]
         found = (*named, *own, *_otel_secrets(self.otel_endpoint))

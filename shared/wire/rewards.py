@@ -9,6 +9,7 @@ from pydantic import FailFast, Field
 from shared.documented import Plain
 from shared.job import RewardSpec
 from shared.wire.base import JobId, Message, Wire
+from shared.wire.packed import Logprobs
 from shared.wire.rollouts import FinishReason, Prompt, RolloutGroup
 
 
@@ -96,10 +97,12 @@ class Part(Wire):
 
 class Score(Wire):
     """The reward of one completion: the weighted sum of its parts, or None where a part is missing
-    (never an invented 0)."""
+    (never an invented 0). `teacher_logprobs` are the log-probs that the job's `[teacher]`
+    gives the tokens that the policy sampled, in nats, the branches' first; empty: none."""
 
     value: float | None
     parts: dict[str, Part]
+    teacher_logprobs: Logprobs = Logprobs()
 
 
 class ScoreResult(Wire):

@@ -159,7 +159,7 @@ def _learns_nothing(job: Job) -> str | None:
 
 
 def _is_paid_nothing(job: Job) -> str | None:
-    if any(reward.weight for reward in job.rewards):
+    if job.teacher or any(reward.weight for reward in job.rewards):
         return None
     whose = "the only reward" if len(job.rewards) == 1 else "every reward"
     return (

@@ -29,8 +29,8 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
 
     None: its reward is missing, its group has no signal, or it was cut off and `mask_truncated` is
     set. In the last two cases its reward still counts in baselines and deviations. With a KL term
-    (`training.beta`), which every token has, a group without signal has advantages of 0. Of a
-    rollout that came with advantages, their mean.
+    (`training.beta`) or a teacher, which every token has, a group without signal has advantages
+    of 0. Of a rollout that came with advantages, their mean.
     """
     advantages_PG = _advantages(batch, job)
     for group, scores_G, advantages_G in zip(
@@ -43,7 +43,8 @@ def batch_advantages(batch: Batch, job: Job) -> Advantages:
             elif rollout.advantages:
                 advantages_G[index] = _mean_given(rollout)
             elif not signal:
-                advantages_G[index] = _zero(advantages_G[index]) if job.training.beta else None
+                has_more = job.training.beta or job.teacher
+                advantages_G[index] = _zero(advantages_G[index]) if has_more else None
     return advantages_PG
 
 
@@ -125,6 +126,11 @@ def _advantages(batch: Batch, job: Job) -> Advantages:
             for group, scores_G in zip(batch.groups, batch.scores, strict=True)
         ]
         return [[*found_G] for found_G in turn_advantages(returns_PG, job.advantages)]
+    if not job.rewards:  # the teacher alone
+        return [
+            [None if score.value is None else 0.0 for score in scores_G]
+            for scores_G in batch.scores
+        ]
     if job.advantages.combine == "normalize_then_sum":
         return _normalized_then_summed(batch.scores, job)
     values_PG = [[score.value for score in scores_G] for scores_G in batch.scores]

@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.orchestrator.errors import MustPause
+from services.orchestrator.loop.distilling import with_teacher_of
 from services.orchestrator.loop.groups import (
     GradedGroup,
     missing_share,
@@ -131,7 +132,7 @@ class Batches:
         return self.folder.batch(step) if step in self.folder.batch_steps() else None
 
     async def _graded(self, stored: Batch, count: _Count) -> Batch:
-        scores_PG = await all_of(map(self._score, stored.prompts, stored.groups))
+        scores_PG = await all_of(map(self._score, stored.prompts, stored.groups, stored.scores))
         count.stages.through("reward")
         return stored.model_copy(update={"scores": tuple(scores_PG), "graded": True})
 
@@ -197,7 +198,7 @@ class Batches:
         if not all(oldest <= version <= newest for version in found.versions):
             return None
         is_whole = not missing_share([found.scores])
-        scores = found.scores if is_whole else await self._score(prompt, found.group)
+        scores = found.scores if is_whole else await self._score(prompt, found.group, found.scores)
         return GradedGroup(prompt, found.group, scores)
 
     async def _keep(self, writer: GroupWriter, place: Place, graded: GradedGroup) -> None:
@@ -238,8 +239,14 @@ class Batches:
             f"with {sorted(versions)}, {MAX_RESAMPLED + 1} times"
         )
 
-    async def _score(self, prompt: Prompt, group: RolloutGroup) -> tuple[Score, ...]:
-        return await self.services.score(prompt, group, job_id=self.job_id)
+    async def _score(
+        self, prompt: Prompt, group: RolloutGroup, before: Sequence[Score] = ()
+    ) -> tuple[Score, ...]:
+        """Returns the group's scores. A teacher is not asked again for what it gave `before`."""
+        scores = await self.services.score(prompt, group, job_id=self.job_id)
+        if self.job.teacher is None:
+            return scores
+        return await self.services.taught(group, with_teacher_of(before, scores))
 
 
 class GroupWriter:

@@ -8,22 +8,34 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 from services.orchestrator.loop.advantages import Advantage, Advantages, is_masked, returns_of
+from services.orchestrator.loop.distilling import Terms
 from services.orchestrator.loop.turns import Row, lengths, num_answers, rows
 from shared.job import Job
 from shared.wire import Batch, Example, Rollout, RolloutGroup, Score, StepTotals
 from shared.wire.packed import Logprobs, Mask, TokenIds
 
 
-def to_examples(groups_P: Sequence[RolloutGroup], advantages_PG: Advantages) -> tuple[Example, ...]:
+def to_examples(
+    groups_P: Sequence[RolloutGroup],
+    advantages_PG: Advantages,
+    terms_PG: Sequence[Sequence[Terms]] | None = None,
+) -> tuple[Example, ...]:
     """Returns an example for each row with sampled tokens of each rollout that has an advantage,
     with the sampler's token ids, log-probs and versions as they came. Branches are rows too. The
-    tokens of a turn without an advantage are context."""
+    tokens of a turn without an advantage are context. With a teacher, its `terms_PG` are added, and
+    a rollout without them is not trained on."""
+    untaught_PG = [[()] * len(group.rollouts) for group in groups_P]
     return tuple(
         example
-        for group, advantages_G in zip(groups_P, advantages_PG, strict=True)
-        for rollout, advantage in zip(group.rollouts, advantages_G, strict=True)
-        for prompt_token_ids, row, part in _rows(group, rollout, advantage)
-        if part is not None and (example := _example(prompt_token_ids, row, part))
+        for group, advantages_G, terms_G in zip(
+            groups_P, advantages_PG, terms_PG or untaught_PG, strict=True
+        )
+        for rollout, advantage, terms in zip(group.rollouts, advantages_G, terms_G, strict=True)
+        if terms is not None
+        for (prompt_token_ids, row, part), of_row in itertools.zip_longest(
+            _rows(group, rollout, advantage), terms
+        )
+        if part is not None and (example := _example(prompt_token_ids, row, part, of_row))
     )
 
 
@@ -39,7 +51,9 @@ def _rows(
         at = end
 
 
-def _example(prompt_token_ids: TokenIds, row: Row, advantage: Advantage) -> Example | None:
+def _example(
+    prompt_token_ids: TokenIds, row: Row, advantage: Advantage, terms: Logprobs | None
+) -> Example | None:
     sampled = row.sampled
     advantages = row.advantages if isinstance(row, Rollout) else Logprobs()
     if isinstance(advantage, tuple):
@@ -47,6 +61,9 @@ def _example(prompt_token_ids: TokenIds, row: Row, advantage: Advantage) -> Exam
         advantages = _per_token(row, advantage)
     if not (sampled.data.count(1) if sampled else len(row.token_ids)):
         return None
+    if terms is not None:
+        of_turns = advantages or itertools.repeat(of_all_tokens(advantage) or 0.0)
+        advantages = Logprobs(array("f", map(float.__add__, of_turns, terms)))
     return Example(
         prompt_token_ids=prompt_token_ids,
         token_ids=row.token_ids,

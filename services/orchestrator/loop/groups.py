@@ -41,9 +41,10 @@ class GradedGroup:
 
 
 def teaches(graded: GradedGroup, job: Job) -> bool:
-    """Returns whether any completion of the group is trained on: the group has signal, or the
-    completion came with advantages, and with `mask_truncated` it was not cut off."""
-    signal = has_signal(graded.scores, job, graded.group)
+    """Returns whether any completion of the group is trained on: the group has signal or a
+    teacher, or the completion came with advantages, and with `mask_truncated` it was not cut
+    off."""
+    signal = job.teacher is not None or has_signal(graded.scores, job, graded.group)
     return any(
         not is_masked(rollout, job)
         and (bool(rollout.advantages) or (signal and score.value is not None))

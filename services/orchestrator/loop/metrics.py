@@ -23,6 +23,9 @@ docs/observability.md lists the other names.
 | conversations/forks            | rows beyond the first, where a history was written anew     |
 | agent/mean_guesses             | of agents of kind "worker": their own metric, here guesses  |
 | environment_failures           | share of rollouts without a reward, as the environment died |
+| teacher/kl                     | with [teacher]: mean over sampled tokens of the log-ratio   |
+|                                | to it, an estimate of the reverse KL divergence, in nats    |
+| teacher/missing                | share of graded rollouts that it gave no log-probs          |
 | staleness                      | steps between the oldest weights that sampled and those     |
 |                                | trained; of each token: the trainer's staleness/mean, ...   |
 | num_examples, num_tokens       | what the step trained on (TRL's num_tokens is of all steps) |
@@ -56,6 +59,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.orchestrator.loop.advantages import has_signal
+from services.orchestrator.loop.distilling import teacher_metrics
 from services.orchestrator.loop.groups import is_graded, missing_share
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.play.conversation import ENVIRONMENT_FAILED
@@ -82,6 +86,7 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
         **_rollout_metrics(step.batch.groups),
         **_completion_metrics(step),
         **(_conversation_metrics(step.batch.groups) if plays else {}),
+        **(teacher_metrics(step.batch) if job.teacher else {}),
         **({} if step.staleness is None else {"staleness": step.staleness}),
         "skipped_steps": int(result.skipped),
         "num_examples": result.num_examples,

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 from services.orchestrator.loop.advantages import Advantages, batch_advantages
 from services.orchestrator.loop.batches import Batches, Sampled
+from services.orchestrator.loop.distilling import teacher_terms
 from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
@@ -99,7 +100,7 @@ class Pipeline:
         await to_disk(self.folder.write_batch, batch)
         await self.batches.note(batch)
         advantages_PG = batch_advantages(batch, self.job)
-        examples = to_examples(batch.groups, advantages_PG)
+        examples = to_examples(batch.groups, advantages_PG, teacher_terms(batch, self.job))
         totals = step_totals(batch, self.job)
         watch.lap("store")
         result = await self.services.train_step(batch.step, examples, totals)

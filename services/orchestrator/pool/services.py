@@ -15,6 +15,7 @@ from services.orchestrator.environments.sandboxed import Sandboxed
 from services.orchestrator.pool.discovery import Registered, is_one_host, none_registered
 from services.orchestrator.pool.pool import Pool
 from services.orchestrator.pool.sampler import Push
+from services.orchestrator.pool.teacher import Teacher
 from services.orchestrator.pool.transport import transport_to
 from services.orchestrator.pool.trial import Trial, trial
 from services.orchestrator.pool.waits import Waits, waits_for
@@ -135,6 +136,10 @@ class Services:
         trainer, reward = settings.trainer_url, settings.reward_url
         self._trainer = client("trainer", trainer, transport=transport_to(trainer), headers=headers)
         self._reward = client("reward", reward, transport=transport_to(reward))
+        self.teacher: Teacher | None = None
+        if job.teacher:
+            wait_s = None if grading_waits else settings.patience_s
+            self.teacher = Teacher(job.teacher, settings, tell, wait_s)
         self.environment = job.environment and environment_of(
             job.environment,
             Sandboxed(self._reward, job_id, job.environment, self._reward_patience_s),
@@ -167,6 +172,8 @@ class Services:
 
     async def close(self) -> None:
         await self.pool.close()
+        if self.teacher:
+            await self.teacher.close()
         if self.environment:
             await self.environment.shut()
         for client in (self._trainer, self._reward):
@@ -314,6 +321,9 @@ class Services:
         )
         if not items:
             return (NOT_GRADED,) * len(group.rollouts)
+        if not self._job.rewards:
+            nothing = Score(value=0.0, parts={})
+            return tuple(NOT_GRADED if one.went_wrong else nothing for one in group.rollouts)
         body = ScoreRequest(items=items, rewards=self._job.rewards, job_id=job_id)
         result = await self._reward.call(
             "POST",
@@ -328,12 +338,24 @@ class Services:
             NOT_GRADED if rollout.went_wrong else next(scores) for rollout in group.rollouts
         )
 
+    @waits_for("teacher", "asking the teacher")
+    async def taught(self, group: RolloutGroup, scores: tuple[Score, ...]) -> tuple[Score, ...]:
+        """Returns the scores with the teacher's log-probs, if the job has a teacher."""
+        if self.teacher is None:
+            return scores
+        return await self.teacher.score(group, scores, alone=not self._job.rewards)
+
     @waits_for("reward", "checking the rewards")
     async def validate_rewards(
         self, columns: tuple[str, ...], prompts: tuple[Prompt, ...] = ()
     ) -> None:
         """Raises BadRequest where the rewards would not work on rows with these columns, or on one
-        of the first few `prompts`."""
+        of the first few `prompts`, or the teacher has another vocabulary."""
+        if self.teacher:
+            with self.waits.on("teacher", "comparing the vocabularies"):
+                await self.teacher.check(self._job)
+        if not self._job.rewards:
+            return
         body = ValidateRequest(
             rewards=self._job.rewards, columns=columns, prompts=prompts[:MAX_PROMPTS_TRIED]
         )
@@ -343,9 +365,10 @@ class Services:
 
     async def try_rewards(self, prompts: tuple[Prompt, ...]) -> Trial | None:
         """Returns what the rewards give empty completions and reference answers of the first few
-        `prompts`; None without prompts, and if the service does not say so soon: nothing depends on
+        `prompts`; None without prompts or rewards, and if the service does not say so soon: nothing depends on
         it."""
-        if not (shown := prompts[:MAX_PROMPTS_TRIED]):
+        shown = prompts[:MAX_PROMPTS_TRIED]
+        if not shown or not self._job.rewards:
             return None
         body = TryRequest(rewards=self._job.rewards, prompts=shown)
         try:

@@ -234,8 +234,8 @@ def test_a_row_knows_where_answers_begin_and_old_rows_are_read() -> None:
     [
         ({"environment": None}, 'advantages.credit is "turns" and the job has no [environment]'),
         ({"advantages": {"credit": "turns", "combine": "normalize_then_sum"}}, "expected combine"),
-        ({"training": {"loss": "gspo"}}, "the importance ratio is of the sequence"),
-        ({"training": {"importance": "sequence"}}, "the importance ratio is of the sequence"),
+        ({"training": {"loss": "gspo"}}, "whose ratio is of the sequence"),
+        ({"training": {"importance": "sequence"}}, "whose ratio is of the sequence"),
     ],
 )
 def test_what_cannot_credit_turns_is_refused(changes: dict[str, Any], sentence: str) -> None:

@@ -83,7 +83,7 @@ def test_a_token_that_is_none_is_refused_and_not_shown(
     assert token == " " or token not in str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["TOKEN", "REDIS_URL", "JUDGE_API_KEY"])
+@pytest.mark.parametrize("name", ["TOKEN", "REDIS_URL", "JUDGE_API_KEY", "TEACHER_API_KEY"])
 def test_a_secret_may_be_in_a_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
