@@ -115,6 +115,7 @@ def _is_pushed_whole(job: Job) -> None:
         "data.train": job.data.train is not None,
         "data.epochs": job.data.epochs is not None,
         "difficulty": job.difficulty.skips,
+        "teacher": job.teacher is not None,
         "advantages.credit": job.advantages.credit != "episode",
         'advantages.combine = "normalize_then_sum"': job.advantages.combine != "sum_then_normalize",
     }

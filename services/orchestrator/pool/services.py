@@ -365,8 +365,8 @@ class Services:
 
     async def try_rewards(self, prompts: tuple[Prompt, ...]) -> Trial | None:
         """Returns what the rewards give empty completions and reference answers of the first few
-        `prompts`; None without prompts or rewards, and if the service does not say so soon: nothing depends on
-        it."""
+        `prompts`; None without prompts or rewards, and if the service does not say so soon: nothing
+        depends on it."""
         shown = prompts[:MAX_PROMPTS_TRIED]
         if not shown or not self._job.rewards:
             return None
