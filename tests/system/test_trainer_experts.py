@@ -52,7 +52,13 @@ def train(folder: Path, model: Path, examples, stages) -> dict:
     return updates
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, marks=pytest.mark.soak, id="one rank"),
+        pytest.param(2, id="two ranks"),
+    ],
+)
 def ranks(request, tmp_path_factory) -> Iterator[Ranks]:
     with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
         yield ranks

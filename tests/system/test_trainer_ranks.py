@@ -77,25 +77,25 @@ def test_ranks_that_meet_on_loopback_meet_samplers_where_the_trainer_listens(tmp
         assert {host for host, _ in listening(rank) - before} == {"127.0.0.2"}
 
 
-def test_what_ranks_send_is_in_no_file_until_one_is_asked_for(tmp_path, tiny_model):
-    examples = some_examples(tiny_model)
-    with running(tmp_path / "t", 2) as service:
-        service.load("sent", a_job(tiny_model, **LINEAR))
-        service.step("sent", 1, examples)
+def test_what_ranks_send_is_in_no_file_until_one_is_asked_for(trainers, tiny_model):
+    examples, service = some_examples(tiny_model), trainers[2]
+    service.load("sent", a_job(tiny_model, **LINEAR))
+    service.step("sent", 1, examples)
 
-        def publish(method):
-            body = PublishRequest(job_id="sent", version=1, method=method)
-            return service.call("POST", "/publish_weights", body, WeightsRef).root
+    def publish(method):
+        body = PublishRequest(job_id="sent", version=1, method=method)
+        return service.call("POST", "/publish_weights", body, WeightsRef).root
 
-        sent = publish("nccl")
-        assert list(service.shm.rglob("*.safetensors")) == []
-        files = publish("http")
-        assert (files.digest, files.tensors) == (sent.digest, sent.tensors)
-        assert [file.name for file in service.shm.rglob("*.safetensors")] == ["model.safetensors"]
-        service.step("sent", 2, examples)
-        with pytest.raises(Conflict, match="got version 1, expected 2") as gone:
-            publish("http")
-        assert gone.value.code == "out_of_order"
+    sent = publish("nccl")
+    assert list((service.shm / "sent").rglob("*.safetensors")) == []
+    files = publish("http")
+    assert (files.digest, files.tensors) == (sent.digest, sent.tensors)
+    (file,) = (service.shm / "sent").rglob("*.safetensors")
+    assert file.name == "model.safetensors"
+    service.step("sent", 2, examples)
+    with pytest.raises(Conflict, match="got version 1, expected 2") as gone:
+        publish("http")
+    assert gone.value.code == "out_of_order"
 
 
 def listening(process):

@@ -73,7 +73,15 @@ def light(tmp_path, monkeypatch) -> str:
     return "light_launcher"
 
 
-@pytest.mark.parametrize("victim", ["launcher", "torchrun", "rank 0", "rank 1"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "launcher",
+        pytest.param("torchrun", marks=pytest.mark.soak),
+        pytest.param("rank 0", marks=pytest.mark.soak),
+        "rank 1",
+    ],
+)
 def test_a_killed_process_ends_all(tmp_path, light, victim):
     with running(tmp_path / "two", 2, light) as service:
         service.state()

@@ -124,9 +124,11 @@ def test_a_job_that_comes_back_goes_on_to_the_bit(trainers, tiny_model, batches,
     assert service.publish(job_id, 4).digest == expected
 
 
+@pytest.mark.soak
 def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
     trainers, tiny_model, batches
 ):
+    """tests/unit/trainer/test_checkpoints.py kills a writer at any moment, without ranks."""
     service = trainers[2]
     folder = checkpoints.checkpoints_dir(service.folder / "runs", "cut-off")
     service.load("cut-off", a_job(tiny_model))
