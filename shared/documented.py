@@ -4,6 +4,7 @@ and data of any shape in a body: a dataset's row, a grader's params, a program's
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from itertools import pairwise
 from textwrap import dedent
@@ -42,14 +43,15 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
     found: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if issubclass(kind, Documented) and kind is not Documented:
-            found |= _texts(dedent(inspect.getsource(kind)))
+            found |= _texts(kind)
     return {name: text for name, text in found.items() if name in model.model_fields}
 
 
-def _texts(source: str) -> dict[str, str]:
-    """Returns the text under each annotated name of the class whose source is `source`."""
-    (definition,) = ast.parse(source).body
-    assert isinstance(definition, ast.ClassDef), source
+@functools.cache
+def _texts(kind: type[Documented]) -> dict[str, str]:
+    """Returns the text under each annotated name of the class."""
+    (definition,) = ast.parse(dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef), kind
     found: dict[str, str] = {}
     for line, below in pairwise(definition.body):
         match line, below:

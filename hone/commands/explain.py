@@ -3,6 +3,7 @@ default. It is read from the models' JSON schema, so OpenAPI says the same."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
@@ -73,12 +74,12 @@ def find(key: str) -> Explanation:
     """Returns the explanation of `key`: dotted, or its last part if no other key ends so; positions
     in lists are skipped. Graders are searched after the job's keys and the settings. Raises
     NotFound with the key for which other trainers use this name, else the nearest."""
-    known = {found.key: found for found in _all_keys()}
+    known = _all_keys()
     name = ".".join(part for part in key.strip().split(".") if not part.isdecimal())
     if found := known.get(name) or known.get(name.upper()) or known.get(PREFIX + name.upper()):
         return found
     if not (same := _ending(name, known)):
-        known |= {found.key: found for found in _with_fields(_graders())}
+        known = known | {found.key: found for found in _with_fields(_graders())}
         if found := known.get(name):
             return found
         same = _ending(name, known)
@@ -99,15 +100,18 @@ def _ending(name: str, known: Iterable[str]) -> list[str]:
     return [full for full in known if full.endswith(f".{name}")]
 
 
-def _all_keys() -> Iterator[Explanation]:
+@functools.cache
+def _all_keys() -> dict[str, Explanation]:
+    """Returns the keys of a job and the settings, and the two as a whole."""
+    found: dict[str, Explanation] = {}
     settings = Settings.model_json_schema()
     for name, title, schema in ((JOB, "", Job.model_json_schema()), (SETTINGS, PREFIX, settings)):
         whole = _explanation(name, schema, schema, required=True, prefix=title)
-        yield whole
-        for field in whole.fields:
-            yield from _with_fields(field)
+        found |= {each.key: each for each in _with_fields(whole)}
+    return found
 
 
+@functools.cache
 def _graders() -> Explanation:
     """Returns the graders of this version of Hone; their params are the fields of each."""
     listed = tuple(map(_grader, reward_service.graders_here()))
