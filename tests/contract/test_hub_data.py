@@ -32,29 +32,38 @@ stack = orchestrator_stack.stack  # fixture
 DEADLINE_S = 120.0  # a process may be slow to start
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="module")
+def cache(folder: Path) -> Iterator[Path]:
     """The folder in which data sets are kept, here and in processes."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf/datasets")
-    return tmp_path / "hf/datasets"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HOME", str(folder / "hf"))
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "hf/datasets")
+        yield folder / "hf/datasets"
 
 
-@pytest.fixture
-def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DataHub]:
+@pytest.fixture(scope="module")
+def hub(cache: Path, job: Job) -> Iterator[DataHub]:
+    """A Hub whose data set this machine has."""
     hub = DataHub()
-    with hub.serving() as url:
-        monkeypatch.setenv("HF_ENDPOINT", url)
-        monkeypatch.delenv("HF_HUB_OFFLINE")
+    with hub.serving() as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", url)
+        patch.delenv("HF_HUB_OFFLINE")
+        asyncio.run(fetch(asks_of(job, Settings()).values()))
+        assert hub.num_asked > 0
         yield hub
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
+@pytest.fixture(scope="module")
+def job(folder: Path) -> Job:
     return Job.model_validate(
         {
             "name": "demo",
-            "model": str(make_model_folder(tmp_path / "model")),
+            "model": str(make_model_folder(folder / "model")),
             "steps": 2,
             "data": {"train": "owner/data", "revision": COMMIT},
             "sampling": {"prompts_per_step": 2, "group_size": 2, "max_tokens": 4},
@@ -66,14 +75,13 @@ def job(tmp_path: Path) -> Job:
 async def test_a_commit_that_this_machine_has_is_read_without_the_hub(
     hub: DataHub, settings: Settings, job: Job
 ) -> None:
-    await fetch(asks_of(job, settings).values())
     num_asked = hub.num_asked
-    assert num_asked > 0
     hub.answers.clear()
     async with asyncio.timeout(DEADLINE_S):
         await fetch(asks_of(job, settings).values())
         assert not await asyncio.to_thread(asks_hub, job, settings)
         prompts = await apart(_read, job, settings, {}, deadline_s=DEADLINE_S)
+    hub.answers.set()
     assert prompts == (20, {"train": COMMIT}, ["0?", "1?"])
     assert hub.num_asked == num_asked
 
@@ -82,7 +90,6 @@ async def test_no_other_commit_is_taken_for_the_one_of_the_submission(
     hub: DataHub, settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`datasets` takes the newest that it has, whatever was asked for, where the Hub is away."""
-    await fetch(asks_of(job, settings).values())
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(Unavailable, match=f"does not have its commit {'b' * 40}"):
         await apart(_read, job, settings, {"train": "b" * 40}, deadline_s=DEADLINE_S)
@@ -103,7 +110,7 @@ async def test_a_job_whose_data_the_hub_does_not_give_waits_and_stops_when_asked
     async def wait(_: Any) -> None:
         await goes_on.wait()
 
-    await fetch(asks_of(stack.job, stack.settings).values())
+    """The last one on this Hub's data: it removes what this machine has of it."""
     stack.fakes.fault["train_step"] = wait
     first = await stack.submit()
     second = await stack.submit()
@@ -112,14 +119,14 @@ async def test_a_job_whose_data_the_hub_does_not_give_waits_and_stops_when_asked
             await asyncio.sleep(0.05)
     await asyncio.to_thread(shutil.rmtree, cache)
     hub.answers.clear()
-    monkeypatch.setattr(fetching, "FETCH_S", 3.0)
+    monkeypatch.setattr(fetching, "FETCH_S", 2.0)
     goes_on.set()
     assert (await stack.until(first.id)).status == "succeeded"
     async with asyncio.timeout(DEADLINE_S):
         while (await stack.get(second.id)).recoveries < 2:
             await asyncio.sleep(0.05)
     said = [event.message for event in await stack.events(second.id)]
-    why = "the job's data was not fetched: it was not done in 3 s"
+    why = "the job's data was not fetched: it was not done in 2 s"
     assert f"{why}; loading the job again (recovery 2)" in said
     await stack.post(f"{second.id}/pause")
     assert (await stack.until(second.id, "paused")).error == "paused on request"
