@@ -42,8 +42,8 @@ class PushedGroup(Wire):
 
     The prompt is token ids, or text or chat messages, which become token ids as in the sampler;
     with both, the token ids count and the messages are shown to people. The same `key` with the
-    same body gives the same answer, and with another body is refused (409). Without a key the body
-    is its own key.
+    same body gives the same answer, and with another body is refused (409). Without a key, the
+    same body is the same group until that is trained.
     """
 
     key: str | None = Field(default=None, min_length=1, max_length=MAX_KEY)

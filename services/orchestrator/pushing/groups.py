@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -14,7 +15,7 @@ from fastapi.responses import Response
 from services.orchestrator.data.fitting import tokenizer_stamp
 from services.orchestrator.pushing.checking import Model, check_versions, model_of, scored_group
 from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.pushed import Ledger, PushedQueue
+from services.orchestrator.runs.pushed import Ledger, PushedQueue, Sent
 from services.orchestrator.store.store import Store
 from shared.errors import Busy, Conflict
 from shared.http import codec, openapi, rendering
@@ -71,6 +72,18 @@ class Pushing:
         record = await self.record(job_id)
         return await asyncio.to_thread(self._queue(record).look, partial(counts_of, record))
 
+    async def register(self, record: JobRecord, program: dict[str, Any]) -> tuple[int, str]:
+        """Returns the number of a program that pushes to the job, from 0, and its name."""
+        return await asyncio.to_thread(self._queue(record).register, program)
+
+    async def registered(self, record: JobRecord) -> list[dict[str, Any]]:
+        """Returns the programs that push to the job, by number."""
+        return await asyncio.to_thread(self._queue(record).look, lambda found: [*found.programs])
+
+    async def window(self, record: JobRecord) -> int | None:
+        """Returns the most tokens of prompt and completion; None if that is not known."""
+        return (await asyncio.to_thread(self._model, record.job)).window
+
     async def record(self, job_id: str) -> JobRecord:
         """Returns the job's record. Raises Conflict for a job of another kind."""
         record = await self._store.get(job_id)
@@ -92,7 +105,7 @@ class Pushing:
             oldest = found.next_step - 1 - record.job.max_staleness
             check_versions(group, max(oldest, 0), record.step + 1, found.next_step)
 
-        return queue.accept(scored, group.key or digest, digest, admit)
+        return queue.accept(scored, Sent(digest, group.key, record.step), admit)
 
     def _queue(self, record: JobRecord) -> PushedQueue:
         """Returns the job's queue, which remembers what it has read."""

@@ -41,7 +41,7 @@ Versions = tuple[int, int] | None
 @dataclass
 class Ledger:
     """What the journal says. `versions` are of the groups that no step has taken, by number; `took`
-    and `wants` are by step and round."""
+    and `wants` are by step and round. `programs` have registered to push groups."""
 
     num_accepted: int = 0
     num_dropped: int = 0
@@ -49,6 +49,7 @@ class Ledger:
     versions: dict[int, Versions] = field(default_factory=dict[int, Versions])
     took: dict[tuple[int, int], list[int]] = field(default_factory=dict[tuple[int, int], list[int]])
     wants: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    programs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def add(self, line: dict[str, Any]) -> None:
         """Takes in a line of the journal."""
@@ -56,6 +57,9 @@ class Ledger:
             self.num_accepted = number
             self.keys[line["key"]] = number, line["digest"]
             self.versions[number] = tuple(line["versions"]) if line["versions"] else None
+            return
+        if program := line.get("registered"):
+            self.programs.append(program)
             return
         place = line["step"], line["round"]
         self.num_dropped += len(line.get("dropped", ()))
@@ -70,6 +74,11 @@ class Ledger:
         """Returns how many groups the steps up to `last_step` took."""
         return sum(len(took) for (step, _), took in self.took.items() if step <= last_step)
 
+    def newest_trained(self, last_step: int) -> int:
+        """Returns the last group that a step up to `last_step` took."""
+        steps = (took for (step, _), took in self.took.items() if step <= last_step)
+        return max((max(took, default=0) for took in steps), default=0)
+
     def num_ahead(self, last_step: int) -> int:
         """Returns how many groups are trained before the next one that is accepted, after
         `last_step`. A group that replaces one without signal moves none back."""
@@ -80,6 +89,16 @@ class Ledger:
             if round or (step <= last_step and (step, round) in self.took)
         )
         return max(self.num_accepted - self.num_dropped - done, 0)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """How a group was sent: its digest, and its key. Without a key, the same group counts as sent
+    again until it is trained, by a step up to `last_step`."""
+
+    digest: str
+    key: str | None
+    last_step: int
 
 
 @dataclass(frozen=True)
@@ -106,14 +125,14 @@ class PushedQueue:
         self._ledger = Ledger()
         self._read_bytes = 0
 
-    def accept(
-        self, group: ScoredGroup, key: str, digest: str, admit: Callable[[Ledger], None]
-    ) -> int:
-        """Returns the group's number once it is on disk. The same key again gives the same number;
-        raises Conflict, "body_differs", if it came with another digest. `admit` raises if there is
-        no room for a new group."""
+    def accept(self, group: ScoredGroup, sent: Sent, admit: Callable[[Ledger], None]) -> int:
+        """Returns the group's number once it is on disk. The same group again has the same number;
+        raises Conflict, "body_differs", for a key that came with another digest. `admit` raises if
+        there is no room for a new group."""
         with self._locked() as ledger:
-            if known := ledger.keys.get(key):
+            key, digest = sent.key or sent.digest, sent.digest
+            known = ledger.keys.get(key)
+            if known and (sent.key or known[0] > ledger.newest_trained(sent.last_step)):
                 return _same(known, key, digest)
             admit(ledger)
             number = ledger.num_accepted + 1
@@ -122,6 +141,14 @@ class PushedQueue:
             versions = _versions_of(group)
             self._append(accepted=number, key=key, digest=digest, versions=versions)
             return number
+
+    def register(self, program: dict[str, Any]) -> tuple[int, str]:
+        """Returns the number of a program, from 0, and its name among those that chose the same."""
+        with self._locked() as ledger:
+            chosen = program["desired_name"]
+            same = sum(each["desired_name"] == chosen for each in ledger.programs)
+            self._append(registered=program)
+            return len(ledger.programs) - 1, f"{chosen}_{same}"
 
     def take(self, asked: Round) -> tuple[list[int], bool]:
         """Returns the numbers of the groups of this round, and whether it has as many as it takes.

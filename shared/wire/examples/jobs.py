@@ -33,6 +33,11 @@ GRADED = {
 }
 KEY = {"name": "dashboard", "access": "read", "created_at": 1763800000}
 
+SCORED_DATA: dict[str, Any] = {
+    "tokens": [[1, 5, 7], [1, 5, 8]],
+    "masks": [[-100, -100, 7], [-100, -100, 8]],
+    "scores": [1.0, 0.0],
+}
 JOBS: dict[str, Any] = {
     "SubmitRequest": {"job": JOB},
     "WithdrawRequest": {"key": "9f2c51d07ae84b36c0d1e5fa"},
@@ -105,6 +110,36 @@ JOBS: dict[str, Any] = {
             {"token_ids": [7, 2], "logprobs": [-0.41, -0.02], "versions": 4, "reward": 1.0},
             {"token_ids": [8, 2], "logprobs": [-1.3, -0.05], "versions": 4, "reward": 0.0},
         ],
+    },
+    "RegisterEnv": {
+        "max_token_length": 512,
+        "desired_name": "countdown",
+        "weight": 1.0,
+        "group_size": 8,
+    },
+    "EnvRegistered": {
+        "status": "success",
+        "env_id": 0,
+        "wandb_name": "countdown_0",
+        "checkpoint_dir": "/runs/demo/checkpoints",
+        "starting_step": 0,
+        "checkpoint_interval": 20,
+        "num_steps": 100,
+    },
+    "EnvId": {"env_id": 0},
+    "ScoredData": SCORED_DATA,
+    "ScoredDataList": [SCORED_DATA],
+    "DataReceived": {"status": "received", "groups_processed": 1},
+    "AtroposInfo": {"batch_size": 64, "max_token_len": 4096},
+    "AtroposWandb": {"group": "demo", "project": None},
+    "AtroposStatus": {"current_step": 4, "queue_size": 3},
+    "EnvStatus": {
+        "current_step": 4,
+        "queue_size": 3,
+        "env_weight": 1.0,
+        "unallocated_fraction": 1.0,
+        "self_queue_size": 3,
+        "max_group_size": 8,
     },
     "GroupAccepted": {"job_id": ID, "number": 17},
     "GroupCounts": {

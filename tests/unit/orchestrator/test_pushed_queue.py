@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.runs.pushed import Ledger, PushedQueue, Round, forget_up_to
+from services.orchestrator.runs.pushed import Ledger, PushedQueue, Round, Sent, forget_up_to
 from shared.errors import Failed
 from shared.wire import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span
 from shared.wire.packed import TokenIds
@@ -23,7 +23,7 @@ def scored(version: int | None = None) -> ScoredGroup:
 
 
 def accept(queue: PushedQueue, key: str, version: int | None = None) -> int:
-    return queue.accept(scored(version), key, "digest", lambda _: None)
+    return queue.accept(scored(version), Sent("digest", key, 0), lambda _: None)
 
 
 def ahead(queue: PushedQueue, last_step: int) -> int:
@@ -75,6 +75,17 @@ def test_groups_that_replace_others_have_room_beyond_the_limit(tmp_path: Path) -
     accept(queue, "c")
     assert queue.take(Round(1, 1, 1, 0, 0)) == ([3], True)
     assert ahead(queue, 0) == 2 and ahead(queue, 1) == 0
+
+
+def test_a_group_without_a_key_is_new_once_it_was_trained(tmp_path: Path) -> None:
+    queue = PushedQueue(tmp_path)
+
+    def again(last_step: int) -> int:
+        return queue.accept(scored(), Sent("digest", None, last_step), lambda _: None)
+
+    assert [again(0), again(0)] == [1, 1]
+    queue.take(Round(1, 0, 1, 0, 0))
+    assert [again(0), again(1), again(1)] == [1, 2, 2]
 
 
 def test_a_damaged_group_is_named(tmp_path: Path) -> None:

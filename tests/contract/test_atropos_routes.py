@@ -1,0 +1,120 @@
+"""Atropos' trajectory API over the real application: what an environment sends becomes groups.
+tests/compat/test_atropos.py has the package itself."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.job import Job
+from tests.contract.test_pushed import pushed_job
+from tests.support import orchestrator_stack
+from tests.support.orchestrator_stack import Stack
+
+stack = orchestrator_stack.stack  # a fixture
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return pushed_job(tmp_path, sampling={"prompts_per_step": 1, "group_size": 2}, steps=2)
+
+
+def scored(token: int, **more: Any) -> dict[str, Any]:
+    return {
+        "tokens": [[1, 9, token, 4], [1, 9, token, 5, 6]],
+        "masks": [[-100, -100, token, 4], [-100, -100, -100, 5, 6]],
+        "scores": [1.0, 0.0],
+        "inference_logprobs": [[1.0, 1.0, -0.5, -0.25], [1.0, 1.0, 1.0, -0.5, -0.75]],
+        "env_id": 0,
+        "ref_logprobs": None,
+        "generation_params": {"temperature": 1.0},
+        **more,
+    }
+
+
+async def running(stack: Stack) -> str:
+    record = await stack.submit()
+    async with asyncio.timeout(60):
+        while (await stack.get(record.id)).status != "running":
+            await asyncio.sleep(0.05)
+    return f"/v1/jobs/{record.id}/atropos"
+
+
+ENV = {"max_token_length": 16, "desired_name": "count", "weight": 1.0, "group_size": 2}
+
+
+async def test_an_environments_groups_are_trained(stack: Stack) -> None:
+    url = await running(stack)
+    registered = (await stack.http.post(f"{url}/register-env", json=ENV)).json()
+    assert registered["checkpoint_dir"].endswith("/checkpoints")
+    assert {**registered, "checkpoint_dir": ""} == {
+        **{"status": "success", "env_id": 0, "wandb_name": "count_0", "checkpoint_dir": ""},
+        **{"starting_step": 0, "checkpoint_interval": 50, "num_steps": 2},
+    }
+    other = {**ENV, "weight": 3.0, "min_batch_allocation": None}
+    second = (await stack.http.post(f"{url}/register-env", json=other)).json()
+    assert (second["env_id"], second["wandb_name"]) == (1, "count_1")
+    assert (await stack.http.get(f"{url}/info")).json() == {"batch_size": 2, "max_token_len": 16}
+    wandb = (await stack.http.get(f"{url}/wandb_info")).json()
+    assert wandb == {"group": "pushed", "project": None}
+    status = await stack.http.request("GET", f"{url}/status-env", json={"env_id": 0})
+    assert status.json() == {
+        **{"current_step": 0, "queue_size": 0, "env_weight": 0.25, "unallocated_fraction": 1.0},
+        **{"self_queue_size": 0, "max_group_size": 2},
+    }
+    content = gzip.compress(json.dumps(scored(7)).encode())
+    zipped = {"content-type": "application/json", "content-encoding": "gzip"}
+    sent = await stack.http.post(f"{url}/scored_data", content=content, headers=zipped)
+    assert sent.json() == {"status": "received", "groups_processed": 1}, sent.text
+    says = [{"role": "user", "content": "w9"}]
+    said = [[*says, {"role": "assistant", "content": c}] for c in ("w8 w4", "w8 w5 w6")]
+    more = scored(8, messages=said, overrides=[{"set_advantage_to_zero": True}, None])
+    listed = await stack.http.post(f"{url}/scored_data_list", json=[more])  # waits for its step
+    assert listed.json() == {"status": "received", "groups_processed": 1}, listed.text
+    record = await stack.until(url.split("/")[3])
+    assert record.status == "succeeded"
+    first, second = stack.fakes.trained[0].examples
+    assert first.prompt_token_ids == [1, 9] == second.prompt_token_ids
+    assert (first.token_ids, first.sampled) == ([7, 4], [1, 1])
+    assert (second.token_ids, second.sampled) == ([7, 5, 6], [0, 1, 1])
+    assert second.old_logprobs == [1.0, -0.5, -0.75] and first.advantage > 0 > second.advantage
+    assert stack.fakes.trained[1].examples[0].advantages == [0.0, 0.0]
+    batch = stack.folder(record.id).batch(2)
+    assert batch.prompts[0].content == tuple(says)
+    assert batch.groups[0].rollouts[1].messages == (said[1][1],)
+    ended = (await stack.http.get(f"{url}/status")).json()
+    assert ended == {"current_step": 3, "queue_size": 0}  # by which an environment ends
+
+
+@pytest.mark.parametrize(
+    ("change", "detail"),
+    [
+        ({"scores": [1.0]}, "'scores': got 1; expected 2, as many as tokens"),
+        ({"masks": [[-100, 9], [-100]]}, "'masks' of sequence 0: got 2; expected 4"),
+        ({"images": [1]}, "'images' is set; expected none"),
+        ({"tokens": [[1, 9, 7, 99], [1, 9, 7, 5, 6]]}, "got 99 at token 1; expected 0 to 23"),
+    ],
+)
+async def test_data_that_cannot_be_trained_on_is_refused(
+    stack: Stack, change: dict[str, Any], detail: str
+) -> None:
+    url = await running(stack)
+    answer = await stack.http.post(f"{url}/scored_data", json=scored(7, **change))
+    assert answer.status_code == 422 and detail in answer.json()["detail"]
+    await stack.post(f"{url.split('/')[3]}/cancel")
+
+
+async def test_a_trainers_routes_are_refused(stack: Stack) -> None:
+    url = await running(stack)
+    for answer in (await stack.http.get(f"{url}/batch"), await stack.http.post(f"{url}/register")):
+        assert answer.status_code == 409 and "is a trainer's" in answer.json()["detail"]
+    share = await stack.http.post(f"{url}/register-env", json={**ENV, "min_batch_allocation": 0.5})
+    assert "got 0.5, expected none" in share.json()["detail"]
+    unknown = await stack.http.request("GET", f"{url}/status-env", json={"env_id": 4})
+    assert "got 4; expected one of the 0 that /register-env gave" in unknown.json()["detail"]
+    await stack.post(f"{url.split('/')[3]}/cancel")
