@@ -19,17 +19,14 @@
         copies.py   the sampler's own copies of versions, kept for deltas
         adapters.py the LoRA adapters that an engine holds beside its model
 
-    conversations/  conversations as tokens; those of agents with OpenAI's chat API are recorded
-        routes.py   READ FIRST: a call that names a session, and the routes of records
-        sessions.py which sessions there are, and the tokens that an answer is sampled after
-        recording.py one conversation: its messages and their tokens
+    conversations/  continuing.py: the tokens of a conversation that goes on
 
     on_vllm/        the real engine
         engine.py   READ FIRST: the service's `Engine`, on vLLM's AsyncLLM
         starter.py  finds models, and starts engines for them
         arguments.py what vLLM is started with
         completions.py requests as vLLM takes them, and its completions as rollouts
-        chat.py     vLLM's chat completions, with prompts and answers as tokens
+        chat.py     vLLM's chat templates and parsers of tool calls
         openai_routes.py OpenAI's routes, and adapters by name
         processes.py the environment, logs and end of vLLM's processes
         inside/     runs in vLLM's own processes

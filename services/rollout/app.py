@@ -9,13 +9,10 @@ from collections.abc import AsyncGenerator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import Request
 from prometheus_client import Counter
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from services.rollout.conversations.routes import HEADER, add_session_routes, answer_turn
-from services.rollout.conversations.sessions import Sessions
 from services.rollout.registration import registered
 from services.rollout.rl_routes import add_rl_routes, by_state
 from services.rollout.sampler import Sampler
@@ -62,10 +59,8 @@ def create_service(settings: Settings, sampler: Sampler) -> Service:
         lifespan=lifespan,
     )
     _add_routes(service, sampler, _Counts(service, sampler))
-    sessions = Sessions(sampler, settings)
-    add_session_routes(service, sessions)
     add_rl_routes(service, sampler)
-    engines = _Engines(service, sampler, sessions)
+    engines = _Engines(sampler)
     for path in ENGINE_PATHS:
         service.app.router.routes.append(Route(path, engines))
     service.app.mount("/v1", engines)
@@ -151,20 +146,12 @@ def engine_versions() -> dict[str, Any]:
 
 
 class _Engines:
-    """Passes a call to the engine's own app, which each PUT /model replaces. A call that
-    names a session is answered and recorded by the session."""
+    """Passes a call to the engine's own app, which each PUT /model replaces."""
 
-    def __init__(self, service: Service, sampler: Sampler, sessions: Sessions) -> None:
-        self._service = service
+    def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        if HEADER in request.headers:
-            response = await answer_turn(self._service, self._sessions, request)
-            await response(scope, receive, send)
-            return
         engine = await self._sampler.ready_engine()
         with one_call():
             await engine.openai(scope, receive, send)

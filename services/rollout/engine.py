@@ -56,18 +56,8 @@ class Adapter:
     folder: Path
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An answer in a chat: `body` is for OpenAI's client, `message` is the message in it, and
-    `rollout` has its tokens."""
-
-    body: dict[str, Any]
-    message: Message
-    rollout: Rollout
-
-
 class Chat(Protocol):
-    """The part of an engine for recorded conversations, with OpenAI's types."""
+    """The part of an engine for conversations, with OpenAI's types."""
 
     async def render(
         self, request: ChatRequest, messages: Sequence[Message], *, answering: bool
@@ -91,20 +81,6 @@ class Chat(Protocol):
         """Returns the answers that the completions of these tokens are, with the calls of the
         request's tools. A completion in which the parser finds none is a text. Raises BadRequest if
         there are tools and no parser."""
-        ...
-
-    async def answer(
-        self,
-        request: ChatRequest,
-        prompt_token_ids: list[int],
-        *,
-        owner: str,
-        salt: str,
-        adapter: Adapter | None = None,
-    ) -> Answer:
-        """Returns the answer that is sampled after exactly these tokens; the request's messages
-        are not used. `owner`, `salt` and `adapter` are as in `Engine.sample`. Raises BadRequest or
-        NotFound if the engine refuses the request, and Failed if the completion went wrong."""
         ...
 
 

@@ -65,14 +65,6 @@ def spans(labels: Iterable[tuple[str, int]], owner: str) -> tuple[Span, ...]:
     return tuple(found)
 
 
-class ChatTurn(GenerateRequest):
-    """A turn of a recorded conversation. It belongs to the weights that the conversation began
-    with. No job asks for it, so it goes on after their job has ended. `asked_by` names the
-    session."""
-
-    asked_by: str
-
-
 class Fences:
     """The newest fence that loaded weights or a model, and the fences that were aborted."""
 
@@ -121,8 +113,6 @@ class Fences:
 
 
 def stale(asker: Fencing, job_id: str) -> Conflict:
-    if isinstance(asker, ChatTurn):
-        return _replaced(asker)
     return Conflict(
         f"attempt {asker.attempt}, epoch {asker.epoch} of job {job_id!r} was superseded or "
         "aborted; expected nothing more of it",
@@ -132,8 +122,6 @@ def stale(asker: Fencing, job_id: str) -> Conflict:
 
 def taken(asker: GenerateRequest) -> Conflict:
     """Returns the error of a request that ends because another orchestrator took the sampler."""
-    if isinstance(asker, ChatTurn):
-        return _replaced(asker)
     return Conflict(
         "the sampler was taken by another orchestrator while nothing was heard of job "
         f"{asker.job_id!r}",
@@ -141,17 +129,7 @@ def taken(asker: GenerateRequest) -> Conflict:
     )
 
 
-def _replaced(turn: ChatTurn) -> Conflict:
-    return Conflict(
-        f"a turn of {turn.asked_by} was ended: other weights replace those of job "
-        f"{turn.job_id!r} that it began with; begin another session",
-        code="stale",
-    )
-
-
 def not_serving(request: GenerateRequest, serving: ServingWeights | Fenced) -> Conflict:
-    if isinstance(request, ChatTurn):
-        return _replaced(request)
     have = (
         f"those of attempt {serving.attempt}, epoch {serving.epoch} of job {serving.job_id!r}"
         if serving.job_id

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from services.rollout.conversations.recording import next_prompt, prompt_tokens
+from services.rollout.conversations.continuing import next_prompt, prompt_tokens
 from services.rollout.engine import Adapter, BadPrompt, Engine, Overlong, failed_rollout
 from services.rollout.fencing import owner_of
 from services.rollout.running import Running

@@ -119,17 +119,6 @@ class Running:
                 code="out_of_order",
             )
 
-    def check_goes_on(self, weights: ServingWeights, *, asked_by: str) -> None:
-        """Raises Conflict, code "stale", unless any version of the same job, attempt and epoch as
-        `weights` serves, on the same engine."""
-        serving = self.serving
-        if (owner_of(weights), weights.boot_id) != (owner_of(serving), serving.boot_id):
-            raise Conflict(
-                f"{asked_by} began with weights of {_whose(weights)}, and now weights of "
-                f"{_whose(serving)} serve; begin another session",
-                code="stale",
-            )
-
     def covers(self, spec: EngineSpec) -> bool:
         """Returns whether this engine can serve `spec`. Jobs that share an engine for their
         adapters may differ in rank, and in the seed, because their requests carry their own."""
@@ -259,9 +248,3 @@ class Running:
 
 def sentence(error: BaseException) -> str:
     return error.detail if isinstance(error, HoneError) else f"{type(error).__name__}: {error}"
-
-
-def _whose(weights: ServingWeights) -> str:
-    if weights.job_id is None:
-        return f"no job (model {weights.model!r})"
-    return f"attempt {weights.attempt}, epoch {weights.epoch} of job {weights.job_id!r}"

@@ -29,11 +29,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from services.rollout.engine import Answer, Engine, Starter
-from services.rollout.fencing import ChatTurn, Fences, Requests, owner_of, stale, taken
+from services.rollout.engine import Engine, Starter
+from services.rollout.fencing import Fences, Requests, owner_of, stale, taken
 from services.rollout.groups import sampled_group
 from services.rollout.running import LOST, Running, Start
-from services.rollout.weights.adapters import LoadedAdapters, one_call
+from services.rollout.weights.adapters import LoadedAdapters
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.loading import Load
 from services.rollout.weights.proofs import Expected, expected_of
@@ -44,7 +44,6 @@ from shared.weights.meeting import memory_space
 from shared.wire import (
     Aborted,
     AbortRequest,
-    ChatRequest,
     CheckedWeights,
     EngineSpec,
     GenerateRequest,
@@ -270,47 +269,14 @@ class Sampler:
             group = await self.requests.run(request, work)
         return group.model_copy(update={"replica": self.serving.replica})
 
-    async def engine_with(self, weights: ServingWeights, *, asked_by: str) -> Engine:
-        """Returns the engine if it serves any version of the same job, attempt and epoch as
-        `weights`, and is the same engine. Else raises Conflict, code "stale"."""
-        return (await self._running_with(weights, asked_by)).engine
-
-    async def answer(
-        self,
-        request: ChatRequest,
-        prompt_token_ids: list[int],
-        weights: ServingWeights,
-        *,
-        asked_by: str,
-    ) -> Answer:
-        """Returns the answer in a recorded conversation that began with `weights`. Raises Conflict,
-        code "stale", if weights of another job, attempt or epoch serve now or before the end."""
-        running = await self._running_with(weights, asked_by)
-        asker = ChatTurn(
-            **running.serving.model_dump(include={"job_id", "attempt", "epoch"}), asked_by=asked_by
-        )
-        with one_call(), running.serving_adapter() as adapter:
-            work = running.engine.chat.answer(
-                request,
-                prompt_token_ids,
-                owner=owner_of(asker),
-                salt=running.salt(),
-                adapter=adapter,
-            )
-            return await self.requests.run(asker, work)
-
     async def abort(self, request: AbortRequest) -> Aborted:
         """Ends the job's requests up to this fence, and refuses later ones; or ends only the
-        requests of `request.keys`. Conversations go on, because their weights still serve."""
+        requests of `request.keys`."""
         if request.keys:
             return Aborted(num_requests=self.requests.end_keys(request))
         self._fences.abort(request)
         num_requests = self.requests.end(
-            lambda asker: (
-                asker.job_id == request.job_id
-                and asker.fence <= request.fence
-                and not isinstance(asker, ChatTurn)
-            ),
+            lambda asker: asker.job_id == request.job_id and asker.fence <= request.fence,
             _stale,
         )
         return Aborted(num_requests=num_requests)
@@ -324,11 +290,6 @@ class Sampler:
         async with self._change:
             self.ownership.check()
             yield await (self._ready() if ready else self._alive())
-
-    async def _running_with(self, weights: ServingWeights, asked_by: str) -> Running:
-        running = await self._ready()
-        running.check_goes_on(weights, asked_by=asked_by)
-        return running
 
     def _take_over(self, asker: Published | ModelRequest | SleepRequest) -> None:
         """Supersedes all older attempts and epochs, and ends their requests. Raises Conflict if the

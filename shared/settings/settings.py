@@ -270,7 +270,7 @@ class Settings(Documented):
     """Share of a batch's rewards, from 0 to 1, that may be missing. Beyond it the job pauses rather
     than learn from the few rewards that are left."""
 
-    # the samplers: the engine, its memory, sessions, adapters
+    # the samplers: the engine, its memory, adapters
 
     rollout_model: str | None = None
     """Model folder or Hugging Face id that the sampler loads at its start, to serve it by hand.
@@ -327,25 +327,6 @@ class Settings(Documented):
     """How a sampler on GPUs takes tensors from trainers other than Hone's: vLLM's
     `--weight-transfer-config`, which TRL's `GRPOTrainer` needs. Without effect on a CPU and on
     Hone's own jobs. None: it takes none."""
-
-    max_sessions: int = Field(default=1024, ge=1)
-    """Sessions (recorded agents) that the sampler keeps at once. Beyond it the session that was
-    idle longest is forgotten."""
-
-    sessions_mib: int = Field(default=2048, ge=1)
-    """Memory, in MiB, that all sessions may take together: tokens with their log-probs (13 bytes
-    per token), the candidates of each token under `top_p`, `top_k` or `min_p` (4 bytes each),
-    messages, and the last answers. Beyond it the sessions idle longest are forgotten, and a session
-    that takes all of it gets no further turn. The default holds 1,024 sessions of 100,000 tokens
-    without masks."""
-
-    max_session_tokens: int = Field(default=262_144, ge=1)
-    """Tokens that one session may have, those of tools and users included. Beyond it the next turn
-    is refused. The default is twice the context of most models."""
-
-    session_idle_s: float = Field(default=3600.0, gt=0)
-    """Seconds without a turn after which a session is forgotten. Long enough for the slowest tool,
-    and for fetching the record."""
 
     rollout_adapters: int = Field(default=4, ge=1, le=64)
     """Jobs whose LoRA adapters (`weight_sync = "lora"`) a sampler serves side by side, the one in

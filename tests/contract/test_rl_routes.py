@@ -99,7 +99,7 @@ async def test_nothing_is_changed_while_a_job_has_the_sampler(bench: Bench) -> N
 OURS = {
     *("/generate", "/abort", "/model", "/reload_weights", "/weights/check", "/weights"),
     *("/health", "/healthz", "/readyz", "/version", "/metrics", "/is_paused", "/is_sleeping"),
-    *("/sessions/{session_id}", "/operations/{id}", "/operations/wait"),
+    *("/operations/{id}", "/operations/wait"),
 }
 """Routes that are Hone's, or change nothing."""
 

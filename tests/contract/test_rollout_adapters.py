@@ -22,7 +22,6 @@ from shared.wire import (
     ModelRequest,
     NoBody,
     ServingWeights,
-    SessionRecord,
     SleepRequest,
 )
 from tests.contract.test_rollout_transfer import sent
@@ -88,26 +87,6 @@ async def test_the_version_before_is_unloaded_once_no_request_names_it(bench: Be
     await until_held(bench, "job/v4-0.0")
     assert len(list((bench.copies / "adapters").iterdir())) == 1
     assert await text(bench, job_id="job") == "job/v4-0.0"
-
-
-async def test_each_turn_of_a_recorded_session_is_of_the_adapter_that_serves_then(
-    bench: Bench,
-) -> None:
-    bench.engine.max_model_len, bench.engine.chat.replies = 2000, ["yes."]
-    messages: list[dict[str, str]] = []
-    for version in (3, 4):
-        await bench.reload(bench.publish_adapter(version))
-        messages.append({"role": "user", "content": "and?"})
-        answer = await bench.raw(
-            "POST",
-            "/v1/chat/completions",
-            json={"model": "policy", "messages": messages},
-            headers={"X-Hone-Session": "s"},
-        )
-        messages.append(answer.json()["choices"][0]["message"])
-    recorded = await bench.client.get("/sessions/s", SessionRecord)
-    (conversation,) = recorded.conversations
-    assert conversation.rollout.versions == (3, 4)
 
 
 async def test_every_load_has_a_number_of_its_own(bench: Bench) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from services.rollout.engine import Adapter, Answer
+from services.rollout.engine import Adapter
 from shared.wire import ChatRequest, FinishReason, Message, Rollout, Span
 
 BEGIN, END = "<|im_start|>", "<|im_end|>"
@@ -95,36 +95,3 @@ class FakeChat:
     ) -> list[Message]:
         self.asked.append(prompt_token_ids)
         return [message_of(rollout.text) for rollout in rollouts]
-
-    async def answer(
-        self,
-        request: ChatRequest,
-        prompt_token_ids: list[int],
-        *,
-        owner: str,
-        salt: str,
-        adapter: Adapter | None = None,
-    ) -> Answer:
-        text = self.replies[len(self.asked) % len(self.replies)]
-        self.asked.append(prompt_token_ids)
-        spans = await self.sample(prompt_token_ids, owner, adapter)
-        ids = sampled_tokens(text)[: None if self.finish_reason == "stop" else -1]
-        message = message_of(text)
-        body = {
-            "id": f"chatcmpl-{len(self.asked)}",
-            "object": "chat.completion",
-            "created": 0,
-            "model": "tiny",
-            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-            "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
-        }
-        rollout = Rollout(
-            text=text,
-            token_ids=ids,
-            logprobs=[-0.25 * (index % 4) for index in range(len(ids))],
-            finish_reason=self.finish_reason,
-            spans=spans,
-            kept_ids=[id + more for id in ids for more in range(self.kept)],
-            kept_counts=[self.kept] * len(ids) if self.kept else [],
-        )
-        return Answer(body, message, rollout)

@@ -1,5 +1,5 @@
-"""vLLM's own chat handler, renderer and parser of tool calls under a session's conversation, with a
-template as Qwen2.5's. Only the sampling is ours, for no small model calls tools.
+"""vLLM's own chat handler, renderer and parser of tool calls under a conversation, with a template
+as Qwen2.5's. Only the sampling is ours, for no small model calls tools.
 
 Run by `tests/system/test_vllm_chat.py`, in a process of its own.
 """
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from services.rollout.conversations.recording import prompt_tokens, tokens_after
-from services.rollout.engine import Answer
-from shared.errors import BadRequest, Failed, NotFound
+from services.rollout.conversations.continuing import prompt_tokens, tokens_after
+from shared.errors import BadRequest
 from shared.settings import Settings
-from shared.wire import ChatRequest, EngineSpec, Message
+from shared.wire import ChatRequest, EngineSpec, Message, Rollout
+from shared.wire.packed import TokenIds
 
 if TYPE_CHECKING:
     from services.rollout.on_vllm.chat import VllmChat
@@ -134,17 +135,39 @@ def engine(folder: Path) -> Scripted:
     return Scripted(folder)
 
 
-def chat_of(engine: Scripted, tool_parser: str | None = "hermes", masks: bool = False) -> VllmChat:
+def chat_of(engine: Scripted, tool_parser: str | None = "hermes") -> VllmChat:
     from services.rollout.on_vllm.chat import VllmChat
     from services.rollout.on_vllm.openai_routes import openai_app
 
     app = openai_app(cast(Any, engine), "tiny", tool_parser=tool_parser)
     serving = app.state.openai_serving_chat
-    return VllmChat(serving, engine.tokenizer, masks, lambda: "it died")
+    return VllmChat(serving, engine.tokenizer)
 
 
-async def answer(chat: VllmChat, request: ChatRequest, ids: list[int]) -> Answer:
-    return await chat.answer(request, ids, owner="job:0:0", salt="salt")
+@dataclass(frozen=True)
+class Answer:
+    """What vLLM's own route answers after these tokens, and what was sampled."""
+
+    message: Message
+    finish_reason: str
+    rollout: Rollout
+
+
+async def answer(engine: Scripted, chat: VllmChat, request: ChatRequest, ids: list[int]) -> Answer:
+    kept = {"prompt_token_ids": ids}
+    asked = chat._vllm_request(
+        request, request.messages, logprobs=True, cache_salt="salt", kv_transfer_params=kept
+    )
+    response = await chat._serving.create_chat_completion(asked)
+    (choice,) = response.model_dump()["choices"]
+    message = {name: value for name, value in choice["message"].items() if value is not None}
+    text = engine.replies[len(engine.asked) - 1]
+    rollout = Rollout(
+        text=text.removesuffix("<|im_end|>"),
+        token_ids=TokenIds(engine.tokenizer.encode(text, add_special_tokens=False)),
+        finish_reason=cast(Any, engine.reason),
+    )
+    return Answer({"content": "", **message}, choice["finish_reason"], rollout)
 
 
 async def test_calls_of_tools_are_found_and_what_follows_is_the_templates(engine: Scripted) -> None:
@@ -156,14 +179,11 @@ async def test_calls_of_tools_are_found_and_what_follows_is_the_templates(engine
     assert engine.tokenizer.decode(prompt) == (
         f"{head}<|im_start|>user\n2 + 3?<|im_end|>\n<|im_start|>assistant\n"
     )
-    called = await answer(chat, first, prompt)
+    called = await answer(engine, chat, first, prompt)
     (call,) = called.message["tool_calls"]
-    assert called.body["choices"][0]["finish_reason"] == "tool_calls"
-    assert called.body["choices"][0]["logprobs"] is None
+    assert called.finish_reason == "tool_calls"
     assert call["function"] == {"name": "add", "arguments": '{"b": 3, "a": 2}'}
     assert engine.asked == [prompt]
-    assert called.rollout.logprobs == [-id / 8 for id in called.rollout.token_ids]
-    assert called.rollout.versions == (4,)
 
     tool = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
     second = first.model_copy(update={"messages": (*first.messages, called.message, tool)})
@@ -172,7 +192,7 @@ async def test_calls_of_tools_are_found_and_what_follows_is_the_templates(engine
         "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
     ids = [*prompt, *called.rollout.token_ids, *between]
-    said = await answer(chat, second, ids)
+    said = await answer(engine, chat, second, ids)
     assert (said.message["content"], engine.asked[1]) == ("It is 5.", ids)
     cut = await tokens_after(chat, second, 2, called.rollout.token_ids[3])
     assert engine.tokenizer.decode(cut) == "<|im_end|>" + engine.tokenizer.decode(between)
@@ -187,7 +207,7 @@ async def test_a_completion_is_parsed_as_the_route_parses_its_own(engine: Script
     engine.replies, answers = replies, []
     for reply in replies:
         engine.reason = "length" if reply == cut else "stop"
-        answers.append(await answer(chat, asked, [5]))
+        answers.append(await answer(engine, chat, asked, [5]))
     said = await chat.parsed(asked, [5], [each.rollout for each in answers])
     for one, other in zip(said, answers, strict=True):
         assert without_ids(one) == without_ids(other.message)
@@ -215,23 +235,7 @@ def without_ids(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-async def test_an_answer_says_what_its_tokens_were_drawn_from_if_it_was_asked_for(
-    engine: Scripted,
-) -> None:
-    engine.replies, engine.mask = ["ab", "ab", "ab", "ab"], [[68, 69], [69]]
-    asked = ChatRequest(messages=({"role": "user", "content": "a"},), top_p=0.9, temperature=0.7)
-    chat = chat_of(engine, masks=True)
-    drawn = (await answer(chat, asked, [5])).rollout
-    assert (drawn.kept_ids, drawn.kept_counts) == ([68, 69, 69], [2, 1])
-    assert (engine.params.top_p, engine.params.top_k, engine.params.temperature) == (0.9, 0, 0.7)
-    plain = asked.model_copy(update={"top_p": None})
-    assert (await answer(chat, plain, [5])).rollout.kept_counts == []
-    engine.mask = None
-    with pytest.raises(Failed, match="vLLM gave 0 sampling masks for 2 tokens"):
-        await answer(chat, asked, [5])
-
-
-async def test_a_session_is_rendered_as_the_route_renders_by_itself(engine: Scripted) -> None:
+async def test_a_conversation_is_rendered_as_the_route_renders_by_itself(engine: Scripted) -> None:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     chat = chat_of(engine)
@@ -255,20 +259,10 @@ async def test_a_session_is_rendered_as_the_route_renders_by_itself(engine: Scri
 async def test_what_vllm_refuses_is_refused_with_its_reason(engine: Scripted) -> None:
     chat = chat_of(engine)
     asked = ChatRequest(messages=({"role": "user", "content": "a"},))
-    with pytest.raises(NotFound, match="`gpt-9` does not exist"):
-        await answer(chat, asked.model_copy(update={"model": "gpt-9"}), [5])
-    with pytest.raises(BadRequest, match="out of vocabulary"):
-        await answer(chat, asked, [300])
     strict = {**TOOL, "function": {**ADD, "strict": True}}
-    with pytest.raises(BadRequest, match="limits which tokens can be sampled"):
-        await answer(chat, asked.model_copy(update={"tools": (strict,)}), [5])
     with pytest.raises(BadRequest, match="limits which tokens can be sampled"):
         await chat.parsed(asked.model_copy(update={"tools": (strict,)}), [5], [])
     with pytest.raises(BadRequest, match="HONE_TOOL_PARSER to name one"):
         await prompt_tokens(chat_of(engine, None), asked.model_copy(update={"tools": (TOOL,)}))
     with pytest.raises(BadRequest, match=r"HONE_TOOL_PARSER is 'hermit'; expected one of .*hermes"):
         chat_of(engine, "hermit")
-    assert engine.asked == []
-    engine.replies, engine.reason = ["a"], "abort"
-    with pytest.raises(Failed, match="vLLM ended it with 'abort' after 1 tokens"):
-        await answer(chat, asked, [5])

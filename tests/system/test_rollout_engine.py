@@ -50,7 +50,6 @@ from shared.wire import (
     RolloutGroup,
     Sampling,
     ServingWeights,
-    SessionRecord,
     Span,
 )
 from shared.wire.packed import Logprobs, TokenIds
@@ -678,66 +677,6 @@ async def test_generate_continues_the_tokens_of_all_turns_so_far(
     assert second.prompt_token_ids.data == TokenIds(turns).data
     assert await cached_tokens(service) - before == 128, "vLLM's block on a CPU"
     assert_sampled_by(service.models / "tied", second)
-
-
-async def test_an_agents_turns_are_recorded_with_hugging_faces_log_probs(
-    service: Running, client: Client
-) -> None:
-    """Two turns of one version, with a tool's answer between them, and one of the next version."""
-    import openai
-
-    options = {"model": "policy", "max_tokens": 6, "tool_choice": "none"}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-    messages: list[Any] = [{"role": "user", "content": "ab cd " * 25}]
-    async with openai.AsyncOpenAI(
-        base_url=f"{service.url}/v1",
-        api_key="none",
-        max_retries=0,
-        default_headers={"X-Hone-Session": "agent-1"},
-    ) as api:
-
-        async def turn(**more: Any) -> Any:
-            done = await api.chat.completions.create(
-                messages=messages, tools=tools, **options, **more
-            )  # pyright: ignore
-            messages.append(done.choices[0].message)
-            return done
-
-        alone = await api.chat.completions.create(
-            messages=messages,
-            tools=tools,
-            **options,
-            extra_headers={"X-Hone-Session": openai.omit},
-            extra_body={"return_token_ids": True},
-        )  # pyright: ignore
-        first = await turn()
-        messages.append({"role": "tool", "tool_call_id": "1", "content": "5"})
-        second = await turn(logprobs=True)
-        await reload(client, service.publish(7, service.models / "tied2", fence=(1, 4)))
-        messages.append({"role": "user", "content": "go on"})
-        await turn()
-        with pytest.raises(openai.UnprocessableEntityError, match="HONE_TOOL_PARSER"):
-            await turn(extra_body={"tool_choice": "auto"})
-    record = await client.get("/sessions/agent-1", SessionRecord)
-    (conversation,) = record.conversations
-    prompt, rollout = conversation.prompt_token_ids, conversation.rollout
-    assert list(prompt) == alone.prompt_token_ids
-    assert first.choices[0].logprobs is None
-    assert len(second.choices[0].logprobs.content) == conversation.turns[1].num_tokens
-    assert second.usage.prompt_tokens_details.cached_tokens == 128
-    assert len(conversation.turns) == 3 and rollout.versions == (6, 7)
-    ids = [*prompt, *rollout.token_ids]
-    by_version = [
-        reference_logprobs(service.models / name, ids, len(prompt)) for name in ("tied", "tied2")
-    ]
-    newer = conversation.turns[2].start
-    sampled = [index for index, is_sampled in enumerate(rollout.sampled) if is_sampled]
-    assert [rollout.logprobs[index] for index in sampled] == pytest.approx(
-        [by_version[index >= newer][index] for index in sampled], abs=1e-3
-    )
-    assert rollout.spans == (Span(version=6, start=0), Span(version=7, start=newer))
-    between = rollout.token_ids[conversation.turns[0].num_tokens : conversation.turns[1].start]
-    assert list(between) == [2, 60, 2, 28], "blank, 5, blank and the head of an answer"
 
 
 async def test_the_openai_client_completes_streams_and_counts(service: Running) -> None:

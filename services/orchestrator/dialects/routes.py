@@ -24,10 +24,10 @@ from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http import codec, openapi
 from shared.http.gate import AcceptedKeys, given_token
 from shared.http.operations import client_went_away, done_or
-from shared.http.rendering import media_type
+from shared.http.rendering import media_type, render
 from shared.http.service import Service
 from shared.http.streams import client_gone
-from shared.wire import ApiKey, CallAnswer, CallRequest
+from shared.wire import ApiKey, CallAnswer, CallRequest, SessionRecord
 
 DIALECTS = {each.path: each for each in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENS)}
 
@@ -74,8 +74,12 @@ def session_of(request: Request, sessions: Sessions, name: str | None = None) ->
     if found := sessions.find(name=given or request.headers.get("x-session-id")):
         return found
     if given:
-        raise NotFound(f"there is no session {given!r:.200}; its job opens it, and gives its key")
+        raise _no_session(given)
     return None
+
+
+def _no_session(name: str) -> NotFound:
+    return NotFound(f"there is no session {name!r:.200}; its job opens it, and gives its key")
 
 
 async def answer_turn(request: Request, session: Session, dialect: Dialect) -> Response:
@@ -123,8 +127,36 @@ def add_routes(service: Service, sessions: Sessions) -> None:
         _add_named(service, sessions, dialect)
     for dialect in (RESPONSES, MESSAGES):
         _add_keyed(service, sessions, dialect)
+    _add_record(service, sessions)
     service.gauge("sessions", "Sessions of agents that are open").set_function(
         lambda: len(sessions)
+    )
+
+
+def _add_record(service: Service, sessions: Sessions) -> None:
+    async def get_session(name: str, request: Request) -> Response:
+        """What is recorded of an open session."""
+        session = sessions.find(name=name)
+        if session is None:
+            raise _no_session(name)
+        return await render(_record(session), request)
+
+    service.app.add_api_route(
+        NAMED,
+        get_session,
+        methods=["GET"],
+        description=get_session.__doc__ or "",
+        responses=openapi.answers(SessionRecord),
+    )
+
+
+def _record(session: Session) -> SessionRecord:
+    has_answer = bool(session.recording().leaves())
+    return SessionRecord(
+        name=session.name,
+        job_id=session.job_id,
+        group=session.recorded() if has_answer else None,
+        waits=session.num_under_way,
     )
 
 

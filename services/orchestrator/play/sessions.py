@@ -155,6 +155,10 @@ class Session:
     def num_turns(self) -> int:
         return len(self._recording.turns)
 
+    @property
+    def num_under_way(self) -> int:
+        return sum(not call.work.done() for call in self._calls)
+
     def recording(self) -> Recording:
         """Returns the turns so far."""
         return self._recording
@@ -173,6 +177,10 @@ class Session:
             raise self._lost
         if not self._recording.leaves():
             return failed("the agent got no answer of the model")
+        return self.recorded()
+
+    def recorded(self) -> RolloutGroup:
+        """Returns what was recorded so far, of which a client has an answer."""
         group = group_of(self._recording, self._replica, "length" if self._full else None)
         last = group.rollouts[0].finish_reason
         turns = [turn for _, _, own in self._recording.rows() for turn in own]

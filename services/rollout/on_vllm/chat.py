@@ -1,9 +1,9 @@
-"""vLLM's chat completions as recorded conversations need them: the prompt is given as tokens, and
-the answer comes with its tokens."""
+"""vLLM's chat templates and parsers as conversations need them: what is given and sampled are
+tokens."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,73 +11,28 @@ from vllm import SamplingParams
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
-    ChatCompletionResponse,
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.exceptions import VLLMClientError
 from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.engine import Adapter, Answer, BadPrompt
-from services.rollout.on_vllm.completions import lora_request, text_of
-from services.rollout.on_vllm.completions import rollout as to_rollout
-from shared.errors import BadRequest, Failed, NotFound, StateLost
+from services.rollout.engine import BadPrompt
+from services.rollout.on_vllm.completions import text_of
+from shared.errors import BadRequest, Failed, NotFound
 from shared.host.logs import get_logger
-from shared.wire import ChatRequest, Message, Rollout, Sampling
+from shared.wire import ChatRequest, Message, Rollout
 
 ALIAS = "policy"
 """The name by which callers may ask for the model that serves, whichever it is."""
 
-NOT_FOR_VLLM = {"user", "metadata", "store", "stream", "stream_options"}
-"""Fields that mean nothing to a sampler, and fields that the route handles."""
-
-
-class WatchedChat(OpenAIServingChat):
-    """vLLM's handler of chat completions. It keeps the engine's output for the requests in
-    `watched`, by their ids."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options, enable_prompt_tokens_details=True)
-        self.watched: dict[str, RequestOutput | None] = {}
-
-    async def chat_completion_full_generator(
-        self,
-        request: ChatCompletionRequest,
-        result_generator: AsyncIterator[RequestOutput],
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        if request.request_id in self.watched:
-            _refuse_limits(request)
-            result_generator = self._watch(request.request_id, result_generator)
-        return await super().chat_completion_full_generator(
-            request, result_generator, *args, **options
-        )
-
-    async def _watch(
-        self, id: str, outputs: AsyncIterator[RequestOutput]
-    ) -> AsyncIterator[RequestOutput]:
-        async for output in outputs:
-            self.watched[id] = output
-            yield output
-
 
 class VllmChat:
-    """Answers by `serving`. `masks`: the engine returns sampling masks. `why_dead` returns why
-    the engine died."""
+    """Renders and parses by `serving`, as vLLM's own route does."""
 
-    def __init__(
-        self,
-        serving: WatchedChat,
-        tokenizer: Any,
-        masks: bool,
-        why_dead: Callable[[], str],
-    ) -> None:
+    def __init__(self, serving: OpenAIServingChat, tokenizer: Any) -> None:
         self._serving = serving
         self._tokenizer = tokenizer
-        self._masks = masks
-        self._why_dead = why_dead
 
     async def render(
         self, request: ChatRequest, messages: Sequence[Message], *, answering: bool
@@ -95,7 +50,7 @@ class VllmChat:
             raise BadPrompt(f"the model's chat template refused the messages: {error}") from error
         text = prompt.get("prompt")
         if not isinstance(text, str):
-            raise BadPrompt("the model's chat template gives no text, which a session needs")
+            raise BadPrompt("the model's chat template gives no text, which a conversation needs")
         return text
 
     async def parsed(
@@ -168,68 +123,16 @@ class VllmChat:
         token = self._tokenizer.added_tokens_decoder.get(token_id)
         return str(token) if token is not None and token.special else ""
 
-    async def answer(
-        self,
-        request: ChatRequest,
-        prompt_token_ids: list[int],
-        *,
-        owner: str,
-        salt: str,
-        adapter: Adapter | None = None,
-    ) -> Answer:
-        fields = {"temperature", "top_p", "top_k", "min_p"}
-        sampling = Sampling.model_validate(request.model_dump(include=fields, exclude_none=True))
-        asked = self._vllm_request(
-            request,
-            request.messages,
-            **sampling.model_dump(include=fields),
-            logprobs=True,
-            cache_salt=salt,
-            kv_transfer_params={"prompt_token_ids": prompt_token_ids},
-        )
-        if adapter and self._serving.models.is_base_model(asked.model or ALIAS):
-            asked.model = adapter.name  # the one that serves, as without adapters
-        watched = self._serving.watched
-        watched[asked.request_id] = None
-        try:
-            response = await self._serving.create_chat_completion(asked)
-            output = watched[asked.request_id]
-        except EngineDeadError as error:
-            raise StateLost(self._why_dead()) from error
-        except (VLLMClientError, ValueError) as error:
-            raise BadRequest(f"vLLM refuses the request: {error}") from error
-        finally:
-            del watched[asked.request_id]
-        if isinstance(response, ErrorResponse):
-            raise _error(response)
-        assert output is not None, "vLLM ends a request with an output"
-        assert isinstance(response, ChatCompletionResponse), "nothing is streamed"
-        if output.prompt_token_ids != prompt_token_ids:
-            raise Failed("vLLM sampled after other tokens than it was given")
-        if output.lora_request != (lora_request(adapter) if adapter else None):
-            raise BadRequest(
-                f"got model {request.model!r}, but a recorded session samples the weights that "
-                "serve; leave 'model' out, or name the job whose adapter serves"
-            )
-        masked = self._masks and sampling.truncates
-        rollout = to_rollout(output.outputs[0], owner, adapter, masked=masked)
-        if rollout.went_wrong:
-            raise Failed(rollout.error or rollout.finish_reason)
-        body = response.model_dump()
-        if not request.logprobs:
-            body["choices"][0]["logprobs"] = None
-        return Answer(body, _message(body), rollout)
-
     def _vllm_request(
         self, request: ChatRequest, messages: Sequence[Message], **options: Any
     ) -> ChatCompletionRequest:
         if request.tools and request.tool_choice != "none" and not self._serving.enable_auto_tools:
             raise BadRequest(
                 "a parser finds the calls of tools, and this sampler has none: expected "
-                'HONE_TOOL_PARSER to name one (such as "hermes"), or in a recorded session '
+                'HONE_TOOL_PARSER to name one (such as "hermes"), or '
                 "'tool_choice' \"none\", which leaves calls in the text"
             )
-        given = request.model_dump(mode="json", exclude_none=True, exclude=NOT_FOR_VLLM)
+        given = request.model_dump(mode="json", exclude_none=True)
         try:
             # Copies: vLLM changes the messages that it is given.
             return ChatCompletionRequest.model_validate(

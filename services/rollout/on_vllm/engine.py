@@ -352,7 +352,7 @@ class VllmEngine:
     def _entrypoints(self) -> tuple[ASGIApp, VllmChat]:
         app = openai_app(self._llm, self._spec.model, self._adapters, self._settings.tool_parser)
         serving = app.state.openai_serving_chat
-        return app, VllmChat(serving, self._tokenizer, self._spec.sampling_masks, self._why_it_died)
+        return app, VllmChat(serving, self._tokenizer)
 
     async def _last_output(
         self,

@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import Depends, FastAPI
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.openai.chat_completion.api_router import create_chat_completion
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.api_router import create_completion
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.api_router import show_available_models
@@ -30,7 +31,7 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 
-from services.rollout.on_vllm.chat import ALIAS, WatchedChat
+from services.rollout.on_vllm.chat import ALIAS
 from services.rollout.on_vllm.completions import NUMBER, lora_request
 from services.rollout.weights.adapters import LoadedAdapters
 from shared.errors import BadRequest
@@ -119,8 +120,13 @@ def openai_app(
     app.state.openai_serving_completion = OpenAIServingCompletion(
         engine, models, online_renderer=renderer, request_logger=None
     )
-    app.state.openai_serving_chat = WatchedChat(
-        engine, models, "assistant", online_renderer=renderer, **chat
+    app.state.openai_serving_chat = OpenAIServingChat(
+        engine,
+        models,
+        "assistant",
+        online_renderer=renderer,
+        enable_prompt_tokens_details=True,
+        **chat,
     )
     app.state.engine_client, app.state.vllm_config = engine, engine.vllm_config
     app.state.serving_tokens = ServingTokens(engine, models, renderer, request_logger=None)

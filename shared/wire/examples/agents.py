@@ -9,6 +9,7 @@ from shared.wire.examples.openai import ID
 WORKER, LEASE = "host-7-4242", "kX2vJb0s7m1QeZr4aTgY9w"
 
 AGENTS: dict[str, Any] = {
+    "SessionRecord": {"name": "task-1", "job_id": "countdown-1", "group": None, "waits": 1},
     "LeaseEpisodes": {"worker": WORKER, "num": 4, "wait_s": 10.0},
     "LeasedEpisodes": {
         "episodes": [

@@ -87,8 +87,6 @@ SAMPLERS: dict[str, Any] = {
     "LoadAdapterRequest": {"lora_name": "policy-v3", "lora_path": "runs/other/policy-v3"},
     "UnloadAdapterRequest": {"lora_name": "policy-v3"},
     "SleepRequest": FENCED,
-    "SessionRecord": {"id": "agent-1", "conversations": []},
-    "SessionDeleted": {"id": "agent-1"},
 }
 
 TRAINERS: dict[str, Any] = {
