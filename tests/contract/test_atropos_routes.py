@@ -1,5 +1,5 @@
 """Atropos' trajectory API over the real application: what an environment sends becomes groups.
-tests/compat/test_atropos.py has the package itself."""
+`make compat` runs the package itself."""
 
 from __future__ import annotations
 

@@ -328,6 +328,25 @@ async def test_what_a_session_cannot_honour_is_refused(
     assert not bench.sampler.asked
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *({name: 5} for name in ("messages", "input", "tools", "chat_template_kwargs")),
+        *({name: [5]} for name in ("messages", "input", "tools")),
+        {"messages": [{"role": "user", "content": 5}]},
+        {"max_tokens": "many"},
+        {"stop": [5]},
+    ],
+    ids=str,
+)
+async def test_a_body_of_other_types_is_refused_with_a_sentence(
+    bench: Bench, path: str, field: dict[str, Any]
+) -> None:
+    answer = await bench.post(path, {"model": "m", **field})
+    assert answer.status_code == 422 and answer.json()["detail"]
+
+
 async def test_without_a_session_a_call_of_agents_apis_is_refused(bench: Bench) -> None:
     for path in ("/v1/responses", "/v1/messages"):
         answer = await bench.post(path, {"model": "m"}, authorization=f"Bearer {TOKEN}")

@@ -5,15 +5,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2 as httpx
 import pytest
 
 from deploy.tool_model import HEAD, NUMBERS, TAIL, make_tool_model
+from services.orchestrator.play.sessions import Sessions
 from shared.http.client import Client
-from shared.wire import Known, Message, Rollout, RolloutGroup, Sampling
-from tests.system.test_rollout_engine import Running, assert_sampled_by, generate, start
+from shared.wire import ChatRequest, Known, Message, Rollout, RolloutGroup, Sampling
+from tests.support.rendering_sampler import job_of_agents
+from tests.system.test_rollout_engine import (
+    Running,
+    assert_sampled_by,
+    generate,
+    reference_logprobs,
+    start,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -151,3 +159,54 @@ async def test_an_answer_cut_off_in_a_call_is_a_text_and_goes_on(
     assert TAIL not in stopped.text and len(calls(stopped)) == 1
     assert "Traceback" not in service.log.read_text(), "vLLM's parser logs each malformed call"
     assert not list(service.tmp.rglob("errors.log")), "it would be why the engine died"
+
+
+class OneSampler:
+    """The services of a session: this sampler."""
+
+    job_id = "job-1"
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def answer(
+        self, messages: tuple[Message, ...], _: int, *, key: str, **asked: Any
+    ) -> RolloutGroup:
+        return await generate(
+            self._client, prompt_token_ids=None, prompt=messages, fit=True, **asked
+        )
+
+
+async def test_a_session_is_a_row_as_transformers_renders_it_with_its_log_probs(
+    client: Client, model: Path
+) -> None:
+    job = job_of_agents(sampling={"group_size": 2, "max_tokens": 200})
+    sampling = Sampling(max_tokens=200, seed=3)
+    session = Sessions().open(
+        cast(Any, OneSampler(client)), job, id="s:0", min_version=0, sampling=sampling
+    )
+    messages: list[Message] = [*ASKED]
+    for _ in range(4):
+        request = ChatRequest(messages=tuple(messages), tools=(TOOL,), max_tokens=24)
+        answer = await session.answer(request, key=None, again=False)
+        messages.append(answer.message)
+        found = answer.message.get("tool_calls") or ()
+        messages += [
+            {"role": "tool", "tool_call_id": each["id"], "content": "higher"} for each in found
+        ]
+        messages += [] if found else [{"role": "user", "content": "Guess."}]
+    group = session.rollout()
+    (rollout,) = group.rollouts
+    ids = [*group.prompt_token_ids, *rollout.token_ids]
+    rendered = Renderer(model)
+    text = rendered.tokenizer.decode
+    assert rendered(messages)[: len(ids)] == ids and rollout.branches == ()
+    sampled = [id for id, own in zip(rollout.token_ids, rollout.sampled, strict=True) if own]
+    between = text(ids).split("assistant\n")[1:]
+    assert text(sampled) == "".join(
+        part.partition("<|im_end|>")[0] + "<|im_end|>" for part in between
+    )
+    start = len(group.prompt_token_ids)
+    own = reference_logprobs(model, ids, start)
+    for logprob, theirs, is_sampled in zip(rollout.logprobs, own, rollout.sampled, strict=True):
+        assert logprob == (pytest.approx(theirs, abs=1e-3) if is_sampled else 0)

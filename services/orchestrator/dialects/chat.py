@@ -12,8 +12,10 @@ from services.orchestrator.dialects.dialect import (
     check_fields,
     event,
     function,
+    listed,
     logprobs_of,
-    stop_of,
+    stops,
+    table,
     tool_choice,
     usage_of,
 )
@@ -31,16 +33,16 @@ OF_COMPLETIONS = {"prompt", "max_tokens", "stop", "stop_token_ids"}
 
 def read_chat(body: Body, _: Session) -> tuple[Asked, Limits]:
     check_fields(body, OF_CHAT)
-    args = dict(body.get("chat_template_kwargs") or {})
+    args = dict(table(body, "chat_template_kwargs"))
     if (effort := body.get("reasoning_effort")) is not None:
         args["reasoning_effort"] = effort
     return chat_turn(
-        messages=[_message(each) for each in body.get("messages") or ()],
-        tools=[_tool(each) for each in body.get("tools") or ()],
+        messages=[_message(each) for each in listed(body, "messages")],
+        tools=[_tool(each) for each in listed(body, "tools")],
         tool_choice=tool_choice(body.get("tool_choice"), {"auto": "auto", "none": "none"}),
         chat_template_kwargs=args,
         max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
-        stop=stop_of(body.get("stop")),
+        stop=stops(body),
         stop_token_ids=body.get("stop_token_ids"),
     )
 
@@ -121,7 +123,7 @@ def _chunks(whole: dict[str, Any], kind: str, choices: list[dict[str, Any]], ask
         {**(others if number else first), "choices": [choice]}
         for number, choice in enumerate(choices)
     ]
-    if (asked.get("stream_options") or {}).get("include_usage"):
+    if table(asked, "stream_options").get("include_usage"):
         chunks.append({**others, "choices": [], "usage": usage})
     return "".join(map(event, (*chunks, "[DONE]")))
 
@@ -138,10 +140,11 @@ def given_turn(prompt: Any, name: str, limits: Body) -> tuple[Asked, Limits]:
     is_ids = isinstance(prompt, list) and all(type(id) is int for id in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):
         raise BadRequest(f"{name!r} is {prompt!r:.80}; expected one text, or the token ids of one")
-    bounds = Limits(
-        limits.get("max_tokens"),
-        stop_of(limits.get("stop")),
-        tuple(limits.get("stop_token_ids") or ()),
+    _, bounds = chat_turn(  # which checks the limits
+        messages=[{"role": "user"}],
+        max_tokens=limits.get("max_tokens"),
+        stop=stops(limits),
+        stop_token_ids=limits.get("stop_token_ids"),
     )
     same = f"{prompt}{bounds}"
     asked = Asked(same, token_ids=tuple(prompt)) if is_ids else Asked(same, text=str(prompt))

@@ -132,8 +132,26 @@ def text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def stop_of(value: Any) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+def listed(body: Body, name: str) -> list[Any]:
+    """Returns a field that is a list; [] if it is left out."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, list):
+        raise BadRequest(f"{name!r} is {value!r:.80}; expected a list")
+    return value or []
+
+
+def table(body: Body, name: str) -> dict[str, Any]:
+    """Returns a field that is an object; {} if it is left out."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise BadRequest(f"{name!r} is {value!r:.80}; expected an object")
+    return value or {}
+
+
+def stops(body: Body, name: str = "stop") -> tuple[Any, ...]:
+    """Returns the strings that end an answer: one, or a list."""
+    value = body.get(name)
+    return (value,) if isinstance(value, str) else tuple(listed(body, name))
 
 
 def event(data: Any, name: str | None = None) -> str:

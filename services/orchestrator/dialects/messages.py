@@ -14,7 +14,8 @@ from services.orchestrator.dialects.dialect import (
     check_fields,
     event,
     function,
-    stop_of,
+    listed,
+    stops,
     text,
     tool_choice,
 )
@@ -45,13 +46,13 @@ def read(body: Body, _: Session) -> tuple[Asked, Limits]:
             "model from several calls in one answer"
         )
     system = text(body.get("system"), "'system'")
-    messages = [each for given in body.get("messages") or () for each in _messages(given)]
+    messages = [each for given in listed(body, "messages") for each in _messages(given)]
     return chat_turn(
         messages=[{"role": "system", "content": system}, *messages] if system else messages,
-        tools=[_tool(each) for each in body.get("tools") or ()],
+        tools=[_tool(each) for each in listed(body, "tools")],
         tool_choice=tool_choice(choice, CHOICES),
         max_tokens=body.get("max_tokens"),
-        stop=stop_of(body.get("stop_sequences")),
+        stop=stops(body, "stop_sequences"),
     )
 
 

@@ -13,6 +13,8 @@ from services.orchestrator.dialects.dialect import (
     check_fields,
     event,
     function,
+    listed,
+    table,
     text,
     tool_choice,
 )
@@ -31,16 +33,17 @@ CHOICES = {"auto": "auto", "none": "none"}
 
 def read(body: Body, session: Session) -> tuple[Asked, Limits]:
     check_fields(body, KNOWN)
-    given = body.get("input") or ()
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    given = body.get("input")
+    is_text = isinstance(given, str)
+    items = [{"role": "user", "content": given}] if is_text else listed(body, "input")
     system = body.get("instructions")
     head: list[Message] = [{"role": "system", "content": system}] if system else []
-    args = dict(body.get("chat_template_kwargs") or {})
-    if effort := (body.get("reasoning") or {}).get("effort"):
+    args = dict(table(body, "chat_template_kwargs"))
+    if effort := table(body, "reasoning").get("effort"):
         args["reasoning_effort"] = effort
     return chat_turn(
         messages=[*head, *_earlier(body, session), *_messages(items)],
-        tools=[_tool(each) for each in body.get("tools") or ()],
+        tools=[_tool(each) for each in listed(body, "tools")],
         tool_choice=tool_choice(body.get("tool_choice"), CHOICES),
         chat_template_kwargs=args,
         max_tokens=body.get("max_output_tokens"),
@@ -72,7 +75,7 @@ def _messages(items: Iterable[Any]) -> list[Message]:
     thoughts are left out."""
     found = list[Message]()
     for item in items:
-        kind = item.get("type", "message") if isinstance(item, dict) else None
+        kind = item.get("type", "message") if isinstance(item, dict) else type(item).__name__
         if kind == "message":
             role = "system" if item.get("role") == "developer" else item.get("role")
             said = text(item.get("content"), "the 'content' of an item")

@@ -11,12 +11,13 @@ from services.orchestrator.dialects.dialect import (
     Dialect,
     check_fields,
     event,
+    listed,
     logprobs_of,
+    table,
     usage_of,
 )
 from services.orchestrator.play.recording import Asked
 from services.orchestrator.play.sessions import Answer, Limits, Session
-from shared.errors import BadRequest
 
 KNOWN = {"token_ids", "sampling_params"}
 
@@ -25,12 +26,9 @@ OF_SAMPLING = {"max_tokens", "stop", "stop_token_ids", "detokenize", "include_st
 
 def read(body: Body, _: Session) -> tuple[Asked, Limits]:
     check_fields(body, KNOWN)
-    params = body.get("sampling_params") or {}
+    params = table(body, "sampling_params")
     check_fields(params, OF_SAMPLING)
-    ids = body.get("token_ids")
-    if not isinstance(ids, list):
-        raise BadRequest(f"'token_ids' is {ids!r:.80}; expected the prompt's token ids")
-    return given_turn(ids, "token_ids", params)
+    return given_turn(listed(body, "token_ids"), "token_ids", params)
 
 
 def answer_body(answer: Answer, asked: Body) -> dict[str, Any]:
