@@ -11,6 +11,9 @@ conversation's answers are sampled again after the same tokens, one after the ot
 conversations at once, without environment and without rendering. A first replay, which is not
 counted, fills the prefix cache. A ratio is taken within a repeat.
 
+What `sampling.keep_prefixes` saves stands beside it: the seconds to the next token of all
+conversations at once, with their cache and without it, as after a sync.
+
 The model is as small as `deploy.tool_model` makes it, so everything beside the model's own work has
 the largest share that it can have. An answer follows from its first token, so a replay begins after
 that token and has the same length.
@@ -36,7 +39,15 @@ from services.orchestrator.pool.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import EvaluatedModel, Job
 from shared.settings import Settings
-from shared.wire import GenerateRequest, Prompt, Rollout, RolloutGroup, Sampling
+from shared.wire import (
+    CacheReset,
+    GenerateRequest,
+    Prompt,
+    ResetCacheRequest,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+)
 from shared.wire.packed import TokenIds
 
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 6
@@ -142,6 +153,28 @@ async def _replayed(services: Services, group: RolloutGroup, rollout: Rollout, k
     return num_sampled
 
 
+async def next_tokens(services: Services, groups: Sequence[RolloutGroup], name: str) -> float:
+    """Returns the seconds that a token after each conversation takes."""
+    began = time.perf_counter()
+    await all_of(
+        services.pool.generate(
+            GenerateRequest(
+                prompt_token_ids=TokenIds([*group.prompt_token_ids, *rollout.token_ids]),
+                sampling=Sampling(n=1, max_tokens=1),
+            ),
+            f"{name}:{at}:{number}",
+        )
+        for at, group in enumerate(groups)
+        for number, rollout in enumerate(group.rollouts)
+    )
+    return time.perf_counter() - began
+
+
+async def forget(services: Services) -> None:
+    reset = ResetCacheRequest()
+    await services.pool.one().call("POST", "/reset_prefix_cache", reset, CacheReset, deadline_s=60)
+
+
 def answers(rollout: Rollout) -> list[tuple[int, int]]:
     """Returns where each answer begins and ends."""
     sampled = [0, *rollout.sampled, 0]
@@ -155,7 +188,8 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
         rollout_url=urls["rollout"], reward_url=urls["reward"], runs_dir=folder / "runs"
     )
     services = Services(job, settings, "agents")
-    found: dict[str, list[float]] = {"played": [], "sampling alone": [], "tokens": []}
+    names = ("played", "sampling alone", "tokens", "next, cached", "next, anew")
+    found: dict[str, list[float]] = {name: [] for name in names}
     try:
         await services.serve_own_weights(EvaluatedModel(model=job.model))
         for repeat in range(repeats + 1):
@@ -167,7 +201,12 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
             num_tokens = sum(rollout.num_sampled for rollout in rollouts)
             if num_again != num_tokens - len(rollouts) * TURNS:
                 raise RuntimeError(f"{num_again} tokens were sampled again of {num_tokens}")
+            cached_s = await next_tokens(services, groups, f"cached{repeat}")
+            await forget(services)
+            anew_s = await next_tokens(services, groups, f"anew{repeat}")
             if repeat:  # the first requests of an engine are slow
+                found["next, cached"].append(cached_s)
+                found["next, anew"].append(anew_s)
                 found["played"].append(seconds)
                 found["sampling alone"].append(alone_s)
                 found["tokens"].append(num_tokens / seconds)
@@ -179,6 +218,13 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
         repeated("played", found["played"], "s"),
         repeated("sampling alone, all in cache", found["sampling alone"], "s"),
         repeated("tokens per second, played", found["tokens"], "/s"),
+        repeated("next token of all, from the cache", found["next, cached"], "s"),
+        repeated("next token of all, computed again", found["next, anew"], "s"),
+        repeated(
+            "computed again to the cache",
+            ratios(found["next, anew"], found["next, cached"]),
+            "x",
+        ),
     ]
 
 
