@@ -1,6 +1,7 @@
 """`make faults`: breaks one part of a running job after another, and shows that nothing was lost.
 
     python -m tests.faults [--seed 0] [--faults 80] [--only 'rank 0|disk'] [--seconds 400]
+    python -m tests.faults --environment worker --faults 20      (or class)
 
 The demo's job, made short, runs on the real stack: vLLM, DeepSpeed on two ranks, Redis, the
 sandbox. Processes are killed, stopped by SIGTERM or frozen for longer than the lease; connections
@@ -9,6 +10,10 @@ its stage is seen to begin (`moments.py`), or up to 0.15 s later, and is over on
 two more steps by itself. A job takes several faults. Then it is compared with the same job
 undisturbed, for which its sampled batches are replayed: each step once, the same weights after
 each, bit for bit.
+
+With `--environment` the job's rollouts are conversations, those of `make demo-agent`: played by an
+agent of `hone work`, or by a class in the sandbox. What is killed then dies in the middle of
+episodes.
 
 What is measured is added to a file as it comes. A run that is cut, or ends after `--seconds`, goes
 on with what is missing; the table and the last line, one JSON object, are of all of it.
@@ -27,11 +32,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.report import finish
+from deploy.tool_model import write_demo
 from shared.errors import HoneError
 from shared.job import Job
 from shared.job.file import load_job
+from tests.faults.agent import MAX_TURNS
 from tests.faults.moments import Moments
-from tests.faults.plan import Fault, draw
+from tests.faults.plan import KILLED, Fault, draw, draw_episodes
 from tests.faults.results import (
     CHECKPOINT_EVERY,
     EVALUATED_EVERY,
@@ -52,13 +59,15 @@ CHANGES = (
 )
 
 
-async def run(faults: Sequence[Fault], job: Job, results: Results, until: float) -> None:
+async def run(
+    faults: Sequence[Fault], job: Job, results: Results, until: float, environment: str | None
+) -> None:
     """Strikes with as many faults as there is time for. After one that a job did not survive, a
     new stack goes on with the next."""
     waiting = list(faults)
     while waiting and time.monotonic() < until:
         moments = Moments()
-        async with Stack(moments.seen) as stack:
+        async with Stack(moments.seen, environment) as stack:
             if not stack.has_own_disk:
                 waiting = [fault for fault in waiting if fault.what != "disk"]
             try:
@@ -108,30 +117,45 @@ def made_job(seed: int) -> Job:
     return load_job(FOLDER / "job.toml", [*CHANGES, f"seed={seed}"])
 
 
+def made_conversations(seed: int, environment: str) -> Job:
+    """Returns the job of `make demo-agent`, made short, with this kind of environment."""
+    task = FOLDER.resolve() / f"agent-task-{seed}"
+    write_demo(task, seed)
+    job = load_job(ROOT / "deploy/jobs/demo_agent.toml", [*CHANGES, f"seed={seed}"])
+    data = job.data.model_copy(
+        update={"train": str(task / "train.jsonl"), "eval": str(task / "test.jsonl")}
+    )
+    changed = job.model_dump() | {"model": str(task / "model"), "data": data.model_dump()}
+    if environment == "worker":
+        changed["environment"] = {"kind": "worker", "max_turns": MAX_TURNS}
+    return Job.model_validate(changed)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of faults, model and job")
     parser.add_argument("--faults", type=int, default=80, help="how many (default: 80)")
     parser.add_argument("--only", default="", help="a pattern: those whose name has it")
+    parser.add_argument("--environment", choices=tuple(KILLED), help="of conversations")
     parser.add_argument("--seconds", type=float, default=7200.0, help="start none after so long")
     parser.add_argument("--out", type=Path, default=FOLDER / "results.jsonl", help="added to")
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    results = Results(arguments.out, arguments.seed)
-    faults = [
-        fault
-        for fault in draw(arguments.seed, arguments.faults)
-        if re.search(arguments.only, str(fault))
-    ]
+    kind, seed = arguments.environment, arguments.seed
+    out = arguments.out.with_suffix(f".{kind}.jsonl") if kind else arguments.out
+    results = Results(out, seed)
+    drawn = draw_episodes(seed, arguments.faults, kind) if kind else draw(seed, arguments.faults)
+    faults = [fault for fault in drawn if re.search(arguments.only, str(fault))]
     found = {each.number: each.is_done for each in results.measured()}
     until = time.monotonic() + arguments.seconds
     missing = [fault for fault in faults if not found.get(fault.number)]
     missing.sort(key=lambda fault: fault.number in found)  # first those that were never struck
     if missing:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        asyncio.run(run(missing, made_job(arguments.seed), results, until))
+        job = made_conversations(seed, kind) if kind else made_job(seed)
+        asyncio.run(run(missing, job, results, until, kind))
     print(markdown(results.measured()))
-    facts = {"seed": arguments.seed, "lease_s": LEASE_S, "problems": results.problems()}
+    facts = {"seed": seed, "lease_s": LEASE_S, "problems": results.problems()}
     wanted = {fault.number for fault in faults}
     return finish("faults", figures(results, wanted), **facts, failures=results.failures())
 

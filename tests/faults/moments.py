@@ -14,6 +14,7 @@ from shared.job import Job
 
 PATHS = {
     "/generate": "sampling",
+    "/episodes/step": "acting",
     "/score": "grading",
     "/train_step": "training",
     "/publish_weights": "publishing",

@@ -44,6 +44,13 @@ KINDS = (
 )
 """What is done, and to what. "away": killed, and started from its file after more than a lease."""
 
+KILLED = {
+    "worker": ("worker", "orchestrator", "engine", "rollout"),
+    "class": ("reward", "orchestrator", "engine", "rollout"),
+}
+"""What is killed while conversations are played, by the kind of their environment. Of kind "class"
+the reward service is the environment's server."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -76,4 +83,15 @@ def draw(seed: int, count: int) -> list[Fault]:
     return [
         Fault(number, how, what, stage, choose.random())
         for number, (how, what, stage) in enumerate(itertools.islice(rounds, count))
+    ]
+
+
+def draw_episodes(seed: int, count: int, environment: str) -> list[Fault]:
+    """Returns `count` kills in the middle of episodes."""
+    choose = random.Random(seed)
+    stages = ("sampling",) if environment == "worker" else ("sampling", "acting")
+    killed = itertools.cycle(KILLED[environment])
+    return [
+        Fault(number, "kill -9", what, choose.choice(stages), choose.random())
+        for number, what in enumerate(itertools.islice(killed, count))
     ]

@@ -153,13 +153,15 @@ def figures(results: Results, wanted: Collection[int]) -> list[Figure]:
 
 
 def markdown(measured: Sequence[Measured]) -> str:
-    """Returns the table of kind by stage by seconds lost."""
-    cells = {(each.kind, each.stage): f"{each.lost_s:.1f}" for each in measured}
-    kinds = [f"{what}: {how}" for how, what in KINDS]
+    """Returns the table of kind by stage by seconds lost, of several faults the most."""
+    by_loss = sorted(measured, key=lambda each: each.lost_s)
+    cells = {(each.kind, each.stage): f"{each.lost_s:.1f}" for each in by_loss}
+    kinds = dict.fromkeys([f"{what}: {how}" for how, what in KINDS] + [kind for kind, _ in cells])
+    stages = dict.fromkeys([*STAGES, *(stage for _, stage in cells)])
     met = [kind for kind in kinds if any(kind == of for of, _ in cells)]
     rows = [
-        ("fault", *STAGES),
-        ("---", *("---:" for _ in STAGES)),
-        *((kind, *(cells.get((kind, stage), "") for stage in STAGES)) for kind in met),
+        ("fault", *stages),
+        ("---", *("---:" for _ in stages)),
+        *((kind, *(cells.get((kind, stage), "") for stage in stages)) for kind in met),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -25,6 +25,7 @@ from shared.http.client import Client
 from tests.support.link import Link, Seen
 
 ROOT = Path(__file__).parents[2]
+AGENT = Path(__file__).with_name("agent.py")
 LEASE_S = 6.0
 """`HONE_LEASE_S` of this stack: a fifth of the default, so that 80 faults take minutes."""
 
@@ -35,10 +36,11 @@ KEEP_S = 0.2
 
 class Stack:
     """`async with Stack(seen) as stack`: `seen` hears the orchestrator's requests. `has_own_disk`:
-    the run folders are on a disk that can be filled. What is `held` is not started again. With
-    `keeps` its folder, with the logs, stays."""
+    the run folders are on a disk that can be filled. With the `environment` "worker" a worker runs
+    too. What is `held` is not started again. With `keeps` its folder, with the logs, stays."""
 
-    def __init__(self, seen: Seen) -> None:
+    def __init__(self, seen: Seen, environment: str | None = None) -> None:
+        self._environment_kind = environment
         self.folder = Path(tempfile.mkdtemp(prefix="hone-faults-"))
         self.runs = self.folder / "runs"
         self._shm = Path("/dev/shm") / self.folder.name
@@ -89,6 +91,9 @@ class Stack:
         self._add("redis", redis_command(self.folder / "redis"), dict(os.environ))
         for name in SERVICES:
             self._add(name, [sys.executable, "-m", f"services.{name}"], self._environment(name))
+        if self._environment_kind == "worker":
+            agent = [sys.executable, "-m", "hone.cli", "work", str(AGENT), "-c", "32"]
+            self._add("worker", agent, self._environment("worker"))
         self._keeper = asyncio.create_task(self._keep())
         async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(START_S):
             for port in self.ports.values():
@@ -100,7 +105,8 @@ class Stack:
         ports = self.ports | (self._links_at if name == "orchestrator" else {})
         urls = {f"HONE_{of.upper()}_URL": f"http://127.0.0.1:{at}" for of, at in ports.items()}
         own = {
-            f"HONE_{name.upper()}_PORT": str(self.ports[name]),
+            **({f"HONE_{name.upper()}_PORT": str(self.ports[name])} if name in self.ports else {}),
+            "HONE_TOOL_PARSER": "hermes",
             "HONE_RUNS_DIR": str(self.runs),
             "HONE_SHM_DIR": str(self._shm),
             "HONE_REDIS_URL": self._redis_url,
