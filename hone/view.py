@@ -77,6 +77,21 @@ def sparkline(values: list[float], width: int = 24) -> str:
     )
 
 
+def conversations(metrics: dict[str, float]) -> str:
+    """Returns what a step's conversations took in the mean, and how long samplers had nothing to
+    sample; "" for a job of single answers."""
+    if (turns := metrics.get("conversations/mean_turns")) is None:
+        return ""
+    parts = [f"{turns:.1f} turns"]
+    if errors := metrics.get("conversations/mean_tool_errors"):
+        parts.append(f"{errors:.1f} tool errors")
+    if (seconds := metrics.get("conversations/mean_environment_s")) is not None:
+        parts.append(f"environment {seconds:.1f} s")
+    if (busy := metrics.get("utilization/rollout")) is not None:
+        parts.append(f"samplers idle {1 - busy:.0%}")
+    return f"  {', '.join(parts)}"
+
+
 def time_split(metrics: dict[str, float]) -> str:
     """Returns the seconds of a step by stage, for example `generate 0.6 reward 0.2 train 0.3 sync
     0.1 s`."""
@@ -317,7 +332,8 @@ class Follower:
         eta = event.data.get("eta_s")
         left = f"  ETA {duration(eta)}" if eta is not None else ""
         step = f"step {event.data['step']}/{event.data['steps']}"
-        return f"{step}  reward {shown}{curve}  {time_split(metrics)}{left}"
+        played = conversations(metrics)
+        return f"{step}  reward {shown}{curve}{played}  {time_split(metrics)}{left}"
 
 
 if TYPE_CHECKING:
