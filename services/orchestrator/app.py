@@ -24,7 +24,7 @@ from services.orchestrator.dialects.routes import SessionKeys
 from services.orchestrator.openai import calling, fine_tuning, graders
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
-from services.orchestrator.pushing import atropos, groups
+from services.orchestrator.pushing import areal, atropos, groups
 from services.orchestrator.pushing.groups import Pushing
 from services.orchestrator.run.worker import Worker
 from services.orchestrator.runs.writable import Writable
@@ -92,6 +92,7 @@ def create_service(
     pushing = Pushing(store)
     groups.add_routes(service, pushing)
     atropos.add_routes(service, settings, pushing)
+    areal.add_routes(service, pushing, sessions)
     return service
 
 

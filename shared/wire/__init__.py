@@ -10,7 +10,7 @@
 | `agents.py` | episodes that agents elsewhere play, by lease |
 | `rewards.py` | `POST /score`, verdicts and scores |
 | `episodes.py` | a job's own environments: open, step, close |
-| `pushed.py`, `atropos.py` | groups that were sampled and scored elsewhere |
+| `pushed.py`, `atropos.py`, `areal.py` | groups that were sampled and scored elsewhere |
 | `graders.py` | `/graders` and `POST /execute` |
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
 | `weights.py` | published versions, one class per sync method |
@@ -43,6 +43,7 @@ from shared.lazily import exporting
 
 if TYPE_CHECKING:
     from shared.wire.agents import *
+    from shared.wire.areal import *
     from shared.wire.atropos import *
     from shared.wire.base import *
     from shared.wire.episodes import *

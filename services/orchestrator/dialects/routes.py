@@ -20,6 +20,7 @@ from services.orchestrator.dialects.messages import MESSAGES
 from services.orchestrator.dialects.responses import RESPONSES
 from services.orchestrator.dialects.tokens import TOKENS
 from services.orchestrator.play.sessions import KEY, Answer, Session, Sessions
+from services.orchestrator.pushing.areal import OF_SESSIONS
 from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http import codec, openapi
 from shared.http.gate import AcceptedKeys, given_token
@@ -53,9 +54,12 @@ class SessionKeys:
         self._others = others
 
     async def check(self, secret: str, method: str, path: str) -> ApiKey:
-        """Returns the key. A session's allows its own turns and the list of models only."""
+        """Returns the key. A session's allows its own turns, its reward and its end, and the list
+        of models."""
         if not secret.startswith(KEY):
             return await self._others.check(secret, method, path)
+        if path in OF_SESSIONS:  # these know their sessions, also after their end
+            return ApiKey(name="session", access="full", created_at=0)
         session = self._sessions.find(api_key=secret)
         assert session is not None, "a key of a session is known, or refused"
         own = NAMED.format(name=session.name)

@@ -92,11 +92,12 @@ class Session:
         sampling: Sampling,
         name: str,
         closed: Callable[[Session], None],
+        api_key: str | None = None,
     ) -> None:
         self.id = id
         self.name = name
         self.job_id = services.job_id
-        self.api_key = KEY + secrets.token_urlsafe(32)
+        self.api_key = api_key or KEY + secrets.token_urlsafe(32)
         self._services = services
         self._job = job
         self._min_version = min_version
@@ -376,9 +377,11 @@ class _Stopwatch:
 
 
 class Sessions:
-    """The open sessions of this process, by key and by name."""
+    """The open sessions of this process, by key and by name. `pushed` are the services of its jobs
+    of kind "pushed", by job: agents open sessions of these themselves."""
 
     def __init__(self) -> None:
+        self.pushed: dict[str, Services] = {}
         self._by_key: dict[str, Session] = {}
         self._by_name: dict[str, Session] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
@@ -395,13 +398,15 @@ class Sessions:
         min_version: int,
         sampling: Sampling,
         name: str | None = None,
+        api_key: str | None = None,
     ) -> Session:
         """Returns a new session. It is named by `name` or else by its `id`; an open one of the same
-        name is closed. Requests to samplers are named by `id`, so an id is used for one session."""
+        name is closed. Requests to samplers are named by `id`, so an id is used for one session.
+        `api_key` is the key of a closed session; None: a new one."""
         name = name or id
         if before := self._by_name.get(name):
             before.close()
-        session = Session(services, job, id, min_version, sampling, name, self._forget)
+        session = Session(services, job, id, min_version, sampling, name, self._forget, api_key)
         self._by_key[session.api_key] = self._by_name[name] = session
         self._closed.pop(name, None)
         return session

@@ -47,6 +47,10 @@ class Model:
     window: int | None
     reader: PromptReader | None
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Returns the text of token ids; "" without a tokenizer."""
+        return self.reader.decode(ids) if self.reader else ""
+
 
 def model_of(job: Job) -> Model:
     """Reads the model's files. Raises Unavailable if they are not on this machine."""
@@ -75,14 +79,14 @@ def scored_group(group: PushedGroup, model: Model) -> ScoredGroup:
             f"none of the {len(group.rollouts)} rollouts has a reward or advantages; expected them "
             "of at least one"
         )
-    content = group.prompt if group.prompt is not None else _text(prompt, model)
+    content = group.prompt if group.prompt is not None else model.text(prompt)
     return ScoredGroup(
         prompt=Prompt(index=0, content=content, row={}),
         group=RolloutGroup(
             prompt_token_ids=prompt,
             rollouts=tuple(_rollout(each, model) for each in group.rollouts),
         ),
-        scores=tuple(_score(each.reward) for each in group.rollouts),
+        scores=tuple(scored(each.reward) for each in group.rollouts),
     )
 
 
@@ -192,7 +196,7 @@ def _rollout(pushed: PushedRollout, model: Model) -> Rollout:
     if spans:
         spans[0] = spans[0].model_copy(update={"start": 0})
     return Rollout(
-        text=_text(_last_answer(pushed), model),
+        text=model.text(_last_answer(pushed)),
         token_ids=pushed.token_ids,
         logprobs=pushed.logprobs,
         finish_reason=pushed.finish_reason,
@@ -210,11 +214,8 @@ def _last_answer(rollout: PushedRollout) -> list[int]:
     return [[id for id, _ in run] for is_sampled, run in runs if is_sampled][-1]
 
 
-def _text(ids: Sequence[int], model: Model) -> str:
-    return model.reader.decode(ids) if model.reader else ""
-
-
-def _score(reward: float | None) -> Score:
+def scored(reward: float | None) -> Score:
+    """Returns the score that a pushed reward is; None: no reward applies."""
     if reward is None:
         return Score(value=None, parts={})
     return Score(value=reward, parts={REWARD: Part(value=reward)})

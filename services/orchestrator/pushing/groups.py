@@ -64,25 +64,29 @@ class Pushing:
         """Returns the group's number once it is on disk. Raises BadRequest for a group that cannot
         be trained on, Busy while there is no room, and Conflict for a job that takes no groups."""
         record = await self.record(job_id)
-        number = await asyncio.to_thread(self._accept, record, self._queue(record), group)
+        number = await asyncio.to_thread(self._accept, record, self.queue(record), group)
         return GroupAccepted(job_id=record.id, number=number)
 
     async def counts(self, job_id: str) -> GroupCounts:
         """Returns how many groups the job has."""
         record = await self.record(job_id)
-        return await asyncio.to_thread(self._queue(record).look, partial(counts_of, record))
+        return await asyncio.to_thread(self.queue(record).look, partial(counts_of, record))
 
     async def register(self, record: JobRecord, program: dict[str, Any]) -> tuple[int, str]:
         """Returns the number of a program that pushes to the job, from 0, and its name."""
-        return await asyncio.to_thread(self._queue(record).register, program)
+        return await asyncio.to_thread(self.queue(record).register, program)
 
     async def registered(self, record: JobRecord) -> list[dict[str, Any]]:
         """Returns the programs that push to the job, by number."""
-        return await asyncio.to_thread(self._queue(record).look, lambda found: [*found.programs])
+        return await asyncio.to_thread(self.queue(record).look, lambda found: [*found.programs])
 
     async def window(self, record: JobRecord) -> int | None:
         """Returns the most tokens of prompt and completion; None if that is not known."""
-        return (await asyncio.to_thread(self._model, record.job)).window
+        return (await asyncio.to_thread(self.model, record.job)).window
+
+    async def check_room(self, record: JobRecord) -> None:
+        """Raises as `check_room`."""
+        await asyncio.to_thread(self.queue(record).look, partial(check_room, record))
 
     async def record(self, job_id: str) -> JobRecord:
         """Returns the job's record. Raises Conflict for a job of another kind."""
@@ -96,7 +100,7 @@ class Pushing:
 
     def _accept(self, record: JobRecord, queue: PushedQueue, group: PushedGroup) -> int:
         RunFolder(Path(record.run_dir)).check_there()
-        scored = scored_group(group, self._model(record.job))
+        scored = scored_group(group, self.model(record.job))
         digest = hashlib.sha256(codec.pack(group.model_copy(update={"key": None}))).hexdigest()
 
         def admit(ledger: Ledger) -> None:
@@ -107,7 +111,7 @@ class Pushing:
 
         return queue.accept(scored, Sent(digest, group.key, record.step), admit)
 
-    def _queue(self, record: JobRecord) -> PushedQueue:
+    def queue(self, record: JobRecord) -> PushedQueue:
         """Returns the job's queue, which remembers what it has read."""
         queue = self._queues.pop(record.id, None) or PushedQueue(Path(record.run_dir))
         self._queues[record.id] = queue
@@ -115,7 +119,8 @@ class Pushing:
             del self._queues[next(iter(self._queues))]
         return queue
 
-    def _model(self, job: Job) -> Model:
+    def model(self, job: Job) -> Model:
+        """Returns what is known of the job's model."""
         key = (tokenizer_stamp(job), job.max_model_len, repr(job.sampling.template_args))
         if key not in self._models:
             found = model_of(job)

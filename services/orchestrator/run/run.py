@@ -161,6 +161,7 @@ class Run:
             await self._services.abort()
         finally:
             self._episodes.forget(self._record.id)
+            self._services.sessions.pushed.pop(self._record.id, None)
             await to_the_end(self._services.close())
 
     async def _try(self) -> Outcome | None:
@@ -449,6 +450,8 @@ class Run:
         max_missing = self._settings.max_missing_rewards
         warn = self._journal.warn
         pushed = PushedGroups(PushedQueue(folder.path), services.waits)
+        if self._job.is_pushed:
+            services.sessions.pushed[self._record.id] = services
         batches = Batches(
             self._record.id,
             self._job,

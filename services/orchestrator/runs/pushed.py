@@ -4,6 +4,7 @@ that shares the folder accepts groups.
     pushed/journal.jsonl     a line for each group that was accepted, and for each round of a step
                              that took groups, wants some, or dropped stale ones
     pushed/000017.msgpack    group 17, until the batch of its step is stored
+    pushed/session-*.msgpack the rollout of a session that has ended, until its group is whole
     pushed/lock              held by whoever reads or writes
 
 A group is accepted once its line is on disk. Groups are numbered from 1 and taken in this order. A
@@ -34,6 +35,9 @@ CHECKSUM_BYTES = 8
 
 T = TypeVar("T")
 
+Together = Callable[[list[ScoredGroup]], ScoredGroup]
+"""Makes one group of groups of one."""
+
 Versions = tuple[int, int] | None
 """The oldest and the newest version that sampled a group; None: unknown."""
 
@@ -41,7 +45,8 @@ Versions = tuple[int, int] | None
 @dataclass
 class Ledger:
     """What the journal says. `versions` are of the groups that no step has taken, by number; `took`
-    and `wants` are by step and round. `programs` have registered to push groups."""
+    and `wants` are by step and round. `programs` have registered to push groups. `ended` are the
+    sessions that are of no group yet, by task; `sessions` are all that ended."""
 
     num_accepted: int = 0
     num_dropped: int = 0
@@ -50,11 +55,19 @@ class Ledger:
     took: dict[tuple[int, int], list[int]] = field(default_factory=dict[tuple[int, int], list[int]])
     wants: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     programs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    ended: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    sessions: set[str] = field(default_factory=set[str])
 
     def add(self, line: dict[str, Any]) -> None:
         """Takes in a line of the journal."""
+        if "ended" in line:
+            self.ended.setdefault(line["task"], []).append(line["ended"])
+            self.sessions.add(line["ended"])
+            return
         if number := line.get("accepted"):
             self.num_accepted = number
+            for id in line.get("sessions", ()):
+                self.ended[line["task"]].remove(id)
             self.keys[line["key"]] = number, line["digest"]
             self.versions[number] = tuple(line["versions"]) if line["versions"] else None
             return
@@ -136,11 +149,34 @@ class PushedQueue:
                 return _same(known, key, digest)
             admit(ledger)
             number = ledger.num_accepted + 1
-            data = codec.encode(group, codec.MSGPACK)
-            disk.write_file(self._file(number), _checksum(data) + data)
+            self._write(self._file(number), group)
             versions = _versions_of(group)
             self._append(accepted=number, key=key, digest=digest, versions=versions)
             return number
+
+    def end_session(
+        self, part: ScoredGroup, id: str, task: str, count: int, together: Together
+    ) -> None:
+        """Stores the rollout of a session, a group of one. `count` sessions of the same task
+        become a group by `together`. Ending a session again changes nothing."""
+        with self._locked() as ledger:
+            if id not in ledger.sessions:
+                self._write(self._session(id), part)
+                self._append(ended=id, task=task)
+            for task, ids in [*ledger.ended.items()]:
+                if len(ids) >= count:
+                    self._join(task, ids[:count], together)
+
+    def _join(self, task: str, ids: list[str], together: Together) -> None:
+        group = together([self._stored(self._session(id)) for id in ids])
+        number = self._ledger.num_accepted + 1
+        self._write(self._file(number), group)
+        versions, key = _versions_of(group), f"sessions {number}"
+        self._append(
+            accepted=number, key=key, digest=key, versions=versions, sessions=ids, task=task
+        )
+        for id in ids:
+            self._session(id).unlink(missing_ok=True)
 
     def register(self, program: dict[str, Any]) -> tuple[int, str]:
         """Returns the number of a program, from 0, and its name among those that chose the same."""
@@ -171,7 +207,15 @@ class PushedQueue:
 
     def group(self, number: int) -> ScoredGroup:
         """Returns an accepted group. Raises Failed if its file is damaged."""
-        path = self._file(number)
+        found = self._stored(self._file(number))
+        prompt = found.prompt.model_copy(update={"index": number})
+        return found.model_copy(update={"prompt": prompt})
+
+    def _write(self, path: Path, group: ScoredGroup) -> None:
+        data = codec.encode(group, codec.MSGPACK)
+        disk.write_file(path, _checksum(data) + data)
+
+    def _stored(self, path: Path) -> ScoredGroup:
         data = path.read_bytes()
         checksum, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
         if checksum != _checksum(data):
@@ -179,10 +223,7 @@ class PushedQueue:
                 f"the pushed group {str(path)!r} is damaged: its checksum is {checksum.hex()}, "
                 f"expected {_checksum(data).hex()}"
             )
-        found = codec.decode_tolerantly(ScoredGroup, data, codec.MSGPACK)
-        return found.model_copy(
-            update={"prompt": found.prompt.model_copy(update={"index": number})}
-        )
+        return codec.decode_tolerantly(ScoredGroup, data, codec.MSGPACK)
 
     def look(self, of: Callable[[Ledger], T]) -> T:
         """Returns `of` what the journal says now."""
@@ -230,6 +271,9 @@ class PushedQueue:
     @property
     def _journal(self) -> Path:
         return self._folder / "journal.jsonl"
+
+    def _session(self, id: str) -> Path:
+        return self._folder / f"session-{xxhash.xxh3_64_hexdigest(id.encode())}.msgpack"
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number:06d}.msgpack"

@@ -102,3 +102,19 @@ def test_a_damaged_group_is_named(tmp_path: Path) -> None:
 
 def test_an_empty_ledger_has_nothing_ahead() -> None:
     assert Ledger().num_ahead(5) == 0 and Ledger().num_trained(5) == 0
+
+
+def test_sessions_that_ended_become_a_group(tmp_path: Path) -> None:
+    def together(parts: list[ScoredGroup]) -> ScoredGroup:
+        return parts[0].model_copy(update={"scores": tuple(p.scores[0] for p in parts)})
+
+    def end(id: str, task: str) -> int:
+        queue = PushedQueue(tmp_path)  # as after a crash each time
+        queue.end_session(scored(4), id, task, 2, together)
+        return queue.look(lambda ledger: ledger.num_accepted)
+
+    assert [end("a", "one"), end("b", "two"), end("a", "one"), end("c", "one")] == [0, 0, 0, 1]
+    assert [end("a", "one"), end("c", "one"), end("d", "two")] == [1, 1, 2]
+    queue = PushedQueue(tmp_path)
+    assert queue.take(Round(5, 0, 2, 4, 4)) == ([1, 2], True) and len(queue.group(2).scores) == 2
+    assert not [*(tmp_path / "pushed").glob("session-*")]

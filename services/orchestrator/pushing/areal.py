@@ -1,0 +1,197 @@
+"""AReaL's online routes, for agents that drive themselves. A session is one rollout of a job with
+`[environment] kind = "pushed"`: its turns are recorded, and when it ends it is stored with its
+reward, before the answer. `sampling.group_size` sessions are a group (`environment.group_by`)."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from services.orchestrator.play.group import joined
+from services.orchestrator.play.sessions import Session, Sessions
+from services.orchestrator.pool.services import Services
+from services.orchestrator.pushing.checking import scored
+from services.orchestrator.pushing.groups import Pushing
+from shared.errors import BadRequest, Conflict, Gone
+from shared.http import codec, openapi, rendering
+from shared.http.gate import given_token
+from shared.http.service import Service
+from shared.wire import (
+    JobRecord,
+    NoBody,
+    Prompt,
+    RewardSet,
+    ScoredGroup,
+    SessionEnded,
+    SessionStarted,
+    SetReward,
+    StartSession,
+)
+
+START, REWARD, END = (f"/v1/rl/{verb}" for verb in ("start_session", "set_reward", "end_session"))
+
+OF_SESSIONS = (REWARD, END)
+"""The routes that a session's own key allows."""
+
+MAX_ENDED = 65_536
+
+
+@dataclass
+class Online:
+    """A session that is open: `rewards` are those of its answers, by their ids."""
+
+    session: Session
+    job_id: str
+    task: str
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+
+
+def add_routes(service: Service, pushing: Pushing, sessions: Sessions) -> None:
+    areal = Areal(pushing, sessions)
+
+    async def start_session(request: Request, job: str | None = None) -> Response:
+        """Opens a session of the job that runs here; `job` names it where several do. 429: the job
+        has as many groups as `max_staleness` allows."""
+        return await _render(await areal.start(job, await _read(request, StartSession)), request)
+
+    async def set_reward(request: Request) -> Response:
+        """Sets the reward of an answer. A session's reward is the sum of its answers'."""
+        asked = await _read(request, SetReward)
+        return await _render(areal.reward(_key(request), asked), request)
+
+    async def end_session(request: Request) -> Response:
+        """Ends a session; it is on disk when this answers."""
+        await _read(request, NoBody)
+        return await _render(await areal.end(_key(request)), request)
+
+    for path, handler, body, answer in (
+        (START, start_session, StartSession, SessionStarted),
+        (REWARD, set_reward, SetReward, RewardSet),
+        (END, end_session, NoBody, SessionEnded),
+    ):
+        service.body(body, "POST", path)
+        service.app.add_api_route(
+            path, handler, methods=["POST"], responses=openapi.answers(answer)
+        )
+
+
+class Areal:
+    def __init__(self, pushing: Pushing, sessions: Sessions) -> None:
+        self._pushing = pushing
+        self._sessions = sessions
+        self._open: dict[str, Online] = {}
+        self._ended: OrderedDict[str, SessionEnded] = OrderedDict()
+
+    async def start(self, job: str | None, asked: StartSession) -> SessionStarted:
+        """Returns a new session. Raises Busy while the job has no room for its group."""
+        services = self._services(job)
+        if asked.api_key in self._open:
+            await self.end(str(asked.api_key))
+        record = await self._pushing.record(services.job_id)
+        await self._pushing.check_room(record)
+        name = f"{asked.task_id}-{secrets.token_hex(4)}"
+        session = self._sessions.open(
+            services,
+            record.job,
+            id=f"{services.owner}:{name}",
+            min_version=max(record.step - record.job.max_staleness, 0),
+            sampling=services.sampling(None).model_copy(update={"n": 1}),
+            name=name,
+            api_key=asked.api_key,
+        )
+        self._ended.pop(session.api_key, None)
+        self._open[session.api_key] = Online(session, record.id, asked.task_id)
+        return SessionStarted(session_id=name, api_key=session.api_key)
+
+    def reward(self, key: str, asked: SetReward) -> RewardSet:
+        """Sets a reward. Raises BadRequest for an answer that the session does not have."""
+        online = self._online(key)
+        ids = [turn.id for turn in online.session.recording().turns]
+        id = asked.interaction_id or (ids[-1] if ids else None)
+        if id not in ids:
+            raise BadRequest(
+                f"'interaction_id': got {asked.interaction_id!r}; expected one of the "
+                f"{len(ids)} answers of session {online.session.name!r}"
+            )
+        online.rewards[str(id)] = asked.reward
+        return RewardSet()
+
+    async def end(self, key: str) -> SessionEnded:
+        """Ends the session; ending it again gives the same answer."""
+        if key not in self._open and (ended := self._ended.get(key)):
+            return ended
+        online = self._online(key)
+        session, count = online.session, online.session.num_turns
+        session.close()
+        if count:
+            record = await self._pushing.record(online.job_id)
+            await asyncio.to_thread(self._store, record, online)
+        self._open.pop(key, None)
+        self._ended[key] = answer = SessionEnded(interaction_count=count)
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+        return answer
+
+    def _store(self, record: JobRecord, online: Online) -> None:
+        group = online.session.rollout()
+        model, job = self._pushing.model(record.job), record.job
+        reward = sum(online.rewards.values()) if online.rewards else None
+        text = model.text(group.prompt_token_ids)
+        part = ScoredGroup(
+            prompt=Prompt(index=0, content=text, row={}), group=group, scores=(scored(reward),)
+        )
+        by_task = job.environment is None or job.environment.group_by == "task"
+        task = online.task if by_task else f"prompts that begin with {group.prompt_token_ids[:1]}"
+        queue = self._pushing.queue(record)
+        queue.end_session(part, online.session.id, task, job.sampling.group_size, together)
+
+    def _online(self, key: str) -> Online:
+        if (found := self._open.get(key)) is None:
+            raise Gone(
+                "the session of this key is not open here; expected the key that "
+                f"POST {START} gave, before its session ended or the orchestrator did"
+            )
+        return found
+
+    def _services(self, job: str | None) -> Services:
+        """Returns the services of the job that runs here."""
+        running = self._sessions.pushed
+        if job is None and len(running) == 1:
+            return next(iter(running.values()))
+        if job is None or job not in running:
+            here = ", ".join(map(repr, sorted(running))) or "none"
+            raise Conflict(
+                f'job: got {job!r}; expected a job of kind "pushed" that runs in this '
+                f"orchestrator, which are {here}"
+            )
+        return running[job]
+
+
+def together(parts: list[ScoredGroup]) -> ScoredGroup:
+    """Returns the group of sessions."""
+    group = joined([part.group for part in parts])
+    scores = tuple(score for part in parts for score in part.scores)
+    return ScoredGroup(prompt=parts[0].prompt, group=group, scores=scores)
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+async def _read(request: Request, kind: type[M]) -> M:
+    data = await request.body()
+    return codec.decode(kind, data, rendering.media_type(request, data))
+
+
+async def _render(answer: BaseModel, request: Request) -> Response:
+    return await rendering.render(answer, request)
+
+
+def _key(request: Request) -> str:
+    return given_token(request.headers) or ""

@@ -1,0 +1,98 @@
+"""AReaL's online routes over the real application: sessions become groups."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.job import Job
+from tests.contract.test_pushed import pushed_job
+from tests.support import orchestrator_stack
+from tests.support.orchestrator_stack import Stack
+
+stack = orchestrator_stack.stack  # a fixture
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    sampling = {"prompts_per_step": 1, "group_size": 2, "max_tokens": 8}
+    return pushed_job(tmp_path, sampling=sampling, steps=2)
+
+
+async def start(stack: Stack, task: str, **more: Any) -> dict[str, str]:
+    """Starts a session as soon as a job runs that has room for it."""
+    async with asyncio.timeout(60):
+        while True:
+            body = {"task_id": task, **more}
+            answer = await stack.http.post("/v1/rl/start_session", json=body)
+            if answer.status_code == 200:
+                return answer.json()
+            assert answer.status_code in (409, 429), answer.text
+            await asyncio.sleep(0.05)
+
+
+async def post(stack: Stack, key: str, path: str, **body: Any) -> Any:
+    headers = {"authorization": f"Bearer {key}"}
+    answer = await stack.http.post(path, json=body, headers=headers)
+    return answer.status_code, answer.json()
+
+
+async def ask(stack: Stack, key: str) -> str:
+    """Returns the id of the answer to one call."""
+    says = [{"role": "user", "content": "w3"}]
+    status, body = await post(stack, key, "/v1/chat/completions", model="policy", messages=says)
+    assert status == 200, body
+    return body["id"]
+
+
+async def test_sessions_of_a_task_are_a_group(stack: Stack) -> None:
+    record = await stack.submit()
+    one, other, alone = [await start(stack, task) for task in ("a", "a", "b")]
+    first = await ask(stack, one["api_key"])
+    await ask(stack, one["api_key"])
+    await ask(stack, other["api_key"])
+    await ask(stack, alone["api_key"])
+    key = one["api_key"]
+    assert await post(stack, key, "/v1/rl/set_reward", reward=0.5) == (200, {"message": "success"})
+    await post(stack, key, "/v1/rl/set_reward", reward=0.25, interaction_id=first)
+    ended = {"message": "success", "interaction_count": 2}
+    assert await post(stack, key, "/v1/rl/end_session") == (200, ended)
+    assert await post(stack, key, "/v1/rl/end_session") == (200, ended)
+    await post(stack, alone["api_key"], "/v1/rl/end_session")
+    counts = (await stack.http.get(f"/v1/jobs/{record.id}/groups")).json()
+    assert counts["accepted"] == 0
+    await post(stack, other["api_key"], "/v1/rl/set_reward", reward=-1.0)
+    again = await start(stack, "b", api_key=other["api_key"])  # ends the session of this key
+    assert again["api_key"] == other["api_key"] != again["session_id"]
+    async with asyncio.timeout(30):
+        while not stack.fakes.trained:
+            await asyncio.sleep(0.05)
+    examples = stack.fakes.trained[0].examples
+    assert [example.advantage > 0 for example in examples] == [True, False]
+    batch = stack.folder(record.id).batch(1)
+    assert [score.value for score in batch.scores[0]] == [0.75, -1.0]
+    assert batch.version == 0
+    await ask(stack, again["api_key"])
+    await post(stack, again["api_key"], "/v1/rl/set_reward", reward=1.0)
+    await post(stack, again["api_key"], "/v1/rl/end_session")
+    assert (await stack.until(record.id)).status == "succeeded"
+    assert [score.value for score in stack.folder(record.id).batch(2).scores[0]] == [None, 1.0]
+
+
+async def test_sessions_are_refused_with_a_reason(stack: Stack) -> None:
+    none = await stack.http.post("/v1/rl/start_session", json={"task_id": "a"})
+    assert none.status_code == 409 and "which are none" in none.json()["detail"]
+    record = await stack.submit()
+    key = (await start(stack, "a"))["api_key"]
+    status, body = await post(stack, key, "/v1/rl/set_reward", reward=1.0)
+    assert status == 422 and "expected one of the 0 answers of session 'a-" in body["detail"]
+    assert await post(stack, key, "/v1/rl/end_session") == (
+        200,
+        {"message": "success", "interaction_count": 0},
+    )
+    status, body = await post(stack, "sk-hone-x", "/v1/rl/end_session")
+    assert status in (401, 410), body
+    await stack.post(f"{record.id}/cancel")
