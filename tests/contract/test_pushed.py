@@ -12,6 +12,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+import hone
 from services.orchestrator.app import create_service
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.store import Store
@@ -24,6 +25,7 @@ from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.model_folders import VOCAB, make_model_folder
 from tests.support.orchestrator_stack import Stack, ended, orchestrator
+from tests.support.served_stack import served_stack
 
 stack = orchestrator_stack.stack  # a fixture
 
@@ -282,6 +284,22 @@ async def test_held_out_problems_are_evaluated_between_pushed_groups(
     rows = {row.step: row.metrics for row in stack.folder(record.id).metrics()}
     assert {"eval/reward"} <= rows[0].keys() & rows[3].keys()
     assert rows[1]["rewards/environment/mean"] == 0.5
+
+
+def test_the_client_pushes_and_waits_for_room(tmp_path: Path) -> None:
+    """And so does it with the REST body's names, as docs/pushed.md has it."""
+    with served_stack(tmp_path / "stack") as served, hone.Client(served.url) as client:
+        job = client.submit(pushed_job(tmp_path)).id
+        numbers = [
+            client.push(job, group(n)["rollouts"], prompt_token_ids=[1, 9]).number
+            for n in range(STEPS * PROMPTS)
+        ]
+        assert numbers == [1, 2, 3, 4, 5, 6]
+        assert client.wait(job).status == "succeeded"
+        counts = client.groups("pushed")
+        assert (counts.trained, counts.waiting, counts.room) == (6, 0, 0)
+        with pytest.raises(hone.BadRequest, match="'rollouts': got"):
+            client.push(job, [], prompt_token_ids=[1])
 
 
 @pytest.fixture
