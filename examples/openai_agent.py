@@ -1,0 +1,56 @@
+"""An agent made with `openai-agents`, trained as it is: it looks for a number by calls of a tool.
+
+pip install hone-rl openai-agents
+hone run examples/openai_agent.toml        # on the machine of the stack
+hone work examples/openai_agent.py         # anywhere that reaches the orchestrator
+"""
+
+from typing import Any
+
+from agents import (
+    Agent,
+    MaxTurnsExceeded,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from agents.agent import ToolsToFinalOutputResult
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+
+
+async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    found = False
+
+    @function_tool
+    def guess(number: int) -> str:
+        """Guesses the number.
+
+        Args:
+            number: The guess.
+        """
+        nonlocal found
+        found = found or number == row["secret"]
+        if number == row["secret"]:
+            return "correct"
+        return "higher" if number < row["secret"] else "lower"
+
+    def is_over(*_: Any) -> ToolsToFinalOutputResult:
+        return ToolsToFinalOutputResult(is_final_output=found, final_output="found")
+
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        agent = Agent(
+            name="Finder",
+            model=OpenAIChatCompletionsModel("policy", client),
+            model_settings=ModelSettings(),
+            tools=[guess],
+            tool_use_behavior=is_over,
+        )
+        try:
+            await Runner.run(agent, "Find the number.", max_turns=8)
+        except MaxTurnsExceeded:
+            pass
+    return float(found)

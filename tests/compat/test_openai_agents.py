@@ -1,0 +1,18 @@
+"""An agent made with `openai-agents`, unmodified: `examples/openai_agent.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compat.conftest import AgentStack
+from tests.compat.packages import ROOT, python_with
+
+pytestmark = [pytest.mark.compat, pytest.mark.system, pytest.mark.timeout(1500)]
+
+
+def test_an_agent_of_the_package_learns(agent_stack: AgentStack) -> None:
+    agent = str(ROOT / "examples/openai_agent.py")
+    job = agent_stack.job("openai-agent")
+    found = agent_stack.learned(job, python_with("openai-agents"), "-c", "16", agent)
+    assert found["eval/reward"] > found["before"] + 0.1
+    assert found["conversations/forks"] == 0 and found["conversations/mean_turns"] > 2
