@@ -5,6 +5,7 @@ hone run examples/openai_agent.toml        # on the machine of the stack
 hone work examples/openai_agent.py         # anywhere that reaches the orchestrator
 """
 
+import contextlib
 from typing import Any
 
 from agents import (
@@ -49,8 +50,6 @@ async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
             tools=[guess],
             tool_use_behavior=is_over,
         )
-        try:
+        with contextlib.suppress(MaxTurnsExceeded):
             await Runner.run(agent, "Find the number.", max_turns=8)
-        except MaxTurnsExceeded:
-            pass
     return float(found)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.agents.results import AgentFailed
+from shared.settings.environment import REWARD_FILE, ROW
 
 TAIL_BYTES = 4096
 """How much of the end of each stream is kept."""
@@ -40,7 +41,7 @@ class Command:
         Raises AgentFailed if it exits with another code than 0 or says no reward."""
         with tempfile.TemporaryDirectory(prefix="hone-") as folder:
             file, text = Path(folder) / "reward", json.dumps(row)
-            given = environment(text, base_url, api_key) | {"HONE_REWARD_FILE": str(file)}
+            given = environment(text, base_url, api_key) | {REWARD_FILE: str(file)}
             out, err, code = await run(self._argv, given, text.encode())
             if code != 0:
                 raise AgentFailed(f"{self._argv[0]!r} exited with {code}: {err or out or 'silent'}")
@@ -55,7 +56,7 @@ def environment(row: str, base_url: str, api_key: str) -> dict[str, str]:
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),  # its clients add /v1/messages
         "ANTHROPIC_API_KEY": api_key,
-        **({"HONE_ROW": row} if len(row.encode()) <= MAX_VARIABLE else {}),
+        **({ROW: row} if len(row.encode()) <= MAX_VARIABLE else {}),
     }
 
 

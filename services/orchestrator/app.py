@@ -43,7 +43,7 @@ def create_service(
     """Returns the orchestrator, with a worker inside for each trainer. If not `works`, it has no
     worker: it only accepts jobs, and another orchestrator with this Redis runs them."""
     per_trainer = settings.per_trainer if works else ()
-    offered, sessions = Episodes(), sessions or Sessions()
+    offered, sessions = Episodes(), Sessions() if sessions is None else sessions
     workers = [Worker(store, each, offered, sessions) for each in per_trainer]
 
     @contextlib.asynccontextmanager

@@ -27,6 +27,11 @@ FILE = "_FILE"
 secret."""
 
 
+ROW, REWARD_FILE = "HONE_ROW", "HONE_REWARD_FILE"
+"""Variables that `hone work` gives a command: its row as JSON, and the file for its reward. They
+are no settings."""
+
+
 def load_settings() -> Settings:
     """Returns the settings in the environment. Raises BadRequest for an unknown `HONE_*` variable
     or a bad value, for a secret's file that cannot be read, for an invalid token, and for a host
@@ -72,7 +77,7 @@ def _check_names(secrets: dict[str, str]) -> None:
 
 def _names(secrets: dict[str, str]) -> list[str]:
     names = [PREFIX + name.upper() for name in Settings.model_fields]
-    return names + [variable + FILE for variable in secrets.values()]
+    return [*names, *(variable + FILE for variable in secrets.values()), ROW, REWARD_FILE]
 
 
 def secret_variables() -> dict[str, str]:

@@ -14,7 +14,7 @@ from hone import cli
 from hone.commands.explain import find
 from shared.job.file import parse_job
 from shared.settings import PREFIX, Settings
-from shared.settings.environment import FILE, secret_variables
+from shared.settings.environment import FILE, REWARD_FILE, ROW, secret_variables
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md"]
@@ -78,6 +78,7 @@ def test_every_setting_and_link_in_a_page_exists(page: str) -> None:
     text = (ROOT / page).read_text()
     settings = {PREFIX + name.upper() for name in Settings.model_fields}
     settings |= {variable + FILE for variable in secret_variables().values()}
+    settings |= {ROW, REWARD_FILE}
     assert set(re.findall(r"HONE_[A-Z_]+\b", text)) - {PREFIX} <= settings
     for path in re.findall(r"\]\(([\w/.-]+)(?:#[\w-]+)?\)", text):
         assert (ROOT / page).parent.joinpath(path).exists(), path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hone.agents.results import AgentFailed, failure, result_of
 from hone.agents.working import called_with
 from shared.errors import BadRequest
 
+ROOT = Path(__file__).parents[3]
 ROW = {"secret": 7, "prompt": "Guess."}
 
 
@@ -35,6 +37,8 @@ def test_a_command_finds_the_model_and_the_row_and_says_its_reward(
     assert played(shell(f"cat >/dev/null; {said}")) == {"reward": 7, "metrics": {}}
     assert played(shell('read row; echo "$row" | tr -dc 0-9')) == 7
     assert played(shell("echo nothing; echo 0.5 >$HONE_REWARD_FILE")) == 0.5
+    load = "from shared.settings.environment import load_settings; load_settings(); print(7)"
+    assert played(shell(f"cd {ROOT} && {sys.executable} -c '{load}'")) == 7, "they are no settings"
     names = "$OPENAI_BASE_URL $OPENAI_API_KEY $ANTHROPIC_BASE_URL $ANTHROPIC_API_KEY [$HONE_TOKEN]"
     with pytest.raises(
         AgentFailed, match=r"is 'http://h:1/v1 sk-hone-1 http://h:1 sk-hone-1 \[\]'"
