@@ -5,7 +5,6 @@ hone run examples/openai_agent.toml        # on the machine of the stack
 hone work examples/openai_agent.py         # anywhere that reaches the orchestrator
 """
 
-import contextlib
 from typing import Any
 
 from agents import (
@@ -18,9 +17,12 @@ from agents import (
     set_tracing_disabled,
 )
 from agents.agent import ToolsToFinalOutputResult
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, BadRequestError
 
 set_tracing_disabled(True)
+
+FULL = "context_length_exceeded"
+"""What the model's answer says once the conversation has no room for another one."""
 
 
 async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -50,6 +52,9 @@ async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
             tools=[guess],
             tool_use_behavior=is_over,
         )
-        with contextlib.suppress(MaxTurnsExceeded):
+        try:
             await Runner.run(agent, "Find the number.", max_turns=8)
+        except (MaxTurnsExceeded, BadRequestError) as error:
+            if getattr(error, "code", FULL) != FULL:
+                raise
     return float(found)

@@ -8,7 +8,8 @@ messages='{"role":"user","content":"Find the number."}'
 for turn in 1 2 3 4 5 6 7 8; do
     answer=$(curl -sS --fail-with-body "$OPENAI_BASE_URL/chat/completions" \
         -H "Authorization: Bearer $OPENAI_API_KEY" -H 'Content-Type: application/json' \
-        -d "{\"model\":\"policy\",\"messages\":[$messages],\"tools\":$tools}")
+        -d "{\"model\":\"policy\",\"messages\":[$messages],\"tools\":$tools}") ||
+        case $answer in *context_length_exceeded*) break ;; *) echo "$answer" >&2; exit 1 ;; esac
     message=$(printf %s "$answer" | sed -n 's/.*"message": *\({.*}\), *"finish_reason".*/\1/p')
     messages="$messages,$message"
     calls=$(printf %s "$message" | grep -o '"id": *"[^"]*"[^}]*}' || true)

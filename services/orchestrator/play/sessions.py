@@ -22,7 +22,7 @@ from typing import Any
 from services.orchestrator.play.conversation import SEEDS_PER_TURN, failed, with_info
 from services.orchestrator.play.recording import Asked, Recording, Turn, group_of
 from services.orchestrator.pool.services import Services
-from shared.errors import BadRequest, Conflict, Failed, Gone, HoneError
+from shared.errors import BadRequest, Conflict, Failed, Gone, HoneError, Malformed
 from shared.host.logs import get_logger
 from shared.job import Job
 from shared.wire import ChatRequest, Known, Message, Rollout, RolloutGroup, Sampling
@@ -349,7 +349,8 @@ class Session:
     def _refused(self, ended: str, why: str) -> BadRequest:
         """Notes that the rollout is cut off unless another answer follows."""
         self._full = ended
-        return BadRequest(f"session {self.name!r} has no room for another answer: {why}", code=FULL)
+        # 400, as OpenAI's API answers: agents know it by that and the code
+        return Malformed(f"session {self.name!r} has no room for another answer: {why}", code=FULL)
 
     def _tick(self) -> int:
         self._clock += 1

@@ -76,6 +76,8 @@ class GuessHarness(vf.Harness[vf.HarnessConfig]):
                     json={"model": ctx.model, "messages": messages, "tools": [TOOL]},
                     headers={"authorization": f"Bearer {secret}"},
                 )
+                if answer.status_code == 400 and "context_length" in answer.text:
+                    break
                 answer.raise_for_status()
                 message = answer.json()["choices"][0]["message"]
                 calls = message.get("tool_calls") or []
