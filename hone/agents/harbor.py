@@ -22,7 +22,7 @@ import uuid
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hone.agents import commands
 from hone.agents.commands import reward_in
@@ -135,13 +135,16 @@ def reward_of(text: str) -> Any:
         found: Any = json.loads(text)
     except ValueError:
         return reward_in(text, "reward.txt")
-    if isinstance(found, dict) and "reward" not in found:
-        if len(found) != 1:
-            raise AgentFailed(
-                f"reward.json has the keys {', '.join(sorted(found))}; expected 'reward', or one"
-            )
-        return next(iter(found.values()))
-    return found["reward"] if isinstance(found, dict) else found
+    if not isinstance(found, dict):
+        return found
+    table = cast(dict[str, Any], found)
+    if "reward" in table:
+        return table["reward"]
+    if len(table) != 1:
+        raise AgentFailed(
+            f"reward.json has the keys {', '.join(sorted(table))}; expected 'reward', or one"
+        )
+    return next(iter(table.values()))
 
 
 async def docker(

@@ -27,7 +27,8 @@ def result_of(value: Any) -> EpisodeResult:
     rewards."""
     if isinstance(value, Mapping) and "reward" in value:
         given = dict(cast(Mapping[str, Any], value))
-        reward, metrics = given.pop("reward"), given.pop("metrics", None) or {}
+        reward: Any = given.pop("reward")
+        metrics: Any = given.pop("metrics", None) or {}
         if given or not isinstance(metrics, Mapping):
             raise AgentFailed(f"the agent returned {shown(cast(Any, value))}; {EXPECTED}")
         named = cast(Mapping[Any, Any], metrics)

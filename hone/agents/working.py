@@ -15,7 +15,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,14 +267,11 @@ def _host() -> str:
 
 def _total(result: EpisodeResult) -> float | None:
     """Returns the reward as one number, None if there is none."""
-    match result.reward:
-        case None | float():
-            return result.reward
-        case Mapping():
-            given = result.reward.values()
-        case _:
-            given = result.reward
-    numbers = [each for each in given if each is not None]
+    reward = result.reward
+    if reward is None or isinstance(reward, float):
+        return reward
+    entries = reward.values() if isinstance(reward, dict) else reward
+    numbers = [each for each in entries if each is not None]
     return sum(numbers) if numbers else None
 
 
