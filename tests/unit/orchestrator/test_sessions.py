@@ -297,3 +297,65 @@ async def test_a_session_is_found_by_key_or_name_until_it_is_closed() -> None:
     assert len(sampler.sessions) == 0
     again = open_session(sampler, name="task-1")
     assert found(name="task-1") is again and again.api_key != session.api_key
+
+
+async def test_a_stop_in_the_middle_of_a_call_goes_on_with_the_templates_end() -> None:
+    """The agent's own stop string ended the answer, so no end token was sampled."""
+    half = call(12)[:40]
+    sampler = RenderingSampler([Reply(half, cut=True, finish_reason="stop"), Reply("correct")])
+    agent = Agent(open_session(sampler), tools=TOOLS)
+    answer = await agent.session.answer(agent.request(stop="}}"), key=None, again=False)
+    agent.messages.append(answer.message)
+    await agent.say(user("Go on."))
+    ids, mask = row(agent.session.rollout())
+    whole, own = rendered(sampler, agent.messages, TOOLS)
+    (end, _) = [at for at, id in enumerate(whole) if id == 2 and own[at]]
+    assert (ids, mask) == (whole, [*own[:end], 0, *own[end + 1 :]])
+    assert sampler.asked[0].sampling.stop == ("}}",)
+    assert agent.session.rollout().rollouts[0].finish_reason == "stop"
+
+
+async def test_a_template_that_keeps_thoughts_keeps_the_row() -> None:
+    thinking = "<think>\nhm\n</think>\n\n"
+    sampler = RenderingSampler([Reply(f"{thinking}{call(3)}"), Reply(f"{thinking}correct")])
+    agent = Agent(open_session(sampler), tools=TOOLS)
+    first = await agent.say()
+    await agent.say(*results(first, "higher"))
+    assert row(agent.session.rollout()) == rendered(sampler, agent.messages, TOOLS)
+    assert agent.session.rollout().rollouts[0].branches == ()
+
+
+async def test_agents_at_the_same_time_are_rows_of_their_own() -> None:
+    """One with tools, and one that it asks, in turns of the same session."""
+    replies = [Reply(call(3)), Reply("12"), Reply("13"), Reply("correct")]
+    sampler = RenderingSampler(replies)
+    session = open_session(sampler)
+    main, other = Agent(session, tools=TOOLS), Agent(session, user("Help."))
+    first = await main.say()
+    await other.say()
+    await other.say(user("Sure?"))
+    await main.say(*results(first, "lower"))
+    group = session.rollout()
+    assert row(group)[0] == rendered(sampler, main.messages, TOOLS)[0]
+    (branch,) = group.rollouts[0].branches
+    ids, mask = rendered(sampler, other.messages)
+    start = len(branch.prompt_token_ids)
+    assert [*branch.prompt_token_ids, *branch.token_ids] == ids
+    assert list(branch.sampled) == mask[start:]
+    assert group.rollouts[0].info["tool_calls"] == 1
+
+
+async def test_other_tools_begin_another_row_with_a_reason() -> None:
+    sampler = RenderingSampler([Reply("higher"), Reply("lower")])
+    agent = Agent(open_session(sampler))
+    await agent.say()
+    agent.tools = TOOLS
+    await agent.say(user("Again."))
+    group = agent.session.rollout()
+    (rollout,) = group.rollouts
+    ids, mask = rendered(sampler, agent.messages, TOOLS)
+    own = len(sampler.tokenize("lower<|im_end|>"))
+    assert row(group) == (ids, [0] * (len(mask) - own) + [1] * own)
+    assert [branch.because for branch in rollout.branches] == [
+        "the tools are not those of the turn before"
+    ]
