@@ -1,9 +1,9 @@
 """The rollout service as a process, with the real vLLM and a tiny model, against Hugging Face's
 forward pass.
 
-Four engine starts (about 25 s each on two idle cores). torch, transformers and openai are imported
-where they are used, so that collecting the fast tests stays fast. Tests run in the order of the
-file; the last ones end their service.
+Two engine starts, four with the soak tests. torch, transformers and openai are imported where they
+are used, so that collecting the fast tests stays fast. Tests run in the order of the file; the last
+ones end their service.
 """
 
 from __future__ import annotations
@@ -830,6 +830,7 @@ def test_the_engine_of_a_killed_service_dies_with_it(folder: Path) -> None:
     wait_for(lambda: not any(map(lives, pids)), 5, f"processes {pids} to end")
 
 
+@pytest.mark.soak
 def test_a_service_killed_while_its_engine_starts_leaves_no_process(folder: Path) -> None:
     service = start(folder / "third", HONE_ROLLOUT_MODEL=str(folder / "models" / "tied"))
     try:

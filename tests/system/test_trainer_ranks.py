@@ -57,8 +57,10 @@ def test_a_retried_step_moves_weights_once(trainers, tiny_model):
         service.step("retry", 1, examples[:1])
 
 
+@pytest.mark.soak
 def test_ranks_that_meet_on_loopback_meet_samplers_where_the_trainer_listens(tmp_path, tiny_model):
-    """As the launcher starts them. On a GPU NCCL does so by the interface, here gloo."""
+    """As the launcher starts them; tests/unit/trainer/test_broadcast.py does so without a service.
+    On a GPU NCCL does so by the interface, here gloo."""
     with running(tmp_path / "t", 1, HONE_HOST="127.0.0.2") as service:
         service.load("sent", a_job(tiny_model, **LINEAR))
         body = PublishRequest(job_id="sent", version=0, method="nccl")

@@ -79,7 +79,7 @@ def light(tmp_path, monkeypatch) -> str:
         "launcher",
         pytest.param("torchrun", marks=pytest.mark.soak),
         pytest.param("rank 0", marks=pytest.mark.soak),
-        "rank 1",
+        pytest.param("rank 1", marks=pytest.mark.soak),  # the test below kills a rank too
     ],
 )
 def test_a_killed_process_ends_all(tmp_path, light, victim):
