@@ -52,10 +52,6 @@ async def warnings(stack: Stack, job_id: str) -> list[str]:
     return [event.message for event in events if event.level == "warning"]
 
 
-def of_version(version: int) -> Callable[[Any], bool]:
-    return lambda body: body.version == version
-
-
 # --- weights that do not arrive
 
 

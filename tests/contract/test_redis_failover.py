@@ -44,11 +44,6 @@ async def copy(source: Any, target: Any) -> None:
         await target.restore(key, left_ms, await source.dump(key))
 
 
-async def until_somebody_waits(server: Any) -> None:
-    while not (await server.info("clients"))["blocked_clients"]:
-        await asyncio.sleep(0.01)
-
-
 class Failover:
     """A store whose Redis, at the end of a link, is replaced by another one."""
 
