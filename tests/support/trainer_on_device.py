@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,10 @@ def peak_flops(device_name: str) -> float | None:
 
 
 @contextlib.contextmanager
-def one_process() -> Iterator[ProcessPoolExecutor]:
+def one_process(context: BaseContext | None = None) -> Iterator[ProcessPoolExecutor]:
     """One process for `train_speed`: DeepSpeed takes one process group in the life of a process,
-    and pytest's is not ours alone."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    and pytest's is not ours alone. On a CPU it may come from `engine_ranks.warm()`."""
+    with ProcessPoolExecutor(1, context or multiprocessing.get_context("spawn")) as process:
         yield process
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shared.wire import Sampling
+from tests.support.engine_ranks import warm
 from tests.support.sampler_on_device import (
     an_engine,
     gap_to_trainer,
@@ -51,9 +52,9 @@ async def test_a_sync_is_timed_and_read_back(tmp_path: Path) -> None:
     assert "published in" in str(time)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.soak), 2])
 def test_a_step_is_that_of_plain_torch(tmp_path: Path, stage: int) -> None:
     model = make_tiny_model(tmp_path / "model")
-    with one_process() as process:
+    with one_process(warm()) as process:
         gap = process.submit(step_gap, model, tmp_path / "trained", CPU, stage).result()
     assert 0 < gap < 2e-6

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from shared.wire import Example
+from tests.support.engine_ranks import warm
 from tests.support.trainer_on_device import (
     TINY,
     Shape,
@@ -62,7 +63,7 @@ def test_models_of_random_weights_train_and_are_timed():
     examples = random_examples(TINY, 8, 8, 24)
     memory = {"micro_batch_tokens": 128, "gradient_checkpointing": True, "zero_stage": 2}
     tokens = sum(8 + len(example.token_ids) for example in examples)
-    with one_process() as process:
+    with one_process(warm()) as process:
         for lora in (None, {"rank": 4}):
             speed = process.submit(train_speed, TINY, examples, CPU, memory, lora).result()
             assert speed.tokens_per_s == pytest.approx(tokens / speed.seconds)
