@@ -23,6 +23,9 @@ if TYPE_CHECKING:  # imported where it is used, so a command that logs nothing s
 API_KEY = re.compile(r"hone_(?P<name>[a-z0-9-]{1,40})_[A-Za-z0-9_-]{43}")
 """The secret of a named API key. In logs only the name is left of it."""
 
+SESSION_KEY = re.compile(r"sk-hone-[A-Za-z0-9_-]{43}")
+"""The key of an agent's session."""
+
 _at_first: list[Callable[[], None]] = []
 """Called before the first line is logged."""
 
@@ -123,5 +126,5 @@ def _without(value: Any, hidden: list[str]) -> Any:
     if isinstance(value, str):
         for secret in hidden:
             value = value.replace(secret, "***")
-        return API_KEY.sub(r"hone_\g<name>_***", value)
+        return SESSION_KEY.sub("sk-hone-***", API_KEY.sub(r"hone_\g<name>_***", value))
     return value

@@ -16,6 +16,7 @@ from pydantic import SecretStr
 from services.orchestrator.app import create_service
 from services.orchestrator.play.sessions import Session
 from services.orchestrator.store.store import Store
+from shared.host import logs
 from shared.settings import Settings
 from tests.support.rendering_sampler import RenderingSampler, Reply, call, open_session
 
@@ -67,7 +68,7 @@ class Bench:
         """Returns what the session's row is, and what of it was sampled."""
         group = self.session.rollout()
         (rollout,) = group.rollouts
-        text = self.sampler.tokenizer.decode
+        text: Any = self.sampler.tokenizer.decode
         pairs = zip(rollout.token_ids, rollout.sampled, strict=True)
         whole = [*group.prompt_token_ids, *rollout.token_ids]
         return text(whole), text([id for id, own in pairs if own])
@@ -285,6 +286,16 @@ async def test_a_session_is_named_by_key_header_or_path(settings: Settings) -> N
     with pytest.raises(openai.APIStatusError, match="is closed") as gone:
         await bench.openai().chat.completions.create(**ask)
     assert gone.value.status_code == 410
+
+
+async def test_the_key_of_a_session_is_not_in_the_log(
+    settings: Settings, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bench = Bench(settings)
+    logs.configure("orchestrator", settings.model_copy(update={"log_level": "info"}))
+    await bench.post(f"/v1/files/{bench.session.api_key}", {})
+    said = capfd.readouterr().err
+    assert bench.session.api_key not in said and "/v1/files/sk-hone-***" in said
 
 
 async def test_a_clients_timeout_and_retry_leaves_one_turn(settings: Settings) -> None:

@@ -122,7 +122,7 @@ class RenderingSampler:
         cut = reply.cut or len(ids) > sampling.max_tokens
         ids = ids[: sampling.max_tokens]
         rollout = Rollout(
-            text=reply.text if not cut else self.tokenizer.decode(ids, skip_special_tokens=True),
+            text=str(self.tokenizer.decode(ids, skip_special_tokens=True)) if cut else reply.text,
             token_ids=TokenIds(ids),
             logprobs=Logprobs([-0.5] * len(ids)),
             finish_reason=reply.finish_reason or ("length" if cut else "stop"),

@@ -158,7 +158,7 @@ async def answer(engine: Scripted, chat: VllmChat, request: ChatRequest, ids: li
     asked = chat._vllm_request(
         request, request.messages, logprobs=True, cache_salt="salt", kv_transfer_params=kept
     )
-    response = await chat._serving.create_chat_completion(asked)
+    response: Any = await chat._serving.create_chat_completion(asked)
     (choice,) = response.model_dump()["choices"]
     message = {name: value for name, value in choice["message"].items() if value is not None}
     text = engine.replies[len(engine.asked) - 1]

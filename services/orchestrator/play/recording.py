@@ -62,9 +62,11 @@ class Turn:
     @property
     def way(self) -> list[Turn]:
         """The turns from its root to itself."""
-        found, turn = [self], self
-        while turn := turn.parent:
+        found = list[Turn]()
+        turn: Turn | None = self
+        while turn:
             found.append(turn)
+            turn = turn.parent
         return found[::-1]
 
     @property

@@ -286,7 +286,7 @@ class Session:
     ) -> RolloutGroup:
         key = f"{self.id}:{number}"
         if asked.token_ids is not None or asked.text is not None:
-            prompt = TokenIds(asked.token_ids) if asked.text is None else asked.text
+            prompt = TokenIds(asked.token_ids or ()) if asked.text is None else asked.text
             return await self._services.go_on(prompt, self._min_version, key=key, sampling=sampling)
         known = parent and Known(
             num_messages=parent.num_messages, token_ids=TokenIds(parent.token_ids)

@@ -82,6 +82,7 @@ class ServingModels(OpenAIServingModels):
             ModelCard(
                 id=job_id,
                 root=adapter.name,
+                max_model_len=self.registry.model_config.max_model_len,
                 parent=self.base_model_paths[0].name,
                 permission=[ModelPermission()],
             )

@@ -57,7 +57,7 @@ def rendered(
 ) -> tuple[list[int], list[int]]:
     """Returns the conversation's tokens as transformers renders them, and which of them are
     answers: from the head of an answer to its end token."""
-    tokenizer = sampler.tokenizer
+    tokenizer: Any = sampler.tokenizer
     ids = list(
         tokenizer.apply_chat_template(
             [dict(message) for message in messages], tools=tools and list(tools), return_dict=False
@@ -68,9 +68,8 @@ def rendered(
     for id in ids:
         mask.append(int(answering))
         answering = (answering or id == begin) and id != end
-    while ids and not mask[-1]:  # what the template writes after the last answer
-        ids.pop(), mask.pop()
-    return ids, mask
+    end_of_answers = len(mask) - mask[::-1].index(1)
+    return ids[:end_of_answers], mask[:end_of_answers]
 
 
 def row(group: RolloutGroup) -> tuple[list[int], list[int]]:
@@ -197,7 +196,7 @@ async def test_a_template_that_drops_thoughts_forks() -> None:
     (rollout,) = group.rollouts
     (branch,) = rollout.branches
     assert "drops" in branch.because
-    text = sampler.tokenizer.decode
+    text: Any = sampler.tokenizer.decode
     assert text([*branch.prompt_token_ids, *branch.token_ids]) == (
         "<|im_start|>user\nFind it.<|im_end|>\n"
         "<|im_start|>assistant\n<think>\nhm\n</think>\n\nhigher<|im_end|>"
