@@ -72,16 +72,21 @@ class EpisodeStepped(Wire):
 
 class CloseEpisode(EpisodeOf):
     """`POST /episodes/close`: ends the episode, and returns its reward if the environment has
-    `get_reward`. `rewarded` false: it failed, and nobody needs its reward."""
+    `get_reward`. `rewarded` false: it failed, and nobody needs its reward. `attributes`: reward
+    functions need those of the environment."""
 
     rewarded: bool = True
+    attributes: bool = False
 
 
 class EpisodeClosed(Wire):
-    """The environment's own reward; None with `has_reward`: it says that no reward applies."""
+    """The environment's own reward; None with `has_reward`: it says that no reward applies.
+    `attributes` are its public attributes and properties as they were then, as far as they are
+    plain data; None: they were not asked for, or there is no environment."""
 
     has_reward: bool = False
     reward: float | None = None
+    attributes: dict[str, Plain] | None = None
 
 
 class ValidateEnvironment(Wire):

@@ -20,7 +20,7 @@ from services.reward.episodes import workers
 from shared.errors import BadRequest, Busy, Conflict
 from shared.http.client import Client
 from shared.http.service import Service
-from shared.job import EnvironmentSpec
+from shared.job import EnvironmentSpec, RewardSpec
 from shared.settings import Settings
 from shared.wire import (
     CloseEpisode,
@@ -29,10 +29,16 @@ from shared.wire import (
     EpisodeOpened,
     EpisodeStepped,
     OpenEpisode,
+    Part,
+    ScoreItem,
+    ScoreRequest,
+    ScoreResult,
     StepEpisode,
     ToolCall,
     ToolResult,
+    Validated,
     ValidateEnvironment,
+    ValidateRequest,
 )
 from tests.support.reward_helpers import processes_of
 
@@ -685,3 +691,60 @@ async def test_closing_ends_a_step_under_way(client: Client) -> None:
     await asyncio.sleep(0.2)
     await episode.close(rewarded=False)
     await lost(stepping, "it was ended|it was closed")
+
+
+KEPT = """
+class Game:
+    def __init__(self):
+        self.board, self._secret, self.lock = {"moves": [1, 2]}, 7, object()
+
+    def reset(self): ...
+
+    @property
+    def score(self):
+        return 2 * len(self.board["moves"])
+
+    @property
+    def broken(self):
+        raise OSError("no")
+"""
+
+READS = """
+def fewest(completions, environments):
+    return [env.score + env.board["moves"][0] for env in environments]
+
+def locks(completions, environments):
+    return [env.lock for env in environments]
+"""
+
+
+async def test_a_reward_function_reads_what_an_environment_was_at_the_end(client: Client) -> None:
+    episode = Episode(client, env(KEPT), "kept")
+    await episode.open()
+    body = CloseEpisode(**episode.of, attributes=True)
+    closed = await client.call("POST", "/episodes/close", body, EpisodeClosed, deadline_s=30)
+    assert closed.attributes == {"board": {"moves": [1, 2]}, "score": 4}
+    item = ScoreItem(
+        prompt="p",
+        completion="c",
+        finish_reason="stop",
+        num_tokens=1,
+        row={},
+        info={"environment": closed.attributes},
+    )
+
+    async def scored(function: str, item: ScoreItem) -> Part:
+        spec = RewardSpec(grader="function", source=READS, file="r.py", function=function)
+        asked = ScoreRequest(items=(item,), rewards=(spec,))
+        found = await client.call("POST", "/score", asked, ScoreResult, deadline_s=60)
+        return found.scores[0].parts[function]
+
+    assert (await scored("fewest", item)).value == 5
+    refused = await scored("locks", item)
+    assert refused.value is None and "'lock' is not plain data" in refused.detail
+    assert "gets: board, score" in refused.detail
+    with pytest.raises(BadRequest, match='only a job with an environment of kind "class"'):
+        await scored("fewest", item.model_copy(update={"info": {}}))
+    spec = RewardSpec(grader="function", source=READS, file="r.py", function="fewest")
+    asked = ValidateRequest(rewards=(spec,), columns=("environments",))
+    await client.call("POST", "/graders/validate", asked, Validated, deadline_s=60)

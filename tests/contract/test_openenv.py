@@ -65,6 +65,9 @@ async def test_an_episode_of_actions_is_tools_results_and_rewards() -> None:
         assert "is over" in seen.results[1].content
         closed = await made.close("a", rewarded=True)
         assert not closed.has_reward and server.open == 0
+        await made.open("idle", ROW)
+        await made.step("idle", 0, (guess("no number"),))
+        assert (await made.close("idle", rewarded=True)).reward == 0.0
 
 
 async def test_an_action_that_does_not_fit_is_told_to_the_model() -> None:

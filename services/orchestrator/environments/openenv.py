@@ -54,6 +54,7 @@ OVER = "The episode is over, so this call was not made."
 class _Episode:
     socket: Socket
     replica: Replica
+    num_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,19 +113,23 @@ class OpenEnv:
                 told, seen = await self._called(episode.socket, call)
                 results.append(told)
                 if seen:
+                    episode.num_steps += 1
                     done = seen.done
                     rewards += [] if seen.reward is None else [seen.reward]
         reward = sum(rewards) if rewards else None
         return EpisodeStepped(results=tuple(results), done=done, reward=reward)
 
     async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
-        """The rewards were the steps'."""
-        if (episode := self._episodes.pop(id, None)) is not None:
-            try:
-                await episode.socket.close()
-            finally:
-                self._replicas.leave(episode.replica)
-        return EpisodeClosed()
+        """The rewards were the steps'. Without a step their sum is 0."""
+        if (episode := self._episodes.pop(id, None)) is None:
+            return EpisodeClosed()
+        try:
+            await episode.socket.close()
+        finally:
+            self._replicas.leave(episode.replica)
+        if episode.num_steps:
+            return EpisodeClosed()
+        return EpisodeClosed(has_reward=True, reward=0.0)
 
     def drop(self, id: str) -> None:
         if (episode := self._episodes.pop(id, None)) is not None:

@@ -31,17 +31,24 @@ R = TypeVar("R", bound=BaseModel)
 
 class Sandboxed:
     """Episodes of a job by the `client` of the reward service, which is waited for `patience_s`
-    seconds."""
+    seconds. `attributes`: reward functions need those of the environments."""
 
     service = "reward"
 
     def __init__(
-        self, client: Client, job_id: str, spec: EnvironmentSpec, patience_s: float | None
+        self,
+        client: Client,
+        job_id: str,
+        spec: EnvironmentSpec,
+        patience_s: float | None,
+        *,
+        attributes: bool = False,
     ) -> None:
         self._client = client
         self._job_id = job_id
         self._spec = spec
         self._patience_s = patience_s
+        self._attributes = attributes
 
     async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
         body = OpenEpisode(**self._episode(id), row=dict(row))
@@ -52,7 +59,9 @@ class Sandboxed:
         return await self._call("step", body, EpisodeStepped, self._spec.step_s)
 
     async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
-        body = CloseEpisode(**self._episode(id), rewarded=rewarded)
+        body = CloseEpisode(
+            **self._episode(id), rewarded=rewarded, attributes=self._attributes and rewarded
+        )
         return await self._call("close", body, EpisodeClosed, self._spec.step_s)
 
     def drop(self, id: str) -> None:

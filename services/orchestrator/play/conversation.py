@@ -170,6 +170,8 @@ class Conversation:
             "closing an environment", self._environment.close(id, rewarded=True)
         )
         found = ended(played, "stop" if why == "stop" else "length", why)
+        if closed.attributes is not None:
+            found = with_info(found, {"environment": closed.attributes})
         return with_info(found, rewards(played.turn_rewards, closed))
 
     async def _answer(self, id: str, played: Played, opened: EpisodeOpened) -> RolloutGroup:

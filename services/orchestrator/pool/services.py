@@ -142,7 +142,13 @@ class Services:
             self.teacher = Teacher(job.teacher, settings, tell, wait_s)
         self.environment = job.environment and environment_of(
             job.environment,
-            Sandboxed(self._reward, job_id, job.environment, self._reward_patience_s),
+            Sandboxed(
+                self._reward,
+                job_id,
+                job.environment,
+                self._reward_patience_s,
+                attributes=any("environments" in (spec.source or "") for spec in job.rewards),
+            ),
             settings,
         )
 
@@ -356,8 +362,12 @@ class Services:
                 await self.teacher.check(self._job)
         if not self._job.rewards:
             return
+        environment = self._job.environment
+        given = ("environments",) if environment and environment.kind == "class" else ()
         body = ValidateRequest(
-            rewards=self._job.rewards, columns=columns, prompts=prompts[:MAX_PROMPTS_TRIED]
+            rewards=self._job.rewards,
+            columns=(*columns, *given),
+            prompts=prompts[:MAX_PROMPTS_TRIED],
         )
         await self._reward.call(
             "POST", "/graders/validate", body, Validated, deadline_s=VALIDATE_DEADLINE_S

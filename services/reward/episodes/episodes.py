@@ -134,7 +134,8 @@ class Episodes:
         async with episode.lock:
             if episode.closed is None:
                 async with self._asking(episode, "get_reward", episode.step_s) as worker:
-                    answer = await worker.ask(episode.process, {"close": True}, episode.step_s)
+                    asked = {"close": {"attributes": request.attributes}}
+                    answer = await worker.ask(episode.process, asked, episode.step_s)
                     episode.closed = _closed(answer)
                 self._end(episode, "it was closed")
             return episode.closed
@@ -286,7 +287,11 @@ def _stepped(answer: dict[str, Any], calls: tuple[ToolCall, ...]) -> EpisodeStep
 
 
 def _closed(answer: dict[str, Any]) -> EpisodeClosed:
-    return EpisodeClosed(has_reward=_of(answer, "has_reward"), reward=_of(answer, "reward"))
+    return EpisodeClosed(
+        has_reward=_of(answer, "has_reward"),
+        reward=_of(answer, "reward"),
+        attributes=answer.get("attributes"),
+    )
 
 
 def _of(answer: dict[str, Any], name: str) -> Any:

@@ -4,7 +4,7 @@ only.
     service: {open: {kind, names, name, tools, row}}
              child: {observation, tools, has_reward}, {mistake} of the file, or {error} of this row
     service: {step: [{name, arguments}, ...]}    child: {results: [{content, failed}], done}
-    service: {close: true}                       child: {has_reward, reward}
+    service: {close: {attributes}}               child: {has_reward, reward, attributes}
 
 The last two answer {error} too. Everything is checked again on the trusted side.
 """
@@ -28,6 +28,9 @@ Tool = Callable[..., Any]
 MAX_RESULT_CHARS = 32_768
 MAX_TURN_CHARS = 1 << 20
 """Characters of one tool's result, and of a turn's results together. The rest is cut off."""
+
+MAX_ATTRIBUTES_CHARS = 1 << 16
+"""Characters of all attributes of an environment together, as JSON. One beyond is left out."""
 
 MAX_SENTENCE_CHARS = 1000
 NOT_TOOLS = ("reset", "get_reward")
@@ -60,7 +63,10 @@ class Episode:
         try:
             if "open" in asked:
                 return self._open(asked["open"])
-            return self._step(asked["step"]) if "step" in asked else self._close()
+            if "step" in asked:
+                return self._step(asked["step"])
+            kept = {"attributes": self._attributes()} if asked["close"]["attributes"] else {}
+            return {**self._close(), **kept}
         except Mistake as error:
             return {"mistake": str(error)}
         except BaseException as error:  # the job's own code: whatever it raises is its answer
@@ -175,6 +181,25 @@ class Episode:
         if not math.isfinite(float(value)):
             raise ValueError(f"get_reward returned {float(value)}, expected a finite number")
         return {"has_reward": True, "reward": float(value)}
+
+    def _attributes(self) -> dict[str, Any] | None:
+        """Returns the public attributes and properties of the environment that JSON has. Others are
+        left out; None: there is no environment."""
+        if self._environment is None:
+            return None
+        properties = inspect.getmembers(type(self._environment), inspect.isdatadescriptor)
+        names = {*getattr(self._environment, "__dict__", {}), *(name for name, _ in properties)}
+        found: dict[str, Any] = {}
+        left = MAX_ATTRIBUTES_CHARS
+        for name in sorted(name for name in names if not name.startswith("_")):
+            try:
+                text = json.dumps(getattr(self._environment, name), allow_nan=False)
+            except Exception:  # a property of the job's own code, or a value that JSON lacks
+                continue
+            if len(text) <= left:
+                left -= len(text)
+                found[name] = json.loads(text)
+        return found
 
     def _has_reward(self) -> bool:
         return callable(getattr(self._environment, "get_reward", None))

@@ -27,6 +27,7 @@ from services.reward.grading.registry import (
     no_column,
     reference_text,
 )
+from services.reward.job_code.inside_serve import ENDED
 from services.reward.job_code.workers import LOAD_DEADLINE_S, Own
 from shared.errors import BadRequest
 from shared.job import MAX_SOURCE_BYTES, RewardSpec
@@ -34,7 +35,8 @@ from shared.wire import ExecuteRequest, Part, ScoreItem
 
 GIVEN = ("prompts", "completions")
 GIVEN_ITEM = ("prompt", "completion")
-NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+ENVIRONMENTS = "environments"
+NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 """What TRL passes and Hone does not: the reward service has neither tokens nor the trainer."""
 
 MAX_LATE_CALLS = 10
@@ -82,11 +84,7 @@ class Function(Grader[FunctionParams]):
         given = GIVEN if signature.calls == "batch" else GIVEN_ITEM
         for name, needed in signature.parameters.items():
             if needed and name not in (*given, *columns):
-                reason = (
-                    f"TRL gives {name!r}, Hone does not"
-                    if name in NOT_GIVEN
-                    else no_column(name, columns, tuple(given))
-                )
+                reason = _why_missing(name, columns, tuple(given))
                 raise BadRequest(f"reward function {self.spec.function!r} takes {name!r}: {reason}")
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
@@ -116,7 +114,18 @@ def _arguments(items: Sequence[ScoreItem]) -> dict[str, Any]:
         )
         for item in items
     ]
+    if any("environment" in item.info for item in items):
+        ended = [item.info.get("environment") for item in items]
+        arguments[ENVIRONMENTS] = [None if one is None else {ENDED: one} for one in ended]
     return arguments
+
+
+def _why_missing(name: str, columns: Sequence[str], given: tuple[str, ...]) -> str:
+    if name == ENVIRONMENTS:
+        return 'only a job with an environment of kind "class" has them'
+    if name in NOT_GIVEN:
+        return f"TRL gives {name!r}, Hone does not"
+    return no_column(name, columns, given)
 
 
 class NoParams(Params):

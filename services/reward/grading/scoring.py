@@ -238,9 +238,10 @@ class _AnyColumn(tuple[str, ...]):
 
 
 def _columns(items: Sequence[ScoreItem]) -> list[str]:
-    """Returns the columns that every row has."""
+    """Returns the columns that every row has, and `environments` if conversations had some."""
     rows = [set(item.row) for item in items]
-    return sorted(set.intersection(*rows)) if rows else []
+    given = {"environments"} if any("environment" in item.info for item in items) else set()
+    return sorted(set.intersection(*rows) | given) if rows else []
 
 
 async def tried(callers: Sequence[Caller], prompts: Sequence[Prompt]) -> tuple[TriedReward, ...]:

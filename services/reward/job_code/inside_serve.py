@@ -28,6 +28,24 @@ from services.reward.job_code.inside_tools import Printed, WorkerTools
 from services.reward.sandbox.inside import frames
 from shared.rewards import Reward
 
+ENDED = "__ended__"
+"""The one key of an environment's attributes, which tells them from a column."""
+
+
+class Ended:
+    """An environment as it was at the end of a conversation: the attributes that are plain data."""
+
+    def __init__(self, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        known = ", ".join(self.__dict__) or "none"
+        raise AttributeError(
+            f"the environment's attribute {name!r} is not plain data, or missing; a reward "
+            f"function gets: {known}"
+        )
+
+
 SINGULAR = {"prompts": "prompt", "completions": "completion"}
 
 
@@ -103,6 +121,8 @@ def _load(module: types.ModuleType, opening: dict[str, Any]) -> Own:
 
 def _results(own: Own, message: dict[str, Any]) -> list[dict[str, Any]]:
     arguments, count = message["arguments"], message["count"]
+    if "environments" in arguments:
+        arguments["environments"] = list(map(_environment, arguments["environments"]))
     if own.batch:
         values = _finished(own.call(**arguments))
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
@@ -118,6 +138,11 @@ def _results(own: Own, message: dict[str, Any]) -> list[dict[str, Any]]:
         _result(lambda item=item: own.call(**item), position, own.file)
         for position, item in enumerate(items)
     ]
+
+
+def _environment(given: Any) -> Any:
+    is_one = isinstance(given, dict) and given.keys() == {ENDED}
+    return Ended(given[ENDED]) if is_one else given
 
 
 def _item(arguments: dict[str, list[Any]], position: int) -> dict[str, Any]:
