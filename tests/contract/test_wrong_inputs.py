@@ -119,7 +119,7 @@ def job(**changes: Any) -> Callable[[Place], Answer]:
         document["data"] = {"train": str(place.folder / "rows.jsonl")}
         for key, value in changes.items():
             given = value(place) if callable(value) else value
-            document[key] = {**document[key], **given} if isinstance(given, dict) else given
+            document[key] = {**document.get(key, {}), **given} if isinstance(given, dict) else given
         return answered(place.http.post("/v1/jobs", json={"job": document}))
 
     return ask
@@ -151,6 +151,10 @@ def model(name: str, spoil: Callable[[Path], Any], **config: Any) -> Callable[[P
 
 def api(method: str, path: str, **request: Any) -> Callable[[Place], Answer]:
     return lambda place: answered(place.http.request(method, path, **request))
+
+
+def openenv(place: str) -> dict[str, str]:
+    return {"kind": "openenv", "url": f"http://{place}"}
 
 
 def answered(response: httpx.Response) -> Answer:
@@ -200,6 +204,7 @@ AT_ONCE = (
     Case(
         "a reward with `grader` and `file`", set_to('rewards=[{grader="math",file="rewards.py"}]')
     ),
+    Case('`environment = {kind = "openenv"}`', set_to('environment={kind="openenv"}')),
     Case("two rewards of one name", set_to('rewards=[{grader="math"},{grader="math"}]')),
     Case(
         "`data.template` and `data.messages`",
@@ -316,6 +321,8 @@ SUBMITTED = (
             ]
         ),
     ),
+    Case("an OpenEnv server of a host that is not allowed", job(environment=openenv("games:8100"))),
+    Case("an OpenEnv server that is away", job(environment=openenv("127.0.0.1:9"))),
     Case("a function that cannot be compiled", job(rewards=[{"source": "def reward(:"}])),
 )
 

@@ -14,15 +14,16 @@ def check_allowed(url: str, field: str, settings: Settings) -> None:
     """Raises BadRequest unless HONE_ALLOWED_ENVIRONMENTS has the URL's host."""
     parts = urlsplit(url)
     host, allowed = parts.hostname or "", settings.allowed_environments
-    is_local = is_loopback(host) and is_loopback(settings.host)
-    if allowed is None and is_local and caller.get() is None:
+    is_own = is_loopback(settings.host) and caller.get() is None
+    if allowed is None and is_own and is_loopback(host):
         return
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     named = {name.lower() for name in allowed or ()}
     if {host, f"{host}:{port}"} & named:
         return
-    unset = "no host, as it is not set" if allowed is None else ", ".join(allowed) or "none"
+    unset = f"not set, so {'this machine' if is_own else 'none'}"
+    hosts = unset if allowed is None else ", ".join(allowed) or "none"
     raise BadRequest(
         f"environment.{field} is {url!r:.200}, and jobs may not name its host; expected a host of "
-        f"HONE_ALLOWED_ENVIRONMENTS: {unset}"
+        f"HONE_ALLOWED_ENVIRONMENTS ({hosts})"
     )

@@ -38,7 +38,8 @@ async def connect(http: aiohttp.ClientSession, url: str, settings: Settings) -> 
     except TimeoutError as error:
         raise Away(f"the environment at {url} took no connection in {CONNECT_S:g} s") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise Away(f"the environment at {url} cannot be reached: {error}") from error
+        why = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        raise Away(f"the environment at {url} cannot be reached: {why}") from error
     return Socket(socket, url)
 
 
