@@ -46,7 +46,7 @@ def rollout_table(listed: RolloutList, limit: int) -> Table:
             *(_part(rollout.parts.get(name)) for name in names),
             _number(rollout.reward),
             "\n".join(map(_number, rollout.turn_advantages)) or _number(rollout.advantage),
-            shown("\n".join(reasons(rollout.parts))),
+            shown("\n".join([*reasons(rollout.parts), *map("forked: {}".format, rollout.forked)])),
         )
     return table
 

@@ -70,7 +70,8 @@ class DryRun(Wire):
 
 class GradedRollout(Wire):
     """A stored rollout as people look at it. With credit by turns, `turn_advantages` are the
-    turns' (None: not trained on), and `advantage` is their mean."""
+    turns' (None: not trained on), and `advantage` is their mean. `forked` says for each of its
+    branches why its history was written anew."""
 
     prompt_index: int
     prompt: str | tuple[Message, ...]
@@ -81,6 +82,7 @@ class GradedRollout(Wire):
     parts: dict[str, Part]
     advantage: float | None
     turn_advantages: tuple[float | None, ...] = ()
+    forked: tuple[str, ...] = ()
 
 
 class RolloutList(Listing[GradedRollout]):

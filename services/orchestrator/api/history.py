@@ -250,6 +250,7 @@ def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:
             parts=score.parts,
             advantage=of_all_tokens(advantage),
             turn_advantages=advantage if isinstance(advantage, tuple) else (),
+            forked=tuple(branch.because for branch in rollout.branches),
         )
         for prompt, group, scores, advantages in zip(
             batch.prompts, batch.groups, batch.scores, advantages_PG, strict=True

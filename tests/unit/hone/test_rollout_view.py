@@ -51,6 +51,12 @@ def test_a_grader_that_says_more_has_a_line_of_verdict_reason_output_and_time() 
     ]
 
 
+def test_a_fork_is_shown_with_its_reason() -> None:
+    forked = rollout(1.0).model_copy(update={"forked": ("message 2 has another content",)})
+    text = printed(rollout_table(RolloutList(step=1, rollouts=(forked,)), 1))
+    assert "forked: message 2 has another content" in text
+
+
 def test_a_reward_from_one_grader_is_shown_once_and_short() -> None:
     right = Part(value=1.0, detail="evaluated to 7", cached=True)
     listed = RolloutList(
