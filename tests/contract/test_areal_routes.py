@@ -19,7 +19,7 @@ stack = orchestrator_stack.stack  # a fixture
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     sampling = {"prompts_per_step": 1, "group_size": 2, "max_tokens": 8}
-    return pushed_job(tmp_path, sampling=sampling, steps=2)
+    return pushed_job(tmp_path, sampling=sampling, steps=2, max_staleness=1)
 
 
 async def start(stack: Stack, task: str, **more: Any) -> dict[str, str]:
