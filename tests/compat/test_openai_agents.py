@@ -15,4 +15,4 @@ def test_an_agent_of_the_package_learns(agent_stack: AgentStack) -> None:
     job = agent_stack.job("openai-agent")
     found = agent_stack.learned(job, python_with("openai-agents"), "-c", "16", agent)
     assert found["eval/reward"] > found["before"] + 0.1
-    assert found["conversations/forks"] == 0 and found["conversations/mean_turns"] > 2
+    assert found["conversations/forks"] == 0 and found["conversations/mean_turns"] > 1

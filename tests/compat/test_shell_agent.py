@@ -18,4 +18,4 @@ def test_a_shell_agent_learns(agent_stack: AgentStack) -> None:
     job = agent_stack.job("shell")
     found = agent_stack.learned(job, Path(sys.executable), "--", "sh", script)
     assert found["eval/reward"] > found["before"] + 0.1
-    assert found["conversations/forks"] == 0 and found["conversations/mean_turns"] > 2
+    assert found["conversations/forks"] == 0 and found["conversations/mean_turns"] > 1
