@@ -58,7 +58,9 @@ class TokenRow:
         self._kept_counts.extend(rollout.kept_counts or [0] * length)
         self._turns.extend(start + first for first in rollout.turns or (0,))
         for span in rollout.spans:
-            if not self._spans or self._spans[-1].version != span.version:
+            if not self._spans:  # tokens before it are context, of no version
+                self._spans.append(Span(version=span.version, start=0))
+            elif self._spans[-1].version != span.version:
                 self._spans.append(Span(version=span.version, start=start + span.start))
 
     def rollout(

@@ -80,10 +80,11 @@ def _problem(example: Example, vocab_size: int) -> str | None:
 
 def _wrong_length(example: Example) -> str | None:
     num_prompt, num_tokens = len(example.prompt_token_ids), len(example.token_ids)
-    if not num_prompt or not num_tokens:
+    begins_with_context = example.sampled.data[:1] == b"\0"
+    if not num_tokens or not (num_prompt or begins_with_context):
         return (
             f"has {num_prompt} prompt tokens and {num_tokens} completion tokens; expected at least "
-            "1 of each"
+            "1 of each, and a token before the first sampled one"
         )
     for name in ("old_logprobs", "advantages", "sampled", "kept_counts"):
         length = len(getattr(example, name))

@@ -197,6 +197,14 @@ def bad_example(**fields) -> Example:
     return Example(**({"prompt_token_ids": (1,), "token_ids": (1, 2), "advantage": 1.0} | fields))
 
 
+def test_context_may_stand_in_for_the_prompt():
+    # rollouts whose prompts differ from the first token on share none
+    unshared = bad_example(prompt_token_ids=(), token_ids=(3, 4, 5), sampled=(0, 1, 1))
+    check([unshared], vocab_size=64)
+    assert collate([unshared]).columns_N.tolist() == [0, 1]
+    assert collate([unshared]).targets_N.tolist() == [4, 5]
+
+
 @pytest.mark.parametrize(
     ("bad", "sentence"),
     [
