@@ -34,9 +34,9 @@ ASKING = (
 )
 """Commands that ask a service, each with arguments."""
 
-OTHERS = {"doctor", "down", "explain", "grade", "import", "init", "plan", "run", "up"}
+OTHERS = {"doctor", "down", "explain", "grade", "import", "init", "plan", "run", "up", "work"}
 OF_MODAL = {"data", "modal"}
-"""Commands that start what they need, or need none."""
+"""Commands that start what they need, need none, or wait for it without an end."""
 
 
 def commands() -> Iterator[tuple[str, Any]]:

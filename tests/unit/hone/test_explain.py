@@ -55,7 +55,7 @@ def test_json_has_the_same() -> None:
         ("wandb.mode", '"online" or "offline"', ""),
         ("lora.target_modules", '"all-linear" or list of text', ""),
         ("rewards.0.weight", "number", "at least -1000000, at most 1000000"),
-        ("rewards", "list of sections", "at least 1 of them"),
+        ("data.messages", "list of sections", "at least 1 of them"),
         ("lora.dropout", "number", "at least 0, below 1"),
         ("memory.zero_stage", "0 or 1 or 2 or 3", ""),
         ("HONE_TOKEN", "secret text", ""),
