@@ -72,6 +72,11 @@ def _credits_each_token(job: Job) -> None:
             f"{got} and the job has no [environment], so a rollout has one turn; expected credit "
             '"episode", or an [environment]'
         )
+    if not job.rewards:
+        raise ValueError(
+            f"{got} and there are no [[rewards]], and a teacher rewards each token by itself; "
+            'expected credit "episode", or [[rewards]]'
+        )
     if job.advantages.combine != "sum_then_normalize":
         raise ValueError(
             f'{got} and advantages.combine "{job.advantages.combine}", which normalizes each '

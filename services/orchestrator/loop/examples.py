@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from services.orchestrator.loop.advantages import Advantage, Advantages, is_masked, returns_of
 from services.orchestrator.loop.distilling import Terms
-from services.orchestrator.loop.turns import Row, lengths, num_answers, rows
+from services.orchestrator.loop.turns import Row, lengths, num_turns, of_rows, rows
 from shared.job import Job
 from shared.wire import Batch, Example, Rollout, RolloutGroup, Score, StepTotals
 from shared.wire.packed import Logprobs, Mask, TokenIds
@@ -43,12 +43,12 @@ def _rows(
     group: RolloutGroup, rollout: Rollout, advantage: Advantage
 ) -> Iterator[tuple[TokenIds, Row, Advantage]]:
     """Yields each row with its prompt and its part of the advantages."""
-    at = 0
-    for row in rows(rollout):
-        end = at + num_answers(row)
-        part = advantage[at:end] if isinstance(advantage, tuple) else advantage
+    found = rows(rollout)
+    parts: Sequence[Advantage] = [advantage] * len(found)
+    if isinstance(advantage, tuple):
+        parts = [tuple(part) for part in of_rows(rollout, advantage)]
+    for row, part in zip(found, parts, strict=True):
         yield group.prompt_token_ids if row is rollout else row.prompt_token_ids, row, part
-        at = end
 
 
 def _example(
@@ -109,9 +109,9 @@ def step_totals(batch: Batch, job: Job) -> StepTotals:
     whether its group has signal or not. Each row of a rollout, so each branch, is a sequence.
 
     With `advantages.mask_truncated` a completion that was cut off counts as a sequence of no
-    tokens, as in TRL. A rollout without a reward, or a turn without a return, is not counted:
-    counting it would mean an advantage of 0. Replaced groups are not part of the batch (arXiv
-    2503.14476).
+    tokens, as in TRL. A rollout without a reward, a turn without a return, and a row of such turns
+    alone are not counted: counting them would mean an advantage of 0. Replaced groups are not part
+    of the batch (arXiv 2503.14476).
     """
     graded = [
         (rollout, score)
@@ -120,19 +120,19 @@ def step_totals(batch: Batch, job: Job) -> StepTotals:
         if score.value is not None or rollout.advantages
     ]
     counted = [
-        _num_credited(rollout, score, job)
+        [0 if is_masked(rollout, job) else number for number in _num_credited(rollout, score, job)]
         for rollout, score in graded
-        if not is_masked(rollout, job)
     ]
-    num_rows = sum(len(rows(rollout)) for rollout, _ in graded)
-    return StepTotals(num_sequences=num_rows, num_tokens=sum(counted))
+    return StepTotals(num_sequences=sum(map(len, counted)), num_tokens=sum(map(sum, counted)))
 
 
-def _num_credited(rollout: Rollout, score: Score, job: Job) -> int:
-    if job.advantages.credit == "episode":
-        return rollout.num_sampled
-    found = iter(one is not None for one in returns_of(rollout, score, job))
-    return sum(
-        only_turns(row, list(itertools.islice(found, num_answers(row)))).data.count(1)
-        for row in rows(rollout)
-    )
+def _num_credited(rollout: Rollout, score: Score, job: Job) -> list[int]:
+    """Returns how many tokens are credited of each row of which any are."""
+    credited = [True] * num_turns(rollout)
+    if job.advantages.credit != "episode":
+        credited = [one is not None for one in returns_of(rollout, score, job)]
+    return [
+        only_turns(row, kept_K).data.count(1)
+        for row, kept_K in zip(rows(rollout), of_rows(rollout, credited), strict=True)
+        if any(kept_K)
+    ]

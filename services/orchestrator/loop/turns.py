@@ -8,7 +8,8 @@ r_j is what turn j earned: `turn_rewards` of the rollout's `info`, times the wei
 "environment". The last turn earned the rest of the rollout's reward. So the r_j add up to it, and
 with a discount of 1 it is G_1.
 
-The turns of a rollout with branches are those of its rows, one row after the other, its own last.
+The turns of a rollout with branches are those of all its rows, in the order of time (`TURN_TIMES`
+of its `info`; without it one row after the other, its own last).
 
 The advantage of turn k, and of each of its tokens, is `(G_k - baseline) / std`, by `[advantages]`.
 Baseline and deviation are
@@ -28,9 +29,10 @@ has nothing to compare with under "turns": its advantage is 0.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from services.orchestrator.loop.normalizing import differ, normalize
 from shared.errors import Failed
@@ -38,7 +40,13 @@ from shared.job import AdvantageSpec, RewardSpec
 from shared.wire import Branch, Rollout, Score
 
 Returns = list[float | None]
-"""`[K]` of a rollout's turns; None: nothing from this turn on earned anything."""
+"""`[K]` of a rollout's turns, in the order of time; None: nothing from this turn on earned
+anything."""
+
+TURN_TIMES = "turn_times"
+"""In a rollout's `info`: for each answer, row by row, a number that grows with time."""
+
+V = TypeVar("V")
 
 
 Row = Rollout | Branch
@@ -58,6 +66,16 @@ def num_answers(row: Row) -> int:
 def num_turns(rollout: Rollout) -> int:
     """Returns how many answers the rollout has, in all of its rows."""
     return sum(map(num_answers, rows(rollout)))
+
+
+def of_rows(rollout: Rollout, values_K: Iterable[V]) -> list[list[V]]:
+    """Returns the values of the turns, which are in the order of time, row by row."""
+    of_place = dict(zip(_by_time(rollout), values_K, strict=True))
+    places = itertools.count()
+    return [
+        [of_place[place] for place in itertools.islice(places, num_answers(row))]
+        for row in rows(rollout)
+    ]
 
 
 def returns(
@@ -141,6 +159,13 @@ def _compared(
     return [[place for place in turns if place[2] == k] for k in range(most)]
 
 
+def _by_time(rollout: Rollout) -> list[int]:
+    """Returns the places of the answers, counted row by row, in the order of time."""
+    places = range(num_turns(rollout))
+    times: Sequence[Any] = rollout.info.get(TURN_TIMES) or places
+    return sorted(places, key=times.__getitem__)
+
+
 def _earned(rollout: Rollout, rewards: Sequence[RewardSpec], num: int) -> Returns:
     """Returns r `[K]` as far as the environment says; None where a turn has no reward."""
     given: Sequence[Any] = rollout.info.get("turn_rewards") or ()
@@ -150,14 +175,15 @@ def _earned(rollout: Rollout, rewards: Sequence[RewardSpec], num: int) -> Return
             "for each answer"
         )
     weights = [reward.weight for reward in rewards if reward.grader == "environment"]
-    if not weights:
+    if not any(weights):
         return [None] * num
     weight = math.fsum(weights)
     found: Returns = [None if reward is None else weight * float(reward) for reward in given]
-    return found + [None] * (num - len(given))
+    found += [None] * (num - len(given))
+    return [found[place] for place in _by_time(rollout)]
 
 
 def _has_others(score: Score, rewards: Sequence[RewardSpec]) -> bool:
-    """Returns whether the rollout has rewards that are not the environment's."""
-    others = [reward.label for reward in rewards if reward.grader != "environment"]
+    """Returns whether the rollout has rewards that are not the environment's and train."""
+    others = [r.label for r in rewards if r.grader != "environment" and r.weight]
     return any(score.parts[label].value is not None for label in others if label in score.parts)

@@ -97,7 +97,8 @@ async def test_a_conversation_with_parallel_calls_is_as_transformers_renders_it(
     assert list(rollout.messages) == agent.messages[1:]
     info = dict(rollout.info)
     assert info.pop("environment_s") >= 0
-    ids = info.pop("completion_ids")
+    ids, times = info.pop("completion_ids"), info.pop("turn_times")
+    assert times == sorted(set(times))
     assert len(ids) == len(set(ids)) == 3 and list(rollout.turns) == [0, *_starts(rollout.sampled)]
     assert info == {"ended": "stop", "turns": 3, "tool_calls": 3, "forks": 0}
     seeds = [request.sampling.seed for request in sampler.asked]
@@ -181,6 +182,8 @@ async def test_an_edited_history_forks_and_no_answer_is_sampled_twice() -> None:
     assert rollout.num_sampled == sum(rollout.sampled) + 2 == 6
     assert branch.because == "message 2 has another content than the one recorded"
     assert rollout.info["forks"] == 1
+    of_branch, first, last = rollout.info["turn_times"]  # row by row
+    assert first < of_branch < last
 
 
 async def test_a_template_that_drops_thoughts_forks() -> None:

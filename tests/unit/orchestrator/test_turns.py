@@ -13,13 +13,14 @@ from services.orchestrator.loop.advantages import batch_advantages, has_signal, 
 from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.groups import GradedGroup, teaches
 from services.orchestrator.loop.metrics import reward_metrics
+from services.orchestrator.play.recording import branch
 from services.reward.graders.own_code import NoParams, environment
 from shared.errors import Failed
 from shared.http import codec
 from shared.job import Job
 from shared.token_row import TokenRow
 from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, ScoreItem, Span
-from shared.wire.packed import TokenIds
+from shared.wire.packed import Logprobs, TokenIds
 
 ENVIRONMENT = {"source": "class Game: ...", "name": "Game"}
 
@@ -38,20 +39,22 @@ def job_of(*rewards: dict[str, Any], training: Any = None, **advantages: Any) ->
     return Job.model_validate(document)
 
 
+def rollout_of(ids: list[int]) -> Rollout:
+    return Rollout(
+        text="x",
+        token_ids=TokenIds(ids),
+        logprobs=Logprobs([-0.5] * len(ids)),
+        finish_reason="stop",
+        spans=(Span(version=0, start=0),),
+    )
+
+
 def rollout(turn_rewards: list[float | None] | None, reward: float | None = None) -> Rollout:
     """Answers of two tokens, 7 and 8, and between them a tool's 9."""
     row = TokenRow()
     for number in range(len(turn_rewards or [None])):
         row.add_given([9] * bool(number))
-        row.add(
-            Rollout(
-                text="x",
-                token_ids=TokenIds([7, 8]),
-                logprobs=(-0.5, -0.25),
-                finish_reason="stop",
-                spans=(Span(version=0, start=0),),
-            )
-        )
+        row.add(rollout_of([7, 8]))
     info = {"turn_rewards": turn_rewards} if turn_rewards else {}
     earned = [one for one in turn_rewards or () if one is not None]
     info["reward"] = reward if reward is not None else sum(earned)
@@ -115,6 +118,56 @@ def test_graders_rewards_are_the_last_turns_and_the_first_return_is_the_reward()
 def test_a_missing_reward_leaves_no_turn_a_return() -> None:
     job, found = job_of(), rollout([1.0, 2.0])
     assert returns_of(found, Score(value=None, parts={}), job) == [None, None]
+
+
+def test_a_reward_of_weight_0_gives_no_turn_a_return() -> None:
+    job, found = job_of({"grader": "environment"}, {"grader": "seen", "weight": 0.0}), [1.0, None]
+    assert returns_of(rollout(found), scored(rollout(found), job, seen=1.0), job) == [1.0, None]
+    unweighed = job_of({"grader": "environment", "weight": 0.0}, {"grader": "right"})
+    score = scored(rollout([1.0, 2.0, None]), unweighed, right=0.25)
+    none = unweighed.model_copy(
+        update={"advantages": unweighed.advantages.model_copy(update={"turn_discount": 0.0})}
+    )
+    assert returns_of(rollout([1.0, 2.0, None]), score, none) == [None, None, 0.25]
+
+
+def forked(turn_rewards: list[float | None]) -> Rollout:
+    """Says 1 2; goes on with 3, and then, from 1 2 again, with 4 5 6. Rewards are row by row."""
+    row, other = TokenRow(), TokenRow()
+    for ids in ([1, 2], [4, 5, 6]):
+        row.add_given([9] * bool(len(row)))
+        row.add(rollout_of(ids))
+    other.add(rollout_of([3]))
+    info: dict[str, Any] = {"turn_rewards": turn_rewards, "turn_times": [5, 2, 7]}
+    info["reward"] = sum(one for one in turn_rewards if one is not None)
+    own = row.rollout("x", "stop", ())
+    return own.model_copy(
+        update={"branches": (branch(TokenIds([1, 1, 2, 9]), other, "edited"),), "info": info}
+    )
+
+
+def test_an_answer_before_a_fork_is_credited_with_what_both_rows_earn_later() -> None:
+    # In time: 1 2 earned 0.5, 3 earned 1, 4 5 6 earned 0. The branch's answer stands first.
+    job, found = job_of(credit="turns", turn_discount=0.5), forked([1.0, 0.5, 0.0])
+    assert returns_of(found, scored(found, job), job) == [1.0, 1.0, 0.0]
+    batch = batch_of(job, [found, rollout([0.0, 0.0, 2.0])])  # [0.5, 1, 2]
+    assert batch_advantages(batch, job) == [[(0.25, 0.0, -1.0), (-0.25, 0.0, 1.0)]]
+    of_branch, own, _ = to_examples(batch.groups, batch_advantages(batch, job))
+    assert of_branch.token_ids == [3] and of_branch.advantages == [0.0]
+    assert own.token_ids == [1, 2, 9, 4, 5, 6] and own.sampled == [1, 1, 0, 1, 1, 1]
+    assert own.advantages == [0.25, 0.25, 0.25, -1.0, -1.0, -1.0]
+    totals = step_totals(batch, job)
+    assert (totals.num_sequences, totals.num_tokens) == (3, 12)
+
+
+def test_a_row_of_turns_without_returns_is_no_sequence_of_the_loss() -> None:
+    job = job_of(credit="turns", turn_discount=0.0)
+    batch = batch_of(job, [forked([None, 1.0, 1.0]), rollout([2.0])])
+    assert len(to_examples(batch.groups, batch_advantages(batch, job))) == 2
+    totals = step_totals(batch, job)
+    assert (totals.num_sequences, totals.num_tokens) == (2, 7)
+    by_episode = job_of(credit="episode")
+    assert step_totals(batch, by_episode).num_sequences == 3
 
 
 def test_more_turn_rewards_than_answers_are_refused_with_both_numbers() -> None:
@@ -234,6 +287,7 @@ def test_a_row_knows_where_answers_begin_and_old_rows_are_read() -> None:
     [
         ({"environment": None}, 'advantages.credit is "turns" and the job has no [environment]'),
         ({"advantages": {"credit": "turns", "combine": "normalize_then_sum"}}, "expected combine"),
+        ({"rewards": [], "teacher": {"model": "t"}}, "there are no [[rewards]]"),
         ({"training": {"loss": "gspo"}}, "whose ratio is of the sequence"),
         ({"training": {"importance": "sequence"}}, "whose ratio is of the sequence"),
     ],
