@@ -24,7 +24,7 @@ from hone.agents.results import failure, result_of
 from hone.async_client import AsyncClient
 from hone.background import Background
 from shared.errors import BadRequest, Forbidden, HoneError, NotFound, Unauthorized, Unavailable
-from shared.wire import TERMINAL, EpisodeResult, LeasedEpisode
+from shared.wire import TERMINAL, EpisodeResult, JobRecord, LeasedEpisode
 
 Agent = Callable[[dict[str, Any], str, str], Any]
 """Called with the row, a base URL and an API key, of OpenAI's shape. Returns the reward, or a
@@ -138,7 +138,7 @@ class Worker:
 
     async def run(self, job: str | None) -> Progress:
         """Works until cancelled, or until `job` has ended. Raises BadRequest."""
-        job_id = None if job is None else (await self._until_answered(self._client.get, job)).id
+        job_id = None if job is None else await self._id_of(job)
         renewing = asyncio.create_task(self._renew_forever())
         try:
             while not await self._has_ended(job_id):
@@ -147,6 +147,18 @@ class Worker:
         finally:
             renewing.cancel()
             await self._give_back()
+
+    async def _id_of(self, job: str) -> str:
+        """Returns the job's id. Raises BadRequest for a job that has no episodes for workers."""
+        record: JobRecord = await self._until_answered(self._client.get, job)
+        environment = record.job.environment
+        if environment is None or environment.kind != "worker":
+            has = f'environment.kind "{environment.kind}"' if environment else "no [environment]"
+            raise BadRequest(
+                f"job {record.id!r} has {has}, so its rollouts are not played by workers; expected "
+                'a job with environment.kind "worker"'
+            )
+        return record.id
 
     async def _take(self, job_id: str | None) -> None:
         """Begins episodes, as many as there is room for, as soon as there is any."""

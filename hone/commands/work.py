@@ -28,7 +28,9 @@ def work(
         str | None,
         typer.Option(help="only episodes of this job, until it has ended (default: of all jobs)"),
     ] = None,
-    concurrency: Annotated[int, typer.Option("-c", "--concurrency", help="episodes at once")] = 8,
+    concurrency: Annotated[
+        int, typer.Option("-c", "--concurrency", min=1, help="episodes at once")
+    ] = 8,
     output: OutputOption = Output.table,
 ) -> None:
     """Run an agent for the episodes of jobs with kind = "worker".

@@ -105,7 +105,10 @@ class EnvironmentSpec(Section):
         sets = FIELDS[self.kind]
         whole = [each for each in sets if given.issuperset(each)]
         if not whole:
-            raise ValueError(f"{self._says()}; {_named({*sets[0]} - given)} is missing")
+            missing = {*sets[0]} - given
+            raise ValueError(
+                f"{self._says()}; {_named(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+            )
         if others := given.difference(*whole):
             raise ValueError(f"{self._says()}; got {_named(others)} too")
         return self

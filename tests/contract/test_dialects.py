@@ -323,6 +323,9 @@ async def test_a_clients_timeout_and_retry_leaves_one_turn(settings: Settings) -
         ),
         ({"top_logprobs": 3}, "only the sampled tokens' log-probs are known"),
         ({"repetition_penalty": 1.2}, "would change the distribution"),
+        ({"max_tokens": 0}, "'max_tokens': got 0; input should be greater than or equal to 1"),
+        ({"tools": [{"function": {}}]}, "the name of a tool is None; expected a text"),
+        ({"tools": [{"function": "f"}]}, "'function' is 'f'; expected an object"),
         ({"tempreature": 1}, "'tempreature' is 1, and recorded sessions have no such field"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},

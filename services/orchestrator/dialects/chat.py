@@ -36,12 +36,13 @@ def read_chat(body: Body, _: Session) -> tuple[Asked, Limits]:
     args = dict(table(body, "chat_template_kwargs"))
     if (effort := body.get("reasoning_effort")) is not None:
         args["reasoning_effort"] = effort
+    most = body.get("max_completion_tokens")
     return chat_turn(
         messages=[_message(each) for each in listed(body, "messages")],
         tools=[_tool(each) for each in listed(body, "tools")],
         tool_choice=tool_choice(body.get("tool_choice"), {"auto": "auto", "none": "none"}),
         chat_template_kwargs=args,
-        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
+        max_tokens=body.get("max_tokens") if most is None else most,
         stop=stops(body),
         stop_token_ids=body.get("stop_token_ids"),
     )
@@ -65,7 +66,7 @@ def _is_text(part: Any) -> bool:
 def _tool(given: Any) -> Any:
     if not isinstance(given, dict) or given.get("type", "function") != "function":
         raise BadRequest(f"a tool is {given!r:.80}; expected one of type 'function'")
-    said = given.get("function") or {}
+    said = table(given, "function")
     return function(said.get("name"), said.get("description"), said.get("parameters"))
 
 
@@ -137,7 +138,7 @@ def given_turn(prompt: Any, name: str, limits: Body) -> tuple[Asked, Limits]:
     """Returns the turn of a text or of token ids, as it is."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
-    is_ids = isinstance(prompt, list) and all(type(id) is int for id in prompt)
+    is_ids = isinstance(prompt, list) and all(_is_token_id(id) for id in prompt)
     if not prompt or not (isinstance(prompt, str) or is_ids):
         raise BadRequest(f"{name!r} is {prompt!r:.80}; expected one text, or the token ids of one")
     _, bounds = chat_turn(  # which checks the limits
@@ -149,6 +150,10 @@ def given_turn(prompt: Any, name: str, limits: Body) -> tuple[Asked, Limits]:
     same = f"{prompt}{bounds}"
     asked = Asked(same, token_ids=tuple(prompt)) if is_ids else Asked(same, text=str(prompt))
     return asked, bounds
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
 
 
 def completion_body(answer: Answer, asked: Body) -> dict[str, Any]:

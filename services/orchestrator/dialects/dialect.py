@@ -61,6 +61,9 @@ REASONS = {
     "parallel_tool_calls": "nothing keeps the model from several calls in one answer",
     "top_logprobs": "only the sampled tokens' log-probs are known",
 }
+EMPTY = (None, [], (), {}, "")
+"""What is the same as a field that is left out."""
+
 PENALTY = "it would change the distribution in a way that training cannot compute again"
 
 
@@ -93,7 +96,8 @@ def check_fields(body: Body, known: Iterable[str]) -> None:
 def chat_turn(**fields: Any) -> tuple[Asked, Limits]:
     """Returns the turn of a conversation. Raises BadRequest for what is no text."""
     try:
-        request = ChatRequest(**{name: value for name, value in fields.items() if value})
+        given = {name: value for name, value in fields.items() if value not in EMPTY}
+        request = ChatRequest(**given)
     except ValidationError as error:
         faults = sentences(error, ChatRequest)
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
@@ -115,7 +119,14 @@ def tool_choice(value: Any, names: Mapping[str, str]) -> str:
 
 def function(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     """Returns a tool in the shape of chat completions. `strict` is left out: calls are sampled
-    freely."""
+    freely. Raises BadRequest for a tool without a name."""
+    if not isinstance(name, str) or not name:
+        raise BadRequest(f"the name of a tool is {name!r:.80}; expected a text")
+    if not isinstance(parameters, dict | None):
+        raise BadRequest(
+            f"the parameters of the tool {name!r:.80} are {parameters!r:.80}; expected an object, "
+            "a JSON Schema"
+        )
     said = {"name": name, "description": description, "parameters": parameters}
     given = {key: value for key, value in said.items() if value is not None}
     return {"type": "function", "function": given}

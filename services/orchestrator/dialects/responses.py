@@ -36,6 +36,8 @@ def read(body: Body, session: Session) -> tuple[Asked, Limits]:
     given = body.get("input")
     is_text = isinstance(given, str)
     items = [{"role": "user", "content": given}] if is_text else listed(body, "input")
+    if not items and body.get("previous_response_id") is None:
+        raise BadRequest(f"'input' is {given!r}; expected a text, or a list of items")
     system = body.get("instructions")
     head: list[Message] = [{"role": "system", "content": system}] if system else []
     args = dict(table(body, "chat_template_kwargs"))

@@ -420,9 +420,9 @@ class Sessions:
             if value in open_ones:
                 return open_ones[value]
             if value and value in self._closed:
-                raise closed(value if value == name else "of this key")
+                raise closed(name if value == name else None)
         if api_key and api_key.startswith(KEY):
-            raise closed("of this key")
+            raise closed(None)
         return None
 
     def _forget(self, session: Session) -> None:
@@ -433,8 +433,10 @@ class Sessions:
             self._closed.popitem(last=False)
 
 
-def closed(name: str) -> Gone:
+def closed(name: str | None) -> Gone:
+    """Returns the error of a session that is closed; None: the one whose key was given."""
+    which = "the session of this key" if name is None else f"session {name!r}"
     return Gone(
-        f"session {name!r} is closed: its rollout has ended, or the orchestrator was restarted; "
+        f"{which} is closed: its rollout has ended, or the orchestrator was restarted; "
         "another rollout has another session"
     )

@@ -98,6 +98,23 @@ def test_a_file_names_its_agent(tmp_path: Path) -> None:
         agent_of([f"{file}:play"])
     with pytest.raises(BadRequest, match=r"there is no file 'gone.py'; expected one with an agent"):
         agent_of(["gone.py"])
+    with pytest.raises(BadRequest, match=r"there is no command 'gone\.py'; expected a program"):
+        agent_of(["gone.py", "--fast"])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("\nimport gone_package", "line 2 of .* cannot be loaded: ModuleNotFoundError: No module"),
+        ("def run(row) return 1", "line 1 of .* cannot be loaded: SyntaxError: expected ':'"),
+        ("def run(row): ...", r"'run' of .* takes \(row\); expected \(row, base_url, api_key\)"),
+    ],
+)
+def test_a_file_that_is_no_agent_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(text)
+    with pytest.raises(BadRequest, match=why):
+        agent_of([str(file)])
 
 
 def test_what_an_agent_returns_is_its_result() -> None:
