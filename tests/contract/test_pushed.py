@@ -300,7 +300,7 @@ def test_the_client_pushes_and_waits_for_room(tmp_path: Path) -> None:
         assert (counts.trained, counts.waiting, counts.room) == (6, 0, 0)
         with pytest.raises(hone.BadRequest, match="'rollouts': got"):
             client.push(job, [], prompt_token_ids=[1])
-        with pytest.raises(hone.BadRequest, match='has environment.kind "pushed", so its rollouts'):
+        with pytest.raises(hone.BadRequest, match=r'has environment\.kind "pushed", so its'):
             hone.work(lambda row, url, key: 1.0, job=job, url=served.url)
 
 
