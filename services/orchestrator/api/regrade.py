@@ -59,7 +59,7 @@ async def regrade(
     """Returns the differences in the requested steps. Raises NotFound for a step without stored
     rollouts, and BadRequest for rewards that the reward service refuses for the job's columns."""
     check_steps(request, folder)
-    changed_job = job.model_copy(update={"rewards": request.rewards})
+    changed_job = job.model_copy(update={"rewards": request.rewards, "teacher": None})
     services = Services(changed_job, settings.per_trainer[0])
     steps: list[RegradedStep] = []
     examples: list[RegradedRollout] = []
