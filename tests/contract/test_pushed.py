@@ -236,6 +236,23 @@ async def test_a_group_that_cannot_be_trained_on_is_refused(
     await stack.post(f"{record.id}/cancel")
 
 
+async def test_a_ratio_of_the_sequence_takes_one_advantage_for_all_tokens(
+    stack: Stack, tmp_path: Path
+) -> None:
+    record = await stack.submit(pushed_job(tmp_path, training={"loss": "gspo"}))
+    first, second = group()["rollouts"]
+    alike = await push(
+        stack.http, record.id, group(rollouts=[first, {**second, "advantages": [0.5, 0.5]}])
+    )
+    assert alike.status_code == 200, alike.text
+    refused = await push(
+        stack.http, record.id, group(1, rollouts=[first, {**second, "advantages": [0.5, -1.0]}])
+    )
+    assert refused.status_code == 422
+    assert "rollout 1, advantages: got 0.5 and -1, and training.loss" in refused.json()["detail"]
+    await stack.post(f"{record.id}/cancel")
+
+
 async def test_a_group_needs_a_prompt_and_a_reward(stack: Stack) -> None:
     record = await stack.submit()
     none = await push(stack.http, record.id, group(prompt_token_ids=[]))

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.orchestrator.data.fitting import tokenizer_folder
 from shared.errors import BadRequest, Unavailable
-from shared.job import Job
+from shared.job import Job, TrainingSpec
 from shared.model.check import read_config, window_of
 from shared.prompts.reading import CannotCount, PromptReader, prompt_reader
 from shared.wire import (
@@ -88,6 +88,23 @@ def scored_group(group: PushedGroup, model: Model) -> ScoredGroup:
         ),
         scores=tuple(scored(each.reward) for each in group.rollouts),
     )
+
+
+def check_ratio(group: PushedGroup, training: TrainingSpec) -> None:
+    """Raises BadRequest for a rollout whose tokens have different advantages, if the job's ratio is
+    of the sequence: it would average them."""
+    if training.ratio_of != "sequence":
+        return
+    for index, rollout in enumerate(group.rollouts):
+        given = list(itertools.compress(rollout.advantages, _sampled(rollout)))
+        at = next((at for at, one in enumerate(given) if one != given[0]), None)
+        if at is not None:
+            raise BadRequest(
+                f"rollout {index}, advantages: got {given[0]:g} and {given[at]:g}, and "
+                f'training.loss is "{training.loss}" with importance "{training.importance}", '
+                "whose ratio is of the sequence and would average them; expected the same for all "
+                "sampled tokens"
+            )
 
 
 def check_versions(group: PushedGroup, oldest: int, newest: int, step: int) -> None:

@@ -13,7 +13,13 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.orchestrator.data.fitting import tokenizer_stamp
-from services.orchestrator.pushing.checking import Model, check_versions, model_of, scored_group
+from services.orchestrator.pushing.checking import (
+    Model,
+    check_ratio,
+    check_versions,
+    model_of,
+    scored_group,
+)
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.pushed import Ledger, PushedQueue, Sent
 from services.orchestrator.store.store import Store
@@ -101,6 +107,7 @@ class Pushing:
     def _accept(self, record: JobRecord, queue: PushedQueue, group: PushedGroup) -> int:
         RunFolder(Path(record.run_dir)).check_there()
         scored = scored_group(group, self.model(record.job))
+        check_ratio(group, record.job.training)
         digest = hashlib.sha256(codec.pack(group.model_copy(update={"key": None}))).hexdigest()
 
         def admit(ledger: Ledger) -> None:
