@@ -65,6 +65,7 @@ def _credits_each_token(job: Job) -> None:
     if job.teacher is not None:
         _has_a_ratio_of_tokens(job, f"the job has a teacher, {job.teacher.model!r}")
     if credit == "episode":
+        _discounts_turns(job)
         return
     _has_a_ratio_of_tokens(job, got)
     if job.environment is None:
@@ -81,6 +82,15 @@ def _credits_each_token(job: Job) -> None:
         raise ValueError(
             f'{got} and advantages.combine "{job.advantages.combine}", which normalizes each '
             'reward of an episode; expected combine "sum_then_normalize"'
+        )
+
+
+def _discounts_turns(job: Job) -> None:
+    if job.advantages.turn_discount != 1:
+        raise ValueError(
+            f"advantages.turn_discount is {job.advantages.turn_discount:g} and advantages.credit "
+            '"episode", which credits all turns with the same; expected credit "returns" or '
+            '"turns", or turn_discount = 1'
         )
 
 

@@ -62,7 +62,7 @@ class LeaseEnded(Exception):
 
 
 @dataclass
-class Lease:
+class EpisodeLease:
     """An episode at a worker. `session` records its calls, and `ended` becomes its rollout."""
 
     worker: str
@@ -88,11 +88,11 @@ class Offer:
     prompt: Prompt
     deadline_s: float
     open: Callable[[str], Any]
-    taken: asyncio.Future[Lease]
+    taken: asyncio.Future[EpisodeLease]
 
 
 @dataclass
-class Asked:
+class LastAsked:
     """When a worker last asked for episodes of a job, and whether its events say that none does."""
 
     at: float = field(default_factory=time.monotonic)
@@ -104,9 +104,9 @@ class Episodes:
 
     def __init__(self) -> None:
         self._offers: dict[str, Offer] = {}
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, EpisodeLease] = {}
         self._answered: OrderedDict[str, ResultTaken] = OrderedDict()
-        self._asked: dict[str, Asked] = {}
+        self._asked: dict[str, LastAsked] = {}
         self._offered = asyncio.Event()
 
     # --- for the job -----------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Episodes:
                 lease.session.close()
 
     async def _until_taken(self, services: Services, offer: Offer) -> None:
-        asked = self._asked.setdefault(offer.job_id, Asked())
+        asked = self._asked.setdefault(offer.job_id, LastAsked())
         while not offer.taken.done():
             await asyncio.wait({offer.taken}, timeout=LOOK_S)
             asks = time.monotonic() - asked.at < NOBODY_S
@@ -146,7 +146,7 @@ class Episodes:
                 asked.told = not asks
                 await services.tell(_told(offer.job_id, asks), not asks)
 
-    async def _ended(self, lease: Lease, deadline_s: float) -> RolloutGroup:
+    async def _ended(self, lease: EpisodeLease, deadline_s: float) -> RolloutGroup:
         try:
             async with asyncio.timeout(deadline_s) as limit:
                 return await lease.result()
@@ -182,7 +182,7 @@ class Episodes:
     def _take(self, id: str, worker: str) -> LeasedEpisode:
         offer, now = self._offers[id], time.monotonic()
         session = offer.open(id)
-        lease = Lease(worker, session, now, asyncio.get_running_loop().create_future())
+        lease = EpisodeLease(worker, session, now, asyncio.get_running_loop().create_future())
         self._leases[id] = lease
         offer.taken.set_result(lease)
         return LeasedEpisode(
@@ -210,7 +210,7 @@ class Episodes:
             lease.renewed_at = time.monotonic()
         return LeasesRenewed(unwanted=tuple(id for id in body.ids if id not in held))
 
-    def _under_way(self, id: str) -> Lease | None:
+    def _under_way(self, id: str) -> EpisodeLease | None:
         lease = self._leases.get(id)
         return lease if lease and not lease.ended.done() else None
 
@@ -227,7 +227,7 @@ class Episodes:
             self._answered.popitem(last=False)
         return answer
 
-    def _rewarded(self, lease: Lease, result: EpisodeResult) -> None:
+    def _rewarded(self, lease: EpisodeLease, result: EpisodeResult) -> None:
         """Ends the lease with the rollout, or with the services' error that the agent met. Raises
         BadRequest for rewards that do not fit the answers."""
         try:
@@ -299,7 +299,7 @@ async def play(
         )
 
     def offer() -> Offer:
-        taken: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        taken: asyncio.Future[EpisodeLease] = asyncio.get_running_loop().create_future()
         return Offer(services.job_id, prompt, deadline_s, open, taken)
 
     why = ""

@@ -109,6 +109,10 @@ def add_routes(service: Service, settings: Settings, pushing: Pushing) -> None:
             PREFIX + path, handler, methods=[method], responses=openapi.answers(answer)
         )
 
+    _add_reads(service, api, pushing)
+
+
+def _add_reads(service: Service, api: Atropos, pushing: Pushing) -> None:
     @service.app.get(PREFIX + "/status")
     async def status(job_id: str) -> AtroposStatus:
         """How far the job is."""

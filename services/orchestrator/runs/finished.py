@@ -81,7 +81,7 @@ def write(rollouts: Path, step: int, groups: Mapping[Place, FinishedGroup]) -> N
     version = max(version for group in groups.values() for version in group.versions)
     stored = FinishedGroups(places=tuple(groups), groups=tuple(groups.values()))
     data = codec.encode(stored, codec.MSGPACK)
-    disk.write_file(folder / f"{number:06d}.v{version}.msgpack", _checksum(data) + data)
+    disk.write_file(folder / f"{number:06d}.v{version}.msgpack", checksum(data) + data)
 
 
 def read(rollouts: Path, step: int) -> tuple[dict[Place, FinishedGroup], list[str]]:
@@ -102,8 +102,8 @@ def read(rollouts: Path, step: int) -> tuple[dict[Place, FinishedGroup], list[st
 def _stored(path: Path) -> FinishedGroups | str:
     """Returns the file's groups, or a sentence saying why it cannot be read."""
     data = path.read_bytes()
-    checksum, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
-    if checksum != _checksum(data):
+    found, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
+    if found != checksum(data):
         return f"the file of groups {str(path)!r} is damaged: its checksum differs"
     try:
         return codec.decode_tolerantly(FinishedGroups, data, codec.MSGPACK)
@@ -148,5 +148,6 @@ def _files(folder: Path) -> Iterator[tuple[re.Match[str], Path]]:
             yield found, path
 
 
-def _checksum(data: bytes) -> bytes:
+def checksum(data: bytes) -> bytes:
+    """Returns the `CHECKSUM_BYTES` that stand before data in a file of the run folder."""
     return xxhash.xxh3_64_digest(data)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
+from services.orchestrator.runs.finished import CHECKSUM_BYTES, checksum
 from services.orchestrator.runs.writing import writing
 from shared.errors import Conflict, Failed
 from shared.host import disk
@@ -30,8 +31,6 @@ from shared.http import codec
 from shared.wire import ScoredGroup
 
 FOLDER = "pushed"
-
-CHECKSUM_BYTES = 8
 
 T = TypeVar("T")
 
@@ -213,15 +212,15 @@ class PushedQueue:
 
     def _write(self, path: Path, group: ScoredGroup) -> None:
         data = codec.encode(group, codec.MSGPACK)
-        disk.write_file(path, _checksum(data) + data)
+        disk.write_file(path, checksum(data) + data)
 
     def _stored(self, path: Path) -> ScoredGroup:
         data = path.read_bytes()
-        checksum, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
-        if checksum != _checksum(data):
+        found, data = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
+        if found != checksum(data):
             raise Failed(
-                f"the pushed group {str(path)!r} is damaged: its checksum is {checksum.hex()}, "
-                f"expected {_checksum(data).hex()}"
+                f"the pushed group {str(path)!r} is damaged: its checksum is {found.hex()}, "
+                f"expected {checksum(data).hex()}"
             )
         return codec.decode_tolerantly(ScoredGroup, data, codec.MSGPACK)
 
@@ -300,7 +299,3 @@ def _same(known: tuple[int, str], key: str, digest: str) -> int:
 def _versions_of(group: ScoredGroup) -> Versions:
     found = [version for rollout in group.group.rollouts for version in rollout.versions]
     return (min(found), max(found)) if found else None
-
-
-def _checksum(data: bytes) -> bytes:
-    return xxhash.xxh3_64_digest(data)

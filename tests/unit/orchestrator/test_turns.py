@@ -288,6 +288,10 @@ def test_a_row_knows_where_answers_begin_and_old_rows_are_read() -> None:
         ({"environment": None}, 'advantages.credit is "turns" and the job has no [environment]'),
         ({"advantages": {"credit": "turns", "combine": "normalize_then_sum"}}, "expected combine"),
         ({"rewards": [], "teacher": {"model": "t"}}, "there are no [[rewards]]"),
+        (
+            {"advantages": {"turn_discount": 0.9}},
+            'turn_discount is 0.9 and advantages.credit "episode"',
+        ),
         ({"training": {"loss": "gspo"}}, "whose ratio is of the sequence"),
         ({"training": {"importance": "sequence"}}, "whose ratio is of the sequence"),
     ],
