@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import shlex
 import subprocess
@@ -99,8 +100,8 @@ class Tasks:
         image = task.image or await self._built(task, env)
         given = [word for key in GIVEN for word in ("--env", key)]
         run = ["run", "--detach", "--name", name, "--network", self._network, *given]
-        await docker(env, *run, image, "sleep", "infinity")
         try:
+            await docker(env, *run, image, "sleep", "infinity")
             limit_s = task.seconds("agent", "timeout_sec", AGENT_S)
             limited = f"timeout {limit_s:g} sh -c {shlex.quote(self._command)}"
             ended = f"{limited} || test $? = {TIMED_OUT}"  # the tests grade what there is by then
@@ -108,7 +109,8 @@ class Tasks:
             await docker(env, *agent, stdin=task.instruction, limit_s=limit_s + DOCKER_S)
             return await self._earned(task, name, env)
         finally:
-            await docker(env, "rm", "--force", name)
+            with contextlib.suppress(AgentFailed):  # it may not have been made
+                await docker(env, "rm", "--force", name)
 
     async def _built(self, task: Task, env: dict[str, str]) -> str:
         """Returns the image of the task's Dockerfile; Docker's cache builds it once."""

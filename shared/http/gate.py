@@ -30,7 +30,9 @@ from shared.http.urls import is_loopback
 from shared.settings import Settings
 from shared.wire import ApiKey
 
-SINGLE = ("host", "authorization", "content-type", "content-length", "idempotency-key")
+SINGLE = (
+    *("host", "authorization", "x-api-key", "content-type", "content-length", "idempotency-key"),
+)
 """Headers that may come only once. Of two values, a proxy and this service might read different
 ones."""
 

@@ -8,9 +8,11 @@ from typing import Annotated
 from pydantic import Field
 
 from shared.documented import Plain
-from shared.wire.base import JobId, Message, Wire
+from shared.wire.base import JobId, Message, Reported, Wire
 
 WorkerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,99}$")]
+
+MetricName = Annotated[str, Field(min_length=1, max_length=100)]
 
 LeaseId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
@@ -76,9 +78,9 @@ class EpisodeResult(Wire):
     own, of which the job's metrics show the means.
     """
 
-    reward: float | tuple[float | None, ...] | dict[str, float | None] | None = None
+    reward: Reported | tuple[Reported | None, ...] | dict[str, Reported | None] | None = None
     error: str | None = Field(default=None, min_length=1, max_length=4000)
-    metrics: dict[str, float] = Field(default={}, max_length=64)
+    metrics: dict[MetricName, Reported] = Field(default={}, max_length=64)
 
 
 class ResultTaken(Wire):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from shared.wire.base import Wire
+from shared.wire.base import Reported, Wire
 
 
 class StartSession(Wire):
@@ -25,7 +25,7 @@ class SessionStarted(Wire):
 class SetReward(Wire):
     """`POST /v1/rl/set_reward`: the reward of the answer `interaction_id`; None: the last one."""
 
-    reward: float
+    reward: Reported
     interaction_id: str | None = None
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pydantic import ConfigDict, Field, RootModel
 
 from shared.documented import Plain
-from shared.wire.base import Message, Wire
+from shared.wire.base import Message, Reported, Wire
 from shared.wire.packed import Logprobs, TokenIds
 
 
@@ -19,9 +19,9 @@ class FromAtropos(Wire):
 class RegisterEnv(FromAtropos):
     """`POST /register-env`."""
 
-    max_token_length: int = Field(ge=1)
+    max_token_length: int = Field(ge=1, le=1 << 31)
     desired_name: str | None = None
-    weight: float = Field(default=1.0, ge=0)
+    weight: float = Field(default=1.0, ge=0, le=1e30)
     group_size: int = Field(ge=1)
     min_batch_allocation: float | None = None
 
@@ -52,7 +52,7 @@ class ScoredData(FromAtropos):
 
     tokens: tuple[TokenIds, ...] = Field(min_length=1)
     masks: tuple[TokenIds, ...]
-    scores: tuple[float, ...]
+    scores: tuple[Reported, ...]
     advantages: tuple[Logprobs, ...] | None = None
     inference_logprobs: tuple[Logprobs, ...] | None = None
     messages: tuple[tuple[Message, ...], ...] | None = None

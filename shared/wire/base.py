@@ -39,6 +39,9 @@ class Listing(Wire, Generic[T_co]):
         return self.listed()[at]
 
 
+Reported = Annotated[float, Field(ge=-1e30, le=1e30)]
+"""A reward or metric from elsewhere. Sums and means of greater numbers would not be finite."""
+
 Message = dict[str, Plain]
 """A chat message: at least `role` and `content`."""
 

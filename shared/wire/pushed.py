@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.wire.base import JobId, Message, Wire
+from shared.wire.base import JobId, Message, Reported, Wire
 from shared.wire.packed import Logprobs, Mask, TokenIds
 
 MAX_ROLLOUTS = 1024
@@ -31,7 +31,7 @@ class PushedRollout(Wire):
     sampled: Mask = Mask()
     logprobs: Logprobs = Logprobs()
     versions: int | TokenIds = TokenIds()
-    reward: float | None
+    reward: Reported | None
     advantages: Logprobs = Logprobs()
     messages: tuple[Message, ...] = ()
     finish_reason: Literal["stop", "length"] = "stop"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shared.errors import Unavailable
 from shared.job import Job
 from tests.contract.test_pushed import pushed_job
 from tests.support import orchestrator_stack
@@ -80,6 +81,45 @@ async def test_sessions_of_a_task_are_a_group(stack: Stack) -> None:
     await post(stack, again["api_key"], "/v1/rl/end_session")
     assert (await stack.until(record.id)).status == "succeeded"
     assert [score.value for score in stack.folder(record.id).batch(2).scores[0]] == [None, 1.0]
+
+
+async def test_a_session_whose_last_turn_was_lost_ends_with_its_answers(stack: Stack) -> None:
+    record = await stack.submit()
+    keys = [(await start(stack, "a"))["api_key"] for _ in range(2)]
+    for key in keys:
+        await ask(stack, key)
+        await post(stack, key, "/v1/rl/set_reward", reward=1.0)
+    session = stack.sessions.find(api_key=keys[0])
+    assert session is not None
+    session._lost = Unavailable("every sampler is away")
+    for key in keys:
+        assert (await post(stack, key, "/v1/rl/end_session"))[0] == 200
+    assert (await stack.http.get(f"/v1/jobs/{record.id}/groups")).json()["accepted"] == 1
+    await stack.post(f"{record.id}/cancel")
+
+
+async def test_sessions_close_with_their_job(stack: Stack) -> None:
+    record = await stack.submit()
+    key = (await start(stack, "a"))["api_key"]
+    await ask(stack, key)
+    await stack.post(f"{record.id}/cancel")
+    await stack.until(record.id)
+    async with asyncio.timeout(10):
+        while len(stack.sessions):
+            await asyncio.sleep(0.05)
+    says = [{"role": "user", "content": "w3"}]
+    assert (await post(stack, key, "/v1/chat/completions", messages=says))[0] == 410
+
+
+async def test_a_key_that_starts_two_sessions_at_once_has_one(stack: Stack) -> None:
+    record = await stack.submit()
+    key = (await start(stack, "a"))["api_key"]
+    await post(stack, key, "/v1/rl/end_session")
+    await asyncio.gather(*(start(stack, task, api_key=key) for task in ("b", "c")))
+    assert len(stack.sessions) == 1
+    assert (await post(stack, key, "/v1/rl/end_session"))[0] == 200
+    assert not len(stack.sessions)
+    await stack.post(f"{record.id}/cancel")
 
 
 async def test_sessions_are_refused_with_a_reason(stack: Stack) -> None:

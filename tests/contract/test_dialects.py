@@ -351,6 +351,9 @@ async def test_what_a_session_cannot_honour_is_refused(
         {"messages": [{"role": "user", "content": 5}]},
         {"max_tokens": "many"},
         {"stop": [5]},
+        {"tools": [{"function": 5}], "messages": [{"role": "user"}], "input": 5},
+        {"tool_choice": {"type": []}, "messages": [], "input": "a"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
     ],
     ids=str,
 )
@@ -359,6 +362,59 @@ async def test_a_body_of_other_types_is_refused_with_a_sentence(
 ) -> None:
     answer = await bench.post(path, {"model": "m", **field})
     assert answer.status_code == 422 and answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "sentence"),
+    [
+        ("/v1/chat/completions", '{"messages": [{"role": "\\ud800"}]}', "Unicode"),
+        ("/v1/responses", '{"model": "\\uD800", "input": "Go."}', "Unicode"),
+        ("/v1/completions", '{"prompt": [-1]}', "'prompt' is [-1]"),
+        ("/v1/completions", '{"prompt": [2147483648]}', "'prompt' is [2147483648]"),
+        (
+            "/v1/chat/completions",
+            '{"messages": [{"role": "user", "x": ' + "[" * 300 + "]" * 300 + "}]}",
+            "depth",
+        ),
+    ],
+    ids=["half a character", "the same in another field", "below 0", "above int32", "depth"],
+)
+async def test_json_that_no_sampler_reads_is_refused(
+    bench: Bench, path: str, text: str, sentence: str
+) -> None:
+    async with bench.http() as http:
+        headers = {"x-api-key": bench.session.api_key, "content-type": "application/json"}
+        answer = await http.post(path, content=text, headers=headers)
+    assert answer.status_code == 422 and sentence in answer.json()["detail"]
+
+
+async def test_deep_arguments_of_a_call_are_compared_as_text(settings: Settings) -> None:
+    bench = Bench(settings, Reply("a"), Reply("b"))
+    function = {"name": "guess", "arguments": "[" * 9000}
+    called = {"id": "1", "type": "function", "function": function}
+    answer = {"role": "assistant", "content": "a", "tool_calls": [called]}
+    go = {"role": "user", "content": "Go."}
+    for messages, code in (([go], None), ([go, answer, go], "context_length_exceeded")):
+        got = await bench.post("/v1/chat/completions", {"model": "m", "messages": messages})
+        assert got.json().get("code") == code
+
+
+async def test_a_key_reaches_no_other_session_by_two_headers(bench: Bench) -> None:
+    other = open_session(bench.sampler, name="other")
+    headers = [
+        *(("x-api-key", key) for key in ("x", bench.session.api_key)),
+        ("x-hone-session", "other"),
+    ]
+    body = {"model": "m", "messages": [{"role": "user", "content": "Go."}]}
+    async with bench.http() as http:
+        answer = await http.post("/v1/chat/completions", json=body, headers=headers)
+    assert answer.status_code == 400 and "came 2 times" in answer.json()["detail"]
+    assert other.num_turns == 0
+
+
+async def test_what_only_looks_like_a_sessions_key_is_stopped_at_the_gate(bench: Bench) -> None:
+    answer = await bench.post("/v1/rl/set_reward", {"no": 1}, authorization="Bearer sk-hone-x")
+    assert answer.status_code == 410, "before the body is read"
 
 
 async def test_without_a_session_a_call_of_agents_apis_is_refused(bench: Bench) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import socket
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -166,6 +167,22 @@ async def test_a_server_that_dies_or_hangs_or_shouts_loses_the_episode() -> None
             with pytest.raises(Lost, match=f"{url} gave no answer: .*connection"):
                 await made.step("a", 0, (call("add", a=1, b=2),))
             with pytest.raises(Unreachable, match=f"{url} gave no answer: .*connection"):
+                await made.validate({})
+
+
+async def test_a_compressed_answer_is_refused_before_it_grows() -> None:
+    async def bomb(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+        body = gzip.compress(b" " * (8 << 20))
+        head = "200 OK\r\ncontent-type: application/json\r\ncontent-encoding: gzip"
+        writer.write(f"HTTP/1.1 {head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+        writer.close()
+
+    async with await asyncio.start_server(bomb, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+        async with tools(url) as made:
+            with pytest.raises(Unreachable, match="compressed"):
                 await made.validate({})
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 
 from services.orchestrator.environments.allowed import check_allowed
 from services.orchestrator.environments.environment import Lost, Unreachable
 from services.orchestrator.environments.openenv import OpenEnv
+from services.orchestrator.environments.sockets import Socket
 from shared.errors import BadRequest
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
@@ -205,6 +207,43 @@ async def test_a_server_of_something_else_and_a_redirect_are_refused() -> None:
     async with other.running(), environment(other.url) as made:
         with pytest.raises(Unreachable, match="cannot be reached: 403"):
             await made.validate(ROW)
+
+
+async def test_arguments_of_any_depth_are_told_to_the_model() -> None:
+    deep = '{"number": ' + "[" * 9000 + "]" * 9000 + "}"
+    async with GuessServer().running() as server, environment(server.url) as made:
+        await made.open("a", ROW)
+        told = await made.step("a", 0, (ToolCall(id="c", name="step", arguments=deep),))
+        assert told.results[0].failed and "are not JSON" in told.results[0].content
+
+
+async def test_a_schema_that_comes_in_pieces_is_read_whole() -> None:
+    async def in_pieces() -> AsyncGenerator[str]:
+        for piece in ('{"action": {"properties"', ': {"number": {}}}}'):
+            yield piece
+            await asyncio.sleep(0.1)
+
+    server = GuessServer()
+    routes = server.app.router.routes
+    routes[:] = [route for route in routes if getattr(route, "path", "") != "/schema"]
+    server.app.get("/schema")(lambda: StreamingResponse(in_pieces()))
+    async with server.running(), environment(server.url) as made:
+        opened = await made.open("a", ROW)
+        assert opened.tools[0]["function"]["parameters"] == {"properties": {"number": {}}}
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        '{"type": "observation", "data": {"observation": {}, "reward": 1e308}}',
+        '{"type": "observation", "data": ' + "[" * 9000,
+    ],
+    ids=["a reward whose sum is infinite", "a frame without a bottom"],
+)
+def test_a_frame_that_cannot_be_counted_loses_the_episode(frame: str) -> None:
+    socket: Any = None
+    with pytest.raises(Lost, match="expected an observation with a finite reward"):
+        Socket(socket, "http://games")._read(frame)
 
 
 @pytest.mark.parametrize(

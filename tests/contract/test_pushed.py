@@ -218,6 +218,7 @@ async def test_a_group_of_weights_that_are_too_old_is_refused(stack: Stack) -> N
         ({"versions": [0]}, "rollout 1, versions: got 1; expected 2"),
         ({"versions": -1}, "rollout 1, versions: got -1 at token 0; expected 0 or more"),
         ({"reward": 1e999}, "'rollouts.1.reward'"),
+        ({"reward": 1e308}, "'rollouts.1.reward'"),
         ({"logprobs": [-1.0, 1e999]}, "got inf at index 1, expected finite numbers only"),
     ],
 )

@@ -19,6 +19,7 @@ import pytest
 from pydantic import BaseModel
 
 from services.orchestrator.app import create_service
+from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.run import run
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.note import Note
@@ -43,6 +44,11 @@ class Stack:
     job: Job
     app: Any
     """The ASGI application, for clients with transports of their own."""
+
+    @property
+    def sessions(self) -> Sessions:
+        """The sessions of agents that the orchestrator has."""
+        return self.app.state.sessions
 
     async def submit(self, job: Job | None = None, *, key: str | None = None) -> JobRecord:
         body = SubmitRequest(job=job or self.job)
@@ -103,7 +109,9 @@ async def orchestrator(
     its lease back, unless `stopped`."""
     store = Store(redis_url)
     await store.open()
-    service = create_service(settings, store)
+    sessions = Sessions()
+    service = create_service(settings, store, sessions=sessions)
+    service.app.state.sessions = sessions
     async with service.app.router.lifespan_context(service.app):
         yield store, httpx.ASGITransport(app=service.app)
         if not stopped:

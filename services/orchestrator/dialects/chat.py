@@ -60,7 +60,8 @@ def _message(given: Any) -> Any:
 
 
 def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and "text" in part
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
 
 
 def _tool(given: Any) -> Any:

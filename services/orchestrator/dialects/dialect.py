@@ -109,7 +109,7 @@ def tool_choice(value: Any, names: Mapping[str, str]) -> str:
     kind = value.get("type") if isinstance(value, dict) else value
     if kind is None:
         return "auto"
-    if kind not in names:
+    if not isinstance(kind, str) or kind not in names:
         raise BadRequest(
             f"'tool_choice' is {value!r:.80}; expected one of {', '.join(map(repr, names))}: a "
             "forced call limits which tokens can be sampled, and training cannot know that"

@@ -84,7 +84,7 @@ def _messages(given: Any) -> Iterator[Message]:
         elif kind == "tool_use":
             calls.append(_call(block))
         elif kind == "text":
-            said.append(str(block.get("text") or ""))
+            said.append(text(block.get("text"), "the 'text' of a block"))
         elif kind not in THOUGHTS:
             raise BadRequest(
                 f"a block of type {kind!r} in a message; expected text, tool_use or tool_result: a "

@@ -83,7 +83,8 @@ def _messages(items: Iterable[Any]) -> list[Message]:
             said = text(item.get("content"), "the 'content' of an item")
             found.append({"role": role, "content": said})
         elif kind == "function_call":
-            _answer(found)["tool_calls"] = [*(found[-1].get("tool_calls") or ()), _call(item)]
+            answer = _answer(found)
+            answer["tool_calls"] = [*(answer.get("tool_calls") or ()), _call(item)]
         elif kind == "function_call_output":
             said = text(item.get("output"), "the 'output' of a call")
             found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})

@@ -58,7 +58,7 @@ class SessionKeys:
         of models."""
         if not secret.startswith(KEY):
             return await self._others.check(secret, method, path)
-        if path in OF_SESSIONS:  # these know their sessions, also after their end
+        if path in OF_SESSIONS and self._sessions.knows(secret):  # also after the session's end
             return ApiKey(name="session", access="full", created_at=0)
         session = self._sessions.find(api_key=secret)
         assert session is not None, "a key of a session is known, or refused"
@@ -113,7 +113,17 @@ def _document(data: bytes) -> dict[str, Any]:
         raise BadRequest(f"the body is no JSON: {error}") from error
     if not isinstance(document, dict):
         raise BadRequest(f"the body is {document!r:.80}; expected an object")
+    if b"\\ud" in data.lower():
+        _check_whole(document)
     return document
+
+
+def _check_whole(document: dict[str, Any]) -> None:
+    """Raises BadRequest for half of a character, which neither tokens nor answers can have."""
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise BadRequest(f"the body has a text that is no Unicode: {error}") from error
 
 
 async def _unless_gone(turn: asyncio.Task[Answer], request: Request) -> Answer:

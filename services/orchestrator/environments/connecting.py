@@ -47,9 +47,8 @@ async def schema_of_actions(http: aiohttp.ClientSession, url: str) -> dict[str, 
     """Returns the JSON Schema of the environment's actions, from `/schema`."""
     try:
         async with http.get(f"{url}/schema") as answer:
-            text = await answer.content.read(MAX_MESSAGE_BYTES)
-            actions = json.loads(text)["action"]
-    except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
+            actions = json.loads(await _whole(answer))["action"]
+    except (aiohttp.ClientError, OSError, RecursionError, ValueError, KeyError, TypeError) as error:
         raise Lost(
             f"{url}/schema cannot be read ({type(error).__name__}: {error}); expected the schemas "
             "of an OpenEnv server"
@@ -57,6 +56,17 @@ async def schema_of_actions(http: aiohttp.ClientSession, url: str) -> dict[str, 
     if not isinstance(actions, dict) or not isinstance(actions.get("properties", {}), dict):
         raise Lost(f"{url}/schema has {str(actions)[:200]} as 'action'; expected a JSON Schema")
     return actions
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    """Returns the body, of which one read gives what has arrived. Raises ValueError for more than
+    MAX_MESSAGE_BYTES."""
+    found = bytearray()
+    while piece := await answer.content.read(MAX_MESSAGE_BYTES):
+        found += piece
+        if len(found) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"it has more than {MAX_MESSAGE_BYTES} bytes")
+    return bytes(found)
 
 
 async def _without_redirects(

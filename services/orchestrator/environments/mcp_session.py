@@ -107,13 +107,20 @@ def _leaf(error: BaseException) -> BaseException:
 
 
 class _Bounded(httpx.AsyncHTTPTransport):
-    """Reads no more than MAX_MESSAGE_BYTES of an answer: the package bounds events only."""
+    """Reads no more than MAX_MESSAGE_BYTES of an answer: the package bounds events only. Refuses
+    one that is compressed, which would grow after it was counted."""
 
     def __init__(self, verify: Any) -> None:
         super().__init__(verify=verify)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        request.headers["accept-encoding"] = "identity"
         response = await super().handle_async_request(request)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            await response.aclose()
+            raise httpx.ReadError(
+                "its answer is compressed, which was not asked for", request=request
+            )
         stream = cast(httpx.AsyncByteStream, response.stream)
         response.stream = _BoundedStream(stream, request)
         return response

@@ -22,7 +22,7 @@ def arguments_of(call: ToolCall, tools: Collection[str]) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"The arguments of {call.name} are not JSON: {error}.") from error
     if not isinstance(arguments, dict):
         shown = f"{json.dumps(arguments)[:100]}, expected a JSON object"

@@ -13,6 +13,7 @@ import aiohttp
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.orchestrator.environments.environment import Lost
+from shared.wire.base import Reported
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Largest message that an environment may send."""
@@ -42,7 +43,7 @@ class Seen(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
     observation: dict[str, Any]
-    reward: float | None = None
+    reward: Reported | None = None
     done: bool = False
 
 
@@ -67,7 +68,7 @@ class Socket:
             if frame["type"] == "observation":
                 return Seen.model_validate(frame["data"])
             code, message = frame["data"]["code"], str(frame["data"]["message"])
-        except (ValueError, KeyError, TypeError, ValidationError) as error:
+        except (ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:
             raise Lost(
                 f"the environment at {self._url} sent {text[:200]!r}; expected an observation with "
                 f"a finite reward, or an error"

@@ -255,5 +255,5 @@ def _call(call: Any) -> Any:
     try:
         function = call["function"]
         return (call.get("id"), function["name"], json.loads(function["arguments"]))
-    except (TypeError, KeyError, AttributeError, ValueError):
+    except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
         return call

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic_core import PydanticSerializationError
+
 from services.orchestrator.play.conversation import SEEDS_PER_TURN, failed, with_info
 from services.orchestrator.play.recording import Asked, Recording, Turn, group_of
 from services.orchestrator.pool.services import Services
@@ -123,9 +125,13 @@ class Session:
 
     @staticmethod
     def asked(request: ChatRequest) -> tuple[Asked, Limits]:
-        """Returns the turn that the messages ask for."""
+        """Returns the turn that the messages ask for. Raises BadRequest for what is no JSON."""
+        try:
+            name = request.model_dump_json()
+        except PydanticSerializationError as error:  # too deep
+            raise BadRequest(f"the request cannot be recorded: {error}") from error
         asked = Asked(
-            name=request.model_dump_json(),
+            name=name,
             messages=request.messages,
             tools=request.tools or (),
             tool_choice=request.tool_choice or "auto",
@@ -151,6 +157,10 @@ class Session:
         call.taken = True
         self._recording.taken.add(answer.turn)
         return answer
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     @property
     def num_turns(self) -> int:
@@ -264,8 +274,9 @@ class Session:
         """Returns how the turn is sampled: by the job, with the agent's limits. Raises BadRequest
         if there is no room for an answer."""
         own, spec = self._sampling, self._job.environment
-        if spec and self.num_turns >= spec.max_turns:
-            raise self._refused("max_turns", f"it has {self.num_turns} answers already")
+        num_others = self.num_turns + self.num_under_way - 1
+        if spec and num_others >= spec.max_turns:
+            raise self._refused("max_turns", f"it has {num_others} answers, or they are under way")
         room = own.max_tokens - (parent.num_tokens if parent else 0)
         if room < 1:
             raise self._refused(
@@ -406,12 +417,25 @@ class Sessions:
         name is closed. Requests to samplers are named by `id`, so an id is used for one session.
         `api_key` is the key of a closed session; None: a new one."""
         name = name or id
-        if before := self._by_name.get(name):
-            before.close()
+        for before in (self._by_name.get(name), self._by_key.get(api_key or "")):
+            if before:
+                before.close()
         session = Session(services, job, id, min_version, sampling, name, self._forget, api_key)
         self._by_key[session.api_key] = self._by_name[name] = session
-        self._closed.pop(name, None)
+        for known in (name, session.api_key):
+            self._closed.pop(known, None)
         return session
+
+    def leave(self, job_id: str) -> None:
+        """Closes the sessions of a job that does not run here any more."""
+        self.pushed.pop(job_id, None)
+        for session in [*self._by_key.values()]:
+            if session.job_id == job_id:
+                session.close()
+
+    def knows(self, api_key: str) -> bool:
+        """Returns whether it is the key of a session that is open here, or was."""
+        return api_key in self._by_key or api_key in self._closed
 
     def find(self, *, api_key: str | None = None, name: str | None = None) -> Session | None:
         """Returns the session with this key, or else with this name; None if neither is one's.
@@ -428,8 +452,9 @@ class Sessions:
     def _forget(self, session: Session) -> None:
         del self._by_key[session.api_key]
         del self._by_name[session.name]
-        self._closed[session.name] = None
-        if len(self._closed) > MAX_CLOSED:
+        for known in (session.name, session.api_key):
+            self._closed[known] = None
+        while len(self._closed) > 2 * MAX_CLOSED:
             self._closed.popitem(last=False)
 
 

@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from services.orchestrator.play.conversation import failed
 from services.orchestrator.play.group import joined
 from services.orchestrator.play.sessions import Session, Sessions
 from services.orchestrator.pool.services import Services
@@ -94,6 +95,7 @@ class Areal:
         services = self._services(job)
         if asked.api_key in self._open:
             await self.end(str(asked.api_key))
+        self._forget_closed()
         record = await self._pushing.record(services.job_id)
         await self._pushing.check_room(record)
         name = f"{asked.task_id}-{secrets.token_hex(4)}"
@@ -140,7 +142,8 @@ class Areal:
         return answer
 
     def _store(self, record: JobRecord, online: Online) -> None:
-        group = online.session.rollout()
+        has_answer = bool(online.session.recording().leaves())
+        group = online.session.recorded() if has_answer else failed("it has no answer of the model")
         model, job = self._pushing.model(record.job), record.job
         reward = sum(online.rewards.values()) if online.rewards else None
         text = model.text(group.prompt_token_ids)
@@ -151,6 +154,13 @@ class Areal:
         task = online.task if by_task else f"prompts that begin with {group.prompt_token_ids[:1]}"
         queue = self._pushing.queue(record)
         queue.end_session(part, online.session.id, task, job.sampling.group_size, together)
+
+    def _forget_closed(self) -> None:
+        """Forgets the sessions that were open when their job ended here."""
+        running = self._sessions.pushed
+        for key, online in [*self._open.items()]:
+            if online.session.is_closed and online.job_id not in running:
+                del self._open[key]
 
     def _online(self, key: str) -> Online:
         if (found := self._open.get(key)) is None:

@@ -161,7 +161,7 @@ class Run:
             await self._services.abort()
         finally:
             self._episodes.forget(self._record.id)
-            self._services.sessions.pushed.pop(self._record.id, None)
+            self._services.sessions.leave(self._record.id)
             await to_the_end(self._services.close())
 
     async def _try(self) -> Outcome | None:
