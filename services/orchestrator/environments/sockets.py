@@ -13,7 +13,7 @@ import aiohttp
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from services.orchestrator.environments.environment import Lost
-from shared.wire.base import Reported
+from shared.wire import Reported
 
 MAX_MESSAGE_BYTES = 4 << 20
 """Largest message that an environment may send."""

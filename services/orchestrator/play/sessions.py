@@ -274,7 +274,7 @@ class Session:
         """Returns how the turn is sampled: by the job, with the agent's limits. Raises BadRequest
         if there is no room for an answer."""
         own, spec = self._sampling, self._job.environment
-        num_others = self.num_turns + self.num_under_way - 1
+        num_others = self.num_turns + self._agent.num_turns - 1
         if spec and num_others >= spec.max_turns:
             raise self._refused("max_turns", f"it has {num_others} answers, or they are under way")
         room = own.max_tokens - (parent.num_tokens if parent else 0)
@@ -370,22 +370,23 @@ class Session:
 
 
 class _Stopwatch:
-    """Seconds between turns, in which the agent or its environment worked."""
+    """Seconds between turns, in which the agent or its environment worked. `num_turns` are under
+    way."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.num_turns = 0
         self._since: float | None = None
-        self._num_turns = 0
 
     def stop(self) -> None:
-        self._num_turns += 1
+        self.num_turns += 1
         if self._since is not None:
             self.seconds += time.monotonic() - self._since
             self._since = None
 
     def start(self) -> None:
-        self._num_turns -= 1
-        if not self._num_turns:
+        self.num_turns -= 1
+        if not self.num_turns:
             self._since = time.monotonic()
 
 

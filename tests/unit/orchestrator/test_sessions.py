@@ -347,6 +347,19 @@ async def test_agents_at_the_same_time_are_rows_of_their_own() -> None:
     assert group.rollouts[0].info["tool_calls"] == 1
 
 
+async def test_turns_at_once_are_no_more_than_the_job_allows() -> None:
+    sampler = RenderingSampler([Reply("a")] * 4)
+    session = open_session(sampler)
+    spec = session._job.environment
+    assert spec
+    few = spec.model_copy(update={"max_turns": 2})
+    session._job = session._job.model_copy(update={"environment": few})
+    asked = (Agent(session, user(str(number))).say() for number in range(4))
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert [isinstance(each, BadRequest) for each in found] == [False, False, True, True]
+    assert session.num_turns == 2 and session.rollout().rollouts[0].finish_reason == "stop"
+
+
 async def test_other_tools_begin_another_row_with_a_reason() -> None:
     sampler = RenderingSampler([Reply("higher"), Reply("lower")])
     agent = Agent(open_session(sampler))
