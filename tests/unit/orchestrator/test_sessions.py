@@ -11,6 +11,7 @@ import pytest
 from services.orchestrator.play.recording import Asked
 from services.orchestrator.play.sessions import Limits, Session
 from shared.errors import BadRequest, Conflict, Gone, Unavailable
+from shared.job import EnvironmentSpec
 from shared.wire import ChatRequest, Message, RolloutGroup
 from tests.support.rendering_sampler import (
     THINKING_TEMPLATE,
@@ -350,12 +351,14 @@ async def test_agents_at_the_same_time_are_rows_of_their_own() -> None:
 async def test_turns_at_once_are_no_more_than_the_job_allows() -> None:
     sampler = RenderingSampler([Reply("a")] * 4)
     session = open_session(sampler)
-    spec = session._job.environment
-    assert spec
-    few = spec.model_copy(update={"max_turns": 2})
+    few = EnvironmentSpec(kind="worker", max_turns=2)
     session._job = session._job.model_copy(update={"environment": few})
+    sampler.may_answer.clear()
     asked = (Agent(session, user(str(number))).say() for number in range(4))
-    found = await asyncio.gather(*asked, return_exceptions=True)
+    asking = asyncio.gather(*asked, return_exceptions=True)
+    await asyncio.sleep(0.01)
+    sampler.may_answer.set()
+    found = await asking
     assert [isinstance(each, BadRequest) for each in found] == [False, False, True, True]
     assert session.num_turns == 2 and session.rollout().rollouts[0].finish_reason == "stop"
 
