@@ -110,7 +110,8 @@ class EnvironmentSpec(Section):
                 f"{self._says()}; {_named(missing)} {'is' if len(missing) == 1 else 'are'} missing"
             )
         if others := given.difference(*whole):
-            raise ValueError(f"{self._says()}; got {_named(others)} too")
+            agent = "; `hone work FILE` names the agent" if self.kind == "worker" else ""
+            raise ValueError(f"{self._says()}; got {_named(others)} too{agent}")
         return self
 
     def _says(self) -> str:

@@ -326,7 +326,7 @@ async def test_a_clients_timeout_and_retry_leaves_one_turn(settings: Settings) -
         ({"max_tokens": 0}, "'max_tokens': got 0; input should be greater than or equal to 1"),
         ({"tools": [{"function": {}}]}, "the name of a tool is None; expected a text"),
         ({"tools": [{"function": "f"}]}, "'function' is 'f'; expected an object"),
-        ({"tempreature": 1}, "'tempreature' is 1, and recorded sessions have no such field"),
+        ({"tempreature": 1}, "sessions have no such field; did you mean 'temperature'?"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
             "the 'content' of message 0 is no text",

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from services.orchestrator.play.recording import Asked
 from services.orchestrator.play.sessions import Answer, Limits, Session
 from shared.errors import BadRequest
-from shared.explain import sentences
+from shared.explain import closest, sentences
 from shared.wire import ChatRequest
 
 Body = Mapping[str, Any]
@@ -90,7 +90,11 @@ def check_fields(body: Body, known: Iterable[str]) -> None:
             why = REASONS.get(name, PENALTY)
             expected = f"; expected {' or '.join(map(json.dumps, neutral))}" if neutral else ""
             raise BadRequest(f"{name!r} is {value!r:.80}{expected}, or no such field: {why}")
-        raise BadRequest(f"{name!r} is {value!r:.80}, and recorded sessions have no such field")
+        near = closest(name, [*known, *IGNORED])
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise BadRequest(
+            f"{name!r:.80} is {value!r:.80}, and recorded sessions have no such field{hint}"
+        )
 
 
 def chat_turn(**fields: Any) -> tuple[Asked, Limits]:
