@@ -768,15 +768,15 @@ async def test_an_engine_that_dies_during_a_reload_is_state_lost_until_another_m
 async def test_a_conversation_may_go_on_from_what_older_weights_cached(
     service: Running, client: Client
 ) -> None:
-    who = {"job_id": "kept", "attempt": 1, "epoch": 0}
+    who = {"job_id": "kept", "attempt": 3, "epoch": 0}
     spec = {"model": str(service.models / "untied"), "dtype": "float32", "keep_prefixes": True}
     body = ModelRequest.model_validate({**spec, **who})
     await client.call("PUT", "/model", body, ServingWeights, deadline_s=240)
-    await reload(client, service.publish(1, service.models / "untied", job="kept", fence=(1, 0)))
+    await reload(client, service.publish(1, service.models / "untied", job="kept", fence=(3, 0)))
     messages: list[Message] = [{"role": "user", "content": "ab cd " * 25}]
     asked = {**who, "prompt_token_ids": None, "sampling": Sampling(max_tokens=6)}
     first = await generate(client, **asked, prompt=messages)
-    await reload(client, service.publish(2, service.models / "untied2", job="kept", fence=(1, 0)))
+    await reload(client, service.publish(2, service.models / "untied2", job="kept", fence=(3, 0)))
 
     messages += [{"role": "assistant", "content": first.rollouts[0].text}]
     messages += [{"role": "user", "content": "go on"}]
