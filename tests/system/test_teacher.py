@@ -22,7 +22,7 @@ from services.trainer.learning.examples import floats
 from tests.support.tiny_models import make_byte_model
 from tests.system.test_rollout_engine import Running, start
 
-pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 
