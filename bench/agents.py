@@ -15,8 +15,8 @@ What `sampling.keep_prefixes` saves stands beside it: the seconds to the next to
 conversations at once, with their cache and without it, as after a sync.
 
 The model is as small as `deploy.tool_model` makes it, so everything beside the model's own work has
-the largest share that it can have. An answer follows from its first token, so a replay begins after
-that token and has the same length.
+the largest share that it can have. An answer follows from its first token, but for a few; so a
+replay begins after that token and has about the same length. Seconds are per sampled token.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ from shared.wire.packed import TokenIds
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 6
 NUM_STARTS = 64
 """An answer begins at one of so many characters and goes on through the alphabet to its call."""
+
+SAME = 0.95
+"""Share of the tokens that a replay has at least."""
 
 STEP_S = 0.05
 MOST_RATIO = 1.15
@@ -199,7 +202,7 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
             await replayed(services, groups, f"warm{repeat}")
             num_again, alone_s = await replayed(services, groups, f"alone{repeat}")
             num_tokens = sum(rollout.num_sampled for rollout in rollouts)
-            if num_again != num_tokens - len(rollouts) * TURNS:
+            if num_again < SAME * num_tokens:
                 raise RuntimeError(f"{num_again} tokens were sampled again of {num_tokens}")
             cached_s = await next_tokens(services, groups, f"cached{repeat}")
             await forget(services)
@@ -207,16 +210,16 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
             if repeat:  # the first requests of an engine are slow
                 found["next, cached"].append(cached_s)
                 found["next, anew"].append(anew_s)
-                found["played"].append(seconds)
-                found["sampling alone"].append(alone_s)
+                found["played"].append(1e6 * seconds / num_tokens)
+                found["sampling alone"].append(1e6 * alone_s / num_again)
                 found["tokens"].append(num_tokens / seconds)
     finally:
         await services.close()
     times = ratios(found["played"], found["sampling alone"])
     return [
         repeated("64 conversations to their sampling alone", times, "x", MOST_RATIO, "max"),
-        repeated("played", found["played"], "s"),
-        repeated("sampling alone, all in cache", found["sampling alone"], "s"),
+        repeated("played", found["played"], "us/token"),
+        repeated("sampling alone, all in cache", found["sampling alone"], "us/token"),
         repeated("tokens per second, played", found["tokens"], "/s"),
         repeated("next token of all, from the cache", found["next, cached"], "s"),
         repeated("next token of all, computed again", found["next, anew"], "s"),
