@@ -13,7 +13,7 @@ completions of 64 or 256 tokens, all groups asked for at once.
 Wire bytes count all bodies as sent, requests and polls included, per sampled token. Before
 compression 8 of them are the token's id and log-prob, the others its text (about 1 for each token
 of this model, whose tokens are characters) and what is around it. Ids of 64 tokens become smaller
-than those of a real vocabulary, so the bytes of a made-up answer are shown too: ids of 151,936
+than ids of a real vocabulary, so the bytes of a made-up answer are shown too: ids of 151,936
 tokens, as frequent as words are by Zipf's law, and four characters of text for each."""
 
 from __future__ import annotations

@@ -302,9 +302,9 @@ def _peak_bytes() -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How places are given to completions: to the longest of a step first (`sort`), which nobody
-    can know, or in the order of asking. `between_s` are the seconds after each step's batch in
-    which it is stored, trained on and synced."""
+    """How places are given to completions: to the longest of a step first (`sort`: an ideal, since
+    lengths are not known in advance), or in the order of asking. `between_s` are the seconds
+    after each step's batch in which it is stored, trained on and synced."""
 
     sort: bool
     between_s: tuple[float, ...] = ()
@@ -312,7 +312,7 @@ class Schedule:
     def idle_share(self, load: Load, lengths_K: list[list[int]]) -> float:
         """Returns the idle share of all places, for lengths `[step][completion]`.
 
-        Every place takes any completion, of the earliest step first, and begins those of step k
+        Every place takes any completion, of the earliest step first. Completions of step k begin
         once step k - 1 - max_staleness serves, as the loop may.
         """
         free = [0.0] * (load.num_samplers * load.slots)

@@ -20,7 +20,7 @@ What each side is given:
   longest completion. Its head is `ChunkedLogProbFunction` on its path without Triton, plain torch
   tiles over every position of the padded rows, which it takes wherever there is no GPU. With
   Triton it is another program: these ratios say nothing of GPUs.
-- Hone: a token budget equal to one of those micro-batches; `Policy`, loss and metrics as an update
+- Hone: a token budget equal to one such micro-batch; `Policy`, loss and metrics as an update
   calls them, `chunk_tokens` at its default; padded, not packed.
 - Neither: gradient checkpointing (TRL's default is on), bfloat16, a reference model.
 

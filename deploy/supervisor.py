@@ -168,7 +168,7 @@ class Supervisor:
         if missing:
             raise BadRequest(
                 f"{' and '.join(missing)} not set; expected the addresses of the services that are "
-                "not started here: at the default ones there may be those of another stack"
+                "not started here: at the default addresses another stack's services may answer"
             )
 
     def _start_redis(self) -> None:

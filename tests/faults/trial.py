@@ -238,7 +238,7 @@ async def _differences(stack: Stack, folder: RunFolder, replay_id: str) -> list[
         if found != expected.get(version)
     ]
     if _weights(folder.path) != _weights(undisturbed):
-        wrong.append("the last checkpoint has other weights than that of the undisturbed job")
+        wrong.append("the last checkpoint's weights differ from the undisturbed job's")
     for run in (folder.path, undisturbed):
         if wrong:
             shutil.copytree(run, stack.folder / "different" / run.name)

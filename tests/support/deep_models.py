@@ -1,5 +1,5 @@
 """Random models of any depth, whose weights keep the size of what they are given, with logits that
-spread as those of trained models do."""
+spread as a trained model's do."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_a_service_that_is_not_started_needs_an_address_of_its_own(
         supervisor._check_elsewhere()
     assert caught.value.detail == (
         "HONE_ROLLOUT_URL not set; expected the addresses of the services that are not started "
-        "here: at the default ones there may be those of another stack"
+        "here: at the default addresses another stack's services may answer"
     )
     monkeypatch.setenv("HONE_ROLLOUT_URL", "http://127.0.0.1:8001")
     Supervisor(Settings(), tmp_path, ["trainer", "orchestrator"])._check_elsewhere()
