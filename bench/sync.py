@@ -164,7 +164,7 @@ class Plan:
 class Measured:
     """Seconds for publishing and for loading, the pause among the latter, and bytes: the bytes
     moved, and the bytes of the whole version. `cpu_s` are CPU seconds of this process for both, and
-    `copy_cpu_s` CPU seconds of copying as many bytes in `copy_s`; `vllm_s` is vLLM's own part of the
+    `copy_cpu_s` CPU seconds of copying as many bytes in `copy_s`; `vllm_s` is vLLM's part of the
     load, and `pack_s` of that the packing of matrices. `changed` is a delta's share of elements."""
 
     publish_s: float
