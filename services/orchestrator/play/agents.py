@@ -2,8 +2,12 @@
 
     offered    until a worker takes it; this has no deadline, for a worker may come later
     leased     the worker has the key of a new session, and renews the lease
-    ended      by the worker's result, by `episode_s`, or by a lease that was not renewed: then it
-               is offered again, and the session's conversations are dropped
+    ended      by the worker's result, by `episode_s`, or with the lease: then it is offered again,
+               and the session's conversations are dropped. A worker that stops gives the lease
+               back; one that died does not renew it
+
+An episode that took `MAX_PLAYED` workers with it has failed. After the last but one it is offered
+to a worker that has no other such episode, so that the ones that died with it are played in peace.
 
 The tokens are those of the session. What the worker reports is a claim about them: a reward. The
 offers are in the memory of the orchestrator that runs the job; when it dies, their groups are
@@ -57,36 +61,44 @@ MAX_ANSWERED = 16_384
 """Results whose answers are kept, for workers that repeat them."""
 
 
-class LeaseEnded(Exception):
-    """The lease was not renewed, or the worker gave it back."""
+class LeaseReturned(Exception):
+    """The worker gave the lease back."""
+
+
+class WorkerDied(Exception):
+    """The worker did not renew the lease."""
 
 
 @dataclass
 class EpisodeLease:
-    """An episode at a worker. `session` records its calls, and `ended` becomes its rollout."""
+    """An episode at a worker. `session` records its calls, and `ended` becomes its rollout.
+    `is_last` as of its offer."""
 
     worker: str
     session: Any
     renewed_at: float
+    is_last: bool
     ended: asyncio.Future[RolloutGroup]
 
     async def result(self) -> RolloutGroup:
-        """Returns the rollout with its reward. Raises LeaseEnded, and EnvironmentFailed if the
-        agent failed."""
+        """Returns the rollout with its reward. Raises LeaseReturned, WorkerDied, and
+        EnvironmentFailed if the agent failed."""
         while (left_s := self.renewed_at + LEASE_S - time.monotonic()) > 0:
             await asyncio.wait({self.ended}, timeout=left_s)
             if self.ended.done():
                 return self.ended.result()
-        raise LeaseEnded(f"worker {self.worker!r} did not renew it for {LEASE_S:g} s")
+        raise WorkerDied(f"worker {self.worker!r} was not heard of for {LEASE_S:g} s")
 
 
 @dataclass
 class Offer:
-    """An episode that no worker has. `open` makes the session of a lease."""
+    """An episode that no worker has. `open` makes the session of a lease. `is_last`: one more
+    worker that dies with it, and it has failed."""
 
     job_id: str
     prompt: Prompt
     deadline_s: float
+    is_last: bool
     open: Callable[[str], Any]
     taken: asyncio.Future[EpisodeLease]
 
@@ -111,31 +123,27 @@ class Episodes:
 
     # --- for the job -----------------------------------------------------------------------------
 
-    async def play(self, services: Services, offer: Callable[[], Offer]) -> RolloutGroup:
-        """Returns an episode's rollout, of the first worker that plays it to its end. Raises
-        EnvironmentFailed if the agent failed."""
-        while True:
-            with self._offering(offer()) as offered:
-                with services.waits.on("worker", "waiting for a worker to take an episode"):
-                    await self._until_taken(services, offered)
-                lease = offered.taken.result()
-                try:
-                    with services.waits.on("worker", "an agent's episode"):
-                        return await self._ended(lease, offered.deadline_s)
-                except LeaseEnded as ended:
-                    get_logger().warning("episode lost", worker=lease.worker, reason=str(ended))
+    async def play(self, services: Services, offer: Offer) -> RolloutGroup:
+        """Returns the rollout of the worker that takes the episode. Raises LeaseReturned,
+        WorkerDied, and EnvironmentFailed if the agent failed."""
+        with self._offering(offer):
+            with services.waits.on("worker", "waiting for a worker to take an episode"):
+                await self._until_taken(services, offer)
+            with services.waits.on("worker", "an agent's episode"):
+                return await self._ended(offer.taken.result(), offer.deadline_s)
 
     @contextlib.contextmanager
-    def _offering(self, offer: Offer) -> Generator[Offer]:
+    def _offering(self, offer: Offer) -> Generator[None]:
         id = secrets.token_urlsafe(16)
         self._offers[id] = offer
         self._offered.set()
         try:
-            yield offer
+            yield
         finally:
             self._offers.pop(id, None)
             if lease := self._leases.pop(id, None):
                 lease.session.close()
+                self._offered.set()  # its worker may take another last try
 
     async def _until_taken(self, services: Services, offer: Offer) -> None:
         asked = self._asked.setdefault(offer.job_id, LastAsked())
@@ -172,17 +180,24 @@ class Episodes:
 
     def _wanted(self, ask: LeaseEpisodes) -> list[str]:
         self._heard(ask.job_id)
-        found = [
-            id
-            for id, offer in self._offers.items()
-            if not offer.taken.done() and ask.job_id in (None, offer.job_id)
-        ]
-        return found[: ask.num]
+        has_last = any(each.is_last and each.worker == ask.worker for each in self._leases.values())
+        found: list[str] = []
+        for id, offer in self._offers.items():
+            if offer.taken.done() or ask.job_id not in (None, offer.job_id):
+                continue
+            if offer.is_last and has_last:
+                continue
+            has_last |= offer.is_last
+            found.append(id)
+            if len(found) == ask.num:
+                break
+        return found
 
     def _take(self, id: str, worker: str) -> LeasedEpisode:
         offer, now = self._offers[id], time.monotonic()
         session = offer.open(id)
-        lease = EpisodeLease(worker, session, now, asyncio.get_running_loop().create_future())
+        ended: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
+        lease = EpisodeLease(worker, session, now, offer.is_last, ended)
         self._leases[id] = lease
         offer.taken.set_result(lease)
         return LeasedEpisode(
@@ -204,7 +219,7 @@ class Episodes:
         """Returns which leases have ended."""
         for id in body.returned:
             if (lease := self._leases.get(id)) and not lease.ended.done():
-                lease.ended.set_exception(LeaseEnded(f"worker {body.worker!r} gave it back"))
+                lease.ended.set_exception(LeaseReturned(f"worker {body.worker!r} gave it back"))
         held = {id: lease for id in body.ids if (lease := self._under_way(id))}
         for lease in held.values():
             lease.renewed_at = time.monotonic()
@@ -288,8 +303,8 @@ def _by_id(
 async def play(
     services: Services, job: Job, prompt: Prompt, min_version: int, key: str, sampling: Sampling
 ) -> RolloutGroup:
-    """Returns the rollout of an agent as a group of one. An agent that failed is started again; if
-    it fails `MAX_PLAYED` times, the rollout has no reward."""
+    """Returns the rollout of an agent as a group of one. An agent that failed is started again, as
+    is one whose worker died; after `MAX_PLAYED` times of either the rollout has no reward."""
     assert job.environment is not None
     deadline_s = job.environment.episode_s
 
@@ -298,17 +313,28 @@ async def play(
             services, job, id=id, min_version=min_version, sampling=sampling
         )
 
-    def offer() -> Offer:
+    def offer(num_died: int) -> Offer:
         taken: asyncio.Future[EpisodeLease] = asyncio.get_running_loop().create_future()
-        return Offer(services.job_id, prompt, deadline_s, open, taken)
+        is_last = num_died == MAX_PLAYED - 1
+        return Offer(services.job_id, prompt, deadline_s, is_last, open, taken)
 
-    why = ""
+    failures, deaths = list[str](), list[str]()
     async with services.conversations:
-        for _ in range(MAX_PLAYED):
+        while max(len(failures), len(deaths)) < MAX_PLAYED:
             try:
-                return await services.episodes.play(services, offer)
+                return await services.episodes.play(services, offer(len(deaths)))
             except EnvironmentFailed as error:
-                why = str(error)
-                get_logger().warning("agent failed", episode=key, reason=why)
-    found = failed(f"the agent failed {MAX_PLAYED} times: {why}")
-    return with_info(found, {ENVIRONMENT_FAILED: True})
+                failures.append(str(error))
+                get_logger().warning("agent failed", episode=key, reason=str(error))
+            except WorkerDied as error:
+                deaths.append(str(error))
+                get_logger().warning("episode lost", episode=key, reason=str(error))
+            except LeaseReturned as error:
+                get_logger().info("episode given back", episode=key, reason=str(error))
+    return with_info(failed(_why(failures, deaths)), {ENVIRONMENT_FAILED: True})
+
+
+def _why(failures: list[str], deaths: list[str]) -> str:
+    if len(failures) == MAX_PLAYED:
+        return f"the agent failed {MAX_PLAYED} times: {failures[-1]}"
+    return f"{MAX_PLAYED} workers died while they played it: {deaths[-1]}"

@@ -213,6 +213,61 @@ def test_an_agent_that_fails_three_times_has_no_reward() -> None:
     assert group.rollouts[0].error == "the agent failed 3 times: no browser 2"
 
 
+def test_an_episode_that_kills_three_workers_has_no_reward(short: None) -> None:
+    around = Around()
+
+    async def worker() -> None:
+        for number in range(3):
+            for _ in range(2):  # a worker that stops is no dead one
+                (one,) = await around.lease(f"w{number}")
+                around.renew(returned=(one.id,))
+            await around.lease(f"w{number}")
+
+    group, _ = played(around, worker)
+    assert environment_failed(group) and len(around.opened) == 9
+    assert group.rollouts[0].error == (
+        "3 workers died while they played it: worker 'w2' was not heard of for 0.2 s"
+    )
+
+
+def test_failures_and_deaths_of_an_episode_are_counted_apart(short: None) -> None:
+    around = Around()
+
+    async def worker() -> None:
+        for number in range(2):
+            (one,) = await around.lease(f"w{number}")
+            around.end(one, error="no browser")
+            await around.lease(f"w{number}")
+        (one,) = await around.lease("w3")
+        around.end(one, 1.0)
+
+    group, _ = played(around, worker)
+    assert group.rollouts[0].info["reward"] == 1.0
+
+
+def test_episodes_that_died_with_a_bad_one_are_played_in_peace(short: None) -> None:
+    """Two workers die with all four episodes, of which one is to blame."""
+    around = Around()
+
+    async def worker() -> list[int]:
+        for number in range(2):
+            leased: list[LeasedEpisode] = []
+            while len(leased) < 4:
+                leased += await around.lease(f"w{number}", num=4)
+            await asyncio.sleep(0.3)
+        taken: list[int] = []
+        for number in range(4):
+            found = await around.lease(f"w{min(number, 1) + 2}", num=4)
+            taken.append(len(found))
+            if number:  # the first one kills its worker again
+                assert around.end(found[0], 1.0)
+        return taken
+
+    group, taken = played(around, worker, n=4)
+    assert taken == [1, 1, 1, 1]
+    assert sorted(each.info.get("reward", 0.0) for each in group.rollouts) == [0.0, 1.0, 1.0, 1.0]
+
+
 def test_an_agent_that_is_not_done_in_time_is_stopped() -> None:
     around = Around(episode_s=0.1)
 
