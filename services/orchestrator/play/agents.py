@@ -243,16 +243,19 @@ class Episodes:
         return answer
 
     def _rewarded(self, lease: EpisodeLease, result: EpisodeResult) -> None:
-        """Ends the lease with the rollout, or with the services' error that the agent met. Raises
-        BadRequest for rewards that do not fit the answers."""
+        """Ends the lease with the rollout, or with the services' error that the agent met. An agent
+        that failed once its conversation had no room is not to blame: the rollout was cut off.
+        Raises BadRequest for rewards that do not fit the answers."""
         try:
             group = lease.session.rollout()
         except HoneError as error:
             lease.ended.set_exception(error)
             return
-        if result.error is not None:
+        rollout = group.rollouts[0]
+        cut_off = lease.session.is_full and not rollout.went_wrong
+        if result.error is not None and not cut_off:
             lease.ended.set_exception(EnvironmentFailed(result.error))
-        elif (rollout := group.rollouts[0]).went_wrong:
+        elif rollout.went_wrong:
             lease.ended.set_exception(EnvironmentFailed(rollout.error or "it has no answer"))
         else:
             lease.ended.set_result(rewarded(group, lease.session.answers(), result))
@@ -273,6 +276,9 @@ def rewarded(
     """Returns the rollout with what its worker says of it. `answers` are the times of its answers
     by id, row by row. Raises BadRequest for rewards that do not fit them."""
     info: dict[str, Any] = {"reward": result.reward, "agent": dict(result.metrics)}
+    if result.error is not None:
+        why = f"the agent failed after its conversation had no room for an answer: {result.error}"
+        return with_info(group, info | {"reward": None, "reward_error": why})
     if isinstance(result.reward, tuple | Mapping):
         by_id = _by_id(result.reward, sorted(answers, key=answers.__getitem__))
         given = [reward for reward in by_id.values() if reward is not None]

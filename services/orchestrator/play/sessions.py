@@ -163,6 +163,11 @@ class Session:
         return self._is_closed
 
     @property
+    def is_full(self) -> bool:
+        """Whether there was no room for the turn that was asked for last."""
+        return bool(self._full)
+
+    @property
     def num_turns(self) -> int:
         return len(self._recording.turns)
 

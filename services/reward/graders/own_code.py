@@ -135,11 +135,16 @@ class NoParams(Params):
 @grader("environment")
 def environment(items: Sequence[ScoreItem], params: NoParams) -> list[Part]:
     """The reward that the job's own environment gave a conversation: what its `get_reward` says,
-    else the sum of what the answers earned; none if it says None, or nothing was earned."""
-    return [_environment_part(item.info.get("reward")) for item in items]
+    else the sum of what the answers earned; none if it says None, or nothing was earned. Missing
+    if an agent failed after its conversation had no room."""
+    return [
+        _environment_part(item.info.get("reward"), item.info.get("reward_error")) for item in items
+    ]
 
 
-def _environment_part(value: Any) -> Part:
+def _environment_part(value: Any, error: Any) -> Part:
+    if error is not None:
+        return Part(value=None, verdict="error", detail=str(error))
     if value is None:
         return Part(value=None, verdict="skipped", detail="the environment gave no reward")
     return Part(value=float(value))

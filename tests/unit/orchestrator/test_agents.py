@@ -35,7 +35,7 @@ class Session:
     def __init__(self, number: int) -> None:
         self.api_key = f"sk-hone-{number}"
         self.number = number
-        self.is_closed = False
+        self.is_closed = self.is_full = False
 
     def rollout(self) -> RolloutGroup:
         rollout = Rollout(
@@ -211,6 +211,25 @@ def test_an_agent_that_fails_three_times_has_no_reward() -> None:
     group, _ = played(around, worker)
     assert environment_failed(group)
     assert group.rollouts[0].error == "the agent failed 3 times: no browser 2"
+
+
+def test_an_agent_that_fails_without_room_leaves_a_cut_off_rollout() -> None:
+    around = Around()
+
+    async def worker() -> None:
+        (one,) = await around.lease()
+        around.opened[0].is_full = True
+        assert around.end(one, error="BadRequestError: no room", metrics={"guesses": 2.0})
+
+    group, _ = played(around, worker)
+    (rollout,) = group.rollouts
+    assert not environment_failed(group) and tokens(group) == [0] and rollout.error is None
+    assert rollout.info == {
+        "reward": None,
+        "reward_error": "the agent failed after its conversation had no room for an answer: "
+        "BadRequestError: no room",
+        "agent": {"guesses": 2.0},
+    }
 
 
 def test_an_episode_that_kills_three_workers_has_no_reward(short: None) -> None:

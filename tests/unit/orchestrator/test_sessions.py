@@ -255,7 +255,7 @@ async def test_a_session_without_room_refuses_turns_and_says_that_it_was_cut_off
     await agent.say()
     with pytest.raises(BadRequest, match="has all of its 6 tokens") as refused:
         await agent.say(user("Go on."))
-    assert refused.value.code == "context_length_exceeded"
+    assert refused.value.code == "context_length_exceeded" and agent.session.is_full
     (rollout,) = agent.session.rollout().rollouts
     assert (rollout.finish_reason, rollout.info["ended"]) == ("length", "max_tokens")
 

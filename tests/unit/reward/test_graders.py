@@ -166,3 +166,16 @@ async def test_a_new_grader_is_one_new_file(
     (part,) = await bound.grade([ScoreItem(prompt="", completion="HA")])
     assert part.value == 1.0
     assert "test_of_a_new_file" in {info.name for info in registry.infos()}
+
+
+async def test_an_agent_that_failed_without_room_has_a_missing_reward(
+    scripted_tools: GraderTools,
+) -> None:
+    bound = registry.bind(RewardSpec(grader="environment"), scripted_tools)
+    infos = [{"reward": 0.5}, {"reward": None}, {"reward": None, "reward_error": "no room: 400"}]
+    parts = await bound.grade([ScoreItem(prompt="", completion="", info=info) for info in infos])
+    assert [(part.value, part.verdict, part.detail) for part in parts] == [
+        (0.5, "ok", ""),
+        (None, "skipped", "the environment gave no reward"),
+        (None, "error", "no room: 400"),
+    ]
