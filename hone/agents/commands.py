@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.agents.results import AgentFailed
-from shared.settings.environment import REWARD_FILE, ROW
+from shared.settings.environment import FILE, REWARD_FILE, ROW, secret_variables
 
 TAIL_BYTES = 4096
 """How much of the end of each stream is kept."""
@@ -25,9 +25,6 @@ END_S = 2.0
 
 MAX_VARIABLE = 100_000
 """Bytes of a row that fit into one variable of an environment, which Linux bounds."""
-
-SECRETS = ("HONE_TOKEN",)
-"""Variables of the worker's that a command does not get."""
 
 
 class Command:
@@ -49,8 +46,10 @@ class Command:
 
 
 def environment(row: str, base_url: str, api_key: str) -> dict[str, str]:
-    """Returns the variables of a command: the worker's own, and how the model is called."""
-    inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    """Returns the variables of a command: the worker's own without Hone's secrets and the files
+    that hold them, and how the model is called."""
+    secrets = {name + suffix for name in secret_variables().values() for suffix in ("", FILE)}
+    inherited = {name: value for name, value in os.environ.items() if name not in secrets}
     return inherited | {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
