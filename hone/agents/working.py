@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hone import stack
-from hone.agents.results import failure, result_of
+from hone.agents.results import AgentFailed, failure, result_of
 from hone.async_client import AsyncClient
 from hone.background import Background
 from shared.errors import BadRequest, Forbidden, HoneError, NotFound, Unauthorized, Unavailable
@@ -288,8 +288,17 @@ def _total(result: EpisodeResult) -> float | None:
 
 
 async def called_with(agent: Agent, row: dict[str, Any], base_url: str, api_key: str) -> Any:
-    """Returns what the agent returns. A plain function runs in a thread of its own, which does not
-    hold up the end of the program."""
+    """Returns what the agent returns. Raises AgentFailed for one that exits: its SystemExit would
+    end the loop of all agents."""
+    try:
+        return await _called(agent, row, base_url, api_key)
+    except SystemExit as error:
+        raise AgentFailed(f"the agent exited: {error}") from error
+
+
+async def _called(agent: Agent, row: dict[str, Any], base_url: str, api_key: str) -> Any:
+    """A plain function runs in a thread of its own, which does not hold up the end of the
+    program."""
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(type(agent).__call__):
         return await agent(row, base_url, api_key)
     ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -304,7 +313,8 @@ async def called_with(agent: Agent, row: dict[str, Any], base_url: str, api_key:
         try:
             value = agent(row, base_url, api_key)
         except BaseException as raised:  # a thread's last resort: the episode failed
-            error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
+            known = isinstance(raised, Exception | SystemExit)
+            error = raised if known else RuntimeError(repr(raised))
         with contextlib.suppress(RuntimeError):  # the program ends
             loop.call_soon_threadsafe(tell, error, value)
 

@@ -46,6 +46,28 @@ def test_a_command_finds_the_model_and_the_row_and_says_its_reward(
         played(shell(f"echo {names}"))
 
 
+def test_a_command_gets_no_secret_of_hone_and_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = (
+        *("HONE_TOKEN", "HONE_REDIS_URL", "HONE_JUDGE_API_KEY", "HONE_TEACHER_API_KEY"),
+        *("HONE_MODAL_KEY", "HONE_MODAL_SECRET", "HONE_TOKEN_FILE", "HONE_REDIS_URL_FILE"),
+    )
+    for name in (*hidden, "HF_TOKEN", "SEARCH_API_KEY", "HONE_REWARD_URL"):
+        monkeypatch.setenv(name, "value-of-it")
+    script = "echo $(env | grep =value-of-it | cut -d= -f1 | sort)"
+    with pytest.raises(AgentFailed, match="is 'HF_TOKEN HONE_REWARD_URL SEARCH_API_KEY'"):
+        played(shell(script))
+
+
+def test_an_agent_that_exits_has_failed() -> None:
+    async def run(row: dict[str, Any], base_url: str, api_key: str) -> float:
+        sys.exit("no browser")
+
+    with pytest.raises(AgentFailed, match="the agent exited: no browser"):
+        played(run)
+    with pytest.raises(AgentFailed, match="the agent exited: 3"):
+        played(lambda row, base_url, api_key: sys.exit(3))
+
+
 def test_a_command_that_fails_says_why() -> None:
     with pytest.raises(AgentFailed, match=r"^'sh' exited with 3: no browser$"):
         played(shell("echo no browser >&2; exit 3"))
