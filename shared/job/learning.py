@@ -223,6 +223,12 @@ class TeacherSpec(Section):
     teacher takes this from a token's advantage. 1: alone, the gradient is the reverse KL
     divergence's. Advantages of rewards are about 1 in size; 0.1 to 1 is usual beside them."""
 
+    max_log_ratio: float = Field(default=10.0, gt=0)
+    """The difference between the policy's and the teacher's log-prob of a token is clamped to this
+    on both sides, in nats, above 0. A token that the teacher all but rules out would else outweigh
+    all others. 10 is verl's value: a token of which the policy is sure and to which the teacher
+    gives a probability of 0.00005."""
+
 
 class LoraSpec(Section):
     """Trains low-rank adapters (arXiv 2106.09685) in place of the model's own weights."""

@@ -2,13 +2,17 @@
 
 To the advantage of token t, which the policy sampled after the tokens before it, is added
 
-    -weight (log policy(t) - log teacher(t))
+    -weight clamp(log policy(t) - log teacher(t), -c, c)        c: `teacher.max_log_ratio`
 
 the negative reverse KL divergence, estimated by the sampled token, in nats. `log policy` is the
-sampler's. No later token's divergence counts for t (a discount of 0), so the gradient of the loss
-is, in expectation over t, the gradient of weight KL(policy || teacher) at t, given the tokens
-before. GKD, arXiv 2306.13649 (its reverse KL, all samples the policy's own);
+sampler's. No later token's divergence counts for t (a discount of 0), so within c the gradient of
+the loss is, in expectation over t, the gradient of weight KL(policy || teacher) at t, given the
+tokens before. GKD, arXiv 2306.13649 (its reverse KL, all samples the policy's own);
 https://thinkingmachines.ai/blog/on-policy-distillation/ has it in this form.
+
+Without c a token to which the teacher gives next to no probability would outweigh all others of its
+batch. The bound is that of verl's `loss_max_clamp`, which its recipes set to 10. It makes the
+estimate biased; `teacher/clipped` is the share of tokens that it changes.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from array import array
 from collections.abc import Sequence
 
 from services.orchestrator.pool.teacher import log_ratios, sampled_of
-from shared.job import Job
+from shared.job import Job, TeacherSpec
 from shared.wire import Batch, Rollout, Score
 from shared.wire.packed import Logprobs
 
@@ -31,25 +35,25 @@ def teacher_terms(batch: Batch, job: Job) -> list[list[Terms]] | None:
     without a teacher."""
     if job.teacher is None:
         return None
-    weight = job.teacher.weight
     return [
         [
-            _terms(rollout, score, weight)
+            _terms(rollout, score, job.teacher)
             for rollout, score in zip(group.rollouts, scores_G, strict=True)
         ]
         for group, scores_G in zip(batch.groups, batch.scores, strict=True)
     ]
 
 
-def _terms(rollout: Rollout, score: Score, weight: float) -> Terms:
+def _terms(rollout: Rollout, score: Score, spec: TeacherSpec) -> Terms:
     if not score.teacher_logprobs:
         return None
+    bound = spec.max_log_ratio
     ratios = iter(log_ratios(rollout, score.teacher_logprobs))
     found: list[Logprobs] = []
     for row in (*rollout.branches, rollout):
         terms_T = array("f", bytes(4 * len(row.token_ids)))
         for position, _ in sampled_of(row, row.token_ids):
-            terms_T[position] = -weight * next(ratios)
+            terms_T[position] = -spec.weight * min(max(next(ratios), -bound), bound)
         found.append(Logprobs(terms_T))
     return found
 
@@ -64,9 +68,9 @@ def with_teacher_of(before: Sequence[Score], scores: Sequence[Score]) -> tuple[S
     )
 
 
-def teacher_metrics(batch: Batch) -> dict[str, float]:
-    """Returns the mean log-ratio over all sampled tokens, and the share of graded rollouts that the
-    teacher gave no log-probs."""
+def teacher_metrics(batch: Batch, bound: float) -> dict[str, float]:
+    """Returns the mean log-ratio over all sampled tokens, the share of these whose log-ratio is
+    beyond the bound, and the share of graded rollouts that the teacher gave no log-probs."""
     graded = [
         (rollout, score)
         for group, scores_G in zip(batch.groups, batch.scores, strict=True)
@@ -79,4 +83,6 @@ def teacher_metrics(batch: Batch) -> dict[str, float]:
     if num_tokens:
         ratios = [log_ratios(rollout, score.teacher_logprobs) for rollout, score in taught]
         found["teacher/kl"] = math.fsum(map(math.fsum, ratios)) / num_tokens
+        num_clipped = sum(abs(ratio) > bound for each in ratios for ratio in each)
+        found["teacher/clipped"] = num_clipped / num_tokens
     return found

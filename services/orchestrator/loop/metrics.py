@@ -25,6 +25,7 @@ docs/observability.md lists the other names.
 | environment_failures           | share of rollouts without a reward, as the environment died |
 | teacher/kl                     | with [teacher]: mean over sampled tokens of the log-ratio   |
 |                                | to it, an estimate of the reverse KL divergence, in nats    |
+| teacher/clipped                | share of these tokens whose log-ratio is beyond the bound   |
 | teacher/missing                | share of graded rollouts that it gave no log-probs          |
 | staleness                      | steps between the oldest weights that sampled and those     |
 |                                | trained; of each token: the trainer's staleness/mean, ...   |
@@ -86,7 +87,7 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
         **_rollout_metrics(step.batch.groups),
         **_completion_metrics(step),
         **(_conversation_metrics(step.batch.groups) if plays else {}),
-        **(teacher_metrics(step.batch) if job.teacher else {}),
+        **(teacher_metrics(step.batch, job.teacher.max_log_ratio) if job.teacher else {}),
         **({} if step.staleness is None else {"staleness": step.staleness}),
         "skipped_steps": int(result.skipped),
         "num_examples": result.num_examples,

@@ -273,10 +273,28 @@ def test_the_teacher_adds_its_log_ratio_to_each_sampled_tokens_advantage() -> No
     one, two = examples_of(batch, job)  # the third has no log-probs of the teacher
     assert one.advantages == [0.5, 0.5 - 0.5 * 0.5]
     assert two.advantages == [-0.5 + 0.5 * 0.25, -0.5, -0.5 + 0.5 * 0.375]
-    metrics = teacher_metrics(batch)
+    metrics = teacher_metrics(batch, bound=10.0)
     assert metrics == {
+        "teacher/clipped": 0.0,
         "teacher/kl": pytest.approx((0 + 0.5 - 0.25 - 0.375) / 4),
         "teacher/missing": pytest.approx(1 / 3),
+    }
+
+
+def test_a_log_ratio_beyond_the_bound_counts_as_the_bound() -> None:
+    """The log-ratios are 24.5, 0, 2 and 2.5 nats of the first, and -1.5 and -4 of the second."""
+    job = job_of(weight=0.5, teacher={"model": "big", "weight": 0.5, "max_log_ratio": 2.0})
+    group = group_of(rollout(4, 8, 1, 1), rollout(2, 4, logprobs=(-2.0, -4.5)))
+    given = [(-25.0, -0.5, -2.5, -3.0), (-0.5, -0.5)]
+    scores = [Score(value=0.0, parts={}, teacher_logprobs=each) for each in given]
+    batch = batch_of(group, scores)
+    one, two = examples_of(batch, job)
+    assert one.advantages == [-1.0, 0.0, -1.0, -1.0] and two.advantages == [0.75, 1.0]
+    assert job_of().teacher and job_of().teacher.max_log_ratio == 10.0
+    assert teacher_metrics(batch, 2.0) == {
+        "teacher/clipped": 0.5,
+        "teacher/kl": pytest.approx((24.5 + 0 + 2 + 2.5 - 1.5 - 4) / 6),
+        "teacher/missing": 0.0,
     }
 
 
