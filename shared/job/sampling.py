@@ -84,9 +84,11 @@ class SamplingSpec(Section):
 
 class DifficultySpec(Section):
     """Problems that teach nothing are skipped. A group is all right if each of its rewards is the
-    full mark (the sum of the weights above 0, of rewards that are not `shaping`), and all wrong if
-    they are equal and less; a missing reward does not count. A step takes into account all steps up
-    to `max_staleness` + 1 before it, so it takes the same problems after a restart."""
+    full mark (the sum of the weights above 0, of rewards that are not `shaping`: a value of 1 from
+    each grader, also from an environment), and all wrong if they are equal and less; a missing
+    reward does not count. A group whose turns are credited otherwise is neither. A step takes into
+    account all steps up to `max_staleness` + 1 before it, so it takes the same problems after a
+    restart."""
 
     skip_right: int = Field(default=0, ge=0, le=1_000_000)
     """Skips a problem once so many of its groups in a row were all right. 0: no problem is skipped

@@ -166,15 +166,21 @@ def too_many_missing(batch: Batch, max_missing: float) -> str | None:
 def verdicts_of(batch: Batch, job: Job) -> dict[int, Verdict]:
     """Returns the verdict on each problem of the batch, replaced groups included, by row number. If
     a problem has several groups, their completions count together. A problem with fewer than two
-    rewards has no verdict."""
+    rewards has no verdict. A group whose turns are credited otherwise is "mixed", whatever its
+    rewards are: it teaches."""
     numbers = [*batch.dropped_prompts, *(prompt.index for prompt in batch.prompts)]
     scores_of: dict[int, list[Score]] = {}
     for number, scores_G in zip(numbers, (*batch.dropped, *batch.scores), strict=True):
         scores_of.setdefault(number, []).extend(scores_G)
+    taught = {
+        prompt.index
+        for prompt, group, scores_G in zip(batch.prompts, batch.groups, batch.scores, strict=True)
+        if has_signal(scores_G, job, group)
+    }
     verdicts: dict[int, Verdict] = {}
     for number, scores in scores_of.items():
         if verdict := _verdict(scores, job):
-            verdicts[number] = verdict
+            verdicts[number] = "mixed" if number in taught else verdict
     return verdicts
 
 

@@ -218,3 +218,28 @@ def test_a_problem_that_comes_twice_in_a_step_has_one_verdict() -> None:
     again = {"dropped": ((right, right), (right, missing)), "dropped_prompts": (6, 9)}
     found = verdicts_of(batch.model_copy(update={"prompts": prompts, **again}), job)
     assert found == {6: "right", 7: "mixed", 8: "mixed", 9: "right"}
+
+
+def test_a_group_whose_turns_differ_is_mixed_although_its_rewards_are_equal() -> None:
+    """Both earn 1: one by its first answer, one by its second."""
+    own = {"environment": {"kind": "worker"}, "rewards": [{"grader": "environment"}]}
+    plain = make_job().model_dump(exclude={"rewards", "advantages"}, exclude_unset=True)
+    by_episode = Job.model_validate({**plain, **own})
+    job = Job.model_validate({**plain, **own, "advantages": {"credit": "turns"}})
+    found = score(job, 1.0)
+    batch = make_batch((found, found), (found, found))
+    rollouts = tuple(
+        batch.groups[0]
+        .rollouts[0]
+        .model_copy(
+            update={"token_ids": (1, 2), "turns": (0, 1), "info": {"turn_rewards": rewards}}
+        )
+        for rewards in ([1.0, 0.0], [0.0, 1.0])
+    )
+    differ = batch.groups[0].model_copy(update={"rollouts": rollouts})
+    same = batch.groups[1].model_copy(update={"rollouts": rollouts[:1] * 2})
+    batch = batch.model_copy(update={"groups": (differ, same)})
+    prompts = tuple(batch.prompts[0].model_copy(update={"index": n}) for n in (5, 6))
+    batch = batch.model_copy(update={"prompts": prompts})
+    assert verdicts_of(batch, job) == {5: "mixed", 6: "right"}
+    assert verdicts_of(batch, by_episode) == {5: "right", 6: "right"}
