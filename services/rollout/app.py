@@ -53,7 +53,7 @@ def create_service(settings: Settings, sampler: Sampler) -> Service:
         "rollout",
         settings,
         readiness={"engine": sampler.unready},
-        version_info=engine_versions,
+        version_info=lambda: engine_versions() | {"tool_parser": settings.tool_parser},
         busy=sampler.num_running,
         ownership=sampler.ownership,
         lifespan=lifespan,

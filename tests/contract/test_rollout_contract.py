@@ -552,6 +552,7 @@ async def test_metrics_show_version_running_requests_and_tokens(serving: Rollout
 
 async def test_version_names_the_engines_packages(bench: RolloutBench) -> None:
     assert (await bench.raw("GET", "/version")).json()["torch"].startswith("2.")
+    assert (await bench.raw("GET", "/version")).json()["tool_parser"] is None
 
 
 async def test_a_configured_model_is_started_while_the_service_is_up(tmp_path: Path) -> None:

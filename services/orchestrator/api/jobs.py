@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.looking import Looked
-from services.orchestrator.api.on_cpu import on_cpu
 from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.environments.environment import Unreachable
 from services.orchestrator.loop.prompts import with_steps
+from services.orchestrator.pool.abilities import on_cpu
 from services.orchestrator.pool.services import Services
 from services.orchestrator.run.needs import check_colocation
 from services.orchestrator.run.stopping import price_for

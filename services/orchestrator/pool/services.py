@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 from services.orchestrator.environments.kinds import environment_of
 from services.orchestrator.environments.sandboxed import Sandboxed
-from services.orchestrator.pool.discovery import Registered, is_one_host, none_registered
+from services.orchestrator.pool.abilities import check_parsers
+from services.orchestrator.pool.discovery import (
+    Registered,
+    is_one_host,
+    none_registered,
+    sampler_urls,
+)
 from services.orchestrator.pool.pool import Pool
 from services.orchestrator.pool.sampler import Push
 from services.orchestrator.pool.teacher import Teacher
@@ -118,6 +124,7 @@ class Services:
         self._reward_patience_s = limit_s if grading_waits else None
         headers = ownership.headers(identity, settings, job_id)
         self.pool = Pool(settings, tell, registered, headers)
+        self._registered = registered
         self.sync_method: SyncMethod | None = None
         self.waits = Waits()
         self.conversations = asyncio.Semaphore(MAX_CONVERSATIONS)
@@ -303,7 +310,8 @@ class Services:
     @waits_for("reward", "checking the environment")
     async def validate_environment(self, prompts: tuple[Prompt, ...]) -> None:
         """Raises BadRequest where the job's environment cannot be made and reset for the first
-        prompt, or gives no reward although the job has no other."""
+        prompt, gives no reward although the job has no other, or offers tools whose calls a sampler
+        cannot find."""
         if self.environment is None:
             return
         found = await self.environment.validate(prompts[0].row)
@@ -314,6 +322,9 @@ class Services:
                 "the environment has no get_reward, and the job has no other reward; expected one "
                 "of them"
             )
+        if found.tools:
+            urls = await sampler_urls(self.settings.rollout_urls, self._registered)
+            await check_parsers(urls, self.settings)
 
     @waits_for("reward", "grading a group", "grade")
     async def score(

