@@ -29,6 +29,7 @@ ROOMS = (
     "api",
     "pushing",
     "run",
+    "findings",
     "evals",
     "loop",
     "play",

@@ -21,6 +21,7 @@
 | `records.py` | the jobs API: submissions, records, stored rollouts |
 | `planning.py` | what a job will probably need |
 | `evaluations.py` | models compared on held-out problems |
+| `findings.py` | what is wrong with a run |
 | `keys.py` | API keys |
 | `openai.py` | fine-tuning jobs, files and completions in OpenAI's shape |
 | `examples/` | one of each body, for the OpenAPI documents |
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from shared.wire.base import *
     from shared.wire.episodes import *
     from shared.wire.evaluations import *
+    from shared.wire.findings import *
     from shared.wire.graders import *
     from shared.wire.jobs import *
     from shared.wire.keys import *

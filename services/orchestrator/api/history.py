@@ -1,4 +1,4 @@
-"""A job's history: its events, metrics, rollouts and checkpoints."""
+"""A job's history: its events, metrics, rollouts and checkpoints, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from fastapi import Path as Path_
 from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
+from services.orchestrator.findings import gathering
+from services.orchestrator.findings.diagnosing import findings_of
 from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.examples import of_all_tokens
 from services.orchestrator.runs.checkpoint_files import files_of, path_of
@@ -32,6 +34,7 @@ from shared.wire import (
     CheckpointFiles,
     CheckpointList,
     EventList,
+    FindingList,
     GradedRollout,
     JobProgress,
     MetricsList,
@@ -119,6 +122,12 @@ def _add_results(service: Service, store: Store) -> None:
         rows = tuple(found[:limit])
         more = len(found) > limit
         return MetricsList(rows=rows, next_after_step=rows[-1].step if more else None)
+
+    @app.get("/v1/jobs/{job_id}/findings")
+    async def findings(job_id: str) -> FindingList:
+        """What is wrong with the job, or probably is, the worst first; empty if nothing is."""
+        facts, record = await gathering.gather(store, job_id)
+        return await asyncio.to_thread(findings_of, facts, record)
 
     @app.get("/v1/jobs/{job_id}/rollouts")
     async def rollouts(

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from services.orchestrator.evals.estimates import means, of_all, problem_metrics
+from services.orchestrator.evals.estimates import estimate, means, of_all, problem_metrics
 from services.orchestrator.loop.groups import GradedGroup, is_graded
 from services.orchestrator.loop.prompts import group_seed
 from services.orchestrator.play.group import sample_group
@@ -24,6 +24,10 @@ that groups of the next step need not wait for all."""
 IGNORED = "ignored"
 """The metric that marks a held-out set as ignored, because too many of its completions have no
 reward. It is their share."""
+
+
+LOW, HIGH = "reward_low", "reward_high"
+"""The metrics of a held-out set that bound its mean reward, with 95 % confidence."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +54,28 @@ async def evaluate(
 
 
 def set_metrics(answers_P: Sequence[Answers]) -> dict[str, float]:
-    """Returns the metrics of one held-out set: means over its problems, and the shares of
-    completions that went wrong or got no reward."""
+    """Returns the metrics of one held-out set: means over its problems, the confidence interval of
+    the reward, and the shares of completions that went wrong or got no reward."""
     scores = [score for answers in answers_P for score in answers.scores]
     missing = [is_graded(score) and score.value is None for score in scores]
-    return means(of_all([answers.metrics for answers in answers_P])) | {
-        "missing_rewards": statistics.fmean(missing),
-        "errored_rollouts": statistics.fmean(not is_graded(score) for score in scores),
-    }
+    problems = [answers.metrics for answers in answers_P]
+    return (
+        means(of_all(problems))
+        | _interval(problems)
+        | {
+            "missing_rewards": statistics.fmean(missing),
+            "errored_rollouts": statistics.fmean(not is_graded(score) for score in scores),
+        }
+    )
+
+
+def _interval(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the 95 % confidence interval of the mean reward; empty if the problems show none."""
+    rewards = [metrics["reward"] for metrics in problems if "reward" in metrics]
+    found = estimate(rewards) if rewards else None
+    if found is None or found.low is None or found.high is None:
+        return {}
+    return {LOW: found.low, HIGH: found.high}
 
 
 def ignored(metrics: Mapping[str, float], names: Iterable[str], limit: float) -> dict[str, float]:

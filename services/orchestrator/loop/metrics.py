@@ -32,10 +32,16 @@ docs/observability.md lists the other names.
 | num_examples, num_tokens       | what the step trained on (TRL's num_tokens is of all steps) |
 | skipped_problems               | problems that the step does not take, with [difficulty]     |
 | total/tokens, total/hours      | sampled to train on, and taken, since the job began         |
+| total/passes                   | prompts taken so far per problem of the data, without those |
+|                                | that replaced others; not of a stream                       |
 | total/cost                     | each attempt's hours by the price of one, where known       |
 | replayed                       | 1 if its batch was on disk: trained again, not sampled      |
-| eval/..., eval/<set>/...       | of held-out problems: reward, pass@k, completions/...       |
+| eval/..., eval/<set>/...       | of held-out problems: reward, pass@k, completions/...;      |
+|                                | reward_low and reward_high bound the reward, with 95 %      |
+|                                | confidence                                                  |
 | skipped_steps                  | 1 if the update was refused: loss or gradient not finite    |
+| canary_change                  | how far a step moved the log-probs of a fixed sequence, in  |
+|                                | nats: their mean absolute difference; in steps that sync    |
 | loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them  |
 | time/<stage>                   | seconds; time/step is all of it                             |
 | time/wait_for_batch            | with nothing to train on: the samplers are the bottleneck   |
@@ -75,6 +81,10 @@ WRITTEN = "time/checkpoint"
 
 TOKENS, HOURS, COST = "total/tokens", "total/hours", "total/cost"
 
+PASSES = "total/passes"
+
+CANARY_CHANGE = "canary_change"
+
 
 def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[str, float]:
     """Returns the metrics of a step whose weights serve. `num_skipped` problems are skipped, with
@@ -89,6 +99,7 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
         **(_conversation_metrics(step.batch.groups) if plays else {}),
         **(teacher_metrics(step.batch, job.teacher.max_log_ratio) if job.teacher else {}),
         **({} if step.staleness is None else {"staleness": step.staleness}),
+        **({} if step.moved is None else {CANARY_CHANGE: step.moved}),
         "skipped_steps": int(result.skipped),
         "num_examples": result.num_examples,
         "num_tokens": result.num_tokens,
@@ -105,6 +116,12 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
 def total_metrics(num_tokens: float, hours: float, cost: float | None) -> dict[str, float]:
     """Returns what the job has taken so far; `cost` is None where no price is known."""
     return {TOKENS: num_tokens, HOURS: hours, **({} if cost is None else {COST: cost})}
+
+
+def passes(step: int, job: Job, num_train: int | None) -> dict[str, float]:
+    """Returns how often the job has gone through its `num_train` problems at the end of the step;
+    empty for a stream, and for groups that were sampled elsewhere."""
+    return {PASSES: step * job.sampling.prompts_per_step / num_train} if num_train else {}
 
 
 def reward_metrics(

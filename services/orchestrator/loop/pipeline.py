@@ -47,8 +47,8 @@ from shared.wire import Batch, StepResult
 class Step:
     """A finished step. `seconds` has the time of each stage; `staleness` is in steps, None if
     unknown; a `replayed` batch was stored and not sampled; `num_resampled` groups were sampled more
-    than once; `serves`: its weights serve, as after every `sync_every` steps; `trace` has not
-    ended."""
+    than once; `serves`: its weights serve, as after every `sync_every` steps; `moved` is how far a
+    step moved the canary, in nats, if known; `trace` has not ended."""
 
     batch: Batch
     advantages_PG: Advantages
@@ -58,6 +58,7 @@ class Step:
     replayed: bool
     num_resampled: int = 0
     serves: bool = True
+    moved: float | None = None
     trace: tracing.Trace = tracing.NONE
 
 
@@ -105,8 +106,10 @@ class Pipeline:
         watch.lap("store")
         result = await self.services.train_step(batch.step, examples, totals)
         watch.lap("train")
+        moved = None
         if serves := syncs_after(self.job, batch.step):
             synced = await sync_weights(self.services, self.job, batch.step, self.journal)
+            moved = synced.moved
             await to_disk(self.folder.append_sync, synced.row())
         watch.lap("sync")
         return Step(
@@ -118,6 +121,7 @@ class Pipeline:
             replayed=not sampled.seconds,
             num_resampled=sampled.num_resampled,
             serves=serves,
+            moved=moved,
             trace=sampled.trace,
         )
 

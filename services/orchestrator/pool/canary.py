@@ -51,12 +51,27 @@ ROUNDING = 0.1
 def difference(canary: Canary, serving: ServingWeights) -> float:
     """Returns the mean absolute difference of the log-probs, in nats; infinity if they are not of
     the same tokens."""
-    ours, theirs = list(canary.logprobs), list(serving.canary_logprobs)
+    return _mean_gap(list(canary.logprobs), list(serving.canary_logprobs))
+
+
+def _mean_gap(ours: list[float], theirs: list[float]) -> float:
     if len(ours) != len(theirs):
         return float("inf")
     gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     mean = sum(gaps) / len(gaps)
     return mean if mean == mean else float("inf")  # NaN: the sampler's are not finite
+
+
+def change(before: Published | None, after: Published) -> float | None:
+    """Returns how far the steps between two versions moved the trainer's log-probs of the canary:
+    the mean absolute difference in nats, per step. None: it is not known."""
+    if before is None or before.canary is None or after.canary is None:
+        return None
+    num_steps = after.version - before.version
+    if num_steps < 1 or before.canary.token_ids != after.canary.token_ids:
+        return None
+    moved = _mean_gap(list(before.canary.logprobs), list(after.canary.logprobs)) / num_steps
+    return moved if moved < float("inf") else None
 
 
 def tolerance(canary: Canary, serving: ServingWeights) -> float:

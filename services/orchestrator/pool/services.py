@@ -45,6 +45,7 @@ from shared.wire import (
     Message,
     ModelRequest,
     Prompt,
+    Published,
     PublishRequest,
     Released,
     ReleaseRequest,
@@ -97,12 +98,13 @@ NOT_GRADED = Score(value=None, parts={})
 class Services:
     """One job's trainer, reward service and pool of samplers. `close` ends the connections.
     `sync_method` is how weights go to the samplers in this epoch, once that was chosen
-    (syncing.py). `waits` says what is under way. `trainer_gpu` is the GPU that the trainer sends
-    from and its memory space, once it has the job. `identity` names the orchestrator's Redis, by
-    which trainer and samplers know whose job it is. With `grading_waits`, grading waits for a
-    reward service that is away, so that the sampled completions are not lost. `environment` is
-    what conversations act in, and `conversations` the room for them. `tell` reports to the job's
-    events. `sessions` and `episodes` of this process are set for a run; play/ has their types."""
+    (syncing.py), and `published` is the version of this epoch that serves. `waits` says what is
+    under way. `trainer_gpu` is the GPU that the trainer sends from and its memory space, once it
+    has the job. `identity` names the orchestrator's Redis, by which trainer and samplers know whose
+    job it is. With `grading_waits`, grading waits for a reward service that is away, so that the
+    sampled completions are not lost. `environment` is what conversations act in, and
+    `conversations` the room for them. `tell` reports to the job's events. `sessions` and `episodes`
+    of this process are set for a run; play/ has their types."""
 
     def __init__(
         self,
@@ -126,6 +128,7 @@ class Services:
         self.pool = Pool(settings, tell, registered, headers)
         self._registered = registered
         self.sync_method: SyncMethod | None = None
+        self.published: Published | None = None
         self.waits = Waits()
         self.conversations = asyncio.Semaphore(MAX_CONVERSATIONS)
         self.tell = tell
@@ -162,6 +165,7 @@ class Services:
     def new_epoch(self) -> None:
         """Begins another epoch: requests of the epoch before are refused or never joined."""
         self._who = self._who.model_copy(update={"epoch": self._who.epoch + 1})
+        self.published = None
         if self._job.weight_sync == "auto":
             self.sync_method = None
 

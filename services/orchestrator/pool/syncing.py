@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.errors import SyncFailed
-from services.orchestrator.pool.canary import difference, prove
+from services.orchestrator.pool.canary import change, difference, prove
 from services.orchestrator.pool.sampler import NOT_HERE, Push
 from services.orchestrator.pool.services import Services
 from services.orchestrator.store.journal import Journal
@@ -35,11 +35,13 @@ Candidate = tuple[SyncMethod, str]
 @dataclass(frozen=True)
 class Synced:
     """A version that serves: what was published, and what each sampler answered, after `seconds`
-    in all."""
+    in all. `moved` is how far a step moved its canary since the version before (`change` in
+    canary.py); None: not known."""
 
     published: AnyWeights
     answers: list[ServingWeights]
     seconds: float
+    moved: float | None = None
 
     def row(self) -> dict[str, Any]:
         """Returns what the run folder keeps of it."""
@@ -50,6 +52,7 @@ class Synced:
             "digest": ref.digest,
             "size_bytes": ref.size_bytes,
             "seconds": round(self.seconds, 4),
+            "canary_change": self.moved,
             "samplers": [
                 {
                     "replica": serving.replica,
@@ -214,7 +217,8 @@ async def _push(
                 f"{serving.replica or 'the sampler'} gave no log-probs for version {version} (it "
                 "is paused): only their digest shows that it holds the trainer's weights"
             )
-    return Synced(published.root, answers, time.monotonic() - start)
+    moved, services.published = change(services.published, published.root), published.root
+    return Synced(published.root, answers, time.monotonic() - start, moved)
 
 
 def _is_trial(services: Services, job: Job) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.orchestrator.errors import TooDear
 from services.orchestrator.evals.held_out import evaluate, ignored
-from services.orchestrator.loop.metrics import WRITTEN, StepClock, step_metrics
+from services.orchestrator.loop.metrics import WRITTEN, StepClock, passes, step_metrics
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
 from services.orchestrator.pool.services import Services
@@ -96,7 +96,7 @@ class AfterStep:
     async def _finish(self, step: Step, eta_s: float | None) -> Ended:
         number, spec = step.batch.step, self.job.stop
         metrics = step_metrics(step, self.job, self.prompts.num_skipped(number))
-        metrics |= self.spent.after(step.batch)
+        metrics |= self.spent.after(step.batch) | passes(number, self.job, self.prompts.num_train)
         await self._warn(step, metrics)
         last = number == self.job.steps or over_budget(metrics, spec) is not None
         too_dear = None if step.replayed else self.spent.beyond(spec)

@@ -13,6 +13,7 @@
                                   skips those
                evaluation.jsonl   the scores of a job of 0 steps: a line for each model and
                                   held-out set, with the metrics of each problem
+               weights.jsonl      how each version reached the samplers
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
                rollouts/000012.groups/            finished groups of a step that has no batch yet
@@ -63,7 +64,7 @@ NOTE, JOB, SUBMITTED = "record.json", "job.json", ".job.json"
 
 HOURS, COST = "hours", "cost"
 
-DIFFICULTY, EVALUATION = "difficulty.jsonl", "evaluation.jsonl"
+DIFFICULTY, EVALUATION, SYNCS = "difficulty.jsonl", "evaluation.jsonl", "weights.jsonl"
 
 DELETED = "deleted"
 """The file that says that the job was deleted."""
@@ -264,10 +265,13 @@ class RunFolder:
         return found
 
     def append_sync(self, row: dict[str, Any]) -> None:
-        """Notes in `weights.jsonl` how a version reached the samplers. Hone never reads this
-        file."""
-        with self._writing(), (self.path / "weights.jsonl").open("a") as file:
+        """Notes in `weights.jsonl` how a version reached the samplers. No run depends on it."""
+        with self._writing(), (self.path / SYNCS).open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def syncs(self) -> list[dict[str, Any]]:
+        """Returns the rows of `weights.jsonl`, oldest first."""
+        return self._rows(SYNCS)
 
     def metrics(self, after_step: int = -1) -> list[MetricsRow]:
         """Returns the rows after `after_step`, in order."""

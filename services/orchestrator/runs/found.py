@@ -64,7 +64,7 @@ def find_runs(runs_dir: Path) -> list[FoundRun]:
         for path in sorted(runs_dir.resolve().glob("*/"))
         if re.fullmatch(JOB_ID, path.name) and not path.is_symlink()
     ]
-    return [found for folder in folders if (found := _found(folder))]
+    return [found for folder in folders if (found := find_run(folder))]
 
 
 def unsubmitted(runs_dir: Path, latest: float) -> list[RunFolder]:
@@ -77,7 +77,8 @@ def unsubmitted(runs_dir: Path, latest: float) -> list[RunFolder]:
     ]
 
 
-def _found(folder: Path) -> FoundRun | None:
+def find_run(folder: Path) -> FoundRun | None:
+    """Returns the job of a run folder; None for a folder of no job."""
     if (folder / JOB).exists():
         return _read(folder)
     if any((folder / name).exists() for name in RESULTS):

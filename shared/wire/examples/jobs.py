@@ -31,6 +31,16 @@ GRADED = {
     "parts": {"python_value": PART},
     "advantage": 0.94,
 }
+FINDING: dict[str, Any] = {
+    "code": "truncation",
+    "level": "warning",
+    "title": "31% of the completions of the last 10 steps were cut off at 512 tokens",
+    "since_step": 31,
+    "evidence": [{"metric": "completions/clipped_ratio", "steps": [39, 40], "values": [0.3, 0.32]}],
+    "cause": "sampling.max_tokens ends completions before the model does",
+    "remedy": "raise sampling.max_tokens",
+    "keys": ["sampling.max_tokens"],
+}
 KEY = {"name": "dashboard", "access": "read", "created_at": 1763800000}
 
 SCORED_DATA: dict[str, Any] = {
@@ -77,6 +87,13 @@ JOBS: dict[str, Any] = {
         ]
     },
     "MetricsList": {"rows": [{"step": 1, "metrics": {"reward": 0.31, "loss": 0.02}}]},
+    "FindingList": {
+        "job_id": ID,
+        "status": "running",
+        "step": 40,
+        "well": False,
+        "findings": [FINDING],
+    },
     "RolloutList": {"step": 40, "rollouts": [GRADED], "next_after": 1},
     "CheckpointList": {"checkpoints": [CHECKPOINT]},
     "CheckpointFiles": {

@@ -1,0 +1,75 @@
+"""What is wrong with a run. READ FIRST. Pure functions over its facts (facts.py): each yields a
+finding where something is wrong and nothing where all is well, so page, `hone doctor JOB` and the
+job's events say the same. docs/diagnosis.md has the table of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from services.orchestrator.findings import (
+    completions,
+    problems,
+    rewards,
+    speed,
+    state,
+    suspects,
+    updates,
+)
+from services.orchestrator.findings.facts import Facts
+from shared.wire import Finding, FindingList, JobRecord
+
+Check = Callable[[Facts], Iterator[Finding]]
+
+CHECKS: tuple[Check, ...] = (
+    state.ended_badly,
+    state.waits,
+    state.stalled,
+    state.recovers_often,
+    rewards.no_signal,
+    rewards.reward_constant,
+    rewards.rewards_contradict,
+    completions.missing_rewards,
+    completions.errored_rollouts,
+    completions.environment_failures,
+    suspects.reward_fell,
+    suspects.held_out_falls,
+    suspects.lengths,
+    suspects.one_text,
+    completions.truncation,
+    completions.overlong_prompts,
+    updates.steps_skipped,
+    updates.updates,
+    updates.spikes,
+    updates.entropy_collapse,
+    updates.mismatch,
+    updates.off_policy,
+    problems.evaluation_ignored,
+    problems.evaluation_too_small,
+    problems.data_exhausted,
+    problems.data_repeated,
+    speed.slow_stage,
+    speed.slower,
+    speed.samplers_wait,
+    speed.sampler_idle,
+)
+"""Of equal level, an earlier one is shown first."""
+
+LEVELS = ("problem", "warning", "notice")
+
+
+def diagnose(facts: Facts) -> tuple[Finding, ...]:
+    """Returns the findings, the worst first."""
+    found = [finding for check in CHECKS for finding in check(facts)]
+    return tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
+
+
+def findings_of(facts: Facts, record: JobRecord) -> FindingList:
+    """Returns the findings as the API has them."""
+    found = diagnose(facts)
+    return FindingList(
+        job_id=record.id,
+        status=record.status,
+        step=facts.rows[-1].step if facts.rows else 0,
+        well=all(finding.level == "notice" for finding in found),
+        findings=found,
+    )

@@ -1,0 +1,90 @@
+"""What is wrong with a job, over the API and without a stack."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from shared.errors import NotFound
+from shared.job import Job
+from shared.settings import Settings
+from shared.wire import FindingList, MetricsRow, SubmitRequest
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, full_stack
+
+pytestmark = pytest.mark.slow
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+ROOT = "root-token-of-the-stack"
+
+FLAT = {"frac_reward_zero_std": 1.0, "reward": 0.0}
+
+
+async def found(stack: Stack, job_id: str) -> FindingList:
+    return await stack.client.get(f"/v1/jobs/{job_id}/findings", FindingList)
+
+
+async def test_a_job_that_does_well_has_no_findings(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    listed = await found(stack, record.id)
+    assert (listed.job_id, listed.status, listed.step) == (record.id, "succeeded", 8)
+    assert listed.well and not listed.findings
+    assert await found(stack, record.id) == listed, "asking changes nothing"
+
+
+async def test_a_job_without_signal_is_told_so_also_without_a_stack(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    flat = [MetricsRow(step=step, metrics=FLAT) for step in range(1, 9)]
+    for row in flat:
+        stack.folder(record.id).replace_metrics(row)
+    listed = await found(stack, record.id)
+    assert [finding.code for finding in listed] == ["no_signal_hard"]
+    (finding,) = listed
+    assert (finding.code, finding.level, finding.since_step) == ("no_signal_hard", "problem", 1)
+    assert not listed.well
+    alone = subprocess.run(
+        [sys.executable, "-m", "services.orchestrator.findings", record.run_dir],
+        capture_output=True,
+        text=True,
+    )
+    assert FindingList.model_validate_json(alone.stdout) == listed, alone.stderr
+
+
+async def test_findings_of_no_job_are_a_404(stack: Stack) -> None:
+    with pytest.raises(NotFound, match="no job 'nobody'"):
+        await found(stack, "nobody")
+
+
+def test_a_folder_of_no_job_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.orchestrator.findings", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 2 and "is no run folder: expected one with job.json" in ended.stderr
+
+
+async def test_a_read_only_key_sees_findings(settings: Settings, redis_url: str, job: Job) -> None:
+    settings = settings.model_copy(update={"token": SecretStr(ROOT)})
+    fakes = FakeServices(settings)
+    async with (
+        fakes.running(settings) as settings,
+        full_stack(fakes, settings, redis_url, job) as stack,
+    ):
+        root = {"authorization": f"Bearer {ROOT}"}
+        body = {"name": "dashboard", "access": "read"}
+        made = await stack.http.post("/v1/keys", json=body, headers=root)
+        reads = {"authorization": f"Bearer {made.json()['secret']}"}
+        whole = json.loads(SubmitRequest(job=job).model_dump_json())
+        submitted = await stack.http.post("/v1/jobs", json=whole, headers=root)
+        path = f"/v1/jobs/{submitted.json()['id']}/findings"
+        assert (await stack.http.get(path)).status_code == 401
+        answer = await stack.http.get(path, headers=reads)
+        assert answer.status_code == 200 and answer.json()["job_id"] == submitted.json()["id"]

@@ -1,0 +1,135 @@
+"""Findings about signal, rewards, and completions without a reward."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.orchestrator.findings.rewards import correlation
+from shared.wire import Part, Score
+from tests.support.run_facts import batch, codes, facts, job_with, only, rollout
+
+FLAT = [1.0] * 6
+
+
+def test_groups_that_all_earn_nothing_are_too_hard() -> None:
+    signal = [0.5, *[0.95] * 7]
+    finding = only(facts({"frac_reward_zero_std": signal, "reward": [0.02] * 8}))
+    assert (finding.code, finding.level) == ("no_signal_hard", "problem")
+    assert finding.since_step == 2
+    assert finding.title == (
+        "95% of the groups of steps 1 to 8 teach nothing: hardly any completion earns a reward"
+    )
+    assert finding.evidence[0].metric == "frac_reward_zero_std"
+    assert finding.evidence[0].steps == tuple(range(1, 9))
+    assert "difficulty.skip_wrong" in finding.keys
+
+
+def test_groups_that_earn_everything_from_the_start_are_too_easy() -> None:
+    finding = only(facts({"frac_reward_zero_std": FLAT, "reward": [1.0] * 6}))
+    assert (finding.code, finding.level) == ("no_signal_easy", "problem")
+    assert "too easy" in finding.cause
+
+
+def test_a_job_that_has_learned_everything_gets_a_notice() -> None:
+    flat, reward = [0.2] * 12 + [0.95] * 10, [0.3] * 12 + [0.97] * 10
+    finding = only(facts({"frac_reward_zero_std": flat, "reward": reward}))
+    assert (finding.code, finding.level, finding.since_step) == ("no_signal_easy", "notice", 13)
+
+
+def test_equal_rewards_that_are_neither_right_nor_wrong_are_told_apart() -> None:
+    metrics = {"frac_reward_zero_std": FLAT, "reward": [0.5] * 6}
+    finding = only(facts(metrics))
+    assert finding.code == "no_signal_equal"
+    assert finding.cause == "the rewards give different completions the same number"
+    same = batch([["yes", "yes"], ["no", "no"]])
+    finding = only(facts(metrics, batches=[same]))
+    assert finding.cause == "in 100% of the groups all completions are the same text"
+    assert "sampling.temperature" in finding.keys
+    alone = job_with(sampling={"group_size": 1})
+    assert "sampling.group_size is 1" in only(facts(metrics, alone)).cause
+
+
+@pytest.mark.parametrize("signal", [[1.0] * 4, [0.85] * 20, [1.0, 1.0, 0.5, 0.5, 0.5, 0.5]])
+def test_few_steps_or_some_groups_with_signal_are_no_finding(signal: list[float]) -> None:
+    assert not codes(facts({"frac_reward_zero_std": signal, "reward": [0.0] * len(signal)}))
+
+
+def test_one_of_two_rewards_that_never_varies_is_a_finding() -> None:
+    job = job_with(rewards=[{"grader": "right"}, {"grader": "form"}])
+    constant = {"rewards/form/mean": [0.0] * 5, "rewards/form/std": [0.0] * 5}
+    varies = {"rewards/right/mean": [0.1, 0.2] * 3, "rewards/right/std": [0.3] * 6}
+    finding = only(facts({**constant, **varies}, job))
+    assert (finding.code, finding.level) == ("reward_constant", "warning")
+    assert finding.title == "reward 'form' has given every completion 0 in all 5 steps"
+    has_all = {"rewards/form/mean": [1.0] * 5, "rewards/form/std": [0.0] * 5}
+    assert only(facts({**has_all, **varies}, job)).level == "notice"
+    learned = {"rewards/form/mean": [0.9, *[1.0] * 5], "rewards/form/std": [0.1, *[0.0] * 5]}
+    assert not codes(facts({**learned, **varies}, job)), "it varied once"
+
+
+def test_rewards_that_pull_against_each_other_are_a_finding() -> None:
+    """In each group one completion is right and long, one wrong and short: correlation -1."""
+    job = job_with(rewards=[{"grader": "right"}, {"grader": "short"}])
+    against = [[{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 1.0}]] * 16
+    finding = only(facts({}, job, batches=[batch([["a", "b"]] * 16, against)]))
+    assert (finding.code, finding.evidence[0].values) == ("rewards_contradict", (-1.0,))
+    together = [[{"right": 1.0, "short": 1.0}, {"right": 0.0, "short": 0.0}]] * 16
+    assert not codes(facts({}, job, batches=[batch([["a", "b"]] * 16, together)]))
+    few = facts({}, job, batches=[batch([["a", "b"]] * 15, against[:15])])
+    assert not codes(few), "30 completions are too few"
+    penalty = job_with(rewards=[{"grader": "right"}, {"grader": "short", "weight": -1}])
+    assert not codes(facts({}, penalty, batches=[batch([["a", "b"]] * 16, against)]))
+
+
+def test_the_correlation_is_pearsons() -> None:
+    """Of x = -1, 0, 1 and y = 0, -1, 1 (all with mean 0): 1 / 2."""
+    assert correlation([(-1, 0), (0, -1), (1, 1)]) == pytest.approx(0.5)
+    assert correlation([(1, 1), (1, 2)]) is None, "one side does not vary"
+    assert correlation([(1, 1)]) is None
+
+
+def test_missing_rewards_are_told_with_their_reasons() -> None:
+    one = batch([["a", "b", "c"]])
+    failed = Part(value=None, verdict="error", detail="no key for the judge")
+    scores = (Score(value=None, parts={"judge": failed}),) * 2
+    one = one.model_copy(update={"scores": ((*scores, one.scores[0][0]),)})
+    finding = only(facts({"missing_rewards": [0.0, 0.05, 0.05, 0.05]}, batches=[one]))
+    assert (finding.code, finding.level, finding.since_step) == ("missing_rewards", "warning", 2)
+    assert finding.evidence[1].text == "2 x judge: no key for the judge"
+    assert only(facts({"missing_rewards": [0.2]})).level == "problem"
+    assert not codes(facts({"missing_rewards": [0.3, 0.0, 0.0, 0.0, 0.0]})), "it is over"
+
+
+def test_rollouts_that_went_wrong_are_told_with_their_reasons() -> None:
+    one = batch([["a", "b"]])
+    late = rollout(finish_reason="timeout", error="not done after 600 s")
+    group = one.groups[0].model_copy(update={"rollouts": (late, late)})
+    one = one.model_copy(update={"groups": (group,)})
+    shares = {"errored_rollouts": [0.1] * 3, "timed_out_rollouts": [0.1] * 3}
+    finding = only(facts(shares, batches=[one]))
+    assert finding.code == "errored_rollouts" and "HONE_GENERATE_DEADLINE_S" in finding.cause
+    assert finding.evidence[2].text == "2 x not done after 600 s"
+    others = only(facts({**shares, "timed_out_rollouts": [0.0] * 3}))
+    assert "HONE_GENERATE_DEADLINE_S" not in others.keys
+
+
+def test_environments_that_die_are_a_finding() -> None:
+    assert only(facts({"environment_failures": [0.02] * 5})).code == "environment_failures"
+    assert not codes(facts({"environment_failures": [0.0] * 5}))
+
+
+def test_completions_that_are_cut_off_are_a_finding_by_their_share() -> None:
+    metrics = {"completions/clipped_ratio": [0.1, 0.1, *[0.3] * 8]}
+    metrics["completions/mean_length"] = [300.0] * 10
+    finding = only(facts(metrics))
+    assert (finding.code, finding.level, finding.since_step) == ("truncation", "warning", 3)
+    assert finding.title.startswith("30% of the completions of steps 1 to 10 were cut off at 512")
+    metrics["completions/clipped_ratio"] = [0.6] * 10
+    assert only(facts(metrics)).level == "problem"
+    metrics["completions/clipped_ratio"] = [0.15] * 10
+    assert not codes(facts(metrics))
+
+
+def test_prompts_that_are_too_long_are_a_finding() -> None:
+    assert only(facts({"overlong_prompts": [0.2] * 3})).code == "overlong_prompts"
+    assert not codes(facts({"overlong_prompts": [0.05] * 3}))
