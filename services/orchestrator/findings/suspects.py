@@ -12,6 +12,7 @@ from services.orchestrator.findings.facts import (
     WINDOW,
     Facts,
     HeldOut,
+    Series,
     percent,
     steps_of,
 )
@@ -52,29 +53,38 @@ SHOWN_CHARS = 120
 
 
 def reward_fell(facts: Facts) -> Iterator[Finding]:
-    """The training reward is far below the best that it was."""
-    reward = facts.of("reward")
+    """The training reward is far below the best that it was: of ten steps, or of one of the first
+    steps, since a single update may ruin a policy."""
+    reward, first = facts.of("reward"), facts.of("reward").first()
     if len(reward) <= FEWEST:
         return
-    size = WINDOW if len(reward) >= 2 * WINDOW else 1
-    best = max(reward.windows(size), key=lambda window: window.median)
-    last, deviation = reward.last(min(WINDOW, len(reward) - 1)), facts.of("reward_std").median
+    last = reward.last(min(WINDOW, len(reward) - 1))
+    for series, size in ((reward, WINDOW), (first, 1)):
+        best = max(series.windows(size), key=lambda window: window.median, default=last)
+        noise = best.noise if size > 1 else first.noise
+        if best.median - last.median > _usual(facts, best, noise):
+            yield _fell(reward, best, last)
+            return
+
+
+def _usual(facts: Facts, best: Series, noise: float) -> float:
+    """Returns how far the reward may fall from its best without anything being wrong."""
+    deviation = facts.of("reward_std").median
+    deviation = 0.0 if math.isnan(deviation) else deviation
     of_a_step = deviation / math.sqrt(facts.job.sampling.prompts_per_step)
-    noise = max(best.noise, of_a_step) if deviation == deviation else best.noise
-    lost, scale = best.median - last.median, max(abs(best.median), deviation)
-    if not lost > max(LOST * scale, NOISES * noise):
-        return
+    scale = max(abs(best.median), deviation)
+    return max(LOST * scale, NOISES * max(noise, of_a_step))
+
+
+def _fell(reward: Series, best: Series, last: Series) -> Finding:
     middle = (best.median + last.median) / 2
-    yield Finding(
+    return Finding(
         code="reward_fell",
         level="problem",
         title=f"the training reward fell from {best.median:.3g} in {steps_of(best)} to "
         f"{last.median:.3g} in {steps_of(last)}",
         since_step=reward.since(lambda value: value < middle),
-        evidence=(
-            Evidence(metric="reward", steps=best.steps, values=best.values),
-            reward.evidence(),
-        ),
+        evidence=(best.evidence(), reward.evidence()),
         cause="the policy was moved too far by some updates, or the problems became harder",
         remedy="go on from the best checkpoint in a new job with a lower "
         "training.learning_rate, or with training.beta to hold the policy near its start",
@@ -92,7 +102,7 @@ def held_out_falls(facts: Facts) -> Iterator[Finding]:
 
 def _falls(facts: Facts, held_out: HeldOut) -> Finding | None:
     rewards, train = held_out.rewards, facts.of("reward")
-    if len(rewards) < 3 or len(train) < FEWEST:
+    if len(rewards) < 3 or len(train) < FEWEST or any(reward_fell(facts)):
         return None
     best = max(range(len(rewards) - 2), key=lambda at: rewards.values[at])
     drops = [rewards.values[best] - rewards.values[at] for at in (-2, -1)]
@@ -101,7 +111,7 @@ def _falls(facts: Facts, held_out: HeldOut) -> Finding | None:
     if any(drop <= margin for drop, margin in zip(drops, margins, strict=True)):
         return None
     if train.last().median < before.median - before.noise:
-        return None  # both fall: `reward_fell` says so
+        return None  # both fall
     name = f"the held-out set {held_out.name!r}" if held_out.name else "held-out problems"
     return Finding(
         code="held_out_falls",
