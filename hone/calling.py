@@ -51,7 +51,7 @@ class Calls:
         return await self.checked(self.client.get(path, answer))
 
     async def post(self, path: str, body: BaseModel | None, answer: type[M], **options: Any) -> M:
-        """Returns the answer. `options` are those of `shared.http.client.Client.call`."""
+        """Returns the answer. `options` are as in `shared.http.client.Client.call`."""
         return await self._call("POST", path, body, answer, **options)
 
     async def delete(self, path: str, answer: type[M], **options: Any) -> M:

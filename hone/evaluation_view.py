@@ -94,12 +94,12 @@ def is_clear(difference: Estimate) -> bool:
 
 def _warnings(held_out: SetReport) -> list[str]:
     """Returns sentences about completions that count nowhere."""
-    lines: list[str] = []
-    for model in held_out.models:
+    return [
+        f"{model.name}: {share:.1%} of the completions {what}"
+        for model in held_out.models
         for share, what in (
             (model.errored_rollouts, "could not be sampled"),
             (model.missing_rewards, "got no reward"),
-        ):
-            if share:
-                lines.append(f"{model.name}: {share:.1%} of the completions {what}")
-    return lines
+        )
+        if share
+    ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shared.wire import Change, Cost, Placement, Plan, StepTime
+    from shared.wire import Change, Cost, Placement, Plan
 
 GIB_PARTS = {
     "trainer": {
@@ -22,7 +22,6 @@ GIB_PARTS = {
     },
     "sampler": {"weights": "weights_gib", "cache": "cache_gib", "overhead": "overhead_gib"},
 }
-
 
 SOURCES = {"tabled": "from data sheets", "measured": "measured"}
 """The source of a step's time, in words."""
@@ -74,7 +73,9 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{place.sampler.cache_bytes_per_token:,} bytes per token)"
     )
     if place.time is not None:
-        yield f"  a step takes about {_time(place.time)}"
+        time = place.time
+        parts = f"sampling {time.sample_s:.1f}, training {time.train_s:.1f}, sync {time.sync_s:.1f}"
+        yield f"  a step takes about {time.step_s:.1f} s ({parts}; {SOURCES[time.source]})"
     if plan.cost is not None:
         yield f"  {cost_text(plan.cost)}"
     if place.settings:
@@ -138,11 +139,6 @@ def _parts(place: Placement, who: str) -> str:
     memory = place.trainer if who == "trainer" else place.sampler
     found = {name: float(getattr(memory, field)) for name, field in GIB_PARTS[who].items()}
     return ", ".join(f"{name} {gib:.1f}" for name, gib in found.items() if gib >= 0.05)
-
-
-def _time(time: StepTime) -> str:
-    parts = f"sampling {time.sample_s:.1f}, training {time.train_s:.1f}, sync {time.sync_s:.1f}"
-    return f"{time.step_s:.1f} s ({parts}; {SOURCES[time.source]})"
 
 
 def _other(place: Placement) -> str:

@@ -41,7 +41,6 @@ SAYING_S = 3.0
 REWARDS_ONLY = ("name=rewards", "model=any/model", "steps=1", "data.train=any")
 """Keys that complete a file with only `[[rewards]]` to a job."""
 
-
 COMPLETION_S = 5.0
 """Seconds that a shell's Tab waits for the names of jobs."""
 
@@ -60,9 +59,8 @@ def job_names(incomplete: str) -> list[str]:
             return [name for job in await client.list(100) for name in (job.name, job.id)]
 
     with contextlib.suppress(HoneError, TimeoutError):
-        return [
-            name for name in dict.fromkeys(asyncio.run(newest())) if name.startswith(incomplete)
-        ]
+        names = dict.fromkeys(asyncio.run(newest()))
+        return [name for name in names if name.startswith(incomplete)]
     return []
 
 
@@ -104,12 +102,17 @@ def _register(group: typer.Typer, function: Callable[..., Any]) -> Callable[...,
         try:
             return function(*args, **kwargs)
         except HoneError as error:
-            err.print(f"hone: {error.detail}", markup=False, highlight=False)
+            say(f"hone: {error.detail}")
             raise typer.Exit(WRONG) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(INTERRUPTED) from error
 
     return group.command(function.__name__.rstrip("_"))(run)
+
+
+def say(message: str) -> None:
+    """Prints a message for people on stderr, as it is."""
+    err.print(message, markup=False, highlight=False)
 
 
 def job_in(file: Path, overrides: Sequence[str] | None) -> Job:
@@ -119,7 +122,7 @@ def job_in(file: Path, overrides: Sequence[str] | None) -> Job:
 
     job = load_job(file, overrides or [])
     if said := _misspelt_folder(job.model):
-        err.print(f"warning: {said}", markup=False, highlight=False)
+        say(f"warning: {said}")
     return job
 
 
@@ -161,11 +164,11 @@ def saying(what: str) -> Generator[None]:
     """Says on stderr every few seconds that it still goes on: "checking the job, 6 s"."""
     ended, began = threading.Event(), time.monotonic()
 
-    def say() -> None:
+    def tell() -> None:
         while not ended.wait(SAYING_S):
             err.print(f"{what}, {time.monotonic() - began:.0f} s", highlight=False)
 
-    telling = threading.Thread(target=say, daemon=True)
+    telling = threading.Thread(target=tell, daemon=True)
     telling.start()
     try:
         yield

@@ -68,9 +68,9 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
 
 
-def sparkline(values: list[float], width: int = 24) -> str:
-    """Returns the last `width` values as bars between their least and greatest."""
-    shown = values[-width:]
+def sparkline(values: list[float]) -> str:
+    """Returns the last 24 values as bars between their least and greatest."""
+    shown = values[-24:]
     low, high = min(shown), max(shown)
     return "".join(
         BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in shown
@@ -335,9 +335,6 @@ class Follower:
         played = conversations(metrics)
         return f"{step}  reward {shown}{curve}{played}  {time_split(metrics)}{left}"
 
-
-if TYPE_CHECKING:
-    from shared.wire import MetricsRow
 
 HEIGHT, WIDTH = 12, 72
 MARKS, LETTERS = "·●", "abcdefghijklmnopqrstuvwxyz"

@@ -84,8 +84,8 @@ def work(
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Progress:
     """Runs `agent` for episodes, `concurrency` at a time, until it is interrupted; of one job, also
-    until that has ended. Returns what was done. Without `url` the orchestrator is that of the
-    commands: HONE_ORCHESTRATOR_URL, or the stack of this folder. `tell` gets a sentence when the
+    until that has ended. Returns what was done. Without `url` the orchestrator is the
+    commands': HONE_ORCHESTRATOR_URL, or the stack of this folder. `tell` gets a sentence when the
     orchestrator is away, and `progress` the numbers after each episode. Raises BadRequest."""
     if concurrency < 1:
         raise BadRequest(f"'concurrency' is {concurrency}; expected 1 or more")

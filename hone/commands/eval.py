@@ -22,6 +22,7 @@ from hone.shell import (
     connect,
     err,
     job_in,
+    say,
     show,
 )
 from shared.errors import BadRequest, NotFound
@@ -89,7 +90,7 @@ def eval(
         found = [_model(client, model) for model in models]
         record = accepted(client, evaluating.evaluation_of(job, found), None, None)
         for line in (*(f"warning: {each}" for each in record.warnings), f"job {record.id}"):
-            err.print(line, markup=False, highlight=False)
+            say(line)
         report = _followed(client, record.id)
     show(output, report, lambda: evaluation_view.report(report))
 
@@ -103,10 +104,10 @@ def _followed(client: Client, job_id: str) -> EvaluationReport:
                 )
             )
     except KeyboardInterrupt as error:
-        err.print(f"interrupted: job {job_id} is being cancelled", markup=False, highlight=False)
+        say(f"interrupted: job {job_id} is being cancelled")
         raise typer.Exit(INTERRUPTED) from error
     except evaluating.Paused as error:
-        err.print(f"hone: {error.detail}", markup=False, highlight=False)
+        say(f"hone: {error.detail}")
         raise typer.Exit(PAUSED) from error
 
 
@@ -155,7 +156,7 @@ def _checkpoint(client: Client, text: str) -> str | None:
     wanted = step or [*steps][-1]
     if wanted not in steps:
         raise BadRequest(
-            f"{text!r}: job {job!r} has no checkpoint of step {step}; it has those of steps "
+            f"{text!r}: job {job!r} has no checkpoint of step {step}; it has checkpoints of steps "
             f"{', '.join(steps)}"
         )
     return steps[wanted]

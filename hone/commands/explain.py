@@ -115,7 +115,7 @@ def _all_keys() -> dict[str, Explanation]:
 def _graders() -> Explanation:
     """Returns the graders of this version of Hone; their params are the fields of each."""
     listed = tuple(map(_grader, reward_service.graders_here()))
-    text = "What `grader` of a [[rewards]] can name; the keys of each are those of `params`."
+    text = "What `grader` of a [[rewards]] can name; their keys are the keys of `params`."
     return Explanation(
         key=GRADERS, type="", bounds="", default=None, required=True, text=text, fields=listed
     )

@@ -89,7 +89,7 @@ def grade(
         rewards = load_job(reward, REWARDS_ONLY).rewards
     else:
         own = own_reward(file, function, param or []) if file else None
-        rewards = (own or named_reward(grader or "", param or []),)
+        rewards = (own or RewardSpec(grader=grader or "", params=_params(param or [])),)
     if completions is not None:
         graded = Graded.of(score(items_in(completions), rewards))
         show(output, graded, lambda: list_of(graded))
@@ -104,7 +104,7 @@ def grade(
 
 
 class Graded(BaseModel):
-    """The scores of a file's completions in its order. `mean` is over those that have a reward."""
+    """The scores of a file's completions in its order. `mean` leaves missing rewards out."""
 
     mean: float | None
     num_missing: int
@@ -121,12 +121,6 @@ def own_reward(file: Path, function: str, params: Sequence[str]) -> RewardSpec:
     """Returns the reward for `function` in `file`. Raises BadRequest if the file cannot be read."""
     source = read_source(file)
     return RewardSpec(file=str(file), function=function, source=source, params=_params(params))
-
-
-def named_reward(grader: str, params: Sequence[str]) -> RewardSpec:
-    """Returns the reward for the registered `grader` with these params ("key=value", the value as
-    TOML or text)."""
-    return RewardSpec(grader=grader, params=_params(params))
 
 
 def item(completion: str, prompt: str, row: str, num_tokens: int | None) -> ScoreItem:
@@ -214,6 +208,7 @@ def _number(value: float | None) -> str:
 
 
 def _params(params: Sequence[str]) -> dict[str, Any]:
+    """Returns the params of "key=value", each value as TOML or text."""
     found: dict[str, Any] = {}
     for param in params:
         key, separator, text = param.partition("=")

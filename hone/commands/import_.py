@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hone.shell import Output, OutputOption, as_json, command, err, out
+from hone.shell import Output, OutputOption, as_json, command, out, say
 from shared.errors import BadRequest
 
 if TYPE_CHECKING:
     from hone.importing.importing import Imported
-    from hone.importing.table import Lacking
 
 
 @command
@@ -47,14 +46,14 @@ def import_(
     if to is None:
         out.print(found.toml, soft_wrap=True, markup=False, highlight=False, end="")
     for line in _said(found, to):
-        err.print(line, markup=False, highlight=False)
+        say(line)
 
 
 def _said(found: Imported, to: Path | None) -> list[str]:
     """Returns what a person must know beside the job."""
     lines = [f"fill in {key}: {why}" for key, why in found.fill_in.items()]
     lines += [f"the job would be refused: {fault}" for fault in found.faults]
-    lines += [f"no counterpart: {_shown(each)}" for each in found.lacking]
+    lines += [f"no counterpart: {each.name} = {each.value!r}: {each.why}" for each in found.lacking]
     lines += [f"unknown: {name} = {value!r}" for name, value in found.unknown.items()]
     lines += [f"a setting: {name}={value}" for name, value in found.settings.items()]
     if found.conditional:
@@ -66,7 +65,3 @@ def _said(found: Imported, to: Path | None) -> list[str]:
     if not found.fill_in and not found.faults:
         lines.append(f"next: hone submit --dry-run {to or 'job.toml'}")
     return lines
-
-
-def _shown(each: Lacking) -> str:
-    return f"{each.name} = {each.value!r}: {each.why}"

@@ -15,7 +15,7 @@ from rich.text import Text
 from hone.first_job.lengths import Lengths, fitted
 from hone.first_job.looking import READERS, Reward, Row, Source, look
 from hone.first_job.writing import Draft, content, job_text, own_text
-from hone.shell import Output, OutputOption, command, err, show
+from hone.shell import Output, OutputOption, command, say, show
 from shared.errors import BadRequest
 from shared.job import name_of
 from shared.job.file import load_job
@@ -101,7 +101,7 @@ def _ask(flag: str, question: str, default: str | None, finding: str = "") -> st
             return default
         raise BadRequest(f"{flag} is not given, and there is no terminal to ask at")
     if finding:
-        err.print(finding, markup=False, highlight=False)
+        say(finding)
     return str(typer.prompt(question, default=default, prompt_suffix=" ", err=True))
 
 

@@ -14,7 +14,7 @@ from hone.shell import (
     OutputOption,
     command,
     connect,
-    err,
+    say,
     show,
 )
 from shared.errors import BadRequest
@@ -43,12 +43,8 @@ def ls(
         listed = client.list(limit, status=status, name=name, metadata=wanted)
     show(output, listed.jobs, lambda: view.job_list(listed.jobs) if listed.jobs else NO_JOBS)
     if listed.unreadable:
-        err.print(
-            f"not shown, for this version of Hone cannot read them: {', '.join(listed.unreadable)}",
-            soft_wrap=True,
-            markup=False,
-            highlight=False,
-        )
+        unreadable = ", ".join(listed.unreadable)
+        say(f"not shown, for this version of Hone cannot read them: {unreadable}")
 
 
 def _pairs(given: list[str]) -> dict[str, str]:
@@ -116,14 +112,15 @@ def resume(
 
 
 def _show_resumed(found: tuple[Resumed, ...], output: Output) -> None:
-    said = [f"job {job.id} is {job.status}" if job.status else _not_resumed(job) for job in found]
+    said = [
+        f"job {job.id} is {job.status}"
+        if job.status
+        else f"job {job.id} was not resumed: {job.problem}"
+        for job in found
+    ]
     show(output, found, lambda: "\n".join(said) if said else NONE_PAUSED)
     if not all(job.status for job in found):
         raise typer.Exit(FAILED)
-
-
-def _not_resumed(job: Resumed) -> str:
-    return f"job {job.id} was not resumed: {job.problem}"
 
 
 @command

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from hone.shell import Output, OutputOption, app, command_of, connect, show
-from shared.wire import CreatedKey, KeyList
+from shared.wire import KeyList
 
 NO_KEYS = "no keys yet; `hone keys create NAME` makes one"
 
@@ -30,7 +30,9 @@ def create(
     """Make a key, and print its secret, which is shown only now."""
     with connect() as client:
         made = client.create_key(name, "read" if read_only else "full")
-    show(output, made, lambda: _sentence(made))
+    may = "read" if read_only else "read and change"
+    said = f"key {made.name} may {may}; clients send it in place of HONE_TOKEN"
+    show(output, made, lambda: f"{made.secret}\n{said}")
 
 
 @command_of(group)
@@ -47,11 +49,6 @@ def revoke(name: NameArgument, output: OutputOption = Output.table) -> None:
     with connect() as client:
         revoked = client.revoke_key(name)
     show(output, revoked, lambda: f"key {revoked.name} is revoked")
-
-
-def _sentence(made: CreatedKey) -> str:
-    may = "read" if made.access == "read" else "read and change"
-    return f"{made.secret}\nkey {made.name} may {may}; clients send it in place of HONE_TOKEN"
 
 
 def _table(listed: KeyList) -> Table:

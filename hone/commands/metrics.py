@@ -61,7 +61,7 @@ def _names(keys: str, rows: tuple[MetricsRow, ...]) -> list[str]:
     known = sorted({name for row in rows for name in row.metrics})
     for name in names if rows else []:
         if name not in known:
-            hint = nearest(name, known, "those of the job")
+            hint = nearest(name, known, "the job's metrics")
             raise BadRequest(f"--keys {keys!r}: no metric {name!r}; {hint}")
     return names
 

@@ -15,8 +15,8 @@ from hone.shell import (
     OutputOption,
     OverridesOption,
     command,
-    err,
     job_in,
+    say,
     show,
 )
 from shared.errors import BadRequest, Failed
@@ -57,7 +57,7 @@ def plan(
     try:
         reward_service.check_rewards(job.rewards)
     except Failed as error:  # a plan is also made where that service is not installed
-        err.print(f"the rewards are not checked: {error.detail}", markup=False, highlight=False)
+        say(f"the rewards are not checked: {error.detail}")
     try:
         model = find_model(job.model, job.model_revision)
         planned = make_plan(job, model, settings, pools, known)

@@ -56,10 +56,12 @@ def completions(model: str | None, asked: dict[str, Any]) -> dict[str, Any]:
     """Returns the sampler's answer in OpenAI's shape: a chat completion for `messages`. Raises its
     error, and NotFound for a model that it does not serve."""
     from hone import stack
+    from shared.http.urls import REGISTERED
     from shared.settings.environment import load_settings
 
     settings = stack.located(load_settings())
-    url = _url(settings)
+    first = settings.rollout_urls[0]
+    url = settings.orchestrator_url if first == REGISTERED else first
     with _client(settings, url) as http:
         served = [each["id"] for each in _called(http, url, "GET", "/v1/models")["data"]]
         name = model or (POLICY if POLICY in served else next(iter(served), POLICY))
@@ -68,13 +70,6 @@ def completions(model: str | None, asked: dict[str, Any]) -> dict[str, Any]:
             raise NotFound(f"{url} does not serve {name!r}; its models are {names}")
         route = "/v1/chat/completions" if "messages" in asked else "/v1/completions"
         return _called(http, url, "POST", route, asked | {"model": name})
-
-
-def _url(settings: Settings) -> str:
-    from shared.http.urls import REGISTERED
-
-    first = settings.rollout_urls[0]
-    return settings.orchestrator_url if first == REGISTERED else first
 
 
 def _client(settings: Settings, url: str) -> httpx.Client:

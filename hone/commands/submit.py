@@ -21,9 +21,9 @@ from hone.shell import (
     as_json,
     command,
     connect,
-    err,
     job_in,
     out,
+    say,
     saying,
     show,
 )
@@ -98,13 +98,10 @@ def accepted(client: Client, job: Job, output: Output | None, key: str | None) -
                 client.withdraw(own)
         raise
     except KeyboardInterrupt as error:
-        became = _taken_back(client, job, own) if key is None else _may_be_submitted(key)
-        err.print(f"\ninterrupted: {became}", markup=False, highlight=False)
+        may_be = f"the job may be submitted by --key {key}; the same command again shows it"
+        became = _taken_back(client, job, own) if key is None else may_be
+        say(f"\ninterrupted: {became}")
         raise typer.Exit(INTERRUPTED) from error
-
-
-def _may_be_submitted(key: str) -> str:
-    return f"the job may be submitted by --key {key}; the same command again shows it"
 
 
 def _taken_back(client: Client, job: Job, key: str) -> str:
@@ -125,14 +122,11 @@ def _taken_back(client: Client, job: Job, key: str) -> str:
 
 
 def _say_more(client: Client, record: JobRecord, job: Job) -> None:
-    for line in (*(f"warning: {each}" for each in record.warnings), _estimate(client, job)):
-        out.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _estimate(client: Client, job: Job) -> str:
-    """Returns the orchestrator's estimate in a line. If it has none, the accepted job is still
+    """Shows the warnings and the orchestrator's estimate. If it has none, the accepted job is still
     fine."""
     try:
-        return estimate_line(client.plan(job))
+        estimate = estimate_line(client.plan(job))
     except HoneError as error:
-        return f"not planned: {error.detail}"
+        estimate = f"not planned: {error.detail}"
+    for line in (*(f"warning: {each}" for each in record.warnings), estimate):
+        out.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)

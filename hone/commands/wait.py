@@ -8,16 +8,7 @@ import typer
 
 from hone.async_client import NotEnded
 from hone.commands.logs import show_end
-from hone.shell import (
-    TIMED_OUT,
-    JobArgument,
-    Output,
-    OutputOption,
-    as_json,
-    command,
-    connect,
-    err,
-)
+from hone.shell import TIMED_OUT, JobArgument, Output, OutputOption, as_json, command, connect, say
 
 
 @command
@@ -36,7 +27,7 @@ def wait(
         try:
             record = client.wait(job, timeout_s=timeout_s)
         except NotEnded as error:
-            err.print(f"hone: {error.detail}", markup=False, highlight=False)
+            say(f"hone: {error.detail}")
             raise typer.Exit(TIMED_OUT) from error
     if output is Output.json:
         as_json(record)

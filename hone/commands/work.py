@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hone import stack
-from hone.shell import INTERRUPTED, Output, OutputOption, command, err, out
+from hone.shell import INTERRUPTED, Output, OutputOption, command, out, say
 
 SHOW_S = 5.0
 """Seconds between two lines of progress."""
@@ -65,7 +65,3 @@ def work(
         say(newest.sentence())
         if output is Output.json:
             out.print_json(data=newest.as_json())
-
-
-def say(message: str) -> None:
-    err.print(message, markup=False, highlight=False)

@@ -112,7 +112,11 @@ def job_text(draft: Draft) -> str:
         _line("name", draft.name, "of the run folder"),
         _line("model", draft.model, "a folder, or a Hugging Face id"),
         _line("steps", STEPS, "batches to train on; data.epochs counts passes instead"),
-        *_window(draft),
+        *(
+            [_line("max_model_len", found.max_model_len, f"the model holds {found.window} tokens")]
+            if (found := draft.lengths)
+            else []
+        ),
         "",
         "[data]",
         *_data(draft),
@@ -158,12 +162,6 @@ def own_text(draft: Draft) -> str:
         argument=", wanted",
         body='return float(str(wanted).rpartition("####")[2].strip() in text)',
     )
-
-
-def _window(draft: Draft) -> list[str]:
-    if (found := draft.lengths) is None:
-        return []
-    return [_line("max_model_len", found.max_model_len, f"the model holds {found.window} tokens")]
 
 
 def _data(draft: Draft) -> list[str]:

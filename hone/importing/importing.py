@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from hone.importing import reading, scripts, trl, writing
 from hone.importing.openrlhf import OPENRLHF
 from hone.importing.prime_rl import PRIME_RL
-from hone.importing.table import UNREAD, Draft, Entry, Framework, Lacking, convert
+from hone.importing.table import UNREAD, Draft, Framework, Lacking, convert
 from hone.importing.verl import VERL
 from shared.errors import BadRequest
 from shared.job import name_of
@@ -131,7 +131,8 @@ def _of_command(
     if "--" in words:  # as after `ray job submit`
         words = words[words.index("--") + 1 :]
     given = reading.of_words(_own(words))
-    for key, file in (("config", given.get("config")), ("@", _after_at(words))):
+    after_at = next((word for sign, word in itertools.pairwise(words) if sign == "@"), None)
+    for key, file in (("config", given.get("config")), ("@", after_at)):  # prime-rl's `rl @ FILE`
         if isinstance(file, str) and UNREAD not in file:
             given.pop(key, None)
             path = folder / file if not Path(file).exists() else Path(file)
@@ -141,15 +142,10 @@ def _of_command(
 
 
 def _own(words: list[str]) -> list[str]:
-    """Returns the words without those of a launcher before a module of OpenRLHF or verl."""
+    """Returns the words from a module of OpenRLHF or verl on, without a launcher's words."""
     modules = ("openrlhf.", "verl.trainer")
     starts = [number for number, word in enumerate(words) if word.startswith(modules)]
     return words[starts[0] :] if starts else words
-
-
-def _after_at(words: Sequence[str]) -> str | None:
-    """Returns the file of prime-rl's `rl @ FILE`."""
-    return next((word for sign, word in itertools.pairwise(words) if sign == "@"), None)
 
 
 def _recognized(
@@ -194,14 +190,11 @@ def _complete(draft: Draft) -> None:
         if not had and key not in draft.fill_in:
             draft.fill_in[key] = why
     if "data.eval" not in {*draft.entries, *draft.fill_in}:
-        _drop_defaults(draft.entries)
-
-
-def _drop_defaults(entries: dict[str, Entry]) -> None:
-    """Drops a trainer's defaults for evaluations, if the job has none."""
-    for key in [key for key in entries if key.startswith("evaluation.")]:
-        if entries[key].origin.startswith("the default of"):
-            del entries[key]
+        draft.entries = {
+            key: entry
+            for key, entry in draft.entries.items()
+            if not (key.startswith("evaluation.") and entry.origin.startswith("the default of"))
+        }
 
 
 def _checked(draft: Draft) -> tuple[dict[str, Any], list[str]]:

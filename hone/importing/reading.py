@@ -37,11 +37,10 @@ def of_words(words: Sequence[str]) -> dict[str, Any]:
             name = None
         elif name is not None:
             found[name].append(value_of(word))
-    return {key: _alone(values) for key, values in found.items()}
-
-
-def _alone(values: list[Any]) -> Any:
-    return True if not values else values[0] if len(values) == 1 else values
+    return {
+        key: True if not values else values[0] if len(values) == 1 else values
+        for key, values in found.items()
+    }
 
 
 def value_of(text: str) -> Any:

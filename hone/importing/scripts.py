@@ -64,7 +64,9 @@ class _Script:
         for keyword in call.keywords:
             name = keyword.arg or "**"
             if name == "reward_funcs":
-                yield name, self._rewards(keyword.value)
+                node = keyword.value
+                parts = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
+                yield name, [self._reward(part) for part in parts]
             elif name in ("train_dataset", "eval_dataset"):
                 yield from self._data(name, keyword.value)
             elif name not in LEFT_OUT:
@@ -84,10 +86,6 @@ class _Script:
                 return name
             case _:
                 return f"{UNREAD} {ast.unparse(node)}"
-
-    def _rewards(self, node: ast.expr) -> list[Any]:
-        parts = node.elts if isinstance(node, ast.List | ast.Tuple) else [node]
-        return [self._reward(part) for part in parts]
 
     def _reward(self, node: ast.expr) -> Any:
         match node:

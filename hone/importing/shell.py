@@ -110,7 +110,9 @@ def _expanded(word: str, variables: dict[str, list[str]]) -> list[str]:
         )
         if values is None:
             return [UNREAD]
-        return [each for value in values for each in _split(value)]
+        is_options = re.compile("--.* .*", re.DOTALL).fullmatch
+        split = (shlex.split(value) if is_options(value) else [value] for value in values)
+        return [each for words in split for each in words]
     text = word
     while text.count("$") > text.count(UNREAD):
         shorter = _VARIABLE.sub(lambda found: _value(found[1] or found[2], variables), text)
@@ -118,10 +120,6 @@ def _expanded(word: str, variables: dict[str, list[str]]) -> list[str]:
             break
         text = shorter
     return [text]
-
-
-def _split(value: str) -> list[str]:
-    return shlex.split(value) if value.startswith("--") and " " in value else [value]
 
 
 def _value(expression: str, variables: dict[str, list[str]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -150,7 +150,8 @@ def convert(framework: Framework, given: Values) -> Draft:
     unread = {name for name, value in own.items() if UNREAD in str(value)}
     values = {**framework.defaults, **{key: own[key] for key in own if key not in unread}}
     draft = Draft()
-    for name in _ordered(framework, values):
+    names = [name for name in framework.rows if name in values]
+    for name in (*names, *(name for name in values if name not in framework.rows)):
         if values[name] is not None and name not in unread:
             _convert_one(framework, name, values, draft, is_default=name not in own)
     for name in sorted(unread):
@@ -165,12 +166,6 @@ def say_unread(name: str, row: Row | None, draft: Draft) -> None:
         draft.fill_in[row.here.partition(",")[0]] = f"{name}: {why}"
     elif row is None or row.kind != "inside":
         draft.lacking.append(Lacking(name=name, value=None, why=why))
-
-
-def _ordered(framework: Framework, values: Values) -> Iterator[str]:
-    """Yields the names in the order of the rows, then the others."""
-    yield from (name for name in framework.rows if name in values)
-    yield from (name for name in values if name not in framework.rows)
 
 
 def _convert_one(
@@ -199,7 +194,7 @@ def _set(row: Row, name: str, values: Values, draft: Draft, *, is_default: bool)
         draft.lacking.append(Lacking(name=name, value=values[name], why=str(why)))
         return
     except Exception:
-        # the value, or one that goes with it, is of another kind than the trainer's
+        # the value, or another one that it is converted with, is of another kind than there
         draft.fill_in[keys[0]] = (
             f"{name}: {shown(values[name])} cannot be converted with the values beside it"
         )
@@ -229,10 +224,7 @@ def default(key: str) -> Any:
     section, _, name = key.rpartition(".")
     if not section:
         return Job.model_fields[name].get_default()
-    owner = next(each for each in sections(Job) if each in _kinds(section))
-    return owner.model_fields[name].get_default()
-
-
-def _kinds(section: str) -> tuple[Any, ...]:
     annotation = Job.model_fields[section].annotation
-    return getattr(annotation, "__args__", (annotation,))
+    kinds = getattr(annotation, "__args__", (annotation,))
+    owner = next(each for each in sections(Job) if each in kinds)
+    return owner.model_fields[name].get_default()

@@ -28,7 +28,8 @@ def environment_of(tools: Any, environment: Any) -> Played | None:
             "the environment"
         )
     if tools:
-        functions = [_function(each, f"tools[{at}]") for at, each in enumerate(_listed(tools))]
+        listed = cast(Sequence[Any], tools) if isinstance(tools, list | tuple) else [tools]
+        functions = [_function(each, f"tools[{at}]") for at, each in enumerate(listed)]
         names = [name for name, _ in functions]
         return Played({"kind": "tools", "tools": names, "source": _text(functions)}, False)
     if environment is None:
@@ -47,10 +48,6 @@ def environment_of(tools: Any, environment: Any) -> Played | None:
 
 def _has_reward(found: tuple[str, type]) -> bool:
     return callable(getattr(found[1], "get_reward", None))
-
-
-def _listed(tools: Any) -> Sequence[Any]:
-    return cast(Sequence[Any], tools) if isinstance(tools, list | tuple) else [tools]
 
 
 def _function(given: Any, where: str) -> tuple[str, Callable[..., Any]]:

@@ -269,12 +269,11 @@ def _lora(given: Values, job: Translation) -> None:
                 job.refused[f"peft_config.{name}"] = f"{shown(value)}; expected {neutral!r}"
     if not (fields or config is not None or given.get("use_lora") or given.get("use_peft")):
         return
-    lora = {LORA[name]: _modules(value) for name, value in fields.items()}
+    lora = {
+        LORA[name]: sorted(cast(set[str], value)) if isinstance(value, set) else value
+        for name, value in fields.items()
+    }
     job.set("lora", job.job.get("lora", {}) | lora)
-
-
-def _modules(value: Any) -> Any:
-    return sorted(cast(set[str], value)) if isinstance(value, set) else value
 
 
 def _precision(given: Values, job: Translation) -> None:

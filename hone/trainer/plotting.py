@@ -17,7 +17,7 @@ CURVES = {"reward": "reward of the steps", "eval/reward": "held out"}
 
 
 class Curves(Figure):  # pyright: ignore
-    """A notebook in which nobody has imported pyplot shows no plain Figure."""
+    """A figure that a notebook shows; it shows a plain Figure only after an import of pyplot."""
 
     def _repr_png_(self) -> bytes:
         image = io.BytesIO()

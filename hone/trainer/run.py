@@ -11,12 +11,19 @@ from hone import stack
 from hone.async_client import NotEnded
 from hone.trainer.modes import Address
 from hone.trainer.progress import view_here
-from shared.errors import BadRequest, Failed, NotFound, how_to_install
+from shared.errors import BadRequest, Failed, NotFound, Unavailable, how_to_install
 from shared.explain import shown
 
 if TYPE_CHECKING:
+    from hone.async_client import AsyncClient
     from hone.client import Client
     from shared.wire import Event, GradedRollout, JobRecord, MetricsRow
+
+POLICY = "policy"
+"""What samplers call the weights that serve now."""
+
+RECENT = 100
+"""Jobs that may have had the samplers since."""
 
 
 class TrainOutput(NamedTuple):
@@ -132,7 +139,7 @@ class Run(Measured):
     def follow(self) -> TrainOutput:
         """Shows progress until the job's end, and returns what it came to. Ctrl-C raises Detached
         and leaves the job running. Raises Failed for a job that has failed or was cancelled, and
-        NotEnded for one that is paused."""
+        NotEnded for a paused job."""
         try:
             with self.client as client, view_here() as view:
                 for event in client.events(self.id, follow=True, progress=view.progress):
@@ -203,9 +210,34 @@ class Run(Measured):
         serve now while it runs and until another job takes the samplers; an adapter for as long as
         it is served. `sampling` are parameters of OpenAI's chat completions. Raises Unavailable if
         the samplers have other weights."""
-        from hone.trainer.chatting import chat
-
         if not said or not isinstance(said, str | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadRequest(f"the message is {shown(said)}; expected text, or a list of messages")
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
-        return chat(self._address, self.id, messages, sampling)
+
+        async def ask(client: AsyncClient) -> str:
+            is_served = self.id in await client.models()
+            model = self.id if is_served else await _policy(client, self.id)
+            return await client.chat(model, messages, **sampling)
+
+        with self.client as client:
+            return client.run(ask)
+
+
+async def _policy(client: AsyncClient, job: str) -> str:
+    """Returns the name of the serving weights. Raises Unavailable unless they are the job's."""
+    record = await client.get(job)
+    if record.status == "queued":
+        raise Unavailable(f"job {job} is queued, and no sampler has its weights yet")
+    others = [each for each in await client.list(RECENT) if each.id != job]
+    ended_at = record.finished_at or 0.0
+    since = [
+        each.id
+        for each in others
+        if each.status == "running" or (each.started_at or 0.0) > ended_at
+    ]
+    if record.status != "running" and since:
+        raise Unavailable(
+            f"job {since[0]} has the samplers since job {job} ended; `vllm serve` on its "
+            "checkpoint answers"
+        )
+    return POLICY

@@ -189,7 +189,7 @@ def test_a_model_is_a_folder_a_jobs_checkpoint_or_on_the_hub(
     assert models[2].name == "demo:50"
     wrong = run("demo:70", *data)
     assert wrong.exit_code == 2
-    assert "no checkpoint of step 70; it has those of steps 50, 100" in " ".join(
+    assert "no checkpoint of step 70; it has checkpoints of steps 50, 100" in " ".join(
         wrong.output.split()
     )
     assert run("new", *data).exit_code == 2
