@@ -7,21 +7,19 @@ import contextlib
 from collections.abc import AsyncGenerator, Sequence
 
 from services.orchestrator.api import (
+    access,
     episodes,
     files,
     history,
     jobs,
-    keys,
-    recover,
     regrade,
     samplers,
     states,
 )
-from services.orchestrator.api.access import Keys
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.dialects import routes as dialects
 from services.orchestrator.dialects.routes import SessionKeys
-from services.orchestrator.openai import calling, fine_tuning, graders
+from services.orchestrator.openai import calling, fine_tuning
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.pushing import areal, atropos, groups
@@ -64,7 +62,7 @@ def create_service(
             for error in filter(None, left):
                 raise error
 
-    named, runs = Keys(settings.runs_dir), Writable(settings.runs_dir)
+    named, runs = access.Keys(settings.runs_dir), Writable(settings.runs_dir)
     readiness = {"redis": store.why_unusable, "runs": runs.why_not}
     service = Service(
         "orchestrator",
@@ -80,13 +78,11 @@ def create_service(
     states.add_routes(service, settings, store, checks)
     history.add_routes(service, store)
     regrade.add_route(service, settings, store)
-    recover.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
     episodes.add_routes(service, offered)
     files.add_routes(service, settings, store)
-    keys.add_routes(service, settings, named)
+    access.add_routes(service, settings, named)
     fine_tuning.add_routes(service, settings, store, runs, checks)
-    graders.add_routes(service, settings)
     calling.add_routes(service, settings, store, sessions)
     dialects.add_routes(service, sessions)
     pushing = Pushing(store)

@@ -120,8 +120,8 @@ class ScoredItem(Wire):
 
 
 class ScoredGroup(Wire):
-    """A group that was sampled and scored elsewhere, to be trained on as if it had been sampled
-    here. Rollouts without log-probs are taken to be the trainer's own."""
+    """A prompt, its completions and their scores, `[G]` each. If they were sampled and scored
+    elsewhere, rollouts without log-probs are taken to be the trainer's own."""
 
     prompt: Prompt
     group: RolloutGroup

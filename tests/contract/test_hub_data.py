@@ -12,10 +12,9 @@ from typing import Any
 import datasets.config
 import pytest
 
-from services.orchestrator.data import fetching
+from services.orchestrator.data import sources
 from services.orchestrator.data.apart import apart
-from services.orchestrator.data.fetching import asks_hub, fetch
-from services.orchestrator.data.sources import asks_of
+from services.orchestrator.data.sources import asks_hub, asks_of, fetch
 from services.orchestrator.loop.prompts import load_prompts
 from shared.errors import Unavailable
 from shared.job import Job
@@ -119,7 +118,7 @@ async def test_a_job_whose_data_the_hub_does_not_give_waits_and_stops_when_asked
             await asyncio.sleep(0.05)
     await asyncio.to_thread(shutil.rmtree, cache)
     hub.answers.clear()
-    monkeypatch.setattr(fetching, "FETCH_S", 2.0)
+    monkeypatch.setattr(sources, "FETCH_S", 2.0)
     goes_on.set()
     assert (await stack.until(first.id)).status == "succeeded"
     async with asyncio.timeout(DEADLINE_S):
@@ -130,7 +129,7 @@ async def test_a_job_whose_data_the_hub_does_not_give_waits_and_stops_when_asked
     assert f"{why}; loading the job again (recovery 2)" in said
     await stack.post(f"{second.id}/pause")
     assert (await stack.until(second.id, "paused")).error == "paused on request"
-    monkeypatch.setattr(fetching, "FETCH_S", 1200.0)
+    monkeypatch.setattr(sources, "FETCH_S", 1200.0)
     hub.answers.set()
     await stack.post(f"{second.id}/resume")
     assert (await stack.until(second.id, "succeeded", "paused", "failed")).status == "succeeded"

@@ -14,8 +14,8 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from services.orchestrator.openai import graders
 from services.orchestrator.openai.calling import Calls
+from services.orchestrator.openai.fine_tuning import add_grader_routes
 from services.orchestrator.store import keys
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.http.service import Service
@@ -249,7 +249,7 @@ async def test_a_body_of_deep_lists_is_a_sentence(client: openai.AsyncOpenAI):
 async def test_graders_are_validated_and_run_by_the_reward_service(settings: Settings):
     with running_service() as reward:
         service = Service("orchestrator", settings.model_copy(update={"reward_url": reward.url}))
-        graders.add_routes(service, service.settings)
+        add_grader_routes(service, service.settings)
         async with openai_client(service.app) as client:
             alpha = client.fine_tuning.alpha.graders
             assert (await alpha.validate(grader=GRADER)).grader is not None

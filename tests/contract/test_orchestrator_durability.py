@@ -112,7 +112,7 @@ class SilentStore:
     """A store that a run reports to when no worker holds its lease."""
 
     samplers = NoSamplers()
-    used_models = Mock(below=AsyncMock(return_value=[]))
+    models_below = AsyncMock(return_value=[])
     identity = None
 
     async def report(self, *_: Any, **__: Any) -> None:

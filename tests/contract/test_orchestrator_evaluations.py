@@ -332,7 +332,7 @@ async def test_a_checkpoint_stays_while_a_job_that_evaluates_it_waits(stack: Sta
     job = evaluation(stack.job, "owner/other", step_4, step_8)
     waiting = await stack.store.submit(Submission(job, stack.settings.runs_dir))
     await stack.store.pause(waiting.id)
-    used = await stack.store.used_models.below(Path(ended.run_dir))
+    used = await stack.store.models_below(Path(ended.run_dir))
     assert [(str(use.path), use.job_id) for use in used] == [
         (str(Path(step_4).resolve()), waiting.id),
         (str(Path(step_8).resolve()), waiting.id),

@@ -174,7 +174,7 @@ async def test_the_files_of_a_checkpoint_are_listed_with_their_checksums(stack: 
     assert [(file.name, file.size_bytes, file.crc32) for file in found.files] == [
         (name, len(expected[name]), zlib.crc32(expected[name])) for name in sorted(expected)
     ]
-    with pytest.raises(NotFound, match="no checkpoint of step 7; it has those of steps 8"):
+    with pytest.raises(NotFound, match="no checkpoint of step 7; it has checkpoints of steps 8"):
         await stack.client.get(f"/v1/jobs/{job_id}/checkpoints/7", CheckpointFiles)
     shutil.rmtree(folder)
     with pytest.raises(NotFound, match="has no checkpoint of step 8; it has none"):

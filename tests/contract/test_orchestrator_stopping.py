@@ -296,13 +296,13 @@ async def test_hours_of_an_attempt_without_a_row_are_counted(stack: Stack) -> No
     job = changed(stack.job, steps=1, data={"eval": None})
     paused = await paused_within(stack, "train_step", job)
     folder = RunFolder(Path(paused.run_dir))
-    assert folder.hours() > 0
+    assert folder.spent()[0] > 0
     folder.write_spent(5.0, 0.0)
     folder.write_spent(4.0, 0.0)  # of a worker that was superseded
     await stack.post(f"{paused.id}/resume", ResumeRequest())
     record = await stack.until(paused.id)
     assert metrics(record, 1)["total/hours"] == pytest.approx(5.0, abs=0.1)
-    assert folder.hours() >= metrics(record, 1)["total/hours"]
+    assert folder.spent()[0] >= metrics(record, 1)["total/hours"]
 
 
 async def test_what_an_attempt_takes_is_on_disk_before_it_ends(
@@ -319,7 +319,7 @@ async def test_what_an_attempt_takes_is_on_disk_before_it_ends(
     id = (await stack.submit(changed(stack.job, steps=1, data={"eval": None}))).id
     folder = stack.folder(id)
     async with asyncio.timeout(90):
-        while folder.hours() == 0:
+        while folder.spent()[0] == 0:
             await asyncio.sleep(0.02)
     go.set()
     await stack.until(id)

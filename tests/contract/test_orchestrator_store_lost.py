@@ -166,7 +166,7 @@ async def test_a_redis_whose_file_is_gone_is_refused_until_it_is_back(
         file.rename(aside)
         with running_redis(folder) as url:
             async with orchestrator_client(settings, url) as client:
-                with pytest.raises(Conflict, match="is not the one that was there with jobs of"):
+                with pytest.raises(Conflict, match="is not the Redis that had the jobs of"):
                     await listed(client)
         file.rename(tmp_path / "empty")
         aside.rename(file)

@@ -508,7 +508,7 @@ async def test_a_worker_that_redis_cannot_be_reached_from_stops_within_its_lease
     async with linked(redis_url, tmp_path) as (store, link):
         taken_at = time.monotonic()
         lease = await take(store, lease_s=5)
-        beat = asyncio.create_task(leases.keep(store, lease, taken_at, REDIS))
+        beat = asyncio.create_task(leases.keep(store.beat, lease, taken_at, REDIS))
         await asyncio.sleep(1)
         assert not beat.done()
         link.stall()
@@ -538,7 +538,7 @@ async def test_a_redis_that_stands_still_stops_the_worker_within_its_lease(
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(LeaseLost, match="no heartbeat"):
-            await leases.keep(store, lease, taken_at, REDIS)
+            await leases.keep(store.beat, lease, taken_at, REDIS)
         assert 2.0 < time.monotonic() - taken_at < 4.0
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -550,7 +550,7 @@ async def test_a_short_silence_of_redis_costs_nothing(store: Store, raw: Any) ->
     pid = (await raw.info("server"))["process_id"]
     taken_at = time.monotonic()
     lease = await take(store, lease_s=3)
-    beat = asyncio.create_task(leases.keep(store, lease, taken_at, REDIS))
+    beat = asyncio.create_task(leases.keep(store.beat, lease, taken_at, REDIS))
     await asyncio.sleep(0.3)
     os.kill(pid, signal.SIGSTOP)
     await asyncio.sleep(1.2)

@@ -1,4 +1,4 @@
-"""Named API keys, and what each allows.
+"""Named API keys, what each allows, and the routes that make, list and revoke them.
 
 A key is a file of its own. So orchestrators that share a folder of runs have the same keys, a Redis
 that is away locks nobody out, and a revoked key is void at once:
@@ -18,19 +18,28 @@ import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Response
+from fastapi import Path as Path_
 
-from services.orchestrator.runs.writing import writing
+from services.orchestrator.runs.writable import writing
 from shared.errors import BadRequest, Conflict, Forbidden, NotFound, Unauthorized, Unavailable
 from shared.host import disk
 from shared.host.logs import API_KEY, get_logger
-from shared.http import codec
+from shared.http import codec, openapi
 from shared.http.gate import caller
-from shared.wire import Access, ApiKey, CreatedKey
+from shared.http.rendering import Made, media_type, render
+from shared.http.service import Service
+from shared.settings import Settings
+from shared.wire import Access, ApiKey, CreatedKey, CreateKey, KeyList, KeyRevoked
 
 READING = ("GET", "HEAD")
 KEY, REVOKED = ".key", ".revoked"
+
+PATH = "/v1/keys"
+
+Name = Annotated[str, Path_(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 
 
 def _check_token(request: Request) -> None:
@@ -140,3 +149,35 @@ class Keys:
 
 def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def add_routes(service: Service, settings: Settings, keys: Keys) -> None:
+    app = service.app
+
+    @app.post(PATH, dependencies=[TOKEN_ONLY], responses=openapi.answers(Made[CreatedKey]))
+    async def create_key(request: Request) -> Response:
+        """Makes a key. Only this answer has its secret, and no operation keeps it: a caller that
+        misses the answer revokes the key."""
+        if settings.token is None:
+            raise BadRequest(
+                "this orchestrator has no HONE_TOKEN, so it answers every program on its "
+                "machine and asks for no key; set HONE_TOKEN first"
+            )
+        data = await request.body()
+        wanted = codec.decode(CreateKey, data, media_type(request, data))
+        key = await asyncio.to_thread(keys.create, wanted.name, wanted.access)
+        made = Made[CreatedKey](body=key, location=f"{PATH}/{key.name}", is_new=True)
+        return await render(made, request)
+
+    service.body(CreateKey, "POST", PATH)
+
+    @app.get(PATH, dependencies=[TOKEN_ONLY])
+    async def list_keys() -> KeyList:
+        """The keys that are valid, without their secrets."""
+        return KeyList(keys=tuple(await asyncio.to_thread(keys.list)))
+
+    @app.delete("/v1/keys/{name}", dependencies=[TOKEN_ONLY])
+    async def revoke_key(name: Name) -> KeyRevoked:
+        """Revokes a key: requests with it are refused from now on."""
+        await asyncio.to_thread(keys.revoke, name)
+        return KeyRevoked(name=name)

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 from fastapi import Query, Request
 from starlette.datastructures import FormData, UploadFile
 
-from services.orchestrator.api.pages import page_of
 from services.orchestrator.data.uploads import Quota, Uploads, new_id
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import to_the_end
@@ -107,7 +106,7 @@ def _add_reading(service: Service, uploads: Uploads, store: Store) -> None:
             made_at = await store.removals.created_at(after)
             if made_at is not None:
                 files, after = _beyond(files, (made_at, after), order), None
-        page, more = page_of(files if order == "asc" else files[::-1], after, limit)
+        page, more = _page_of(files if order == "asc" else files[::-1], after, limit)
         return FileList(
             data=tuple(page),
             first_id=page[0].id if page else None,
@@ -190,6 +189,18 @@ def _beyond(
     if order == "asc":
         return [file for file in files if (file.created_at, file.id) > place]
     return [file for file in files if (file.created_at, file.id) < place]
+
+
+def _page_of(
+    files: Sequence[UploadedFile], after: str | None, limit: int
+) -> tuple[Sequence[UploadedFile], bool]:
+    """Returns up to `limit` files after the file with the id `after`, and whether there are more.
+    Raises BadRequest for an unknown id."""
+    ids = [file.id for file in files]
+    if after is not None and after not in ids:
+        raise BadRequest(f"after is {after!r}; expected an id of the list")
+    start = 0 if after is None else ids.index(after) + 1
+    return files[start : start + limit], len(files) > start + limit
 
 
 def _check_request(request: Request, settings: Settings) -> None:

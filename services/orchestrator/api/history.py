@@ -55,8 +55,6 @@ PROGRESS_S = 2.0
 MAX_STEP = 10**9
 
 Step = Annotated[int, Query(ge=0, le=MAX_STEP)]
-
-
 StepInPath = Annotated[int, Path_(ge=0, le=MAX_STEP)]
 
 
@@ -153,20 +151,19 @@ def _add_checkpoints(service: Service, store: Store) -> None:
     @service.app.get("/v1/jobs/{job_id}/checkpoints")
     async def checkpoints(job_id: str) -> CheckpointList:
         """The job's checkpoints that are on disk, oldest first."""
-        return CheckpointList(checkpoints=tuple(await kept(job_id)))
+        return CheckpointList(checkpoints=tuple((await kept(job_id)).values()))
 
-    async def kept(job_id: str) -> list[Checkpoint]:
+    async def kept(job_id: str) -> dict[int, Checkpoint]:
         await store.get(job_id)
-        return await still_there(await store.checkpoints(job_id))
+        found = await still_there(await store.checkpoints(job_id))
+        return {checkpoint.step: checkpoint for checkpoint in found}
 
     async def folder(job_id: str, step: int) -> Path:
         """Returns the folder of the checkpoint of `step`. Raises NotFound."""
         found = await kept(job_id)
-        for checkpoint in found:
-            if checkpoint.step == step:
-                return Path(checkpoint.path)
-        steps = ", ".join(str(checkpoint.step) for checkpoint in found)
-        have = f"has those of steps {steps}" if found else "has none"
+        if step in found:
+            return Path(found[step].path)
+        have = f"has checkpoints of steps {', '.join(map(str, found))}" if found else "has none"
         raise NotFound(f"job {job_id!r} has no checkpoint of step {step}; it {have}")
 
     @service.app.get("/v1/jobs/{job_id}/checkpoints/{step}")
@@ -190,11 +187,7 @@ def _add_checkpoints(service: Service, store: Store) -> None:
 
 async def still_there(found: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Returns the checkpoints of `found` that are on disk."""
-
-    def look() -> list[Checkpoint]:
-        return [checkpoint for checkpoint in found if Path(checkpoint.path).is_dir()]
-
-    return await asyncio.to_thread(look)
+    return await asyncio.to_thread(lambda: [each for each in found if Path(each.path).is_dir()])
 
 
 class Followers:

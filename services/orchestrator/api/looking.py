@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from services.orchestrator.api.rows import check_rows
@@ -20,7 +19,6 @@ from shared.http.gate import caller
 from shared.job import Job
 from shared.model.architectures import cannot_reload_on_cpu, not_tried
 from shared.model.check import (
-    Config,
     check_config,
     check_model_folder,
     check_rope,
@@ -91,12 +89,22 @@ def look(job: Job, settings: Settings, why_not: Sequence[str | None], showing: b
 
 
 def _look_at_model(job: Job, settings: Settings, why_not: str | None) -> tuple[str | None, ...]:
-    """Returns a warning about the job's model, and why no sampler on a CPU can serve it."""
-    folder = _model_looked_at(job, settings)
-    if folder is None:
-        return _shows_later(job, why_not), None
+    """Returns a warning about the job's model, and why no sampler on a CPU can serve it. Raises
+    BadRequest for a model that cannot be trained."""
+    if folder := named_model_folder(job.model, settings):
+        check_model_folder(folder, job.max_model_len)
+    elif (folder := cached_model(job.model, job.model_revision)) and (
+        folder / "config.json"
+    ).is_file():
+        check_config(folder, job.max_model_len)
+    else:  # it is not on this machine
+        said = _not_looked_at(job, why_not)
+        return f"{said}; what is wrong with it shows only when the job begins", None
     config = read_config(folder)
-    return not_tried(job.model, config), _cpu_limit(job, config)
+    if job.trains:
+        check_rope(job.model, config, job.max_model_len)
+    on_cpu = cpu_limit(config) or cannot_reload_on_cpu(config, job.weight_sync)
+    return not_tried(job.model, config), on_cpu
 
 
 def on_behalf_of(who: ApiKey | None, work: Callable[..., T], *args: Any) -> T:
@@ -111,30 +119,6 @@ def look_at_held_out(job: Job, settings: Settings) -> None:
         load_held_out(job, settings)
     except Unavailable as error:
         raise Failed(f"{error.detail}; {ELSEWHERE}") from error
-
-
-def _model_looked_at(job: Job, settings: Settings) -> Path | None:
-    """Returns the folder of the model, None if it is not on this machine. Raises BadRequest for a
-    model that cannot be trained."""
-    if folder := named_model_folder(job.model, settings):
-        check_model_folder(folder, job.max_model_len)
-    elif folder := cached_model(job.model, job.model_revision):
-        if not (folder / "config.json").is_file():
-            return None
-        check_config(folder, job.max_model_len)
-    else:
-        return None
-    if job.trains:
-        check_rope(job.model, read_config(folder), job.max_model_len)
-    return folder
-
-
-def _cpu_limit(job: Job, config: Config) -> str | None:
-    return cpu_limit(config) or cannot_reload_on_cpu(config, job.weight_sync)
-
-
-def _shows_later(job: Job, why_not: str | None) -> str:
-    return f"{_not_looked_at(job, why_not)}; what is wrong with it shows only when the job begins"
 
 
 def _not_looked_at(job: Job, why_not: str | None) -> str:

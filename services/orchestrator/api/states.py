@@ -1,17 +1,18 @@
-"""Reading, cancelling, pausing, resuming and deleting jobs."""
+"""Reading, cancelling, pausing, resuming, deleting and recovering jobs."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Query, Request
 
+from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.api.checking import Checks
-from services.orchestrator.api.pages import METADATA, metadata_of
 from services.orchestrator.run.stopping import price_for
 from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.runs.found import find_runs
 from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.run_folders import cancel
 from services.orchestrator.store.store import Store
@@ -20,12 +21,46 @@ from shared.http.service import Service
 from shared.job import Job
 from shared.job.file import changed
 from shared.settings import Settings
-from shared.wire import JobDeleted, JobList, JobRecord, JobState, JobStatus, ResumeRequest
+from shared.wire import (
+    JobDeleted,
+    JobList,
+    JobRecord,
+    JobState,
+    JobStatus,
+    NoBody,
+    Recovered,
+    ResumeRequest,
+)
+
+METADATA: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "metadata",
+            "in": "query",
+            "style": "deepObject",
+            "explode": True,
+            "description": "metadata[name]=value leaves only jobs that have it",
+            "schema": {"type": "object", "additionalProperties": {"type": "string"}},
+            "example": {"team": "math"},
+        }
+    ]
+}
+"""The OpenAPI parameter that `metadata_of` reads, for lists of jobs."""
 
 
 def add_routes(service: Service, settings: Settings, store: Store, checks: Checks) -> None:
     _add_reading(service, store)
     _add_changing(service, settings, store, checks)
+
+    async def recover(_: NoBody) -> Recovered:
+        """Makes a record for every run folder without one: a job that had ended has ended the same
+        way, any other is paused. Accepts the present Redis as the Redis of the jobs. Doing it again
+        changes nothing."""
+        runs = await asyncio.to_thread(find_runs, settings.runs_dir)
+        jobs = await store.recover(runs, settings.runs_dir)
+        return Recovered(jobs=tuple(jobs))
+
+    service.operation("POST", "/v1/recover", recover, dependencies=[TOKEN_ONLY])
 
 
 def _add_reading(service: Service, store: Store) -> None:
@@ -51,7 +86,7 @@ def _add_reading(service: Service, store: Store) -> None:
 
 
 async def _check_unused(store: Store, job_id: str, run_dir: Path) -> None:
-    for use in await store.used_models.below(run_dir):
+    for use in await store.models_below(run_dir):
         raise Conflict(
             f"{str(use.path)!r} of job {job_id!r} is the model of job {use.job_id!r}, which is "
             f"{use.status}; cancel that job, wait for its end, or delete without the files"
@@ -115,3 +150,18 @@ def _add_changing(service: Service, settings: Settings, store: Store, checks: Ch
         if job.evaluation.sets != record.job.evaluation.sets:
             await checks.look_at_held_out(job)
         return await store.resume(job_id, job)
+
+
+def metadata_of(request: Request) -> dict[str, str] | None:
+    """Returns the names and values of `metadata[name]=value`, which may come several times; None
+    for `metadata=null`."""
+    given = request.query_params.get("metadata")
+    if given not in (None, "null"):
+        raise BadRequest(f"'metadata': got {given!r}; expected metadata[name]=value, or null")
+    if given:
+        return None
+    return {
+        name.removeprefix("metadata[").removesuffix("]"): value
+        for name, value in request.query_params.items()
+        if name.startswith("metadata[")
+    }

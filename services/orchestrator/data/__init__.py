@@ -3,6 +3,7 @@
 | file | what |
 |---|---|
 | `sources.py` | the kinds of sources, one entry each: rows, files, uploads, Hugging Face |
+| `hub.py` | models and data sets of the Hugging Face Hub |
 | `tables.py` | reading each of them, row by row or as a stream |
 | `choosing.py` | names of columns, filter, how many |
 | `order.py` | which rows a step takes, from a table or a stream |

@@ -11,7 +11,7 @@ import asyncio
 import os
 import pickle
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -45,19 +45,15 @@ async def apart(work: Callable[..., T], *args: Any, deadline_s: float) -> T:
     except TimeoutError as error:
         raise NotInTime(f"it was not done in {deadline_s:g} s") from error
     finally:
-        await _end(process)
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
     if not answer:
         raise Failed(f"the process that looked at it ended with status {process.returncode}")
     error, result = pickle.loads(answer)
     if error is not None:
         raise error
     return result
-
-
-async def _end(process: Process) -> None:
-    if process.returncode is None:
-        process.kill()
-    await process.wait()
 
 
 def _main() -> None:

@@ -18,7 +18,6 @@ from shared.prompts.templates import RENDERER, ROWS_PER_REQUEST, CannotRender
 PROMPT = "prompt"
 """The column with the prompt, if no template makes it."""
 
-
 MAX_FILTERS = 16
 """Most filters whose kept rows are cached, at eight bytes a row."""
 
@@ -82,10 +81,11 @@ def chosen(
     columns = columns_of(rows.column_names, table.name, spec)
     indices: Sequence[int] = range(len(rows))
     if spec.filter is not None:
-        asked = _Filter(table, spec, columns, limit, filter_cpu_s)
-        indices = _kept_by(asked, asked.key) if asked.key else asked.kept()
+        indices = _Filter(table, spec, columns, limit, filter_cpu_s).kept()
         if not indices:
-            raise _all_filtered(table.name, spec)
+            raise BadRequest(
+                f"data.filter {spec.filter!r} is true of no row of {table.name}; expected one"
+            )
     return columns, Chosen(rows, columns, indices[:limit])
 
 
@@ -129,10 +129,13 @@ def columns_of(names: Sequence[str], where: str, spec: DataSpec) -> Columns:
     return columns
 
 
+_KEPT: dict[str, array[int]] = {}
+"""The rows of the last `MAX_FILTERS` filters, by what identifies them."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Filter:
-    """The first `limit` rows of a table that a filter keeps. `key` identifies the filter and the
-    rows; None: not known."""
+    """The first `limit` rows of a table that a filter keeps."""
 
     table: Table
     spec: DataSpec
@@ -140,29 +143,22 @@ class _Filter:
     limit: int | None
     max_cpu_s: float
 
-    @property
-    def key(self) -> str | None:
-        if self.table.version is None:
-            return None
-        return repr((self.table.version, self.spec.filter, self.columns.old, self.limit))
-
     def kept(self) -> array[int]:
+        """Returns the numbers of the rows, cached if the table's content is identified."""
+        if self.table.version is None:
+            return self._kept()
+        key = repr((self.table.version, self.spec.filter, self.columns.old, self.limit))
+        found = _KEPT.pop(key, None)
+        _KEPT[key] = found = self._kept() if found is None else found
+        while len(_KEPT) > MAX_FILTERS:
+            _KEPT.pop(next(iter(_KEPT)), None)
+        return found
+
+    def _kept(self) -> array[int]:
         rows = self.table.rows()
         problems = Chosen(rows, self.columns, range(len(rows)))
         passing = _passing(problems, self.spec, self.table.name, _Budget(self.max_cpu_s))
         return array("q", itertools.islice((problem.index for problem in passing), self.limit))
-
-
-_KEPT: dict[str, array[int]] = {}
-
-
-def _kept_by(asked: _Filter, key: str) -> array[int]:
-    """As `_Filter.kept`, cached: jobs with the same recent filter share the result."""
-    found = _KEPT.pop(key, None)
-    _KEPT[key] = found = asked.kept() if found is None else found
-    while len(_KEPT) > MAX_FILTERS:
-        _KEPT.pop(next(iter(_KEPT)), None)
-    return found
 
 
 @dataclass
@@ -211,10 +207,6 @@ def unrenderable(
         f"{key} does not work on row {problem.index} of {where}: {error.reason}; its columns are "
         f"{', '.join(problem.row)}"
     )
-
-
-def _all_filtered(where: str, spec: DataSpec) -> BadRequest:
-    return BadRequest(f"data.filter {spec.filter!r} is true of no row of {where}; expected one")
 
 
 def _too_slow(where: str, spec: DataSpec, budget: _Budget) -> BadRequest:

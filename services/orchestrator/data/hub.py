@@ -1,12 +1,18 @@
-"""Fetches a model's configuration and tokenizer from the Hugging Face Hub, to check them."""
+"""The Hugging Face Hub: a model's configuration and tokenizer, to check them; and data sets, each
+at one commit. A commit that this machine has read before comes from its cache, without asking the
+Hub."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
-from shared.errors import BadRequest, first_line
+from services.orchestrator.data.tables import ArrowTable
+from shared.errors import BadRequest, Unavailable, first_line
 from shared.model.check import TOKENIZERS
 from shared.model.names import may_be_on_hub
 
@@ -21,7 +27,8 @@ def is_cached(model: str, revision: str | None) -> bool:
     except (OSError, ValueError):
         return True  # it is no model's name, so there is nothing to fetch
     folder = cached_model(model, revision)
-    return folder is not None and _is_whole(folder)
+    has_tokenizer = folder and any((folder / name).is_file() for name in TOKENIZERS)
+    return bool(folder and has_tokenizer and (folder / "config.json").is_file())
 
 
 def cached_model(model: str, revision: str | None) -> Path | None:
@@ -50,7 +57,7 @@ def fetch_model(model: str, revision: str | None) -> str | None:
         if status in (401, 404) and not isinstance(error, GatedRepoError):
             raise BadRequest(
                 f"'model': the Hub has no model {model!r} at revision {revision or 'main'!r} that "
-                "may be read with this HF_TOKEN; expected one that it has, or a folder"
+                "may be read with this HF_TOKEN; expected the id of a model there, or a folder"
             ) from error
         return f"{hub_url()} answers {status} for it"
     except Exception as error:  # the Hub's library may raise any class
@@ -64,6 +71,82 @@ def hub_url() -> str:
     return re.sub(r"//[^/]*@", "//", url)
 
 
-def _is_whole(folder: Path) -> bool:
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZERS)
-    return has_tokenizer and (folder / "config.json").is_file()
+@dataclass(frozen=True)
+class Pinned:
+    """A data set at a commit, with its configuration; None: the default one."""
+
+    path: str
+    config: str | None
+    commit: str
+
+    def cached(self) -> Any | None:
+        """Returns the builder of the cached data set, None if it is not cached."""
+        from datasets.packaged_modules.cache.cache import Cache
+
+        for config in (self.config,) if self.config else self._defaults():
+            for folder in self._folders(config):
+                *_, name, version, commit = folder.parts
+                return Cache(
+                    repo_id=self.path,
+                    dataset_name=self.path.split("/")[-1],
+                    config_name=name,
+                    version=version,
+                    hash=commit,
+                )
+        return None
+
+    def _folders(self, config: str) -> list[Path]:
+        """Returns the cache folders of `datasets`: `owner___name/config/version/commit`."""
+        from datasets import config as places
+        from datasets.naming import camelcase_to_snakecase
+
+        *owner, name = self.path.split("/")
+        root = Path(places.HF_DATASETS_CACHE, "___".join([*owner, camelcase_to_snakecase(name)]))
+        found = root.glob(f"{config}/*/{self.commit}/dataset_info.json")
+        return sorted(file.parent for file in found)
+
+    def _defaults(self) -> Iterator[str]:
+        """Yields possible names of the default configuration: "default", else the name in the data
+        set's card, if the card is in the cache."""
+        from datasets.utils.metadata import MetadataConfigs
+        from huggingface_hub import DatasetCard, try_to_load_from_cache
+
+        yield "default"
+        card = try_to_load_from_cache(
+            self.path, "README.md", revision=self.commit, repo_type="dataset"
+        )
+        if isinstance(card, str):
+            described = cast(Any, DatasetCard.load(card).data)
+            if name := MetadataConfigs.from_dataset_card_data(described).get_default_config_name():
+                yield name
+
+
+@dataclass(frozen=True)
+class HubTable(ArrowTable):
+    """`version` is the commit; None if it is unknown because the Hub must not be asked."""
+
+    def _load(self, *, streaming: bool) -> Any:
+        if self.version is None:
+            return super()._load(streaming=streaming)
+        pinned = Pinned(self.arguments["path"], self.arguments["name"], self.version)
+        builder = pinned.cached() or self._asked(pinned)
+        if streaming:
+            return builder.as_streaming_dataset(split=self.arguments["split"])
+        builder.download_and_prepare()
+        return builder.as_dataset(split=self.arguments["split"])
+
+    def _asked(self, pinned: Pinned) -> Any:
+        """Returns the builder from the Hub's files. If the Hub is away, `datasets` would take
+        another commit from its cache."""
+        import datasets
+        from datasets import config
+
+        config.HF_UPDATE_DOWNLOAD_COUNTS = False
+        given = {name: each for name, each in self.arguments.items() if name != "split"}
+        builder = cast(Any, datasets.load_dataset_builder(**given))
+        if builder.hash != pinned.commit:
+            raise Unavailable(
+                f"{self.name} cannot be fetched: {hub_url()} cannot be reached, and the Hugging "
+                f"Face cache here does not have its commit {pinned.commit}"
+            )
+        return builder

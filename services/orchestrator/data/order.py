@@ -13,18 +13,10 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Protocol
 
 from services.orchestrator.data.choosing import Problem
 from shared.errors import BadRequest
 from shared.job import Job
-
-
-class Order(Protocol):
-    def take(self, step: int, round: int) -> list[Problem]:
-        """Returns the problems of a step, from 1. Rounds from 1 take other problems than the step's
-        earlier rounds, and so fewer once a small data set has no more."""
-        ...
 
 
 class InTable:
@@ -37,6 +29,8 @@ class InTable:
         self._problems = problems
 
     def take(self, step: int, round: int) -> list[Problem]:
+        """Returns the problems of a step, from 1. Rounds from 1 take other problems than the step's
+        earlier rounds, and so fewer once a small data set has no more."""
         count = self._job.sampling.prompts_per_step
         first = [self._place(position) for position in range((step - 1) * count, step * count)]
         return [self._problems[place] for place in self._in_round(step, round, first)]
@@ -79,6 +73,7 @@ class InStream:
         self._spare = _tape(job, begin, "spare:", steps * self._count * num_rounds)
 
     def take(self, step: int, round: int) -> list[Problem]:
+        """As `InTable.take`."""
         count = self._count
         with self._turn:
             found = self._main.read((step - 1) * count, count)
@@ -89,6 +84,9 @@ class InStream:
                 found = [one for index, one in drawn.items() if index not in taken]
                 taken.update(drawn)
             return found
+
+
+Order = InTable | InStream
 
 
 class Tape:

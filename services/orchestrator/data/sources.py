@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.orchestrator.data.hub import hub_url
-from services.orchestrator.data.hub_tables import HubTable, Pinned
+from services.orchestrator.data.apart import NotInTime, apart
+from services.orchestrator.data.hub import HubTable, Pinned, hub_url
 from services.orchestrator.data.tables import (
     ArrowTable,
     InlineTable,
@@ -25,7 +26,7 @@ from shared.errors import BadRequest, NotFound, Unavailable
 from shared.host.disk import run_for_volume
 from shared.http.folders import may_name
 from shared.job import UPLOADED, DataSpec, Job, Source
-from shared.model.names import HUB_ID
+from shared.model.names import HUB_ID, hub_is_offline
 from shared.settings import Settings
 from shared.weights.digest import digest_of_file
 
@@ -33,6 +34,9 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_DEADLINE_S = 10.0
 """Seconds that the Hub may take to resolve a revision to a commit."""
+
+FETCH_S = 1200.0
+"""Seconds that reading a data set from the Hub may take."""
 
 EXPECTED = (
     "expected a file ending in .jsonl, .json, .csv or .parquet, the id of an uploaded file, or a "
@@ -150,13 +154,13 @@ def _url(ask: Ask) -> Table:
 def _uploaded(ask: Ask) -> Table:
     uploads = Uploads(ask.settings.runs_dir)
     try:
-        filename = uploads.get(ask.text).filename
+        file = uploads.get(ask.text)
     except NotFound:  # another host of the volume may have it
         run_for_volume(
             ask.settings.runs_refresh, f"{ask.key} is {ask.text!r}, which cannot be seen"
         )
-        filename = uploads.get(ask.text).filename
-    path, name = uploads.content(ask.text), f"uploaded file {ask.text!r} ({filename})"
+        file = uploads.get(ask.text)
+    path, name = uploads.path_of(file), f"uploaded file {ask.text!r} ({file.filename})"
     if path.suffix not in FORMATS:
         raise BadRequest(
             f"{ask.key} is {name}; expected one uploaded with a name ending in .jsonl, .json, .csv "
@@ -329,3 +333,39 @@ KINDS = (
     Kind("id that no upload has", lambda source: str(source).startswith("file-"), _no_upload),
     Kind("Hugging Face dataset", lambda _: True, _hub),
 )
+
+
+def asks_hub(job: Job, settings: Settings) -> bool:
+    """Whether the Hub must be asked for any of the job's data."""
+    return not hub_is_offline() and any(map(_is_asked, asks_of(job, settings).values()))
+
+
+async def fetch(asks: Iterable[Ask]) -> None:
+    """Puts sources on the Hub into this machine's cache, from which rows are then read, except
+    streams, which are not kept. A download may hang, so a process does it, which is killed at its
+    deadline, or once nobody waits for it. Raises as `load_prompts`, and Unavailable if the Hub
+    hangs."""
+    asked = [ask for ask in asks if await asyncio.to_thread(_is_asked, ask)]
+    if not asked or hub_is_offline():
+        return
+    try:
+        await apart(_fetch, asked, deadline_s=FETCH_S)
+    except NotInTime as error:
+        raise Unavailable(f"the job's data was not fetched: {error.detail}") from error
+
+
+def _fetch(asks: Sequence[Ask]) -> None:
+    for ask in asks:
+        table = open_source(ask)
+        if ask.spec.streaming:
+            next(table.stream(), None)
+        else:
+            table.rows()
+
+
+def _is_asked(ask: Ask) -> bool:
+    if not is_on_hub(ask.source):
+        return False
+    commit = ask.wanted or ask.spec.revision or ""
+    is_known = COMMIT.fullmatch(commit) is not None
+    return not (is_known and Pinned(ask.text, ask.spec.config, commit).cached())

@@ -40,23 +40,6 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Row: ...
 
 
-class Table(Protocol):
-    """An opened source. Messages call it `name`; `version` identifies its content (None: unknown,
-    or always the same)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def version(self) -> str | None: ...
-    def rows(self) -> Rows:
-        """Returns all rows. Raises BadRequest if they cannot be read."""
-        ...
-
-    def stream(self) -> Iterator[Row]:
-        """Yields the rows in order, without holding them. Raises BadRequest."""
-        ...
-
-
 class Listed:
     """Rows in memory. A column that only other rows have is None."""
 
@@ -257,6 +240,12 @@ class ArrowTable:
                     raise found from error
             reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
             raise BadRequest(f"{self.name} cannot be read: {reason[0]}") from error
+
+
+Table = InlineTable | JsonTable | ArrowTable
+"""An opened source. Messages call it `name`; `version` identifies its content (None: unknown, or
+always the same). `rows` returns all rows, `stream` yields them in order, without holding them; both
+raise BadRequest if they cannot be read."""
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from services.orchestrator.runs.writing import writing
+from services.orchestrator.runs.writable import writing
 from shared.errors import BadRequest, Conflict, NotFound, TooLarge
 from shared.host import disk
 from shared.host.logs import get_logger
@@ -125,10 +125,6 @@ class Uploads:
     def described_in(self, id: str) -> Path:
         """Returns the path of a file's description, which exists as long as the file."""
         return self._folder(id) / "file.json"
-
-    def content(self, id: str) -> Path:
-        """Returns the path of a file's bytes. Raises NotFound."""
-        return self.path_of(self.get(id))
 
     def path_of(self, file: UploadedFile) -> Path:
         """Returns the path of a file's bytes; the file may be removed by now."""

@@ -83,7 +83,8 @@ class Comparison:
         if name not in self._prompts:
             with self.services.waits.on("data", "reading the prompts"):
                 self._prompts[name] = await asyncio.to_thread(held_out.prompts)
-        num_known, num_done = self._num_known(model), itertools.count()
+        known = (each for each in self.sets if self._key(model, each) in self._found)
+        num_known, num_done = sum(len(each.problems) for each in known), itertools.count()
         total = sum(len(each.problems) for each in self.sets)
 
         def tell() -> None:
@@ -91,8 +92,10 @@ class Comparison:
             self.tell(f"evaluating {self._named(model)}: {done}")
 
         tell()
+        sampling = self.job.sampling.model_copy(update={"repeatable": True})
+        seeded = self.job.model_copy(update={"sampling": sampling})  # so only the model differs
         answers_P = await sample_held_out(
-            _seeded(self.job), name, self._prompts[name], self.services, 0, done=tell
+            seeded, name, self._prompts[name], self.services, 0, done=tell
         )
         scores = _scores(self._key(model, held_out), model.label, name, answers_P)
         if scores.has_any:  # else a later attempt tries again
@@ -150,12 +153,6 @@ class Comparison:
         models = self.job.evaluated_models
         return f"{model.label} ({models.index(model) + 1} of {len(models)})"
 
-    def _num_known(self, model: EvaluatedModel) -> int:
-        """Returns the number of problems on which the model's scores are known."""
-        return sum(
-            len(each.problems) for each in self.sets if self._key(model, each) in self._found
-        )
-
     def _key(self, model: EvaluatedModel, held_out: HeldOut) -> str:
         """Returns a digest of everything that decides the scores and may differ between the models
         and attempts of this job."""
@@ -169,12 +166,6 @@ class Comparison:
             of_set.model_dump(mode="json") if of_set else None,
         )
         return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-
-
-def _seeded(job: Job) -> Job:
-    """Returns the job with seeded completions, so that only the model differs."""
-    sampling = job.sampling.model_copy(update={"repeatable": True})
-    return job.model_copy(update={"sampling": sampling})
 
 
 def _scores(key: str, model: str, name: str, answers_P: Sequence[Answers]) -> Scores:

@@ -25,9 +25,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from services.orchestrator.loop.advantages import full_mark, outcome, reaches
-from services.orchestrator.loop.groups import GradedGroup
 from shared.job import Job
-from shared.wire import Estimate, Score
+from shared.wire import Estimate, Score, ScoredGroup
 
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
@@ -67,7 +66,7 @@ def is_right(score: Score, job: Job) -> bool | None:
     return reaches(found, full_mark(score, job) if chosen is None else chosen)
 
 
-def problem_metrics(graded: GradedGroup, job: Job) -> dict[str, float]:
+def problem_metrics(graded: ScoredGroup, job: Job) -> dict[str, float]:
     """Returns the metrics of one problem. Completions that went wrong or have no reward count
     neither as right nor as wrong, so k of pass@k is at most the number of the others."""
     metrics: dict[str, float] = {}

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.orchestrator.evals.estimates import estimate, means, of_all, problem_metrics
-from services.orchestrator.loop.groups import GradedGroup, is_graded
+from services.orchestrator.loop.groups import is_graded
 from services.orchestrator.loop.prompts import group_seed
 from services.orchestrator.play.group import sample_group
 from services.orchestrator.pool.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job
-from shared.wire import Prompt, Sampling, Score
+from shared.wire import Prompt, Sampling, Score, ScoredGroup
 
 MAX_PROMPTS = 64
 """Held-out prompts that are sampled or graded at a time: enough to keep a GPU busy, and few enough
@@ -120,6 +120,7 @@ async def sample_held_out(
             group = await sample_group(services, job, prompt, version, key=key, sampling=seeded)
             scores = await services.score(prompt, group, job_id=services.job_id)
         done()
-        return Answers(scores, problem_metrics(GradedGroup(prompt, group, scores), job))
+        scored = ScoredGroup(prompt=prompt, group=group, scores=scores)
+        return Answers(scores, problem_metrics(scored, job))
 
     return await all_of(grade(prompt, position) for position, prompt in enumerate(prompts))

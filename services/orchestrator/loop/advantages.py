@@ -156,7 +156,8 @@ def _normalized_then_summed(scores_PG: Sequence[Sequence[Score]], job: Job) -> A
     ]
     for reward in job.rewards:
         rewards_PG = [
-            [_value_if_scored(score, reward.label) for score in scores_G] for scores_G in scores_PG
+            [None if score.value is None else _value(score, reward.label) for score in scores_G]
+            for scores_G in scores_PG
         ]
         for sums_G, terms_G in zip(sums_PG, normalize(rewards_PG, job.advantages), strict=True):
             for index, (total, term) in enumerate(zip(sums_G, terms_G, strict=True)):
@@ -175,7 +176,3 @@ def _applicable(score: Score, job: Job) -> list[RewardSpec]:
 def _value(score: Score, name: str) -> float | None:
     part = score.parts.get(name)
     return part.value if part else None
-
-
-def _value_if_scored(score: Score, name: str) -> float | None:
-    return _value(score, name) if score.value is not None else None

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from services.orchestrator.errors import MustPause
 from services.orchestrator.loop.distilling import with_teacher_of
 from services.orchestrator.loop.groups import (
-    GradedGroup,
     missing_share,
     refill,
     to_batch,
@@ -33,13 +32,13 @@ from services.orchestrator.tasks import all_of, to_disk, to_the_end
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.job import Job
-from shared.wire import Batch, Prompt, RolloutGroup, Score
+from shared.wire import Batch, Prompt, RolloutGroup, Score, ScoredGroup
 
 MAX_RESAMPLED = 2
 """How often a group with versions out of bounds is sampled again."""
 
 
-SampleRound = Callable[[int, int], Awaitable[list[GradedGroup]]]
+SampleRound = Callable[[int, int], Awaitable[list[ScoredGroup]]]
 """Returns graded groups of a round, up to so many."""
 
 
@@ -105,7 +104,8 @@ class Batches:
 
     async def _get(self, step: int) -> Sampled:
         count = _Count(Stages("generate", "reward", "keep"))
-        stored = await asyncio.to_thread(self._stored, step)
+        steps = await asyncio.to_thread(self.folder.batch_steps)
+        stored = await asyncio.to_thread(self.folder.batch, step) if step in steps else None
         if stored and stored.graded:
             return Sampled(stored, {})
         batch = await self._graded(stored, count) if stored else await self._sample(step, count)
@@ -127,9 +127,6 @@ class Batches:
         verdicts = verdicts_of(batch, self.job)
         if self.prompts.history.note(batch.step, verdicts):
             await to_disk(self.folder.append_verdicts, batch.step, verdicts)
-
-    def _stored(self, step: int) -> Batch | None:
-        return self.folder.batch(step) if step in self.folder.batch_steps() else None
 
     async def _graded(self, stored: Batch, count: _Count) -> Batch:
         scores_PG = await all_of(map(self._score, stored.prompts, stored.groups, stored.scores))
@@ -155,27 +152,28 @@ class Batches:
 
     async def _take_round(
         self, step: int, count: _Count, round: int, num_groups: int
-    ) -> list[GradedGroup]:
+    ) -> list[ScoredGroup]:
         """Returns the next groups that were sampled and scored elsewhere."""
         assert self.pushed is not None
         taken = await self.pushed.take(Round(step, round, num_groups, *self._bounds(step)))
         count.stages.through("generate")
-        return [GradedGroup(each.prompt, each.group, each.scores) for each in taken]
+        return taken
 
     async def _sample_round(
         self, step: int, count: _Count, on_disk: _OnDisk, round: int, num_prompts: int
-    ) -> list[GradedGroup]:
+    ) -> list[ScoredGroup]:
         """Returns graded groups of up to `num_prompts` prompts. Each is graded as soon as it is
         sampled, while others are still being sampled."""
 
-        async def sample_group(prompt: Prompt, position: int) -> GradedGroup:
+        async def sample_group(prompt: Prompt, position: int) -> ScoredGroup:
             place = (round, position)
             if stored := await self._found(on_disk.found.get(place), step, prompt):
                 count.num_found += 1
                 return stored
             group = await self._in_bounds(prompt, step, f"{round}:{position}", count)
             count.stages.through("generate")
-            graded = GradedGroup(prompt, group, await self._score(prompt, group))
+            scores = await self._score(prompt, group)
+            graded = ScoredGroup(prompt=prompt, group=group, scores=scores)
             count.stages.through("reward")
             await self._keep(on_disk.writer, place, graded)
             count.stages.through("keep")
@@ -188,7 +186,7 @@ class Batches:
 
     async def _found(
         self, found: FinishedGroup | None, step: int, prompt: Prompt
-    ) -> GradedGroup | None:
+    ) -> ScoredGroup | None:
         """Returns the group on disk if it may be trained on: it has this prompt, this job's
         settings, and is within the staleness bound. A group with missing rewards is graded
         again."""
@@ -199,9 +197,9 @@ class Batches:
             return None
         is_whole = not missing_share([found.scores])
         scores = found.scores if is_whole else await self._score(prompt, found.group, found.scores)
-        return GradedGroup(prompt, found.group, scores)
+        return ScoredGroup(prompt=prompt, group=found.group, scores=scores)
 
-    async def _keep(self, writer: GroupWriter, place: Place, graded: GradedGroup) -> None:
+    async def _keep(self, writer: GroupWriter, place: Place, graded: ScoredGroup) -> None:
         """Stores the group, unless all of its rollouts went wrong, or an environment failed: such
         a group is sampled again."""
         group = FinishedGroup(

@@ -10,7 +10,6 @@ and no advantage. The job stops only if a batch has no other rollouts.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 
 from services.orchestrator.data.difficulty import Verdict
 from services.orchestrator.errors import MustPause
@@ -23,7 +22,7 @@ from services.orchestrator.loop.advantages import (
 )
 from shared.errors import Failed
 from shared.job import Job
-from shared.wire import Batch, Prompt, RolloutGroup, Score
+from shared.wire import Batch, RolloutGroup, Score, ScoredGroup
 
 NUM_REASONS = 3
 
@@ -31,16 +30,7 @@ DROP_ROUNDS = 10
 """Most rounds in which overlong prompts are replaced, if the job drops them."""
 
 
-@dataclass(frozen=True)
-class GradedGroup:
-    """One prompt, its completions and their scores, `[G]` each."""
-
-    prompt: Prompt
-    group: RolloutGroup
-    scores: tuple[Score, ...]
-
-
-def teaches(graded: GradedGroup, job: Job) -> bool:
+def teaches(graded: ScoredGroup, job: Job) -> bool:
     """Returns whether any completion of the group is trained on: the group has signal or a
     teacher, or the completion came with advantages, and with `mask_truncated` it was not cut
     off."""
@@ -53,11 +43,11 @@ def teaches(graded: GradedGroup, job: Job) -> bool:
 
 
 async def refill(
-    groups_P: Sequence[GradedGroup],
+    groups_P: Sequence[ScoredGroup],
     job: Job,
     max_missing: float,
-    sample_fresh: Callable[[int, int], Awaitable[list[GradedGroup]]],
-) -> tuple[list[GradedGroup], list[GradedGroup]]:
+    sample_fresh: Callable[[int, int], Awaitable[list[ScoredGroup]]],
+) -> tuple[list[ScoredGroup], list[ScoredGroup]]:
     """Returns the groups `[P]`, with fresh groups in place of groups that teach nothing, and the
     replaced groups.
 
@@ -67,7 +57,7 @@ async def refill(
     too, in at most DROP_ROUNDS. Nothing is replaced while more than `max_missing` of the rewards
     are missing, because missing rewards say nothing about the prompts.
     """
-    kept, dropped = list(groups_P), list[GradedGroup]()
+    kept, dropped = list(groups_P), list[ScoredGroup]()
     refills, drops = job.sampling.refills, job.sampling.overlong_prompts == "drop"
     for round in range(1, num_rounds(job) + 1):
         flat = [
@@ -94,8 +84,8 @@ def num_rounds(job: Job) -> int:
 
 def to_batch(
     step: int,
-    groups_P: Sequence[GradedGroup],
-    dropped: Sequence[GradedGroup] = (),
+    groups_P: Sequence[ScoredGroup],
+    dropped: Sequence[ScoredGroup] = (),
     *,
     dated: bool = True,
 ) -> Batch:

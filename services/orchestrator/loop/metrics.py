@@ -7,7 +7,7 @@ docs/observability.md lists the other names.
 | group_reward_std               | mean of the groups' standard deviations                     |
 | rewards/<name>/mean, .../std   | of one reward, where it applies                             |
 | frac_reward_zero_std           | share of groups without signal: they teach nothing          |
-| dropped_groups                 | groups without signal in whose place others were sampled    |
+| dropped_groups                 | groups without signal that others took the place of         |
 | resampled_groups               | groups sampled again: their weights' version was not asked  |
 | missing_rewards                | share of graded rollouts without a reward                   |
 | errored_rollouts               | share of rollouts that went wrong; never graded             |
@@ -111,11 +111,6 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
         **({REPLAYED: 1.0} if step.replayed else {}),
         **({"skipped_problems": num_skipped} if num_skipped is not None else {}),
     }
-
-
-def total_metrics(num_tokens: float, hours: float, cost: float | None) -> dict[str, float]:
-    """Returns what the job has taken so far; `cost` is None where no price is known."""
-    return {TOKENS: num_tokens, HOURS: hours, **({} if cost is None else {COST: cost})}
 
 
 def passes(step: int, job: Job, num_train: int | None) -> dict[str, float]:

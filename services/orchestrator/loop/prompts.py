@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -61,37 +61,26 @@ class HeldOut:
         return make_prompts(problems, self.spec, self.where)
 
 
+@dataclass(eq=False)
 class Prompts:
     """Training prompts by step, and the held-out ones. Making them may wait for a disk, the Hub or
     a template: call the methods off the event loop.
 
     Every problem, also held-out ones, has the `columns`. `versions` identify the sources' content,
-    by "train", "eval" and "eval.<set>", if known. `train` are all training problems, None for a
-    stream; `sets` are the held-out sets. `history` has the verdicts on earlier groups, for an order
-    that skips problems. A job of 0 steps has no training problems, and no `order`; neither has a
-    job whose groups are sampled elsewhere.
+    by "train", "eval" and "eval.<set>", if known. `train` are all training problems, which messages
+    call `name`, None for a stream; `sets` are the held-out sets. `history` has the verdicts on
+    earlier groups, for an order that skips problems. A job of 0 steps has no training problems, and
+    no `order`; neither has a job whose groups are sampled elsewhere.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        order: Order | None,
-        held_out: Sequence[HeldOut] = (),
-        *,
-        columns: tuple[str, ...] = (),
-        name: str = "data.train",
-        versions: Mapping[str, str] | None = None,
-        train: Sequence[Problem] | None = None,
-        history: History | None = None,
-    ) -> None:
-        self._job = job
-        self._order = order
-        self.sets = held_out
-        self._name = name
-        self.columns = columns
-        self.versions = dict(versions or {})
-        self.train = train
-        self.history = history or History()
+    job: Job
+    order: Order | None
+    sets: Sequence[HeldOut]
+    columns: tuple[str, ...] = ()
+    name: str = "data.train"
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    train: Sequence[Problem] | None = None
+    history: History = field(default_factory=History)
 
     @property
     def num_train(self) -> int | None:
@@ -109,13 +98,13 @@ class Prompts:
         that no earlier round of the step could have taken, so they are fewer than `[P]` once a
         small data set has no more.
         """
-        assert self._order is not None, "a job of 0 steps has no steps"
-        return self.made_of(self._order.take(step, round))
+        assert self.order is not None, "a job of 0 steps has no steps"
+        return self.made_of(self.order.take(step, round))
 
     def first(self) -> tuple[Prompt, ...]:
         """Returns the prompts of the first step; of a job of 0 steps, the first held-out prompts,
         taken from each set in turn."""
-        if self._order is not None:
+        if self.order is not None:
             return self.for_step(1)
         firsts = [held_out.made_of(held_out.problems[:NUM_FIRST]) for held_out in self.sets]
         rounds = itertools.zip_longest(*firsts)
@@ -124,12 +113,12 @@ class Prompts:
     def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:
         """Returns the prompts of training problems. Raises BadRow for a prompt that cannot be
         made."""
-        return make_prompts(problems, self._job.data, self._name)
+        return make_prompts(problems, self.job.data, self.name)
 
     def num_skipped(self, step: int) -> int | None:
         """Returns how many problems the step skips; None if the job skips none, or the step is no
         longer known."""
-        return self._order.num_skipped(step) if isinstance(self._order, Skipping) else None
+        return self.order.num_skipped(step) if isinstance(self.order, Skipping) else None
 
     def held_out(self) -> dict[str, tuple[Prompt, ...]]:
         """Returns the prompts of each held-out set by name, the same each time; "" is
@@ -153,8 +142,8 @@ def load_prompts(
     ask, history = asks_of(job, settings, versions).get("train"), history or History()
     if ask is None:
         held_out = load_held_out(job, settings, versions)
-        columns, found = _columns_of(held_out), _versions(held_out)
-        return Prompts(job, None, held_out, columns=columns, versions=found, train=())
+        columns = _shared_columns(held_out[0].columns, held_out) if held_out else ()
+        return Prompts(job, None, held_out, columns, versions=_versions(held_out), train=())
     train = open_source(ask)
     columns, order, problems = _ordered(job, train, history, settings.filter_cpu_s)
     held_out = load_held_out(job, settings, versions)
@@ -169,10 +158,6 @@ def load_prompts(
         train=problems,
         history=history,
     )
-
-
-def _columns_of(held_out: Sequence[HeldOut]) -> tuple[str, ...]:
-    return _shared_columns(held_out[0].columns, held_out) if held_out else ()
 
 
 def _shared_columns(names: Sequence[str], held_out: Sequence[HeldOut]) -> tuple[str, ...]:

@@ -8,8 +8,8 @@ r_j is what turn j earned: `turn_rewards` of the rollout's `info`, times the wei
 "environment". The last turn earned the rest of the rollout's reward. So the r_j add up to it, and
 with a discount of 1 it is G_1.
 
-The turns of a rollout with branches are those of all its rows, in the order of time (`TURN_TIMES`
-of its `info`; without it one row after the other, its own last).
+A rollout with branches has the turns of all its rows, in the order of time (`TURN_TIMES` of its
+`info`; without it one row after the other, its own last).
 
 The advantage of turn k, and of each of its tokens, is `(G_k - baseline) / std`, by `[advantages]`.
 Baseline and deviation are

@@ -104,18 +104,13 @@ class Calls:
         served = [models for _, models in answers if not isinstance(models, HoneError)]
         if not served:
             whys = {url: why for url, why in answers if isinstance(why, HoneError)}
-            raise self._nobody(whys)
+            told = "; ".join(f"the sampler at {url}: {why.detail}" for url, why in whys.items())
+            none = f"there is no sampler at HONE_ROLLOUT_URL {self._settings.rollout_url!r}"
+            is_starting = any(why.code == STARTING for why in whys.values())
+            raise Unavailable(
+                f"no model is served now: {told or none}", code=STARTING if is_starting else None
+            )
         return {model.id: model for models in served for model in models}
-
-    def _nobody(self, whys: dict[str, HoneError]) -> Unavailable:
-        """Returns the error if no sampler serves a model."""
-        told = "; ".join(f"the sampler at {url}: {why.detail}" for url, why in whys.items())
-        is_starting = any(why.code == STARTING for why in whys.values())
-        return Unavailable(
-            "no model is served now: "
-            + (told or f"there is no sampler at HONE_ROLLOUT_URL {self._settings.rollout_url!r}"),
-            code=STARTING if is_starting else None,
-        )
 
     async def _answers(self) -> AsyncGenerator[tuple[str, tuple[ServedModel, ...] | HoneError]]:
         """Yields each sampler's URL and its models as it answers, or why it serves none."""
@@ -154,9 +149,7 @@ class Calls:
         no call, and busy samplers get fewer calls."""
         async with contextlib.aclosing(self._answers()) as answers:
             async for url, models in answers:
-                if isinstance(models, HoneError):
-                    continue
-                if any(model.id == name for model in models):
+                if not isinstance(models, HoneError) and name in (model.id for model in models):
                     return url
         raise _not_served(name, await self.served())
 

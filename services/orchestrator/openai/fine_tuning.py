@@ -1,4 +1,5 @@
-"""`/v1/fine_tuning/jobs`: jobs of the jobs API, submitted and shown in OpenAI's shape."""
+"""`/v1/fine_tuning/jobs`: jobs of the jobs API, submitted and shown in OpenAI's shape; and
+`/v1/fine_tuning/alpha/graders`: the reward service's graders, where OpenAI's clients look."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from fastapi import FastAPI, Query, Request
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.history import still_there
 from services.orchestrator.api.jobs import check_job
-from services.orchestrator.api.pages import METADATA, metadata_of
+from services.orchestrator.api.states import METADATA, metadata_of
 from services.orchestrator.openai import mapping
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.writable import Writable
@@ -24,6 +25,7 @@ from services.orchestrator.store.records import Submission, Unreadable, check_ev
 from services.orchestrator.store.run_folders import accept, accepted, cancel
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, NotFound
+from shared.http.client import Client
 from shared.http.service import Service, request_key
 from shared.job.file import parse_job
 from shared.settings import Settings
@@ -34,11 +36,22 @@ from shared.wire import (
     FineTuningEventList,
     FineTuningJob,
     FineTuningJobList,
+    GraderRun,
+    GraderRunRequest,
     JobRecord,
+    Validated,
+    ValidatedGrader,
+    ValidateGraderRequest,
+    ValidateRequest,
 )
+from shared.wire.graders import reward_of
 from shared.wire.openai import PREFIX
 
 ROOT = "/v1/fine_tuning/jobs"
+GRADERS = "/v1/fine_tuning/alpha/graders"
+
+RUN_DEADLINE_S = 600.0
+VALIDATE_DEADLINE_S = 60.0
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
@@ -46,13 +59,9 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 def add_routes(
     service: Service, settings: Settings, store: Store, runs: Writable, checks: Checks
 ) -> None:
-    jobs = FineTuningJobs(settings, store, runs, checks)
-    _add_job_routes(service, jobs, store)
-    _add_history_routes(service.app, jobs, store)
-
-
-def _add_job_routes(service: Service, jobs: FineTuningJobs, store: Store) -> None:
-    app = service.app
+    jobs, app = FineTuningJobs(settings, store, runs, checks), service.app
+    _add_history_routes(app, jobs, store)
+    add_grader_routes(service, settings)
     service.operation("POST", ROOT, jobs.create, durable=True)
 
     @app.get(ROOT, openapi_extra=METADATA)
@@ -130,6 +139,39 @@ def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> Non
             last_id=shown[-1].id if shown else None,
             has_more=len(kept) > limit,
         )
+
+
+def add_grader_routes(service: Service, settings: Settings) -> None:
+    def reward_service() -> Client:
+        return Client(
+            "reward",
+            settings.reward_url,
+            token=settings.bearer(),
+            patience_s=settings.patience_s,
+        )
+
+    async def run(request: GraderRunRequest) -> GraderRun:
+        """Grades one completion by one grader."""
+        async with reward_service() as reward:
+            return await reward.call(
+                "POST", "/graders/run", request, GraderRun, deadline_s=RUN_DEADLINE_S
+            )
+
+    async def validate(request: ValidateGraderRequest) -> ValidatedGrader:
+        """Says whether a job could name this grader; 422 with sentences if not."""
+        spec = reward_of(request.grader)
+        async with reward_service() as reward:
+            await reward.call(
+                "POST",
+                "/graders/validate",
+                ValidateRequest(rewards=(spec,)),
+                Validated,
+                deadline_s=VALIDATE_DEADLINE_S,
+            )
+        return ValidatedGrader(grader=request.grader)
+
+    service.operation("POST", GRADERS + "/run", run)
+    service.operation("POST", GRADERS + "/validate", validate)
 
 
 class FineTuningJobs:

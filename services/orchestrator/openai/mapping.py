@@ -19,7 +19,7 @@ from shared.wire import (
     JobRecord,
 )
 from shared.wire.graders import reward_of
-from shared.wire.openai import PREFIX, ReinforcementHyperparameters
+from shared.wire.openai import PREFIX
 
 
 def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
@@ -30,6 +30,8 @@ def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
     _check_file("training_file", request.training_file)
     _check_file("validation_file", request.validation_file)
     knobs = request.method.reinforcement.hyperparameters
+    rate, times = knobs.learning_rate_multiplier, knobs.compute_multiplier
+    size = SamplingSpec().group_size
     document: dict[str, Any] = {
         "name": name_of(request.suffix or "", "fine-tuning"),
         "model": request.model,
@@ -42,10 +44,10 @@ def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
         },
         "sampling": _given(
             prompts_per_step=knobs.batch_size,
-            group_size=_scaled(SamplingSpec().group_size, knobs.compute_multiplier),
+            group_size=size if isinstance(times, str) else max(round(size * times), 2),
         ),
         "rewards": [reward_of(request.method.reinforcement.grader).model_dump(exclude_unset=True)],
-        "training": {"learning_rate": _scaled_rate(knobs)},
+        "training": {"learning_rate": LORA_LEARNING_RATE * (1.0 if rate == "auto" else rate)},
         "lora": {},
         "evaluation": _given(every=knobs.eval_interval, samples=knobs.eval_samples),
         "metadata": request.metadata or {},
@@ -75,7 +77,9 @@ def fine_tuning_job(record: JobRecord, now: float, trained_tokens: int | None) -
         model=job.model,
         fine_tuned_model=record.id if record.status == "succeeded" else None,
         status=record.status,
-        error=_error(record),
+        error=None
+        if record.error is None
+        else FineTuningError(code=record.status, message=record.error),
         training_file=request.training_file,
         validation_file=request.validation_file,
         method=request.method,
@@ -128,15 +132,6 @@ def _given(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value != "auto"}
 
 
-def _scaled(default: int, multiplier: str | float) -> int:
-    return default if isinstance(multiplier, str) else max(round(default * multiplier), 2)
-
-
-def _scaled_rate(knobs: ReinforcementHyperparameters) -> float:
-    multiplier = knobs.learning_rate_multiplier
-    return LORA_LEARNING_RATE * (1.0 if multiplier == "auto" else multiplier)
-
-
 def _laid_over(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the document with `changes` in it, section by section."""
     changed = dict(document)
@@ -150,9 +145,3 @@ def _laid_over(document: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 def _whole(seconds: float | None) -> int | None:
     return None if seconds is None else int(seconds)
-
-
-def _error(record: JobRecord) -> FineTuningError | None:
-    if record.error is None:
-        return None
-    return FineTuningError(code=record.status, message=record.error)

@@ -113,8 +113,12 @@ def may_be_rounding(canary: Canary, serving: ServingWeights) -> bool:
 async def prove(sampler: Client, published: WeightsRef, serving: ServingWeights) -> None:
     """Raises SyncFailed unless the sampler serves what was published."""
     ref = published.root
-    if problem := _digest_fault(ref, serving):
-        raise SyncFailed(f"weight sync: {problem}")
+    if (serving.version, serving.digest) != (ref.version, ref.digest):
+        raise SyncFailed(
+            f"weight sync: the trainer published version {ref.version} with digest "
+            f"{ref.digest[:12]}, but the sampler serves version {serving.version} with digest "
+            f"{str(serving.digest)[:12]}"
+        )
     if not ref.canary or not serving.canary_logprobs:
         return
     if problem := fault(ref.canary, serving):
@@ -161,14 +165,3 @@ def _describe(checked: CheckedWeights | HoneError) -> str:
         f"{len(checked.differing)} of {checked.num_tensors} tensors of the engine are not those "
         f"published, the first is {checked.differing[0]!r}"
     )
-
-
-def _digest_fault(published: Published, serving: ServingWeights) -> str | None:
-    """Returns why what the sampler says it serves is not what the trainer published, or None."""
-    if (serving.version, serving.digest) != (published.version, published.digest):
-        return (
-            f"the trainer published version {published.version} with digest "
-            f"{published.digest[:12]}, but the sampler serves version {serving.version} with "
-            f"digest {str(serving.digest)[:12]}"
-        )
-    return None

@@ -123,8 +123,8 @@ class Pool:
         return [sampler for sampler in self.samplers.values() if sampler.up]
 
     def one(self) -> Client:
-        """Returns the client of a sampler: of one that is up if there is one. Raises Unavailable
-        if there is no sampler at all."""
+        """Returns the client of a sampler, which is up if any is. Raises Unavailable if there is no
+        sampler at all."""
         if not self.samplers:
             raise self._nobody()
         return max(self.samplers.values(), key=lambda sampler: sampler.up).client

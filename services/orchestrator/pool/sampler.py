@@ -127,15 +127,15 @@ class Sampler:
     `up`: it serves `ref`, which the job published last; None: only the model so far. A sampler that
     is not up gets no groups, and `why` says the reason. `num_joins` counts how often it came up.
     `failed_sync`: it did not load a version that others loaded. `by_files`: it gets versions as
-    files, because one that was sent to its GPU did not arrive. `listed`: the settings or a
+    files, because a version that was sent to its GPU did not arrive. `listed`: the settings or a
     registration name it now. `held`: it gets no further groups until a sync is done; `idle` is set
     while it has none. `num_loads` are the versions that it loads at the moment: one, or none.
 
     Its load counts completions. `under_way` counts the completions of all groups that it was given
-    and has not returned; `busy` those that it reported to work on, and `sent` those that it was
-    given since. It samples `max_num_seqs` completions at once, as far as its cache of
-    `kv_cache_tokens` has room for them at the job's `length`; 0: unknown. It computes on `gpus`
-    (UUIDs) in a `memory_space` (shared/weights/meeting.py).
+    and has not returned, `busy` the completions that it reported to work on, and `sent` the
+    completions that it was given since. It samples `max_num_seqs` completions at once, as far as
+    its cache of `kv_cache_tokens` has room for them at the job's `length`; 0: unknown. It computes
+    on `gpus` (UUIDs) in a `memory_space` (shared/weights/meeting.py).
     """
 
     client: Client
@@ -295,8 +295,7 @@ class Sampler:
         self, push: Push, settings: Settings, patience_s: float, *, late: bool = False
     ) -> ServingWeights:
         """Returns its answer once it serves the version, proven. `late`: it joins after the version
-        was sent. Raises StateLost if another sampler or engine answers than the one that has the
-        model."""
+        was sent. Raises StateLost unless the sampler and the engine with the model answer."""
         self.num_loads += 1
         try:
             ref = await push.for_sampler(self, late=late)
@@ -318,8 +317,7 @@ class Sampler:
                 )
             if serving.boot_id != self.boot_id:
                 raise StateLost(
-                    f"sampler {self.name!r} has another engine than the one that the job's model "
-                    "was loaded into"
+                    f"sampler {self.name!r} has another engine than when the job's model was loaded"
                 )
             await push.prove(self.client, ref, serving)
             return serving

@@ -115,12 +115,11 @@ class Services:
         tell: Tell = tell_nobody,
         registered: Registered = none_registered,
         *,
-        epoch: int = 0,
         identity: str | None = None,
         grading_waits: bool = False,
     ) -> None:
         self._job = job
-        self._who = Fenced(job_id=job_id, attempt=attempt, epoch=epoch)
+        self._who = Fenced(job_id=job_id, attempt=attempt, epoch=0)
         self.settings = settings
         limit_s = (settings.wait_limit_s or math.inf) + MAX_PAUSE_S  # no last try before the limit
         self._reward_patience_s = limit_s if grading_waits else None
@@ -256,9 +255,7 @@ class Services:
             sampling=sampling or self.sampling(seed),
             min_version=min_version,
         )
-        group = await self.pool.generate(body, key)
-        tracing.note(sampler=group.replica, tokens=sum(r.num_sampled for r in group.rollouts))
-        return group
+        return await self._sampled(body, key)
 
     @waits_for("rollout", "sampling an answer", "generate")
     async def answer(
@@ -288,7 +285,7 @@ class Services:
             sampling=sampling,
             min_version=min_version,
         )
-        return await self._turn(body, key)
+        return await self._sampled(body, key, key.rpartition(":")[0])
 
     @waits_for("rollout", "sampling an answer", "generate")
     async def go_on(
@@ -304,10 +301,12 @@ class Services:
             sampling=sampling,
             min_version=min_version,
         )
-        return await self._turn(body, key)
+        return await self._sampled(body, key, key.rpartition(":")[0])
 
-    async def _turn(self, body: GenerateRequest, key: str) -> RolloutGroup:
-        group = await self.pool.generate(body, key, conversation=key.rpartition(":")[0])
+    async def _sampled(
+        self, body: GenerateRequest, key: str, conversation: str | None = None
+    ) -> RolloutGroup:
+        group = await self.pool.generate(body, key, conversation)
         tracing.note(sampler=group.replica, tokens=sum(r.num_sampled for r in group.rollouts))
         return group
 

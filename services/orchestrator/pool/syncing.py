@@ -286,7 +286,9 @@ class Fallback:
     async def _written(self, sent: SentWeights, sent_by: SyncMethod) -> AnyWeights:
         try:
             method = SYNC_METHODS[sent_by].published_again
-            assert method is not None, "every method that sends has one that writes files"
+            assert method is not None, (
+                "every method that sends has another method that writes files"
+            )
             files = (await self._services.publish_weights(sent.version, method)).root
         except Conflict as error:
             if error.code != "out_of_order":

@@ -149,7 +149,12 @@ LIMITS = {Action.RECOVER: MAX_RECOVERIES, Action.RELOAD: MAX_LOSSES}
 
 def decide(error: Exception, num_in_a_row: int = 0) -> Decision:
     """Returns what happens to the job. `num_in_a_row` counts reloads without a new step."""
-    rule = next(rule for rule in RULES if _matches(rule, error))
+    code = error.code if isinstance(error, HoneError) else None
+    rule = next(
+        rule
+        for rule in RULES
+        if isinstance(error, rule.kind) and (not rule.codes or code in rule.codes)
+    )
     action = rule.action
     if num_in_a_row >= LIMITS.get(action, math.inf):
         action = Action.PAUSE
@@ -173,11 +178,6 @@ def found_end(folder: RunFolder) -> Outcome | None:
     get_logger().warning("the run folder says that the job has ended", folder=str(folder.path))
     why = note.error if note.status == "failed" else (summary or {}).get("stopped")
     return Outcome(cast(End, note.status), why, summary)
-
-
-def _matches(rule: Rule, error: Exception) -> bool:
-    code = error.code if isinstance(error, HoneError) else None
-    return isinstance(error, rule.kind) and (not rule.codes or code in rule.codes)
 
 
 def _sentence(error: Exception) -> str:

@@ -13,7 +13,7 @@ from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.run.progress import Doing
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.journal import Journal
-from services.orchestrator.tasks import stop, to_disk
+from services.orchestrator.tasks import all_of, stop, to_disk
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.wire import JobRecord, TrainerState
@@ -63,33 +63,24 @@ class Loading:
         in_turn = self.colocate or (await self.services.trainer_state()).gpu is not None
         watching = asyncio.create_task(self._watch())
         try:
-            return await (self._load_in_turn() if in_turn else self._load_at_once())
+            if in_turn:
+                await self.services.put_model()
+                await self.services.free_gpu()
+                return await self.services.put_job()
+            state, _ = await all_of([self.services.put_job(), self.services.put_model()])
+            assert state is not None, "the first is the trainer's"
+            return state
         finally:
             await stop(watching)
 
-    async def _load_in_turn(self) -> TrainerState:
-        await self.services.put_model()
-        await self.services.free_gpu()
-        return await self.services.put_job()
-
-    async def _load_at_once(self) -> TrainerState:
-        """If one fails, raises its error after the other has ended."""
-        loading = asyncio.create_task(self.services.put_job())
-        serving = asyncio.create_task(self.services.put_model())
-        try:
-            await asyncio.gather(loading, serving)
-            return loading.result()
-        finally:
-            await stop(loading, serving)
-
     async def _watch(self) -> None:
         """Reports in the job's events what takes trainer and sampler long."""
-        services = self.services
-        asked: dict[str, Ask] = {"trainer": self._trainer_doing, "sampler": services.sampler_doing}
-        await asyncio.gather(*(self._watch_one(name, ask) for name, ask in asked.items()))
 
-    async def _trainer_doing(self) -> str | None:
-        return (await self.services.trainer_state()).doing
+        async def trainer_doing() -> str | None:
+            return (await self.services.trainer_state()).doing
+
+        asked: dict[str, Ask] = {"trainer": trainer_doing, "sampler": self.services.sampler_doing}
+        await asyncio.gather(*(self._watch_one(name, ask) for name, ask in asked.items()))
 
     async def _watch_one(self, service: str, ask: Ask) -> None:
         """Ignores errors: the watched call meets the same error, and decides about it."""

@@ -158,7 +158,7 @@ def check_colocation(job: Job, settings: Settings) -> None:
     if SYNC_METHODS[job.weight_sync].ends_requests:
         raise BadRequest(
             f"HONE_COLOCATE is set, so the sampler sleeps at each step anyway: got weight_sync "
-            f'"{job.weight_sync}", expected "auto" or one that loads in place'
+            f'"{job.weight_sync}", expected "auto" or a method that loads in place'
         )
     if job.memory.zero_stage == 3 and not job.memory.offload_optimizer:
         raise BadRequest(

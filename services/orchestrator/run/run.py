@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.data.difficulty import History
-from services.orchestrator.data.fetching import fetch
-from services.orchestrator.data.sources import asks_of
+from services.orchestrator.data.sources import asks_of, fetch
 from services.orchestrator.errors import MustPause, TooDear
 from services.orchestrator.evals.comparison import Comparison
 from services.orchestrator.loop.batches import Batches
@@ -58,7 +57,6 @@ from services.orchestrator.tasks import stop, to_disk, to_the_end
 from shared.errors import BadRequest, Failed, Forbidden, HoneError, Unauthorized, Unavailable
 from shared.host.logs import get_logger, of_job
 from shared.host.processes import Look
-from shared.plan.prices import Price
 from shared.settings import Settings
 from shared.wire import JobRecord, Prompt, TrainerState
 
@@ -236,7 +234,10 @@ class Run:
             f"(recovery {self._in_a_row}{f' of {most}' if most else ''})",
             self._recoveries,
         )
-        self._stuck_since = self._stuck_since or self._waits_since()
+        if self._stuck_since is None:  # grading's wait for the reward service counts
+            now = time.time()
+            waited_s = now - (self._services.reward_away_since or now)
+            self._stuck_since = time.monotonic() - waited_s
         if outcome := await self._until_there(decision.why):
             return outcome
         missing = decision.why if decision.action is Action.WAIT else None
@@ -247,9 +248,13 @@ class Run:
     async def _until_there(self, why: str) -> Outcome | None:
         """Returns None once the job lacks nothing; its outcome if it stops waiting."""
         began, is_said = time.monotonic(), False
-        while (missing := await self._missing()) or self._is_beyond_limit():
+        while (
+            missing := await self._needs.look() or await self._data.missing()
+        ) or self._is_beyond_limit():
             if self._is_beyond_limit():
-                return Outcome("paused", f"{why}; {self._waited()}; {missing or 'it is there now'}")
+                limit = f"for {self._settings.wait_limit_s:g} s, and HONE_WAIT_LIMIT_S is that"
+                now = missing or "it is there now"
+                return Outcome("paused", f"{why}; it has waited {limit}; {now}")
             is_long = time.monotonic() - began >= self._settings.patience_s
             if missing and is_long and (other := await self._elsewhere()):
                 return Outcome("queued", f"{missing}; the job goes to trainer {other}")
@@ -270,21 +275,9 @@ class Run:
             return None
         return await self._needs.another_trainer()
 
-    async def _missing(self) -> str | None:
-        return await self._needs.look() or await self._data.missing()
-
     def _is_beyond_limit(self) -> bool:
         limit_s, since = self._settings.wait_limit_s, self._stuck_since
         return limit_s is not None and since is not None and time.monotonic() - since >= limit_s
-
-    def _waits_since(self) -> float:
-        """Returns since when the job waits (time.monotonic), grading's wait for the reward service
-        included."""
-        now = time.time()
-        return time.monotonic() - (now - (self._services.reward_away_since or now))
-
-    def _waited(self) -> str:
-        return f"it has waited for {self._settings.wait_limit_s:g} s, and HONE_WAIT_LIMIT_S is that"
 
     async def _train(self) -> dict[str, Any]:
         after = self._after = self._after or await self._begin()
@@ -411,7 +404,7 @@ class Run:
             self._tracker,
             spent,
             self._settings.max_missing_rewards,
-            self._store.used_models.below,
+            self._store.models_below,
         )
 
     async def _begin_spending(self) -> Spent:
@@ -419,9 +412,12 @@ class Run:
         its cost limit and has more to do."""
         rows = await asyncio.to_thread(self._folder.metrics)
         if self._spent is None:
-            hours = await asyncio.to_thread(self._folder.hours)
-            cost = await asyncio.to_thread(self._folder.cost)
-            self._spent = Spent(rows, hours, self._price(), cost)
+            hours, cost = await asyncio.to_thread(self._folder.spent)
+            try:
+                price = price_for(self._job, self._settings)
+            except BadRequest as error:  # the price was known at submission
+                raise MustPause(error.detail) from error
+            self._spent = Spent(rows, hours, price, cost)
         has_more = self._job.steps > 0 and (
             not rows
             or (rows[-1].step < self._job.steps and not reason_to_stop(rows[-1], self._job.stop))
@@ -429,12 +425,6 @@ class Run:
         if has_more and (why := self._spent.beyond(self._job.stop)):
             raise TooDear(why)
         return self._spent
-
-    def _price(self) -> Price | None:
-        try:
-            return price_for(self._job, self._settings)
-        except BadRequest as error:  # the price was known at submission
-            raise MustPause(error.detail) from error
 
     async def _try_rewards(self, prompts: tuple[Prompt, ...]) -> None:
         """Reports the rewards' values for known answers, while the model is loaded."""
@@ -446,11 +436,9 @@ class Run:
             await self._journal.warn(warning)
 
     def _pipeline(self, prompts: Prompts) -> Pipeline:
-        services, folder = self._services, self._folder
-        max_missing = self._settings.max_missing_rewards
-        warn = self._journal.warn
-        pushed = PushedGroups(PushedQueue(folder.path), services.waits)
+        services, folder, pushed = self._services, self._folder, None
         if self._job.is_pushed:
+            pushed = PushedGroups(PushedQueue(folder.path), services.waits)
             services.sessions.pushed[self._record.id] = services
         batches = Batches(
             self._record.id,
@@ -458,9 +446,9 @@ class Run:
             prompts,
             services,
             folder,
-            max_missing,
-            warn,
-            pushed if self._job.is_pushed else None,
+            self._settings.max_missing_rewards,
+            self._journal.warn,
+            pushed,
         )
         return Pipeline(self._job, batches, services, folder, self._journal)
 

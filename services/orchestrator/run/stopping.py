@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from services.orchestrator.loop.advantages import reaches
 from services.orchestrator.loop.groups import num_sampled
-from services.orchestrator.loop.metrics import COST, HOURS, REPLAYED, TOKENS, total_metrics
+from services.orchestrator.loop.metrics import COST, HOURS, REPLAYED, TOKENS
 from services.orchestrator.run.summary import measured
 from shared.errors import BadRequest
 from shared.host.logs import get_logger
@@ -68,8 +68,8 @@ class Spent:
         """Returns the totals after the batch has been trained on."""
         self._tokens += sum(map(num_sampled, batch.groups)) + batch.dropped_tokens
         own_hours = self._own_hours  # for both, at the same moment
-        cost = self._cost_with(own_hours) if self.price else None
-        return total_metrics(self._tokens, self._hours_before + own_hours, cost)
+        cost = {COST: self._cost_with(own_hours)} if self.price else {}
+        return {TOKENS: self._tokens, HOURS: self._hours_before + own_hours, **cost}
 
     @property
     def hours(self) -> float:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass
 
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
@@ -254,8 +254,8 @@ class Worker:
             self._sessions,
         )
         work = asyncio.create_task(run.run())
-        beats = _Beats(self._store, run)
-        beat = asyncio.create_task(leases.keep(beats, lease, taken_at, self._redis))
+        renew = functools.partial(_beat, self._store, run)
+        beat = asyncio.create_task(leases.keep(renew, lease, taken_at, self._redis))
         try:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -307,22 +307,14 @@ class Worker:
         )
 
 
-@dataclass(frozen=True)
-class _Beats:
-    """Heartbeats that report what the job does. An error in that report ends no job."""
-
-    store: Store
-    run: Run
-
-    async def beat(self, lease: Lease) -> Asked | None:
-        return await self.store.beat(lease, *self._said(lease))
-
-    def _said(self, lease: Lease) -> tuple[str | None, str | None]:
-        try:
-            return self.run.doing(), self.run.waits()
-        except Exception:  # a bug in this text must not cost the job its lease
-            get_logger().exception("what the job is at not known", job=lease.job_id)
-            return None, None
+async def _beat(store: Store, run: Run, lease: Lease) -> Asked | None:
+    """Renews the lease, and reports what the job does."""
+    try:
+        said = run.doing(), run.waits()
+    except Exception:  # a bug in this text must not cost the job its lease
+        get_logger().exception("what the job is at not known", job=lease.job_id)
+        said = None, None
+    return await store.beat(lease, *said)
 
 
 def _outcome(work: asyncio.Task[Outcome]) -> Outcome:

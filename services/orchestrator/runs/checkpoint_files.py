@@ -47,7 +47,8 @@ def path_of(folder: Path, name: str) -> Path:
     sizes = {file.name: file.size_bytes for file in files_of(folder)}
     path = folder / name
     if name not in sizes or not path.resolve().is_relative_to(folder.resolve()):
-        raise NotFound(f"the checkpoint has no file {name!r:.200}; its files are {_some([*sizes])}")
+        some = ", ".join([*sizes][:10]) + (", ..." if len(sizes) > 10 else "")
+        raise NotFound(f"the checkpoint has no file {name!r:.200}; its files are {some}")
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -58,7 +59,3 @@ def path_of(folder: Path, name: str) -> Path:
             "checkpoint's manifest says; download another checkpoint"
         )
     return path
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")

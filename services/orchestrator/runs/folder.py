@@ -47,7 +47,7 @@ from pydantic import BaseModel
 from services.orchestrator.runs import finished, pushed
 from services.orchestrator.runs.finished import FinishedGroup, Place
 from services.orchestrator.runs.note import Note
-from services.orchestrator.runs.writing import writing
+from services.orchestrator.runs.writable import writing
 from shared.errors import Conflict, Failed, NotFound
 from shared.host import disk
 from shared.http import codec
@@ -199,10 +199,7 @@ class RunFolder:
         return rows[-1].step if rows else None
 
     def append_metrics(self, row: MetricsRow) -> None:
-        with self._writing(), (self.path / "metrics.jsonl").open("ab") as file:
-            file.write(_metrics_line(row))
-            file.flush()
-            os.fsync(file.fileno())
+        self._append("metrics.jsonl", _metrics_line(row))
 
     def replace_metrics(self, row: MetricsRow) -> None:
         """Writes the row. Replaces a row of the same step."""
@@ -212,27 +209,22 @@ class RunFolder:
     def write_spent(self, hours: float, cost: float) -> None:
         """Notes the hours for which the job has had the services, and their cost, each unless more
         is noted already. Does nothing without the folder."""
-        for name, spent, noted in ((HOURS, hours, self.hours()), (COST, cost, self.cost())):
+        for name, spent, noted in zip((HOURS, COST), (hours, cost), self.spent(), strict=True):
             if self._is_there and spent > noted:
                 self._write(name, f"{spent!r}\n".encode())
 
-    def hours(self) -> float:
-        """Returns the hours for which the job has had the services; 0 if none are noted."""
-        return self._number(HOURS)
-
-    def cost(self) -> float:
-        """Returns the job's cost so far; 0 if none is noted."""
-        return self._number(COST)
-
-    def _number(self, name: str) -> float:
-        path = self.path / name
-        return float(path.read_text()) if path.exists() else 0.0
+    def spent(self) -> tuple[float, float]:
+        """Returns the noted hours for which the job has had the services, and its cost so far; 0
+        for what is not noted."""
+        paths = self.path / HOURS, self.path / COST
+        hours, cost = (float(path.read_text()) if path.exists() else 0.0 for path in paths)
+        return hours, cost
 
     def append_verdicts(self, step: int, verdicts: Mapping[int, str]) -> None:
         """Adds the verdicts on the step's groups to `difficulty.jsonl`. They replace an older line
         of the step."""
         row = {"step": step, "verdicts": {str(number): each for number, each in verdicts.items()}}
-        self._append(DIFFICULTY, row)
+        self._append(DIFFICULTY, _row(row))
 
     def verdicts(self) -> dict[int, dict[int, Any]]:
         """Returns the verdicts on the groups of each step, by row number."""
@@ -243,15 +235,15 @@ class RunFolder:
 
     def append_scores(self, row: dict[str, Any]) -> None:
         """Adds the scores of a model on a held-out set to `evaluation.jsonl`."""
-        self._append(EVALUATION, row)
+        self._append(EVALUATION, _row(row))
 
     def scores(self) -> list[dict[str, Any]]:
         """Returns the rows of `evaluation.jsonl`, oldest first."""
         return self._rows(EVALUATION)
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
+    def _append(self, name: str, data: bytes) -> None:
         with self._writing(), (self.path / name).open("ab") as file:
-            file.write(b"\n" + json.dumps(row).encode())  # begins a new line, after any cut one
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
 
@@ -407,6 +399,10 @@ class RunFolder:
 
 def _json(stored: BaseModel) -> bytes:
     return stored.model_dump_json(indent=2).encode()
+
+
+def _row(row: dict[str, Any]) -> bytes:
+    return b"\n" + json.dumps(row).encode()  # begins a new line, after any cut one
 
 
 def _metrics_line(row: MetricsRow) -> bytes:

@@ -5,7 +5,7 @@ that shares the folder accepts groups.
                              that took groups, wants some, or dropped stale ones
     pushed/000017.msgpack    group 17, until the batch of its step is stored
     pushed/session-*.msgpack the rollout of a session that has ended, until its group is whole
-    pushed/lock              held by whoever reads or writes
+    pushed/lock              held by the process that reads or writes
 
 A group is accepted once its line is on disk. Groups are numbered from 1 and taken in this order. A
 step that is done again takes what its line says, so no group is lost and none is trained twice.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from services.orchestrator.runs.finished import CHECKSUM_BYTES, checksum
-from services.orchestrator.runs.writing import writing
+from services.orchestrator.runs.writable import writing
 from shared.errors import Conflict, Failed
 from shared.host import disk
 from shared.http import codec
@@ -92,8 +92,8 @@ class Ledger:
         return max((max(took, default=0) for took in steps), default=0)
 
     def num_ahead(self, last_step: int) -> int:
-        """Returns how many groups are trained before the next one that is accepted, after
-        `last_step`. A group that replaces one without signal moves none back."""
+        """Returns how many groups are trained before the next accepted group, after `last_step`.
+        A group that replaces one without signal moves none back."""
         counts = {place: len(took) for place, took in self.took.items()} | self.wants
         done = sum(
             count
@@ -178,7 +178,7 @@ class PushedQueue:
             self._session(id).unlink(missing_ok=True)
 
     def register(self, program: dict[str, Any]) -> tuple[int, str]:
-        """Returns the number of a program, from 0, and its name among those that chose the same."""
+        """Returns the number of a program, from 0, and its name among programs of the same name."""
         with self._locked() as ledger:
             chosen = program["desired_name"]
             same = sum(each["desired_name"] == chosen for each in ledger.programs)
@@ -195,7 +195,8 @@ class PushedQueue:
             stale = [n for n, versions in ledger.versions.items() if not asked.fits(versions)]
             if stale:
                 self._append(**place, dropped=stale)
-                self._remove(stale)
+                for number in stale:
+                    self._file(number).unlink(missing_ok=True)
             found = [*ledger.versions][: asked.count]
             if len(found) == asked.count:
                 self._append(**place, took=found)
@@ -262,10 +263,6 @@ class PushedQueue:
         if is_new:
             disk.flush(self._folder)
         self._read()
-
-    def _remove(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._file(number).unlink(missing_ok=True)
 
     @property
     def _journal(self) -> Path:

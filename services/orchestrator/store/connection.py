@@ -87,14 +87,14 @@ class StoreEmptied(Conflict):
 
 class Connection:
     """Each method raises StoreUnavailable when Redis cannot be reached, and StoreEmptied once it is
-    not the accepted Redis; `refused` says why. `place` is its URL without a password. `client` is
-    for everything but heartbeats (`beats`) and waiting for events (`followers`). Scripts get
-    `limits`."""
+    not the accepted Redis, which has `identity`; `refused` says why. `place` is its URL without a
+    password. `client` is for everything but heartbeats (`beats`) and waiting for events
+    (`followers`). Scripts get `limits`."""
 
     def __init__(self, url: str, limits: Mapping[str, str]) -> None:
         self._limits = limits
         self.place = _place(url)
-        self._identity: str | None = None
+        self.identity: str | None = None
         self.refused: str | None = None
         self._reconnect_at = 0.0
         patient = Retry(ExponentialBackoff(cap=2.0, base=0.1), retries=RETRIES)
@@ -112,28 +112,19 @@ class Connection:
 
     def accept(self, identity: str) -> None:
         """Lets scripts run in the Redis with this identity only."""
-        self._identity, self.refused = identity, None
-
-    @property
-    def identity(self) -> str | None:
-        """The identity of the accepted Redis."""
-        return self._identity
-
-    def refuse(self, why: str) -> None:
-        """Refuses all later use of Redis."""
-        self.refused = why
+        self.identity, self.refused = identity, None
 
     async def differs(self) -> str | None:
         """Returns why this Redis must not be used; None if it is the accepted one."""
         found = await self.reach(self.client.get(keys.STORE))
-        if self.refused or self._identity in (None, found):
+        if self.refused or self.identity in (None, found):
             return self.refused
         return REPLACED
 
     async def call(self, script: str, **arguments: Any) -> str:
         """Runs the script of that name (scripts.py). If the connection breaks, Redis's client sends
         the same call again."""
-        store = self._identity
+        store = self.identity
         call = _texts({"now": time.time(), "store": store, **self._limits, **arguments})
         key = keys.CALL + secrets.token_hex(12)
         try:
@@ -144,8 +135,8 @@ class Connection:
             place = await self._misplaced(arguments.get("id"))
             raise StoreUnavailable(f"{error.detail}{place}", code=error.code) from error
         if answer == EMPTIED:
-            if store == self._identity:  # else another Redis was accepted since
-                self.refuse(REPLACED)
+            if store == self.identity:  # else another Redis was accepted since
+                self.refused = REPLACED
             raise StoreEmptied(REPLACED)
         return answer
 
@@ -160,11 +151,9 @@ class Connection:
 
     async def do(self, command: Any) -> Any:
         """Returns the result of a command of one of the clients."""
-        try:
-            self._check()
-        except StoreEmptied:
+        if self.refused:
             command.close()
-            raise
+            raise StoreEmptied(self.refused)
         return await self.reach(command)
 
     async def reach(self, command: Any) -> Any:
@@ -198,10 +187,6 @@ class Connection:
             if (found := await self.reach(self.client.type(key))) not in (kind, "none"):
                 return f"; {key!r} is a {found}, expected a {kind}"
         return ""
-
-    def _check(self) -> None:
-        if self.refused:
-            raise StoreEmptied(self.refused)
 
 
 def _place(url: str) -> str:

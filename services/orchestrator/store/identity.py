@@ -16,8 +16,7 @@ import xxhash
 
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.found import WAS_DELETED, FoundRun
-from services.orchestrator.runs.writable import make_runs_dir
-from services.orchestrator.runs.writing import writing
+from services.orchestrator.runs.writable import make_runs_dir, writing
 from services.orchestrator.store import keys
 from services.orchestrator.store.connection import Connection
 from services.orchestrator.store.records import recovered_fields
@@ -65,7 +64,11 @@ async def _check_still(connection: Connection, runs_dir: Path) -> None:
         get_logger().warning("which Redis has the jobs is not known", reason=error.detail)
         return
     if noted not in (None, connection.identity):
-        connection.refuse(_superseded(runs_dir))
+        connection.refused = (
+            f"the jobs of {str(runs_dir)!r} are in another Redis now, into which `hone recover` "
+            "took them, and this orchestrator still uses the Redis before; let "
+            "HONE_REDIS_URL lead to the other one, and start this orchestrator again"
+        )
 
 
 async def check(connection: Connection, runs_dir: Path) -> str | None:
@@ -75,7 +78,13 @@ async def check(connection: Connection, runs_dir: Path) -> str | None:
     found, noted = await identify(connection), await asyncio.to_thread(_noted, connection, runs_dir)
     is_another = noted not in (None, found)
     if is_another and (num_runs := await asyncio.to_thread(_count_runs, runs_dir)):
-        connection.refuse(_sentence(runs_dir, num_runs))
+        connection.refused = (
+            "the Redis at HONE_REDIS_URL is not the Redis that had the jobs of "
+            f"{str(runs_dir)!r} ({num_runs} run folder(s)): it was emptied, or it is another one; "
+            "bring its file back (appendonlydir, up to Redis 6 appendonly.aof) and start it again, "
+            "or let `hone recover` rebuild the jobs from their run folders; until then no job is "
+            "accepted, shown or run"
+        )
     else:
         adopt(connection, found, runs_dir)
     return connection.refused
@@ -154,23 +163,6 @@ def _noted(connection: Connection, runs_dir: Path) -> str | None:
         ) from error
 
 
-def _superseded(runs_dir: Path) -> str:
-    return (
-        f"the jobs of {str(runs_dir)!r} are in another Redis now, into which `hone recover` took "
-        "them, and this orchestrator still uses the one that had them before; let HONE_REDIS_URL "
-        "lead to the other one, and start this orchestrator again"
-    )
-
-
-def _sentence(runs_dir: Path, num_runs: int) -> str:
-    return (
-        f"the Redis at HONE_REDIS_URL is not the one that was there with jobs of {str(runs_dir)!r} "
-        f"({num_runs} run folder(s)): it was emptied, or it is another one; bring its file back "
-        "(appendonlydir, up to Redis 6 appendonly.aof) and start it again, or let `hone recover` "
-        "rebuild the jobs from their run folders; until then no job is accepted, shown or run"
-    )
-
-
 async def _rebuilt(
     connection: Connection, run: FoundRun, job: Job, key_ttl_s: float
 ) -> RecoveredJob:
@@ -182,10 +174,17 @@ async def _rebuilt(
             await asyncio.to_thread(RunFolder(run.path).belong_to, redis)
         except Failed as error:
             return RecoveredJob(id=run.id, problem=error.detail)
-    return _answered(run, job, await connection.call("recover", **_arguments(run, job, key_ttl_s)))
+    answer = await connection.call("recover", **_arguments(run, job, key_ttl_s))
+    if answer in ("deleted", "old"):
+        return RecoveredJob(id=run.id, problem=WAS_DELETED if answer == "deleted" else TOO_OLD)
+    new, _, status = answer.rpartition(" ")
+    return RecoveredJob.model_validate(
+        {"id": run.id, "status": status, "step": run.step, "steps": job.steps, "known": not new}
+    )
 
 
 def _arguments(run: FoundRun, job: Job, key_ttl_s: float) -> Mapping[str, Any]:
+    goes_on = f"goes on after step {run.step}" if run.step else "begins it"
     key_left_s = int(run.created_at + key_ttl_s - time.time())
     has_key = run.key and run.fingerprint and key_left_s > 0
     return {
@@ -194,23 +193,8 @@ def _arguments(run: FoundRun, job: Job, key_ttl_s: float) -> Mapping[str, Any]:
         "checkpoints": {str(each.step): each.model_dump_json() for each in run.checkpoints},
         "status": run.end,
         "error": run.error,
-        "why": None if run.end else _why_paused(run),
+        "why": None if run.end else PAUSED.format(id=run.id, goes_on=goes_on),
         "key": run.key if has_key else None,
         "fingerprint": run.fingerprint,
         "key_left_s": key_left_s,
     }
-
-
-def _why_paused(run: FoundRun) -> str:
-    goes_on = f"goes on after step {run.step}" if run.step else "begins it"
-    return PAUSED.format(id=run.id, goes_on=goes_on)
-
-
-def _answered(run: FoundRun, job: Job, answer: str) -> RecoveredJob:
-    """Returns the result for the script's answer."""
-    if answer in ("deleted", "old"):
-        return RecoveredJob(id=run.id, problem=WAS_DELETED if answer == "deleted" else TOO_OLD)
-    new, _, status = answer.rpartition(" ")
-    return RecoveredJob.model_validate(
-        {"id": run.id, "status": status, "step": run.step, "steps": job.steps, "known": not new}
-    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,21 +54,8 @@ class Use:
     status: str
 
 
-class UsedModels:
-    """The models that jobs begin with or evaluate. Every method raises StoreUnavailable when Redis
-    cannot be reached."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._call = connection.call
-
-    async def below(self, folder: Path) -> list[Use]:
-        """Returns the models in `folder`, or below, of jobs that have not ended. Links are
-        followed."""
-        found: list[tuple[str, str, str]] = list(json.loads(await self._call("used_models")))
-        return await asyncio.to_thread(_below, folder, found)
-
-
-def _below(folder: Path, found: list[tuple[str, str, str]]) -> list[Use]:
+def uses_below(folder: Path, found: Iterable[tuple[str, str, str]]) -> list[Use]:
+    """Returns the uses of models in `folder`. `found` are each model, its job's id and status."""
     folder = folder.resolve()
     uses = [Use(Path(model).resolve(), job_id, status) for model, job_id, status in found]
     return [use for use in uses if use.path.is_relative_to(folder)]

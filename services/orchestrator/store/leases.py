@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 from urllib.parse import urlsplit
 
 from services.orchestrator.store.connection import StoreUnavailable
@@ -68,13 +69,11 @@ def resource(url: str) -> str:
     return f"{name}:{parts.port or PORTS.get(parts.scheme, '')}"
 
 
-class Beating(Protocol):
-    async def beat(self, lease: Lease) -> Asked | None:
-        """Renews the lease. Raises LeaseLost, and StoreUnavailable."""
-        ...
+Beat = Callable[[Lease], Awaitable[Asked | None]]
+"""Renews the lease. Raises LeaseLost, and StoreUnavailable."""
 
 
-async def keep(store: Beating, lease: Lease, taken_at: float, redis: Presence) -> Asked:
+async def keep(beat: Beat, lease: Lease, taken_at: float, redis: Presence) -> Asked:
     """Renews the lease until a request (cancel or pause) comes, and returns it. Raises LeaseLost
     once another worker has the lease, NoHeartbeat once the last successful beat was sent a lease
     ago, less the margin. `taken_at` (time.monotonic) is when the lease was asked for. `redis` is
@@ -83,22 +82,25 @@ async def keep(store: Beating, lease: Lease, taken_at: float, redis: Presence) -
     renewed_at = taken_at
     while True:
         stop_at = renewed_at + lease.lease_s * (1 - MARGIN)
-        asked, renewed_at = await _beat_until(stop_at, store, lease, interval_s, redis)
+        asked, renewed_at = await _beat_until(stop_at, beat, lease, interval_s, redis)
         if asked:
             return asked
         await asyncio.sleep(interval_s)
 
 
 async def _beat_until(
-    stop_at: float, store: Beating, lease: Lease, interval_s: float, redis: Presence
+    stop_at: float, beat: Beat, lease: Lease, interval_s: float, redis: Presence
 ) -> tuple[Asked | None, float]:
     """Returns the request, if any, and when the successful beat was sent. Raises NoHeartbeat if no
     beat succeeded until `stop_at`."""
     while (sent_at := time.monotonic()) < stop_at:
         try:
             async with asyncio.timeout(min(lease.lease_s * TIMEOUT, stop_at - sent_at)):
-                asked = await store.beat(lease)
-            await _hear(redis, lease.lease_s * TIMEOUT)
+                asked = await beat(lease)
+            # The report of an answer goes to Redis, which may be away again: no beat is sent then.
+            with contextlib.suppress(TimeoutError, StoreUnavailable):
+                async with asyncio.timeout(lease.lease_s * TIMEOUT):
+                    await redis.heard()
             return asked, sent_at
         except (TimeoutError, StoreUnavailable) as error:
             reason = str(error) or "no answer to a heartbeat"
@@ -106,11 +108,3 @@ async def _beat_until(
             await redis.missed(sent_at, reason)
         await asyncio.sleep(max(0.0, sent_at + interval_s - time.monotonic()))
     raise NoHeartbeat(f"{lease.job_id}: no heartbeat reached Redis for most of {lease.lease_s:g} s")
-
-
-async def _hear(redis: Presence, limit_s: float) -> None:
-    """Lets `redis` report that there was an answer, for at most `limit_s`: the report goes to
-    Redis, which may be away again, and no beat is sent meanwhile."""
-    with contextlib.suppress(TimeoutError, StoreUnavailable):
-        async with asyncio.timeout(limit_s):
-            await redis.heard()

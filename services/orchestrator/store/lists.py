@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from services.orchestrator.store.connection import Connection
 from services.orchestrator.store.records import SUMMARY, Unreadable, summary_of, time_of
 from shared.errors import NotFound
 from shared.wire import JobList, JobSummary, Obstacle
@@ -42,16 +41,14 @@ class Wanted:
 
 
 class Lists:
-    """Every method raises StoreUnavailable when Redis cannot be reached."""
+    """The lists of `Store`, which documents the errors that every method may raise."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._call = connection.call
+    _call: Callable[..., Awaitable[str]]
 
-    async def page(self, after: str | None, limit: int, wanted: Wanted) -> JobList:
-        """Returns up to `limit` of the jobs `wanted`, newest first, older than job `after`.
-        Unreadable records are listed by id. Raises NotFound if `after` is neither a job's id nor a
-        cursor.
-        """
+    async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
+        """Returns up to `limit` of the jobs `wanted`, newest first, older than `after`: a job's id,
+        or a list's `next_after`, which stays valid when that job is removed. Unreadable records are
+        listed by id. Raises NotFound if `after` is neither."""
         job_id, made_at = _cursor(after)
         answer = await self._call(
             "list",
@@ -59,7 +56,7 @@ class Lists:
             after=job_id,
             after_score=made_at,
             names=SUMMARY,
-            **wanted.call(),
+            **(wanted or Wanted()).call(),
         )
         if answer == "unknown":
             raise NotFound(f"no job {after!r} to list jobs after")
@@ -74,32 +71,28 @@ class Lists:
             except Unreadable:
                 unreadable.append(job_id)
         return JobList(
-            jobs=tuple(await self.with_places(summaries)),
+            jobs=await self._with_places(summaries),
             next_after=page.get("next_after"),
             unreadable=tuple(unreadable),
         )
 
-    async def cut_off(self) -> dict[str, str]:
-        """Returns the trainer of each interrupted job (begun, without a worker now), by id."""
-        return json.loads(await self._call("cut_off"))
-
-    async def with_places(self, records: Sequence[S]) -> list[S]:
+    async def _with_places(self, records: Sequence[S]) -> tuple[S, ...]:
         """Returns the records. Waiting jobs, queued or running without a worker, get their place in
         the queue, and why no trainer takes them."""
         may_wait = [record.id for record in records if record.status in ("queued", "running")]
         if not may_wait:
-            return list(records)
+            return tuple(records)
         found = json.loads(await self._call("waiting", ids=" ".join(may_wait)))
         waits_for = {
             trainer: Obstacle.model_validate(obstacle)
             for trainer, obstacle in sorted(found["obstacles"].items())
         }
-        return [
+        return tuple(
             record.model_copy(update={"place": place, "waits_for": waits_for})
             if record.id in may_wait and (place := found["places"].get(record.id))
             else record
             for record in records
-        ]
+        )
 
 
 def _cursor(after: str | None) -> tuple[str | None, str | None]:

@@ -3,13 +3,14 @@ Another version of Hone may have written it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,13 +78,11 @@ class Submission:
         """The fields of the record."""
         return {
             **fields_of(self.job),
+            **self.note.model_dump(include={"created_at", "key", "fingerprint"}),
             "schema": SCHEMA,
             "id": self.id,
-            "created_at": self.created_at,
             "step": 0,
             "run_dir": self.run_dir,
-            "key": self.key,
-            "fingerprint": self.fingerprint if self.key else None,
             "data": json.dumps(dict(self.data)),
             "warnings": json.dumps(self.warnings) if self.warnings else None,
         }
@@ -122,15 +121,13 @@ def fields_of(job: Job) -> dict[str, Any]:
 
 
 def summary_of(job_id: str, fields: Mapping[str, str]) -> JobSummary:
-    try:
+    with _reading(job_id, fields):
         shown = {**_shown(fields), "metadata": json.loads(fields["metadata"])}
         return JobSummary.model_validate(shown)
-    except (KeyError, ValueError) as error:
-        raise _unreadable(job_id, fields, error) from error
 
 
 def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
-    try:
+    with _reading(job_id, fields):
         job = json.loads(fields["job"])
         shown: dict[str, Any] = {**_shown(fields), "job": job, "model": job["model"]}
         shown["metadata"] = job.get("metadata", {})
@@ -138,8 +135,6 @@ def record_of(job_id: str, fields: Mapping[str, str]) -> JobRecord:
             if name in fields:
                 shown[name] = json.loads(fields[name])
         return JobRecord.model_validate(shown, extra="ignore")
-    except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
-        raise _unreadable(job_id, fields, error) from error
 
 
 def _shown(fields: Mapping[str, str]) -> dict[str, str]:
@@ -170,25 +165,26 @@ def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
 
 
 def note_of(job_id: str, fields: Mapping[str, str]) -> Note:
-    try:
+    with _reading(job_id, fields):
         return Note.model_validate(fields, extra="ignore")
-    except ValueError as error:
-        raise _unreadable(job_id, fields, error) from error
 
 
 def state_of(job_id: str, fields: Mapping[str, str]) -> JobState:
-    try:
+    with _reading(job_id, fields):
         return JobState.model_validate(fields, extra="ignore")
-    except ValueError as error:
-        raise _unreadable(job_id, fields, error) from error
 
 
-def _unreadable(job_id: str, fields: Mapping[str, str], error: Exception) -> Unreadable:
-    return Unreadable(
-        f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
-        f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
-        f"wrote it, or `hone cancel {job_id}` and `hone rm {job_id}`"
-    )
+@contextlib.contextmanager
+def _reading(job_id: str, fields: Mapping[str, str]) -> Generator[None]:
+    """Raises Unreadable if the block cannot read the fields."""
+    try:
+        yield
+    except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
+        raise Unreadable(
+            f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
+            f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
+            f"wrote it, or `hone cancel {job_id}` and `hone rm {job_id}`"
+        ) from error
 
 
 def event_of(job_id: str, id: str, fields: Mapping[str, str]) -> Event:
@@ -222,7 +218,8 @@ def _first_line(error: Exception) -> str:
 
 def new_job_id(name: str) -> str:
     """Returns `<name>-<20 digits>`, at most 61 characters for a name of at most 40."""
-    return f"{name}-{_digits(int(time.time()), TIME_DIGITS)}{_random()}"
+    random = _digits(secrets.randbits(5 * RANDOM_DIGITS), RANDOM_DIGITS)
+    return f"{name}-{_digits(int(time.time()), TIME_DIGITS)}{random}"
 
 
 def time_of(job_id: str) -> int | None:
@@ -235,10 +232,6 @@ def time_of(job_id: str) -> int | None:
     for digit in digits[:TIME_DIGITS]:
         time_s = time_s << 5 | ALPHABET.index(digit)
     return time_s
-
-
-def _random() -> str:
-    return _digits(secrets.randbits(5 * RANDOM_DIGITS), RANDOM_DIGITS)
 
 
 def _digits(number: int, count: int) -> str:

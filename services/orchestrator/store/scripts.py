@@ -29,17 +29,9 @@ NAMES = frozenset(file.stem for file in FOLDER.glob("*.lua")) - {SHARED}
 
 
 def source(name: str) -> str:
-    """Returns the text of the script, with the names of the keys and the building blocks before
-    it."""
-    return "\n".join((_constants(), _read(SHARED), _read(name)))
-
-
-def _read(name: str) -> str:
-    return (FOLDER / f"{name}.lua").read_text()
-
-
-def _constants() -> str:
-    """Returns Lua that gives every key of keys.py the same name as there."""
+    """Returns the text of the script, with the keys of keys.py, by the same names, and the building
+    blocks before it."""
     texts = {name: value for name, value in vars(keys).items() if isinstance(value, str)}
     names = [f"local {name} = '{value}'" for name, value in texts.items() if name.isupper()]
-    return "\n".join([*names, f"local CALL_TTL_S = {CALL_TTL_S}"])
+    files = [(FOLDER / f"{each}.lua").read_text() for each in (SHARED, name)]
+    return "\n".join([*names, f"local CALL_TTL_S = {CALL_TTL_S}", *files])

@@ -14,8 +14,8 @@ from services.orchestrator.runs.found import FoundRun
 from services.orchestrator.runs.note import Note
 from services.orchestrator.store import identity, keys
 from services.orchestrator.store.connection import Connection, StoreUnavailable
-from services.orchestrator.store.in_use import Removals, UsedModels
-from services.orchestrator.store.lists import Lists, Wanted
+from services.orchestrator.store.in_use import Removals, Use, uses_below
+from services.orchestrator.store.lists import Lists
 from services.orchestrator.store.records import (
     Submission,
     Unreadable,
@@ -38,7 +38,6 @@ from shared.wire import (
     Checkpoint,
     Event,
     JobDeleted,
-    JobList,
     JobRecord,
     JobState,
     RecoveredJob,
@@ -53,12 +52,12 @@ WITHDRAWN = "withdrawn"
 REQUIRED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
 
-class Store(WorkerSide):
+class Store(WorkerSide, Lists):
     """All of the orchestrator's state, with the API's operations on it. `samplers` are the
-    registered samplers, `trainers` the registered trainers of all workers, `removals` the removed
-    uploaded files, and `used_models` the models that jobs use. Every method raises StoreUnavailable
-    when Redis cannot be reached, and StoreEmptied when it is not the jobs' Redis. The newest
-    `keep_jobs` ended jobs are kept, and at least the newest `keep_events` events of each job."""
+    registered samplers, `trainers` the registered trainers of all workers, and `removals` the
+    removed uploaded files. Every method raises StoreUnavailable when Redis cannot be reached, and
+    StoreEmptied when it is not the jobs' Redis. The newest `keep_jobs` ended jobs are kept, and at
+    least the newest `keep_events` events of each job."""
 
     def __init__(self, url: str, *, keep_jobs: int = 1000, keep_events: int = 20_000) -> None:
         limits = {"keep_jobs": str(keep_jobs), "keep_events": str(keep_events)}
@@ -67,8 +66,6 @@ class Store(WorkerSide):
         self.samplers = SamplerRegistrations(connection)
         self.trainers = TrainerRegistrations(connection)
         self.removals = Removals(connection, KEY_TTL_S)
-        self.used_models = UsedModels(connection)
-        self._lists = Lists(connection)
         self._deciding = asyncio.Lock()  # which Redis is used
         self._watch: asyncio.Task[None] | None = None  # whether it still has the jobs
         self._redis, self._followers = connection.client, connection.followers
@@ -161,23 +158,23 @@ class Store(WorkerSide):
 
     async def get(self, job_id: str) -> JobRecord:
         """Raises NotFound, or Unreadable for a record that this version cannot read."""
-        (record,) = await self._lists.with_places([await self._read(job_id)])
+        (record,) = await self._with_places([record_of(job_id, await self._fields(job_id))])
         return record
 
-    async def _read(self, job_id: str) -> JobRecord:
-        """Returns the record without its place in the queue; raises as `get` does."""
-        fields = await self._hash(keys.job(_known(job_id)))
-        if not fields:
-            raise no_job(job_id)
-        return record_of(job_id, fields)
-
     async def note(self, job_id: str) -> Note:
-        """Returns the part of the record that the run folder keeps. Raises NotFound, or
-        Unreadable."""
-        fields = await self._hash(keys.job(_known(job_id)))
-        if not fields:
-            raise no_job(job_id)
-        return note_of(job_id, fields)
+        """Returns the part of the record that the run folder keeps. Raises as `get`."""
+        return note_of(job_id, await self._fields(job_id))
+
+    async def state(self, job_id: str) -> JobState:
+        """Returns the job's state. Parses only these fields, so that an unreadable record is no
+        obstacle."""
+        return state_of(job_id, await self._fields(job_id))
+
+    async def _fields(self, job_id: str) -> dict[str, str]:
+        """Returns the job's hash. Raises NotFound."""
+        if fields := await self._hash(keys.job(_known(job_id))):
+            return fields
+        raise no_job(job_id)
 
     async def status(self, job_id: str) -> str | None:
         """Returns the job's status, or None if there is no such job (any more)."""
@@ -194,17 +191,6 @@ class Store(WorkerSide):
             why = [f"the trainer {at} {each.why}" for at, each in record.waits_for.items()]
             return "; ".join([f"{record.status}, place {record.place} in the queue", *why])
         return record.doing if record.status == "running" else None
-
-    async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
-        """Returns up to `limit` of the jobs `wanted`, newest first, older than `after`: a job's id,
-        or a list's `next_after`, which stays valid when that job is removed. Unreadable records are
-        listed by id. Raises NotFound if `after` is neither."""
-        return await self._lists.page(after, limit, wanted or Wanted())
-
-    async def cut_off(self) -> dict[str, str]:
-        """Returns the trainer of each interrupted job (begun, without a worker now), by id. A
-        resumed job counts only once it has begun again."""
-        return await self._lists.cut_off()
 
     async def cancel(self, job_id: str) -> JobState:
         """Returns the state of the job, which is cancelled now if it was queued or paused and soon
@@ -301,13 +287,11 @@ class Store(WorkerSide):
         checkpoints = [Checkpoint.model_validate(data, extra="ignore") for data in found]
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
 
-    async def state(self, job_id: str) -> JobState:
-        """Returns the job's state. Parses only these fields, so that an unreadable record is no
-        obstacle."""
-        fields = await self._hash(keys.job(job_id))
-        if not fields:
-            raise no_job(job_id)
-        return state_of(job_id, fields)
+    async def models_below(self, folder: Path) -> Sequence[Use]:
+        """Returns the models in `folder`, or below, of jobs that have not ended. Links are
+        followed."""
+        found: Sequence[tuple[str, str, str]] = json.loads(await self._call("used_models"))
+        return await asyncio.to_thread(uses_below, folder, found)
 
 
 def _known(job_id: str) -> str:

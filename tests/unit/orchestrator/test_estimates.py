@@ -18,14 +18,13 @@ from services.orchestrator.evals.estimates import (
     t_975,
 )
 from services.orchestrator.loop.advantages import full_mark
-from services.orchestrator.loop.groups import GradedGroup
 from services.orchestrator.pool.services import NOT_GRADED
 from shared.job import EvaluationSpec, Job
-from shared.wire import Prompt, Rollout, RolloutGroup, Score
+from shared.wire import Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 from tests.support.scored_batches import make_job, score
 
 
-def answered(scores: tuple[Score, ...], *reasons: str, tokens: int = 1) -> GradedGroup:
+def answered(scores: tuple[Score, ...], *reasons: str, tokens: int = 1) -> ScoredGroup:
     """One problem's completions; `reasons` are why they ended, "stop" if not given."""
     rollouts = tuple(
         Rollout(
@@ -36,7 +35,7 @@ def answered(scores: tuple[Score, ...], *reasons: str, tokens: int = 1) -> Grade
         for number in range(len(scores))
     )
     group = RolloutGroup(prompt_token_ids=(1,), rollouts=rollouts)  # type: ignore[arg-type]
-    return GradedGroup(Prompt(index=0, content="?", row={}), group, scores)
+    return ScoredGroup(prompt=Prompt(index=0, content="?", row={}), group=group, scores=scores)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 from services.orchestrator.errors import MustPause
 from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.groups import (
-    GradedGroup,
     missing_share,
     refill,
     to_batch,
@@ -16,7 +15,7 @@ from services.orchestrator.loop.groups import (
 from services.orchestrator.pool.services import NOT_GRADED
 from shared.errors import Failed
 from shared.job import Job
-from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, Span
+from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span
 from shared.wire.packed import TokenIds
 from tests.support.scored_batches import make_job, score
 
@@ -26,7 +25,7 @@ def refilling(rounds: int) -> Job:
     return job.model_copy(update={"sampling": job.sampling.model_copy(update={"refills": rounds})})
 
 
-def graded(name: int, *rewards: float | None, versions: tuple[int, ...] = (3,)) -> GradedGroup:
+def graded(name: int, *rewards: float | None, versions: tuple[int, ...] = (3,)) -> ScoredGroup:
     rollout = Rollout(
         text="x",
         token_ids=(1,),
@@ -35,36 +34,36 @@ def graded(name: int, *rewards: float | None, versions: tuple[int, ...] = (3,)) 
         spans=tuple(Span(version=v, start=i) for i, v in enumerate(versions)),
     )
     group = RolloutGroup(prompt_token_ids=(1,), rollouts=(rollout,) * len(rewards))
-    return GradedGroup(
-        Prompt(index=name, content="p", row={}),
-        group,
-        tuple(score(make_job(), reward) for reward in rewards),
+    return ScoredGroup(
+        prompt=Prompt(index=name, content="p", row={}),
+        group=group,
+        scores=tuple(score(make_job(), reward) for reward in rewards),
     )
 
 
-def cut_off(graded: GradedGroup, count: int) -> GradedGroup:
+def cut_off(graded: ScoredGroup, count: int) -> ScoredGroup:
     """The group with its first `count` completions cut off by the limit of tokens."""
     rollouts = tuple(
         rollout.model_copy(update={"finish_reason": "length" if index < count else "stop"})
         for index, rollout in enumerate(graded.group.rollouts)
     )
     group = graded.group.model_copy(update={"rollouts": rollouts})
-    return GradedGroup(graded.prompt, group, graded.scores)
+    return ScoredGroup(prompt=graded.prompt, group=group, scores=graded.scores)
 
 
 class Fresh:
     """Gives the groups of each round in turn, and remembers what was asked."""
 
-    def __init__(self, *rounds: list[GradedGroup]) -> None:
+    def __init__(self, *rounds: list[ScoredGroup]) -> None:
         self._rounds = rounds
         self.asked: list[tuple[int, int]] = []
 
-    async def __call__(self, round: int, count: int) -> list[GradedGroup]:
+    async def __call__(self, round: int, count: int) -> list[ScoredGroup]:
         self.asked.append((round, count))
         return self._rounds[round - 1][:count]
 
 
-def names(groups: list[GradedGroup]) -> list[int]:
+def names(groups: list[ScoredGroup]) -> list[int]:
     return [group.prompt.index for group in groups]
 
 
@@ -126,10 +125,12 @@ def test_a_batch_carries_its_oldest_version_and_what_was_dropped() -> None:
         to_batch(7, [graded(0, 1.0, versions=())])
 
 
-def errored(name: int, count: int, why: str = "the prompt has 9000 tokens") -> GradedGroup:
+def errored(name: int, count: int, why: str = "the prompt has 9000 tokens") -> ScoredGroup:
     rollout = Rollout(text="", token_ids=TokenIds(), finish_reason="error", error=why)
     group = RolloutGroup(prompt_token_ids=TokenIds(), rollouts=(rollout,) * count)
-    return GradedGroup(Prompt(index=name, content="p", row={}), group, (NOT_GRADED,) * count)
+    return ScoredGroup(
+        prompt=Prompt(index=name, content="p", row={}), group=group, scores=(NOT_GRADED,) * count
+    )
 
 
 def test_rollouts_that_ended_in_an_error_are_neither_missing_nor_trained_on() -> None:
@@ -162,7 +163,7 @@ def test_missing_rewards_are_told_with_their_share_and_the_first_reasons() -> No
 
     group = graded(0, 1.0, 1.0, 1.0, 1.0)
     scores = (score(make_job(), 1.0), failed("no key"), failed("no key"), failed("refused"))
-    batch = to_batch(2, [GradedGroup(group.prompt, group.group, scores)])
+    batch = to_batch(2, [ScoredGroup(prompt=group.prompt, group=group.group, scores=scores)])
     assert too_many_missing(batch, 0.75) is None
     assert too_many_missing(batch, 0.5) == (
         "step 2: 75% of the rewards are missing, more than the 50% of HONE_MAX_MISSING_REWARDS; "
@@ -175,8 +176,10 @@ async def test_overlong_prompts_are_replaced_where_the_job_drops_them() -> None:
     sampling = job.sampling.model_copy(update={"overlong_prompts": "drop"})
     drops = job.model_copy(update={"sampling": sampling})
     flat, bad = graded(1, 1.0, 1.0), graded(2, None, None)
-    overlong = GradedGroup(
-        bad.prompt, bad.group.model_copy(update={"overlong": True}), (NOT_GRADED, NOT_GRADED)
+    overlong = ScoredGroup(
+        prompt=bad.prompt,
+        group=bad.group.model_copy(update={"overlong": True}),
+        scores=(NOT_GRADED, NOT_GRADED),
     )
     fresh = Fresh([overlong], [graded(4, 0.0, 1.0)])
     kept, dropped = await refill([flat, overlong], drops, 0.5, fresh)

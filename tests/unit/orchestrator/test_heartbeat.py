@@ -41,5 +41,5 @@ async def test_saying_that_redis_is_back_does_not_keep_the_next_heartbeat_waitin
     lease = Lease("a", 1, "trainer", lease_s=1.0)
     async with asyncio.timeout(90):
         redis = Presence("Redis", tell)
-        assert await leases.keep(Beats(), lease, time.monotonic(), redis) == "cancel"
+        assert await leases.keep(Beats().beat, lease, time.monotonic(), redis) == "cancel"
     assert said == [True, False]

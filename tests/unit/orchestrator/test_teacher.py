@@ -20,13 +20,13 @@ from tokenizers.models import WordLevel
 from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.distilling import teacher_metrics, teacher_terms, with_teacher_of
 from services.orchestrator.loop.examples import to_examples
-from services.orchestrator.loop.groups import GradedGroup, teaches, too_many_missing
+from services.orchestrator.loop.groups import teaches, too_many_missing
 from services.orchestrator.pool import teacher as module
 from services.orchestrator.pool.teacher import Teacher
 from shared.errors import BadRequest, Unavailable
 from shared.job import Job, TeacherSpec
 from shared.settings import Settings
-from shared.wire import Batch, Branch, Part, Prompt, Rollout, RolloutGroup, Score, Span
+from shared.wire import Batch, Branch, Part, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span
 
 Answer = tuple[int, dict[str, Any]]
 KEY = "sk-teacher-1234"
@@ -306,9 +306,11 @@ def test_a_group_whose_rewards_are_equal_is_taught_by_the_teacher() -> None:
     ]
     batch = batch_of(GROUP, scores)
     assert examples_of(batch, job)[0].advantages == [0.0, -0.5]
-    assert teaches(GradedGroup(batch.prompts[0], GROUP, batch.scores[0]), job)
+    assert teaches(ScoredGroup(prompt=batch.prompts[0], group=GROUP, scores=batch.scores[0]), job)
     plain = job.model_copy(update={"teacher": None})
-    assert not teaches(GradedGroup(batch.prompts[0], GROUP, batch.scores[0]), plain)
+    assert not teaches(
+        ScoredGroup(prompt=batch.prompts[0], group=GROUP, scores=batch.scores[0]), plain
+    )
 
 
 def test_alone_no_rewards_are_compared() -> None:

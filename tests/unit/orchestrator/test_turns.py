@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from services.orchestrator.api.history import graded
 from services.orchestrator.loop.advantages import batch_advantages, has_signal, returns_of
 from services.orchestrator.loop.examples import step_totals, to_examples
-from services.orchestrator.loop.groups import GradedGroup, teaches
+from services.orchestrator.loop.groups import teaches
 from services.orchestrator.loop.metrics import reward_metrics
 from services.orchestrator.play.recording import branch
 from services.reward.graders.own_code import NoParams, environment
@@ -19,7 +19,17 @@ from shared.errors import Failed
 from shared.http import codec
 from shared.job import Job
 from shared.token_row import TokenRow
-from shared.wire import Batch, Part, Prompt, Rollout, RolloutGroup, Score, ScoreItem, Span
+from shared.wire import (
+    Batch,
+    Part,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Score,
+    ScoredGroup,
+    ScoreItem,
+    Span,
+)
 from shared.wire.packed import Logprobs, TokenIds
 
 ENVIRONMENT = {"source": "class Game: ...", "name": "Game"}
@@ -226,7 +236,9 @@ def test_rollouts_alike_turn_by_turn_teach_nothing(credit: str) -> None:
     job = job_of(credit=credit)
     alike = batch_of(job, [rollout([1.0, 1.0]), rollout([1.0, 1.0])])
     assert batch_advantages(alike, job) == [[None, None]]
-    graded_group = GradedGroup(alike.prompts[0], alike.groups[0], alike.scores[0])
+    graded_group = ScoredGroup(
+        prompt=alike.prompts[0], group=alike.groups[0], scores=alike.scores[0]
+    )
     assert not teaches(graded_group, job)
     with_kl = job_of(credit=credit, training={"beta": 0.1})
     assert batch_advantages(alike, with_kl) == [[(0.0, 0.0), (0.0, 0.0)]]

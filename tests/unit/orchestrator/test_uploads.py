@@ -53,7 +53,7 @@ def test_a_file_that_is_being_written_counts_for_the_quota(tmp_path: Path) -> No
 
     file = add(uploads, Interrupted(b"x" * 6000, add_another))
     assert "a file of 5000 bytes beside 1 uploaded ones of 6000 bytes" in refused[0]
-    assert uploads.content(file.id).read_bytes() == b"x" * 6000
+    assert uploads.path_of(uploads.get(file.id)).read_bytes() == b"x" * 6000
     assert folders(tmp_path) == [file.id]
 
 

@@ -176,7 +176,7 @@ async def test_registering_a_trainer_and_heartbeats_go_on_after_an_unexpected_er
     await stop(registering)
     lease = Lease("a", 1, "trainer", 30.0)
     run = Mock(doing=Mock(side_effect=KeyError("a bug")))
-    assert await worker_module._Beats(store, run).beat(lease) is None
+    assert await worker_module._beat(store, run, lease) is None
     store.beat.assert_awaited_once_with(lease, None, None)
 
 
