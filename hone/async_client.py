@@ -184,6 +184,12 @@ class AsyncClient:
             last = page.next_after_step
         return wire.MetricsList(rows=tuple(rows))
 
+    async def findings(self, job: str) -> wire.FindingList:
+        """Returns what is wrong with the job, or probably is, the worst first; empty if nothing
+        is."""
+        path = f"/v1/jobs/{await self._id(job)}/findings"
+        return await self._calls.get(path, wire.FindingList)
+
     async def rollouts(self, job: str, step: int | None = None) -> wire.RolloutList:
         """Returns all graded rollouts of `step`, or of the newest step."""
         path = f"/v1/jobs/{await self._id(job)}/rollouts"

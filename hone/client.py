@@ -70,6 +70,7 @@ class Client:
     delete = _blocking(AsyncClient.delete)
     recover = _blocking(AsyncClient.recover)
     metrics = _blocking(AsyncClient.metrics)
+    findings = _blocking(AsyncClient.findings)
     rollouts = _blocking(AsyncClient.rollouts)
     regrade = _blocking(AsyncClient.regrade)
     evaluate = _blocking(AsyncClient.evaluate)

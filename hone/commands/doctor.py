@@ -1,4 +1,5 @@
-"""`hone doctor`: checks of this machine and of the running stack."""
+"""`hone doctor`: checks of this machine and of the running stack; with a job, what is wrong with
+it."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -19,8 +21,8 @@ from pydantic import BaseModel
 from rich.text import Text
 
 from hone import host, stack
-from hone.installed import ENGINES, engines_of, version_of
-from hone.shell import Output, OutputOption, command, show
+from hone.installed import ENGINES, check_installed, engines_of, version_of
+from hone.shell import FAILED, Output, OutputOption, command, connect, job_names, show
 from shared.errors import BadRequest, HoneError, how_to_install
 from shared.host import nvidia
 from shared.http.client import Client
@@ -28,9 +30,13 @@ from shared.http.connecting import proxy_headers
 from shared.http.urls import REGISTERED
 from shared.settings import Settings
 from shared.settings.environment import load_settings
-from shared.wire import CheckedWeights, NoBody, RegisteredSampler, SamplerList
+from shared.wire import CheckedWeights, FindingList, NoBody, RegisteredSampler, SamplerList
 
 MIN_FREE_GIB = 2.0
+
+JOB_FILE = "job.json"
+"""The file by which a folder is a run folder."""
+
 STYLES = {"ok": "green", "note": "yellow", "starting": "yellow", "fault": "red"}
 
 
@@ -59,13 +65,55 @@ WeightsOption = Annotated[
 ]
 
 
+JobOrFolder = Annotated[
+    str | None,
+    typer.Argument(
+        help="a job's id or name, or a run folder, which needs no stack; none: this machine",
+        autocompletion=job_names,
+    ),
+]
+
+
 @command
-def doctor(weights: WeightsOption = False, output: OutputOption = Output.table) -> None:
-    """Check this machine and the stack that runs on it. Exits 1 if something will not work."""
+def doctor(
+    job: JobOrFolder = None, weights: WeightsOption = False, output: OutputOption = Output.table
+) -> None:
+    """Check this machine and the stack that runs on it. Exits 1 if something will not work.
+
+    With a job, show what is wrong with it: how it learns, what it is rewarded for, how fast it is
+    (docs/diagnosis.md). Exits 1 if anything is a problem or a warning."""
+    if job is not None:
+        _diagnose(job, weights, output)
+        return
     report = examine(weights=weights)
     show(output, report, lambda: Text("\n").join(map(_line, report.checks)))
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _diagnose(job: str, weights: bool, output: Output) -> None:
+    from hone.finding_view import findings_text
+
+    if weights:
+        raise BadRequest("--weights checks the samplers of this stack; leave the job out")
+    if (Path(job) / JOB_FILE).is_file():
+        listed = _of_folder(Path(job))
+    else:
+        with connect() as client:
+            listed = client.findings(job)
+    show(output, listed, lambda: findings_text(listed))
+    if not listed.well:
+        raise typer.Exit(FAILED)
+
+
+def _of_folder(folder: Path) -> FindingList:
+    """Returns the findings of a run folder, by a process of the orchestrator's code."""
+    check_installed("orchestrator", "orchestrator")
+    command = [sys.executable, "-m", "services.orchestrator.findings", str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        raise BadRequest(ended.stderr.strip().rpartition("\n")[2])
+    return FindingList.model_validate_json(ended.stdout)
 
 
 def _line(check: Check) -> Text:

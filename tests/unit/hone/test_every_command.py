@@ -28,7 +28,16 @@ rewards = [{ grader = "length", params = { max = 9 } }]
 
 ASKING = (
     *("cancel a", "checkpoints a", "download a", "eval m --data FILE"),
-    *("get a", "keys create a", "keys list", "keys revoke a", "logs a", "ls", "metrics a b"),
+    *(
+        "doctor a",
+        "get a",
+        "keys create a",
+        "keys list",
+        "keys revoke a",
+        "logs a",
+        "ls",
+        "metrics a b",
+    ),
     *("pause a", "plot a b", "recover", "regrade a --step 1 --reward JOB", "resume a", "rm a"),
     *("rollouts a", "sample --prompt a", "submit JOB", "wait a"),
 )

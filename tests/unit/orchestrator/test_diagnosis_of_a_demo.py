@@ -1,0 +1,99 @@
+"""A real run that does well has no findings, and each thing that is made wrong in it has one."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from services.orchestrator.findings import gathering
+from services.orchestrator.findings.diagnosing import diagnose, findings_of
+from services.orchestrator.runs.note import Note
+from shared.errors import BadRequest
+from shared.job.file import load_job
+from shared.wire import MetricsRow
+from tests.support.run_facts import codes
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "tests/data/demo_run"
+JOB = load_job(ROOT / "deploy/jobs/demo.toml")
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """The run folder of the demo, as it was when its job had succeeded."""
+    folder = tmp_path / "demo-1"
+    (folder / "rollouts").mkdir(parents=True)
+    note = Note(created_at=1.0, finished_at=2.0, status="succeeded")
+    (folder / "record.json").write_text(note.model_dump_json())
+    (folder / "job.json").write_text(JOB.model_dump_json())
+    for file in DEMO.glob("*.gz"):
+        name = file.name.removesuffix(".gz")
+        place = f"rollouts/{name}" if name.endswith(".msgpack") else name
+        (folder / place).write_bytes(gzip.decompress(file.read_bytes()))
+    return folder
+
+
+def test_a_demo_that_learned_has_no_findings(run_folder: Path) -> None:
+    facts, record = gathering.alone(run_folder)
+    assert [batch.step for batch in facts.batches] == [1, 40] and len(facts.syncs) == 41
+    assert facts.learned and facts.of("total/passes").values[-1] == pytest.approx(1.019)
+    listed = findings_of(facts, record)
+    assert (listed.status, listed.step, listed.well) == ("succeeded", 40, True)
+    assert not listed.findings
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6, 11, 21, 31])
+def test_a_demo_under_way_has_no_findings(run_folder: Path, steps: int) -> None:
+    facts, _ = gathering.alone(run_folder)
+    rows = [row for row in facts.rows if row.step <= steps]
+    assert not codes(gathering.of_folder(gathering.RunFolder(run_folder), JOB, rows))
+
+
+Change = Callable[[MetricsRow], dict[str, float]]
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda row: {"frac_reward_zero_std": 1.0, "reward": 0.0}, "no_signal_hard"),
+        (lambda row: {"completions/clipped_ratio": 0.4}, "truncation"),
+        (
+            lambda row: {"entropy": 0.001 if row.step > 20 else 0.2, "reward": 0.5},
+            "entropy_collapse",
+        ),
+        (lambda row: {"mismatch/current/logprob_diff_mean": 0.3}, "mismatch"),
+        (lambda row: {"grad_norm": 30.0 if row.step == 38 else 0.5}, "gradient_spike"),
+        (lambda row: {"canary_change": 3.0}, "updates_too_large"),
+        (lambda row: {"missing_rewards": 0.2}, "missing_rewards"),
+        (lambda row: {"time/step": 300.0, "time/sync": 150.0}, "slow_stage"),
+    ],
+)
+def test_what_is_made_wrong_in_it_is_found(run_folder: Path, change: Change, code: str) -> None:
+    facts, _ = gathering.alone(run_folder)
+    rows = [
+        MetricsRow(step=row.step, metrics=row.metrics | (change(row) if row.step else {}))
+        for row in facts.rows
+    ]
+    changed = gathering.of_folder(gathering.RunFolder(run_folder), JOB, rows)
+    assert code in codes(changed)
+
+
+def test_a_run_without_batches_or_syncs_is_diagnosed_by_its_metrics(run_folder: Path) -> None:
+    for file in (*run_folder.glob("rollouts/*"), run_folder / "weights.jsonl"):
+        file.unlink()
+    facts, _ = gathering.alone(run_folder)
+    assert not facts.batches and not facts.syncs and not diagnose(facts)
+
+
+def test_rows_of_a_very_long_run_are_the_first_and_the_last(run_folder: Path) -> None:
+    rows = [MetricsRow(step=step, metrics={}) for step in range(3000)]
+    found = gathering.of_folder(gathering.RunFolder(run_folder), JOB, rows).rows
+    assert len(found) == 2200 and [found[199].step, found[200].step] == [199, 1000]
+
+
+def test_a_folder_of_no_job_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"is no run folder: expected one with job\.json"):
+        gathering.alone(tmp_path)
