@@ -57,6 +57,7 @@ class ScoredData(FromAtropos):
     inference_logprobs: tuple[Logprobs, ...] | None = None
     messages: tuple[tuple[Message, ...], ...] | None = None
     overrides: tuple[dict[str, Plain] | None, ...] | None = None
+    env_id: int | None = None
     images: Plain = None
     distill_token_ids: Plain = None
     distill_logprobs: Plain = None

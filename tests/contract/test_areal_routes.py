@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from services.orchestrator.pushing import areal
+from services.orchestrator.pushing.groups import Pushing
+from services.orchestrator.runs.pushed import PushedQueue
 from shared.errors import Unavailable
 from shared.job import Job
 from tests.contract.test_pushed import pushed_job
@@ -120,6 +123,63 @@ async def test_a_key_that_starts_two_sessions_at_once_has_one(stack: Stack) -> N
     assert (await post(stack, key, "/v1/rl/end_session"))[0] == 200
     assert not len(stack.sessions)
     await stack.post(f"{record.id}/cancel")
+
+
+async def test_a_job_has_so_many_open_sessions(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(areal, "MAX_OPEN", 2)
+    record = await stack.submit()
+    first, _ = [(await start(stack, "a"))["api_key"] for _ in range(2)]
+    refused = await stack.http.post("/v1/rl/start_session", json={"task_id": "a"})
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "10"
+    assert "has 2 open sessions, expected fewer than 2 for another" in refused.json()["detail"]
+    assert "idle for 1800 s (environment.episode_s) ends by itself" in refused.json()["detail"]
+    await post(stack, first, "/v1/rl/end_session")
+    await start(stack, "a")
+    await stack.post(f"{record.id}/cancel")
+
+
+async def test_an_idle_session_is_stored_if_it_has_a_reward(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(areal, "LOOK_S", 0.05)
+    sampling = {"prompts_per_step": 1, "group_size": 2, "max_tokens": 8}
+    environment = {"kind": "pushed", "episode_s": 1.5}
+    record = await stack.submit(
+        pushed_job(tmp_path, sampling=sampling, environment=environment, steps=1)
+    )
+    keys = [(await start(stack, "a"))["api_key"] for _ in range(3)]
+    for key in keys:
+        await ask(stack, key)
+    queue = PushedQueue(stack.folder(record.id).path)
+    fault = Unavailable("Redis is away")
+    monkeypatch.setattr(Pushing, "record", failing_once(Pushing.record, fault))
+    for key in keys[:2]:
+        assert (await post(stack, key, "/v1/rl/set_reward", reward=1.0))[0] == 200
+    async with asyncio.timeout(30):
+        while len(stack.sessions) or not queue.look(lambda found: found.num_accepted):
+            await asyncio.sleep(0.05)
+    ended = {"message": "success", "interaction_count": 1}
+    assert await post(stack, keys[0], "/v1/rl/end_session") == (200, ended)
+    for path, body in (("set_reward", {"reward": 2.0}), ("end_session", {})):
+        status, told = await post(stack, keys[2], f"/v1/rl/{path}", **body)
+        assert status == 410 and "was idle for long" in told["detail"]
+    assert (await stack.until(record.id)).status == "succeeded"
+    batch = stack.folder(record.id).batch(1)
+    assert [score.value for score in batch.scores[0]] == [1.0, 1.0]
+
+
+def failing_once(method: Any, error: Exception) -> Any:
+    """Returns a method that raises the error at its first call."""
+    faults = [error]
+
+    async def call(self: Any, *args: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return await method(self, *args)
+
+    return call
 
 
 async def test_sessions_are_refused_with_a_reason(stack: Stack) -> None:

@@ -9,8 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
+from services.orchestrator.pushing import atropos
 from shared.job import Job
 from tests.contract.test_pushed import pushed_job
 from tests.support import orchestrator_stack
@@ -37,8 +39,8 @@ def scored(token: int, **more: Any) -> dict[str, Any]:
     }
 
 
-async def running(stack: Stack) -> str:
-    record = await stack.submit()
+async def running(stack: Stack, job: Job | None = None) -> str:
+    record = await stack.submit(job)
     async with asyncio.timeout(60):
         while (await stack.get(record.id)).status != "running":
             await asyncio.sleep(0.05)
@@ -106,6 +108,34 @@ async def test_data_that_cannot_be_trained_on_is_refused(
     url = await running(stack)
     answer = await stack.http.post(f"{url}/scored_data", json=scored(7, **change))
     assert answer.status_code == 422 and detail in answer.json()["detail"]
+    await stack.post(f"{url.split('/')[3]}/cancel")
+
+
+async def test_a_job_has_so_many_environments_and_silent_ones_do_not_count(
+    stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atropos, "MAX_ENVIRONMENTS", 2)
+    environment = {"kind": "pushed", "episode_s": 2.0}
+    url = await running(stack, pushed_job(tmp_path, environment=environment))
+
+    async def register() -> httpx.Response:
+        return await stack.http.post(f"{url}/register-env", json=ENV)
+
+    async def share(number: int) -> float:
+        status = await stack.http.request("GET", f"{url}/status-env", json={"env_id": number})
+        return status.json()["env_weight"]
+
+    answers = await asyncio.gather(*(register() for _ in range(3)))
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 429]
+    (refused,) = [answer for answer in answers if answer.status_code == 429]
+    assert "has 2 environments, expected fewer than 2" in refused.json()["detail"]
+    assert "nothing for 2 s (environment.episode_s)" in refused.json()["detail"]
+    assert refused.headers["retry-after"] == "10" and await share(0) == await share(1) == 0.5
+    for _ in range(5):
+        await asyncio.sleep(0.5)
+        weight = await share(0)
+    assert weight == 1.0 and (await register()).json()["env_id"] == 2
+    assert await share(1) == pytest.approx(1 / 3), "it was only away"
     await stack.post(f"{url.split('/')[3]}/cancel")
 
 

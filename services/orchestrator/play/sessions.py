@@ -83,7 +83,8 @@ class _Call:
 
 class Session:
     """One rollout of `job`, by weights of at least `min_version`. `sampling.max_tokens` bounds the
-    tokens of each of its rows. `api_key` is a secret for the agent alone."""
+    tokens of each of its rows. `api_key` is a secret for the agent alone. `used_at`
+    (time.monotonic) is when it was last called, or rewarded."""
 
     def __init__(
         self,
@@ -115,6 +116,7 @@ class Session:
         self._lost: HoneError | None = None
         self._replica = ""
         self._agent = _Stopwatch()
+        self.used_at = time.monotonic()
 
     async def answer(self, request: ChatRequest, *, key: str | None, again: bool) -> Answer:
         """Returns the answer to the messages, once it is recorded. A client that sends the same
@@ -146,6 +148,7 @@ class Session:
             raise closed(self.name)
         call = self._same(asked.name, key, again) or self._begin(asked, limits, key)
         call.num_waiting += 1
+        self.used_at = time.monotonic()
         try:
             answer = await asyncio.shield(call.work)
         except asyncio.CancelledError:
@@ -154,6 +157,7 @@ class Session:
             raise
         finally:
             call.num_waiting -= 1
+            self.used_at = time.monotonic()
         call.taken = True
         self._recording.taken.add(answer.turn)
         return answer

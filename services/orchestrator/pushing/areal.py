@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -20,7 +21,8 @@ from services.orchestrator.play.sessions import Session, Sessions
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pushing.checking import scored
 from services.orchestrator.pushing.groups import Pushing
-from shared.errors import BadRequest, Conflict, Gone
+from shared.errors import BadRequest, Busy, Conflict, Gone, HoneError
+from shared.host.logs import get_logger
 from shared.http import codec, openapi, rendering
 from shared.http.gate import given_token
 from shared.http.service import Service
@@ -43,15 +45,34 @@ OF_SESSIONS = (REWARD, END)
 
 MAX_ENDED = 65_536
 
+MAX_OPEN = 1024
+"""Open sessions of a job. Each is held in memory with its tokens."""
+
+FULL_S = 10
+"""Seconds after which an agent that got no session is to ask again."""
+
+LOOK_S = 10.0
+"""Most seconds between two looks at a session whether it is idle, closed or not stored yet."""
+
 
 @dataclass
 class Online:
-    """A session that is open: `rewards` are those of its answers, by their ids."""
+    """A session that is open: `rewards` are those of its answers, by their ids. Once it was idle
+    for `idle_s` it ends by itself."""
 
     session: Session
     job_id: str
     task: str
+    idle_s: float
     rewards: dict[str, float] = field(default_factory=dict[str, float])
+    expiring: asyncio.Task[None] | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it ends by itself, if nothing is asked of it."""
+        if self.session.num_under_way:
+            return self.idle_s
+        return self.session.used_at + self.idle_s - time.monotonic()
 
 
 def add_routes(service: Service, pushing: Pushing, sessions: Sessions) -> None:
@@ -59,7 +80,7 @@ def add_routes(service: Service, pushing: Pushing, sessions: Sessions) -> None:
 
     async def start_session(request: Request, job: str | None = None) -> Response:
         """Opens a session of the job that runs here; `job` names it where several do. 429: the job
-        has as many groups as `max_staleness` allows."""
+        has as many groups as `max_staleness` allows, or as many open sessions as it may."""
         return await _render(await areal.start(job, await _read(request, StartSession)), request)
 
     async def set_reward(request: Request) -> Response:
@@ -91,13 +112,16 @@ class Areal:
         self._ended: OrderedDict[str, SessionEnded] = OrderedDict()
 
     async def start(self, job: str | None, asked: StartSession) -> SessionStarted:
-        """Returns a new session. Raises Busy while the job has no room for its group."""
+        """Returns a new session. Raises Busy while the job has no room for its group, or has
+        `MAX_OPEN` sessions."""
         services = self._services(job)
         if asked.api_key in self._open:
             await self.end(str(asked.api_key))
-        self._forget_closed()
         record = await self._pushing.record(services.job_id)
         await self._pushing.check_room(record)
+        environment = record.job.environment
+        assert environment is not None, "a job of kind pushed has one"
+        self._check_number(record.id, environment.episode_s)
         name = f"{asked.task_id}-{secrets.token_hex(4)}"
         session = self._sessions.open(
             services,
@@ -109,12 +133,16 @@ class Areal:
             api_key=asked.api_key,
         )
         self._ended.pop(session.api_key, None)
-        self._open[session.api_key] = Online(session, record.id, asked.task_id)
+        online = Online(session, record.id, asked.task_id, environment.episode_s)
+        self._open[session.api_key] = online
+        online.expiring = asyncio.create_task(self._expire(session.api_key, online))
         return SessionStarted(session_id=name, api_key=session.api_key)
 
     def reward(self, key: str, asked: SetReward) -> RewardSet:
         """Sets a reward. Raises BadRequest for an answer that the session does not have."""
         online = self._online(key)
+        if online.session.is_closed:  # it may have been stored without this reward
+            raise _not_open()
         ids = [turn.id for turn in online.session.recording().turns]
         id = asked.interaction_id or (ids[-1] if ids else None)
         if id not in ids:
@@ -123,6 +151,7 @@ class Areal:
                 f"{len(ids)} answers of session {online.session.name!r}"
             )
         online.rewards[str(id)] = asked.reward
+        online.session.used_at = time.monotonic()
         return RewardSet()
 
     async def end(self, key: str) -> SessionEnded:
@@ -135,11 +164,44 @@ class Areal:
         if count:
             record = await self._pushing.record(online.job_id)
             await asyncio.to_thread(self._store, record, online)
-        self._open.pop(key, None)
+        self._forget(key, online)
         self._ended[key] = answer = SessionEnded(interaction_count=count)
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
         return answer
+
+    def _check_number(self, job_id: str, idle_s: float) -> None:
+        of_job = [online for online in self._open.values() if online.job_id == job_id]
+        num_open = sum(not online.session.is_closed for online in of_job)
+        if num_open >= MAX_OPEN:
+            raise Busy(
+                f"job {job_id!r} has {num_open} open sessions, expected fewer than {MAX_OPEN} for "
+                f"another one; POST {END} ends one, and one that is idle for {idle_s:g} s "
+                "(environment.episode_s) ends by itself",
+                retry_after_s=FULL_S,
+            )
+
+    async def _expire(self, key: str, online: Online) -> None:
+        """Ends the session once it is idle, and forgets it once its job has left. Its rewards were
+        acknowledged, so it is stored with them; without any it would not be trained on."""
+        session = online.session
+        while not session.is_closed and (left_s := online.left_s) > 0:
+            await asyncio.sleep(min(left_s, LOOK_S))
+        has_left = session.is_closed and online.job_id not in self._sessions.pushed
+        session.close()
+        while online.rewards and not has_left and self._open.get(key) is online:
+            try:
+                await self.end(key)
+            except BadRequest:  # the job is no more
+                break
+            except (HoneError, OSError) as error:
+                get_logger().warning("session not stored", session=session.id, reason=str(error))
+                await asyncio.sleep(LOOK_S)
+        self._forget(key, online)
+
+    def _forget(self, key: str, online: Online) -> None:
+        if self._open.get(key) is online:  # a later session may have the same key
+            del self._open[key]
 
     def _store(self, record: JobRecord, online: Online) -> None:
         has_answer = bool(online.session.recording().leaves())
@@ -155,19 +217,9 @@ class Areal:
         queue = self._pushing.queue(record)
         queue.end_session(part, online.session.id, task, job.sampling.group_size, together)
 
-    def _forget_closed(self) -> None:
-        """Forgets the sessions that were open when their job ended here."""
-        running = self._sessions.pushed
-        for key, online in [*self._open.items()]:
-            if online.session.is_closed and online.job_id not in running:
-                del self._open[key]
-
     def _online(self, key: str) -> Online:
         if (found := self._open.get(key)) is None:
-            raise Gone(
-                "the session of this key is not open here; expected the key that "
-                f"POST {START} gave, before its session ended or the orchestrator did"
-            )
+            raise _not_open()
         return found
 
     def _services(self, job: str | None) -> Services:
@@ -182,6 +234,13 @@ class Areal:
                 f"orchestrator, which are {here}"
             )
         return running[job]
+
+
+def _not_open() -> Gone:
+    return Gone(
+        f"the session of this key is not open here; expected the key that POST {START} gave, "
+        "before its session ended, was idle for long, or its job or orchestrator ended"
+    )
 
 
 def together(parts: list[ScoredGroup]) -> ScoredGroup:

@@ -55,6 +55,15 @@ HOLD_S = 240.0
 
 LOOK_S = 0.5
 
+MAX_ENVIRONMENTS = 256
+"""Environments of a job at a time."""
+
+FULL_S = 10
+"""Seconds after which an environment that was not registered is to ask again."""
+
+MAX_JOBS = 64
+"""Jobs whose environments are remembered by when they were heard of."""
+
 NOT_SAMPLED = -100
 
 UNSUPPORTED = ("images", "distill_token_ids", "distill_logprobs")
@@ -131,12 +140,17 @@ def _add_reads(service: Service, api: Atropos, pushing: Pushing) -> None:
 
 
 class Atropos:
+    """`_heard` says of each job's environments when they asked last (time.monotonic). One that is
+    silent for `environment.episode_s` has no share, until it asks again."""
+
     def __init__(self, pushing: Pushing) -> None:
         self._pushing = pushing
+        self._heard: dict[str, dict[int, float]] = {}
+        self._registering = asyncio.Lock()
 
     async def register(self, job_id: str, asked: RegisterEnv) -> EnvRegistered:
         """Returns the environment's number. An environment of a job that does not run yet is to
-        ask again."""
+        ask again. Raises Busy if the job has as many as it may."""
         record = await self._pushing.record(job_id)
         if record.status in TERMINAL:
             raise Conflict(f"job {record.id!r} is {record.status}; expected one that runs")
@@ -147,7 +161,10 @@ class Atropos:
             )
         if record.status != "running":
             return EnvRegistered(status=WAITS)
-        number, name = await self._pushing.register(record, asked.model_dump())
+        async with self._registering:
+            self._check_number(record, await self._pushing.registered(record))
+            number, name = await self._pushing.register(record, asked.model_dump())
+            self._of_job(record.id)[number] = time.monotonic()
         return EnvRegistered(
             status="success",
             env_id=number,
@@ -161,6 +178,9 @@ class Atropos:
     async def push(self, job_id: str, groups: Sequence[ScoredData]) -> DataReceived:
         """Returns once all groups are on disk."""
         end = time.monotonic() + HOLD_S
+        heard = self._heard.get(job_id, {})
+        for number in heard.keys() & {group.env_id for group in groups}:
+            heard[number] = time.monotonic()
         for group in [pushed_group(each) for each in groups]:
             await self._push(job_id, group, end)
         return DataReceived(groups_processed=len(groups))
@@ -191,13 +211,39 @@ class Atropos:
             raise BadRequest(
                 f"'env_id': got {env_id}; expected one of the {len(found)} that /register-env gave"
             )
+        self._of_job(record.id)[env_id] = time.monotonic()
         shares = [each["max_token_length"] * each["weight"] for each in found]
+        total = sum(shares[number] for number in self._active(record, len(found)))
         return EnvStatus(
             **status.model_dump(),
-            env_weight=max(shares[env_id] / (sum(shares) or 1.0), 0.01),
+            env_weight=max(shares[env_id] / (total or 1.0), 0.01),
             self_queue_size=status.queue_size,
             max_group_size=found[env_id]["group_size"],
         )
+
+    def _check_number(self, record: JobRecord, found: Sequence[Any]) -> None:
+        num = len(self._active(record, len(found)))
+        if num >= MAX_ENVIRONMENTS:
+            raise Busy(
+                f"job {record.id!r} has {num} environments, expected fewer than "
+                f"{MAX_ENVIRONMENTS} for another one; one that asks nothing for "
+                f"{_idle_s(record):g} s (environment.episode_s) does not count",
+                retry_after_s=FULL_S,
+            )
+
+    def _active(self, record: JobRecord, num: int) -> list[int]:
+        """Returns which of `num` environments are not silent. One that this process has not heard
+        of yet counts as heard now."""
+        heard, now = self._of_job(record.id), time.monotonic()
+        return [
+            number for number in range(num) if now - heard.setdefault(number, now) < _idle_s(record)
+        ]
+
+    def _of_job(self, job_id: str) -> dict[int, float]:
+        heard = self._heard[job_id] = self._heard.pop(job_id, None) or {}
+        while len(self._heard) > MAX_JOBS:
+            del self._heard[next(iter(self._heard))]
+        return heard
 
     async def info(self, job_id: str) -> AtroposInfo:
         record: JobRecord = await self._pushing.record(job_id)
@@ -207,6 +253,11 @@ class Atropos:
             batch_size=sampling.prompts_per_step * sampling.group_size,
             max_token_len=-1 if window is None else window,
         )
+
+
+def _idle_s(record: JobRecord) -> float:
+    assert record.job.environment is not None, "a job of kind pushed has one"
+    return record.job.environment.episode_s
 
 
 def pushed_group(data: ScoredData) -> PushedGroup:
