@@ -79,7 +79,7 @@ def create_service(
     history.add_routes(service, store)
     regrade.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
-    episodes.add_routes(service, offered)
+    episodes.add_routes(service, store, offered)
     files.add_routes(service, settings, store)
     access.add_routes(service, settings, named)
     fine_tuning.add_routes(service, settings, store, runs, checks)

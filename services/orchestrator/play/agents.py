@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -112,9 +112,11 @@ class LastAsked:
 
 
 class Episodes:
-    """The offers and leases of one orchestrator process."""
+    """The offers and leases of one orchestrator process. `runs` counts the runs of each job here: a
+    job that goes to another trainer may have two for a moment."""
 
     def __init__(self) -> None:
+        self.runs = Counter[str]()
         self._offers: dict[str, Offer] = {}
         self._leases: dict[str, EpisodeLease] = {}
         self._answered: OrderedDict[str, ResultTaken] = OrderedDict()
@@ -162,6 +164,15 @@ class Episodes:
             if not limit.expired():
                 raise
             return failed(f"the agent was not done after {deadline_s:g} s", "timeout")
+
+    @contextlib.contextmanager
+    def run_of(self, job_id: str) -> Generator[None]:
+        """Counts a run of the job while it lasts."""
+        self.runs[job_id] += 1
+        try:
+            yield
+        finally:
+            self.runs[job_id] -= 1
 
     def forget(self, job_id: str) -> None:
         """Forgets what is known of a job's workers, at the end of its run."""

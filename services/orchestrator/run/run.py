@@ -128,6 +128,10 @@ class Run:
         """Returns the job's outcome. Raises LeaseLost if another worker has the job, and
         StoreUnavailable."""
         of_job(self._record.id)
+        with self._episodes.run_of(self._record.id):
+            return await self._run()
+
+    async def _run(self) -> Outcome:
         if ended := await asyncio.to_thread(found_end, self._folder):
             return ended
         self._tracker.start()
