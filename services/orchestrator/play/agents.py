@@ -6,8 +6,8 @@
                and the session's conversations are dropped. A worker that stops gives the lease
                back; one that died does not renew it
 
-An episode that took `MAX_PLAYED` workers with it has failed. After the last but one it is offered
-to a worker that has no other such episode, so that the ones that died with it are played in peace.
+An episode that took `MAX_DIED` workers with it has failed. From `NUM_SUSPECT` on it is offered to a
+worker that has no other such episode, so that the ones that died with it are played in peace.
 
 The tokens are those of the session. What the worker reports is a claim about them: a reward. The
 offers are in the memory of the orchestrator that runs the job; when it dies, their groups are
@@ -57,6 +57,13 @@ NOBODY_S = 30.0
 LOOK_S = 2.0
 """Seconds between two looks whether a worker asks."""
 
+MAX_DIED = 5
+"""Workers that may die while they play an episode: more than an agent's failures, because workers
+are also killed by others."""
+
+NUM_SUSPECT = 2
+"""Dead workers from which on an episode may be the reason."""
+
 MAX_ANSWERED = 16_384
 """Results whose answers are kept, for workers that repeat them."""
 
@@ -72,12 +79,12 @@ class WorkerDied(Exception):
 @dataclass
 class EpisodeLease:
     """An episode at a worker. `session` records its calls, and `ended` becomes its rollout.
-    `is_last` as of its offer."""
+    `is_suspect` as of its offer."""
 
     worker: str
     session: Any
     renewed_at: float
-    is_last: bool
+    is_suspect: bool
     ended: asyncio.Future[RolloutGroup]
 
     async def result(self) -> RolloutGroup:
@@ -92,13 +99,13 @@ class EpisodeLease:
 
 @dataclass
 class Offer:
-    """An episode that no worker has. `open` makes the session of a lease. `is_last`: one more
-    worker that dies with it, and it has failed."""
+    """An episode that no worker has. `open` makes the session of a lease. `is_suspect`: workers
+    died with it."""
 
     job_id: str
     prompt: Prompt
     deadline_s: float
-    is_last: bool
+    is_suspect: bool
     open: Callable[[str], Any]
     taken: asyncio.Future[EpisodeLease]
 
@@ -145,7 +152,7 @@ class Episodes:
             self._offers.pop(id, None)
             if lease := self._leases.pop(id, None):
                 lease.session.close()
-                self._offered.set()  # its worker may take another last try
+                self._offered.set()  # its worker may take another suspect
 
     async def _until_taken(self, services: Services, offer: Offer) -> None:
         asked = self._asked.setdefault(offer.job_id, LastAsked())
@@ -191,14 +198,16 @@ class Episodes:
 
     def _wanted(self, ask: LeaseEpisodes) -> list[str]:
         self._heard(ask.job_id)
-        has_last = any(each.is_last and each.worker == ask.worker for each in self._leases.values())
+        has_suspect = any(
+            each.is_suspect and each.worker == ask.worker for each in self._leases.values()
+        )
         found: list[str] = []
         for id, offer in self._offers.items():
             if offer.taken.done() or ask.job_id not in (None, offer.job_id):
                 continue
-            if offer.is_last and has_last:
+            if offer.is_suspect and has_suspect:
                 continue
-            has_last |= offer.is_last
+            has_suspect |= offer.is_suspect
             found.append(id)
             if len(found) == ask.num:
                 break
@@ -208,7 +217,7 @@ class Episodes:
         offer, now = self._offers[id], time.monotonic()
         session = offer.open(id)
         ended: asyncio.Future[RolloutGroup] = asyncio.get_running_loop().create_future()
-        lease = EpisodeLease(worker, session, now, offer.is_last, ended)
+        lease = EpisodeLease(worker, session, now, offer.is_suspect, ended)
         self._leases[id] = lease
         offer.taken.set_result(lease)
         return LeasedEpisode(
@@ -321,7 +330,7 @@ async def play(
     services: Services, job: Job, prompt: Prompt, min_version: int, key: str, sampling: Sampling
 ) -> RolloutGroup:
     """Returns the rollout of an agent as a group of one. An agent that failed is started again, as
-    is one whose worker died; after `MAX_PLAYED` times of either the rollout has no reward."""
+    is one whose worker died; after too many of either the rollout has no reward."""
     assert job.environment is not None
     deadline_s = job.environment.episode_s
 
@@ -332,12 +341,12 @@ async def play(
 
     def offer(num_died: int) -> Offer:
         taken: asyncio.Future[EpisodeLease] = asyncio.get_running_loop().create_future()
-        is_last = num_died == MAX_PLAYED - 1
-        return Offer(services.job_id, prompt, deadline_s, is_last, open, taken)
+        is_suspect = num_died >= NUM_SUSPECT
+        return Offer(services.job_id, prompt, deadline_s, is_suspect, open, taken)
 
     failures, deaths = list[str](), list[str]()
     async with services.conversations:
-        while max(len(failures), len(deaths)) < MAX_PLAYED:
+        while len(failures) < MAX_PLAYED and len(deaths) < MAX_DIED:
             try:
                 return await services.episodes.play(services, offer(len(deaths)))
             except EnvironmentFailed as error:
@@ -354,4 +363,4 @@ async def play(
 def _why(failures: list[str], deaths: list[str]) -> str:
     if len(failures) == MAX_PLAYED:
         return f"the agent failed {MAX_PLAYED} times: {failures[-1]}"
-    return f"{MAX_PLAYED} workers died while they played it: {deaths[-1]}"
+    return f"{MAX_DIED} workers died while they played it: {deaths[-1]}"
