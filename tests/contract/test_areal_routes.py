@@ -170,6 +170,26 @@ async def test_an_idle_session_is_stored_if_it_has_a_reward(
     assert [score.value for score in batch.scores[0]] == [1.0, 1.0]
 
 
+async def test_a_session_that_could_not_be_stored_at_its_end_is_stored_later(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(areal, "LOOK_S", 0.5)
+    record = await stack.submit()
+    key = (await start(stack, "a"))["api_key"]
+    await ask(stack, key)
+    fault = Unavailable("Redis is away")
+    monkeypatch.setattr(Pushing, "record", failing_once(Pushing.record, fault))
+    assert (await post(stack, key, "/v1/rl/end_session"))[0] == 503
+    assert (await post(stack, key, "/v1/rl/set_reward", reward=1.0))[0] == 410
+    queue = PushedQueue(stack.folder(record.id).path)
+    async with asyncio.timeout(30):
+        while not queue.look(lambda found: len(found.sessions)):
+            await asyncio.sleep(0.05)
+    ended = {"message": "success", "interaction_count": 1}
+    assert await post(stack, key, "/v1/rl/end_session") == (200, ended)
+    await stack.post(f"{record.id}/cancel")
+
+
 def failing_once(method: Any, error: Exception) -> Any:
     """Returns a method that raises the error at its first call."""
     faults = [error]

@@ -58,13 +58,14 @@ LOOK_S = 10.0
 @dataclass
 class Online:
     """A session that is open: `rewards` are those of its answers, by their ids. Once it was idle
-    for `idle_s` it ends by itself."""
+    for `idle_s` it ends by itself. `is_ending`: it is being stored."""
 
     session: Session
     job_id: str
     task: str
     idle_s: float
     rewards: dict[str, float] = field(default_factory=dict[str, float])
+    is_ending: bool = False
     expiring: asyncio.Task[None] | None = None
 
     @property
@@ -141,7 +142,7 @@ class Areal:
     def reward(self, key: str, asked: SetReward) -> RewardSet:
         """Sets a reward. Raises BadRequest for an answer that the session does not have."""
         online = self._online(key)
-        if online.session.is_closed:  # it may have been stored without this reward
+        if online.is_ending:  # it may have been stored without this reward
             raise _not_open()
         ids = [turn.id for turn in online.session.recording().turns]
         id = asked.interaction_id or (ids[-1] if ids else None)
@@ -161,6 +162,7 @@ class Areal:
         online = self._online(key)
         session, count = online.session, online.session.num_turns
         session.close()
+        online.is_ending = True
         if count:
             record = await self._pushing.record(online.job_id)
             await asyncio.to_thread(self._store, record, online)
@@ -182,14 +184,15 @@ class Areal:
             )
 
     async def _expire(self, key: str, online: Online) -> None:
-        """Ends the session once it is idle, and forgets it once its job has left. Its rewards were
-        acknowledged, so it is stored with them; without any it would not be trained on."""
+        """Ends the session once it is idle. Its rewards were acknowledged, so it is stored with
+        them; without any it would not be trained on, and after its job has left it is dropped. One
+        that could not be stored when its agent ended it is stored here."""
         session = online.session
-        while not session.is_closed and (left_s := online.left_s) > 0:
+        while not online.is_ending and (left_s := online.left_s) > 0:
             await asyncio.sleep(min(left_s, LOOK_S))
-        has_left = session.is_closed and online.job_id not in self._sessions.pushed
         session.close()
-        while online.rewards and not has_left and self._open.get(key) is online:
+        here = online.job_id in self._sessions.pushed
+        while self._open.get(key) is online and (online.is_ending or (online.rewards and here)):
             try:
                 await self.end(key)
             except BadRequest:  # the job is no more
