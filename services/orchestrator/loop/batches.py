@@ -195,19 +195,15 @@ class Batches:
         oldest, newest = self._bounds(step)
         if not all(oldest <= version <= newest for version in found.versions):
             return None
-        is_whole = not missing_share([found.scores])
-        scores = found.scores if is_whole else await self._score(prompt, found.group, found.scores)
-        return ScoredGroup(prompt=prompt, group=found.group, scores=scores)
+        if not missing_share([found.scores]):
+            return found
+        scores = await self._score(prompt, found.group, found.scores)
+        return found.model_copy(update={"scores": scores})
 
     async def _keep(self, writer: GroupWriter, place: Place, graded: ScoredGroup) -> None:
         """Stores the group, unless all of its rollouts went wrong, or an environment failed: such
         a group is sampled again."""
-        group = FinishedGroup(
-            learned=self._learned,
-            prompt=graded.prompt,
-            group=graded.group,
-            scores=graded.scores,
-        )
+        group = FinishedGroup(learned=self._learned, **dict(graded))
         if group.versions and group.has_samples and not environment_failed(group.group):
             await writer.add(place, group)
 

@@ -23,7 +23,7 @@ from shared.host import disk
 from shared.http import codec
 from shared.job import Job
 from shared.job.job import learned
-from shared.wire import Prompt, RolloutGroup, Score, Wire
+from shared.wire import Prompt, ScoredGroup, Wire
 
 STEP_FOLDER = re.compile(r"(\d+)\.groups")
 GROUPS_FILE = re.compile(r"(\d+)\.v(\d+)\.msgpack")
@@ -33,13 +33,10 @@ Place = tuple[int, int]
 """A group's place in its step: the round of sampling, and the position in the round."""
 
 
-class FinishedGroup(Wire):
-    """A sampled and scored group of a step. `learned` is the digest of what the job learns."""
+class FinishedGroup(ScoredGroup):
+    """A group of a step, as it is stored. `learned` is the digest of what the job learns."""
 
     learned: str
-    prompt: Prompt
-    group: RolloutGroup
-    scores: tuple[Score, ...]
     schema_version: int = 1
 
     @property
