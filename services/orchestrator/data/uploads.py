@@ -206,7 +206,8 @@ class Uploads:
         """Removes folders that a crash left half written or half removed."""
         for folder in (*self._root.glob(f"{UNFINISHED}*"), *self._root.glob(f"{REMOVED}*")):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - _last_written(folder) > LEFT_S:
+                written_at = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+                if time.time() - written_at > LEFT_S:
                     shutil.rmtree(folder, ignore_errors=True)
                     get_logger().info("unfinished upload removed", folder=folder.name)
 
@@ -229,11 +230,6 @@ def _content_size(folder: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return sum(file.stat().st_size for file in folder.glob("content*"))
     return 0
-
-
-def _last_written(folder: Path) -> float:
-    """Returns the time of the last write there, in Unix seconds."""
-    return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
 
 
 def _has_bytes(path: Path, content: BinaryIO) -> bool:

@@ -38,6 +38,9 @@ T_975 = (
 Z_975 = 1.959964
 """The 97.5 % quantile of the normal distribution."""
 
+SHARES = ("pass@", "completions/clipped_ratio")
+"""The beginnings of the names of metrics from 0 to 1."""
+
 MAX_FLIPPED = 16
 """Most differing problems for the permutation test, which tries all signs, at most 65,536. With
 more, Student's t is close to it."""
@@ -113,7 +116,7 @@ def means(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def estimates(problems: Sequence[Mapping[str, float]]) -> dict[str, Estimate]:
     """Returns each metric's mean over the problems that have it, with its interval."""
     return {
-        name: (share if _is_share(name) else estimate)(values)
+        name: (share if name.startswith(SHARES) else estimate)(values)
         for name, values in _by_metric(problems).items()
     }
 
@@ -162,10 +165,6 @@ def share(values: Sequence[float]) -> Estimate:
     width = Z_975**2 / (len(values) + Z_975**2)
     low, high = (0.0, width) if found.mean == 0 else (1 - width, 1.0)
     return found.model_copy(update={"low": low, "high": high})
-
-
-def _is_share(name: str) -> bool:
-    return name.startswith("pass@") or name == "completions/clipped_ratio"
 
 
 def estimate(values: Sequence[float]) -> Estimate:

@@ -141,7 +141,9 @@ class Run:
                 outcome = await self._try()
             return outcome
         finally:
-            await self._end_trying()
+            if self._trying:  # its result is ignored: it may have lost the lease, or the store
+                await stop(self._trying)
+                await asyncio.gather(self._trying, return_exceptions=True)
             await to_the_end(self._note_spent())
             tracked = await self._tracker.finish(
                 outcome is not None and outcome.status == "succeeded"
@@ -455,12 +457,6 @@ class Run:
             pushed,
         )
         return Pipeline(self._job, batches, services, folder, self._journal)
-
-    async def _end_trying(self) -> None:
-        """Ignores its result: it may have lost the lease, or the store."""
-        if self._trying:
-            await stop(self._trying)
-            await asyncio.gather(self._trying, return_exceptions=True)
 
     async def _keep_spent_noted(self) -> None:
         """Notes hours and cost regularly, so that a killed attempt loses at most NOTE_SPENT_S."""

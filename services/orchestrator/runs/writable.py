@@ -30,7 +30,8 @@ def writing(what: str, path: Path) -> Generator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free_mib = shutil.disk_usage(_existing(path)).free >> 20
+            existing = next(each for each in (path, *path.parents) if each.exists())
+            free_mib = shutil.disk_usage(existing).free >> 20
             raise Failed(
                 f"the disk of {what} {str(path)!r} is full ({free_mib} MiB free); free some space",
                 code="disk_full",
@@ -38,10 +39,6 @@ def writing(what: str, path: Path) -> Generator[None]:
         raise Failed(
             f"cannot write to {what} {str(path)!r}: {error.strerror or error}; check HONE_RUNS_DIR"
         ) from error
-
-
-def _existing(path: Path) -> Path:
-    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 
 
 def why_not_writable(runs_dir: Path) -> str | None:
