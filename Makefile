@@ -7,7 +7,7 @@ SEED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cuda demo demo-agent up down test clients compat soak faults gpu compose-test check format docs site release lock clean
+.PHONY: help setup cuda demo demo-agent up down test clients compat soak faults gpu compose-test check page format docs site release lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,9 +65,13 @@ compose-test: $(VENV)/.ready ## the stack of compose.cpu.yaml on a Docker daemon
 check: $(VENV)/.ready ## lint, types and the fast tests (a few minutes)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@sh requirements/page/types.sh
 	$(BIN)/pyright & types=$$!; \
 	$(BIN)/python -m pytest -q $(BESIDE) -m "not ($(ENGINES)) and not slow and not soak and not compat"; \
 	tests=$$?; wait $$types && exit $$tests
+
+page: ## copy the page's libraries anew from npm, at the versions of requirements/page/ (docs/page.md)
+	sh requirements/page/copy.sh
 
 format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .

@@ -95,8 +95,8 @@ def main() -> None:
         ):
             made()
             console.print(
-                f"[bold]2/2[/] training; in another terminal: HONE_ORCHESTRATOR_URL={url} "
-                ".venv/bin/hone ls"
+                f"[bold]2/2[/] training; {url}/ shows it in a browser, and in another terminal "
+                f"HONE_ORCHESTRATOR_URL={url} .venv/bin/hone ls"
             )
             job = load_job(demo.job, [f"seed={arguments.seed}", *arguments.overrides])
             with Client(url) as client:

@@ -139,8 +139,8 @@ def _show_state(state: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(state))
         return
     print(
-        f"up: jobs go to {state['urls']['orchestrator']}; logs are in {state['logs']}; `hone down` "
-        "stops it"
+        f"up: jobs go to {state['urls']['orchestrator']}, where the page is too; logs are in "
+        f"{state['logs']}; `hone down` stops it"
     )
 
 

@@ -1,7 +1,8 @@
 """The parts of the documentation that `make docs` writes: docs/graders.md, from the texts of `hone
 explain` for each grader; docs/migrating.md; the rooms of the orchestrator in docs/architecture.md,
-with what each imports (`tests/unit/test_imports.py` holds their order); and the parameters of
-`hone.Trainer` in docs/trainer.md."""
+with what each imports (`tests/unit/test_imports.py` holds their order); the parameters of
+`hone.Trainer` in docs/trainer.md; and the metrics of a step in docs/observability.md, from the file
+that the page reads."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- rooms: `make docs` draws this -->\n", "<!-- end of rooms -->\n"
 
 ROOMS = (
+    "page",
     "openai",
     "dialects",
     "api",
@@ -44,6 +46,11 @@ ROOMS = (
 TRAINER = ROOT / "docs/trainer.md"
 BEGIN_PARAMETERS = "<!-- parameters: `make docs` draws this -->\n"
 END_PARAMETERS = "<!-- end of parameters -->\n"
+
+MEANINGS = ORCHESTRATOR / "page/meanings.json"
+OBSERVABILITY = ROOT / "docs/observability.md"
+BEGIN_METRICS = "<!-- metrics: `make docs` writes this -->\n"
+END_METRICS = "<!-- end of metrics -->\n"
 
 GRADERS = ROOT / "docs/graders.md"
 WIDTH = 100
@@ -156,8 +163,18 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def with_metrics(page: str) -> str:
+    """Returns the page of what is observed with the table of the metrics as it is now."""
+    rows = ["| metric | is |", "|---|---|"]
+    for one in json.loads(MEANINGS.read_text()):
+        unit = f" ({one['unit']})" if "unit" in one else ""
+        rows.append(f"| `{one['name']}` | {one['means'].removesuffix('.')}{unit} |")
+    return _between(page, BEGIN_METRICS, END_METRICS, "\n".join(["", *rows, "", ""]))
+
+
 if __name__ == "__main__":
     GRADERS.write_text(page())
     migrating.PAGE.write_text(migrating.page())
     ARCHITECTURE.write_text(drawn(ARCHITECTURE.read_text()))
     TRAINER.write_text(with_parameters(TRAINER.read_text()))
+    OBSERVABILITY.write_text(with_metrics(OBSERVABILITY.read_text()))

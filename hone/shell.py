@@ -159,6 +159,11 @@ def connect(folder: Path = stack.FOLDER) -> Generator[Client]:
         yield client
 
 
+def page_of(client: Client, job_id: str | None = None) -> str:
+    """Returns the address of the page that the orchestrator serves, of a job if one is given."""
+    return f"{client.url.rstrip('/')}/" + (f"#/jobs/{job_id}" if job_id else "")
+
+
 @contextlib.contextmanager
 def saying(what: str) -> Generator[None]:
     """Says on stderr every few seconds that it still goes on: "checking the job, 6 s"."""

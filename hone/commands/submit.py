@@ -23,6 +23,7 @@ from hone.shell import (
     connect,
     job_in,
     out,
+    page_of,
     say,
     saying,
     show,
@@ -91,6 +92,7 @@ def accepted(client: Client, job: Job, output: Output | None, key: str | None) -
         elif output is Output.table:
             said = f"job {record.id} accepted; results go to {record.run_dir}"
             out.print(said, soft_wrap=True, highlight=False)
+            out.print(f"  {page_of(client, record.id)} shows it", soft_wrap=True, highlight=False)
         return record
     except Unavailable:
         if key is None:

@@ -8,8 +8,10 @@ from collections.abc import AsyncGenerator, Sequence
 
 from services.orchestrator.api import (
     access,
+    columns,
     episodes,
     files,
+    groups_of_steps,
     history,
     jobs,
     regrade,
@@ -20,6 +22,7 @@ from services.orchestrator.api.checking import Checks
 from services.orchestrator.dialects import routes as dialects
 from services.orchestrator.dialects.routes import SessionKeys
 from services.orchestrator.openai import calling, fine_tuning
+from services.orchestrator.page import routes as page
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.pushing import areal, atropos, groups
@@ -70,6 +73,7 @@ def create_service(
         readiness=readiness,
         lifespan=lifespan,
         keys=SessionKeys(sessions, named),
+        public=page.is_public,
     )
     if workers:
         _add_gauges(service, workers)
@@ -77,6 +81,8 @@ def create_service(
     jobs.add_routes(service, settings, store, runs, checks)
     states.add_routes(service, settings, store, checks)
     history.add_routes(service, store)
+    columns.add_routes(service, store)
+    groups_of_steps.add_routes(service, store)
     regrade.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
     episodes.add_routes(service, store, offered)
@@ -89,6 +95,7 @@ def create_service(
     groups.add_routes(service, pushing)
     atropos.add_routes(service, settings, pushing)
     areal.add_routes(service, pushing, sessions)
+    page.add_routes(service)
     return service
 
 

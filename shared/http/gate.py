@@ -11,7 +11,7 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from shared.errors import BadRequest, HoneError, Malformed, NotFound, Unauthorized
+from shared.errors import BadRequest, Forbidden, HoneError, Malformed, NotFound, Unauthorized
 from shared.host.logs import get_logger
 from shared.http.health import OPEN_PATHS, Draining
 from shared.http.ownership import HEADER, Ownership, asking, asking_of
@@ -42,6 +42,9 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Characters that no path may have: `$` in a route's pattern also matches before a final line
 feed."""
+
+READING = ("GET", "HEAD")
+"""Methods that change nothing."""
 
 caller: ContextVar[ApiKey | None] = ContextVar("caller", default=None)
 """The API key of the current request; None: it has HONE_TOKEN, or needs no token."""
@@ -84,8 +87,10 @@ class Gate:
         draining: Draining,
         ownership: Ownership,
         keys: AcceptedKeys | None = None,
+        public: Callable[[str], bool] = lambda path: False,
     ) -> None:
         self._app = app
+        self._public = public
         self._ownership = ownership
         self._keys = keys
         self._token = settings.bearer()
@@ -121,6 +126,7 @@ class Gate:
         try:
             _check_single([name.decode("latin-1").lower() for name, _ in scope["headers"]])
             is_authorized = await self._authorize(scope, headers)
+            _check_origin(scope["method"], headers)
             self._check(scope["path"], headers)
             asking.set(asking_of(headers.get(HEADER, "")) if is_authorized else None)
             self._ownership.hear()
@@ -151,6 +157,8 @@ class Gate:
         if given and hmac.compare_digest(given.encode(), self._token.encode()):
             return True
         if scope["path"] in OPEN_PATHS:
+            return False
+        if scope["method"] in READING and self._public(scope["path"]):
             return False
         if not given:
             raise Unauthorized("the header 'Authorization: Bearer <HONE_TOKEN>' is missing")
@@ -224,6 +232,22 @@ def given_token(headers: Mapping[str, str]) -> str:
         with contextlib.suppress(ValueError):  # no base64, or no UTF-8
             return base64.b64decode(given, validate=True).decode().partition(":")[2]
     return given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _check_origin(method: str, headers: Mapping[str, str]) -> None:
+    """Raises Forbidden for a change that a web page of another origin asks for with nothing but the
+    browser's own credentials: none, or a remembered Basic password. Every browser says the origin
+    of a request that is not a GET or HEAD. No page can send a bearer token that it does not
+    have."""
+    origin = headers.get("origin")
+    has_token = "x-api-key" in headers or headers.get("authorization", "").lower()[:7] == "bearer "
+    if method in READING or origin is None or has_token:
+        return
+    if origin.partition("://")[2] != headers.get("host", ""):
+        raise Forbidden(
+            f"Origin is {origin!r:.200}, and Host is {headers.get('host', '')!r:.200}: a page of "
+            "another site may change nothing here"
+        )
 
 
 def _check_single(names: list[str]) -> None:

@@ -86,14 +86,13 @@ def body_of_parameters(request: Request, data: bytes) -> bytes:
 
 
 def media_type(request: Request, data: bytes) -> str:
-    """Returns the Content-Type of the body `data`. Raises BadRequest for a compressed body, for
-    another type than JSON and msgpack, and for a web page's request without a body: so web pages'
-    forms are refused."""
+    """Returns the Content-Type of the body `data`. Raises BadRequest for a compressed body, and for
+    another type than JSON and msgpack."""
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise BadRequest(f"Content-Encoding is {encoding!r}; expected a body as it is")
     given = request.headers.get("content-type", "").partition(";")[0].strip()
-    is_empty = not data and not given and "origin" not in request.headers
+    is_empty = not data and not given
     if given in (codec.JSON, codec.MSGPACK) or is_empty:
         return given or codec.JSON
     raise BadRequest(f"Content-Type is {given!r}; expected {codec.JSON} or {codec.MSGPACK}")

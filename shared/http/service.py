@@ -10,7 +10,8 @@ operations.
 A body is JSON or msgpack by its Content-Type, the answer by Accept; a client that accepts
 `application/x-ndjson` gets an operation that can be streamed as a line of JSON for each result.
 Without a token the service answers only requests addressed to this machine (the Host header), so
-that no web page can reach it through a name it controls.
+that no web page can reach it through a name it controls. It takes no change from a web page of
+another origin (gate.py).
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ request_key: ContextVar[str | None] = ContextVar("request_key", default=None)
 class Service:
     """One HTTP service: `app` is the ASGI application, with the health routes. `busy` returns how
     much work is under way, in the service's own unit; None: its number of operations. `keys` are
-    accepted beside HONE_TOKEN. `ownership`: which orchestrator owns it, if it can be owned."""
+    accepted beside HONE_TOKEN. `ownership`: which orchestrator owns it, if it can be owned. Paths
+    that are `public` need no token to be read."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Service:
         ] = contextlib.nullcontext,
         keys: AcceptedKeys | None = None,
         ownership: Ownership | None = None,
+        public: Callable[[str], bool] = lambda path: False,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -78,6 +81,7 @@ class Service:
         self._busy = busy or self.operations.num_running
         self._lifespan = lifespan
         self._keys = keys
+        self._public = public
         self._bodies: dict[tuple[str, str], Any] = {}
         self.app = self._make_app()
         add_health_routes(
@@ -227,6 +231,7 @@ class Service:
             draining=self.draining,
             ownership=self.ownership,
             keys=self._keys,
+            public=self._public,
         )
         app.add_exception_handler(HoneError, rendering.answer_error)
         app.add_exception_handler(RequestValidationError, rendering.answer_validation)

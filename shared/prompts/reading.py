@@ -52,6 +52,17 @@ class PromptReader:
         """Returns the text of token ids, special tokens left out."""
         return self.tokenizer.decode(list(ids))
 
+    def texts_of_tokens(self, ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token, special tokens included. A token that is a part of a
+        character gives "\ufffd"."""
+        found: list[str] = []
+        for at, each in enumerate(ids):
+            before = list(ids[max(at - 1, 0) : at])  # a tokenizer may trim what stands first
+            both = self.tokenizer.decode([*before, each], skip_special_tokens=False)
+            alone = self.tokenizer.decode(before, skip_special_tokens=False) if before else ""
+            found.append(both[len(alone) :])
+        return found
+
     def _encoded(self, contents: Sequence[Content]) -> list[Encoding]:
         texts = self.texts(contents)
         found: dict[int, Encoding] = {}

@@ -8,9 +8,11 @@ from typing import Any
 
 from pydantic import Field
 
+from shared.documented import Plain
 from shared.job import Job, RewardSpec
 from shared.wire.base import Listing, Message, Wire
 from shared.wire.jobs import JobSummary
+from shared.wire.packed import Logprobs, Mask
 from shared.wire.planning import Plan
 from shared.wire.rewards import Part
 from shared.wire.rollouts import FinishReason
@@ -68,10 +70,37 @@ class DryRun(Wire):
     warnings: tuple[str, ...] = ()
 
 
+class TokenColumns(Wire):
+    """The tokens of a completion, `[T]` each: `texts`, the sampler's `logprobs` in nats (empty if
+    not measured), `sampled` as in `Rollout`, and the `teacher_logprobs` where there are any, None
+    for a token that was not sampled. Those that were left out of a long completion come after
+    them."""
+
+    texts: tuple[str, ...]
+    logprobs: Logprobs = Logprobs()
+    sampled: Mask = Mask()
+    teacher_logprobs: tuple[float | None, ...] = ()
+    num_left_out: int = 0
+
+
+class RolloutDetail(Wire):
+    """What else is stored of a rollout: the `messages` after the prompt of a conversation, `error`
+    if it went wrong, its environment's `info`, the row of its problem, and its tokens. None:
+    `no_tokens` says why they cannot be shown."""
+
+    messages: tuple[Message, ...] = ()
+    error: str | None = None
+    info: dict[str, Plain] = {}
+    row: dict[str, Plain] = {}
+    num_tokens: int
+    tokens: TokenColumns | None = None
+    no_tokens: str = ""
+
+
 class GradedRollout(Wire):
     """A stored rollout as people look at it. With credit by turns, `turn_advantages` are the
     turns' (None: not trained on), and `advantage` is their mean. `forked` says for each of its
-    branches why its history was written anew."""
+    branches why its history was written anew. `detail` is there if it was asked for."""
 
     prompt_index: int
     prompt: str | tuple[Message, ...]
@@ -83,6 +112,59 @@ class GradedRollout(Wire):
     advantage: float | None
     turn_advantages: tuple[float | None, ...] = ()
     forked: tuple[str, ...] = ()
+    detail: RolloutDetail | None = None
+
+
+class GroupSummary(Wire):
+    """A prompt's group of a step, in lists `[G]`. Its rollouts are those of the step from position
+    `first` on. `spread` is the standard deviation of its rewards, None for fewer than two. `prompt`
+    is the beginning of the prompt's last message; `num_tokens` counts sampled tokens, and
+    `versions` are the weights that sampled it. `found`: the positions in the group of the rollouts
+    that were searched for."""
+
+    prompt_index: int
+    prompt: str
+    first: int
+    rewards: tuple[float | None, ...]
+    advantages: tuple[float | None, ...]
+    finish_reasons: tuple[FinishReason, ...]
+    num_tokens: tuple[int, ...]
+    versions: tuple[int, ...] = ()
+    spread: float | None = None
+    replica: str = ""
+    found: tuple[int, ...] = ()
+
+
+class GroupList(Listing[GroupSummary]):
+    """`GET /v1/jobs/{id}/groups`: the groups of `step`. `steps` are the steps with stored rollouts,
+    and `dropped` how many groups without signal others replaced."""
+
+    step: int
+    groups: tuple[GroupSummary, ...]
+    steps: tuple[int, ...]
+    dropped: int = 0
+
+    def listed(self) -> Sequence[GroupSummary]:
+        return self.groups
+
+
+class ProblemStep(Wire):
+    """A problem's group in one step."""
+
+    step: int
+    group: GroupSummary
+
+
+class ProblemHistory(Listing[ProblemStep]):
+    """`GET /v1/jobs/{id}/problems/{index}`: the groups of one problem, newest step first.
+    `next_before` goes back as `?before=` to look at earlier steps; None: there are none."""
+
+    prompt_index: int
+    steps: tuple[ProblemStep, ...]
+    next_before: int | None = None
+
+    def listed(self) -> Sequence[ProblemStep]:
+        return self.steps
 
 
 class RolloutList(Listing[GradedRollout]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from shared.http.urls import check_service_url
 from shared.job import MAX_SERVED_RANK
-from shared.wire.base import Fencing, JobId, Wire
+from shared.wire.base import Fencing, JobId, Listing, Wire
 from shared.wire.packed import Logprobs
 
 
@@ -125,6 +126,40 @@ class SamplerList(Wire):
     """`GET /v1/samplers`: the registered samplers, by name."""
 
     samplers: tuple[RegisteredSampler, ...]
+
+
+class SamplerSync(Wire):
+    """How one sampler got a version: seconds of its load, those of them in which it sampled
+    nothing, and bytes that came over the network. `canary_difference` is the mean distance of its
+    log-probs to the trainer's on the canary, in nats; None: not measured."""
+
+    replica: str
+    load_s: float
+    paused_s: float
+    received_bytes: int
+    canary_difference: float | None = None
+
+
+class Sync(Wire):
+    """How a version of the weights reached the samplers. `digest` is of the bytes that each of them
+    read itself, so the version is proven. `seconds` is from its publication until the last one
+    served it."""
+
+    version: int
+    method: str
+    digest: str
+    size_bytes: int
+    seconds: float
+    samplers: tuple[SamplerSync, ...]
+
+
+class SyncList(Listing[Sync]):
+    """`GET /v1/jobs/{id}/syncs`: the job's last syncs, oldest first."""
+
+    syncs: tuple[Sync, ...]
+
+    def listed(self) -> Sequence[Sync]:
+        return self.syncs
 
 
 class Unregistered(Wire):

@@ -119,7 +119,7 @@ async def test_what_is_no_upload_is_a_sentence(stack: Stack) -> None:  # noqa: F
     empty = {"file": ("a.jsonl", b"")}
     await refused("the file 'a.jsonl' is empty", files=empty, data={"purpose": "fine-tune"})
     of_a_page = {"origin": "https://example.org"}
-    await refused("from programs only", 401, files=file, headers=of_a_page)
+    await refused("a page of another site", 403, files=file, headers=of_a_page)
     assert (await stack.http.get("/v1/files")).json()["data"] == []
 
 

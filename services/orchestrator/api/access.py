@@ -28,13 +28,12 @@ from shared.errors import BadRequest, Conflict, Forbidden, NotFound, Unauthorize
 from shared.host import disk
 from shared.host.logs import API_KEY, get_logger
 from shared.http import codec, openapi
-from shared.http.gate import caller
+from shared.http.gate import READING, caller
 from shared.http.rendering import Made, media_type, render
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import Access, ApiKey, CreatedKey, CreateKey, KeyList, KeyRevoked
 
-READING = ("GET", "HEAD")
 KEY, REVOKED = ".key", ".revoked"
 
 PATH = "/v1/keys"

@@ -16,7 +16,7 @@ from starlette.datastructures import FormData, UploadFile
 from services.orchestrator.data.uploads import Quota, Uploads, new_id
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import to_the_end
-from shared.errors import BadRequest, HoneError, NotFound, TooLarge, Unauthorized
+from shared.errors import BadRequest, HoneError, NotFound, TooLarge
 from shared.explain import nearest
 from shared.host.logs import get_logger
 from shared.host.processes import in_own_thread
@@ -204,13 +204,7 @@ def _page_of(
 
 
 def _check_request(request: Request, settings: Settings) -> None:
-    """Raises BadRequest for a body that is not a form, TooLarge for too large a form, and
-    Unauthorized for a web page's form if no token is needed."""
-    if settings.token is None and "origin" in request.headers:
-        raise Unauthorized(
-            f"an upload from the web page {request.headers['origin']!r}; without HONE_TOKEN files "
-            "are taken from programs only"
-        )
+    """Raises BadRequest for a body that is not a form, and TooLarge for too large a form."""
     given = request.headers.get("content-type", "").partition(";")[0].strip()
     if given != FORM:
         raise BadRequest(

@@ -13,6 +13,7 @@ from fastapi import Path as Path_
 from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
+from services.orchestrator.api.details import MAX_DETAILED, detailed
 from services.orchestrator.findings import gathering
 from services.orchestrator.findings.diagnosing import findings_of
 from services.orchestrator.loop.advantages import batch_advantages
@@ -20,8 +21,8 @@ from services.orchestrator.loop.examples import of_all_tokens
 from services.orchestrator.runs.checkpoint_files import files_of, path_of
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.connection import MAX_FOLLOWERS
+from services.orchestrator.store.reading import Readable
 from services.orchestrator.store.records import check_event_id
-from services.orchestrator.store.store import Store
 from shared.errors import Busy, NotFound
 from shared.http import openapi
 from shared.http.service import Service
@@ -58,13 +59,13 @@ Step = Annotated[int, Query(ge=0, le=MAX_STEP)]
 StepInPath = Annotated[int, Path_(ge=0, le=MAX_STEP)]
 
 
-def add_routes(service: Service, store: Store) -> None:
+def add_routes(service: Service, store: Readable) -> None:
     _add_events(service, store)
     _add_results(service, store)
     _add_checkpoints(service, store)
 
 
-def _add_events(service: Service, store: Store) -> None:
+def _add_events(service: Service, store: Readable) -> None:
     followers = Followers(store)
     (event,) = EXAMPLES["EventList"]["events"]
     shown = _sse(event["id"], event["type"], json.dumps(event)) + _sse("", "end", "{}")
@@ -105,7 +106,7 @@ def _add_events(service: Service, store: Store) -> None:
         )
 
 
-def _add_results(service: Service, store: Store) -> None:
+def _add_results(service: Service, store: Readable) -> None:
     app = service.app
 
     @app.get("/v1/jobs/{job_id}/metrics")
@@ -133,21 +134,30 @@ def _add_results(service: Service, store: Store) -> None:
         step: Step | None = None,
         after: Annotated[int, Query(ge=0, le=MAX_STEP)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = MAX_ROWS,
+        detail: bool = False,
     ) -> RolloutList:
         """The graded rollouts of a step, `[P*G]` without the first `after`. Without `step`, of the
-        newest step."""
+        newest step. With `detail` each has its messages and tokens, and at most 100 are
+        returned."""
         record = await store.get(job_id)
         run = RunFolder(Path(record.run_dir))
         number = step if step is not None else max(run.batch_steps(), default=0)
-        batch = await asyncio.to_thread(run.batch, number)
-        found = graded(batch, record.job)
-        end = after + limit
+        end = after + (min(limit, MAX_DETAILED) if detail else limit)
+
+        def read() -> tuple[Sequence[GradedRollout], int]:
+            batch = run.batch(number)
+            found = graded(batch, record.job)
+            page = found[after:end]
+            shown = detailed(page, batch, after, record.job) if detail else page
+            return shown, len(found)
+
+        page, total = await asyncio.to_thread(read)
         return RolloutList(
-            step=number, rollouts=found[after:end], next_after=end if end < len(found) else None
+            step=number, rollouts=tuple(page), next_after=end if end < total else None
         )
 
 
-def _add_checkpoints(service: Service, store: Store) -> None:
+def _add_checkpoints(service: Service, store: Readable) -> None:
     @service.app.get("/v1/jobs/{job_id}/checkpoints")
     async def checkpoints(job_id: str) -> CheckpointList:
         """The job's checkpoints that are on disk, oldest first."""
@@ -194,7 +204,7 @@ class Followers:
     """The open streams of server-sent events. Each holds a connection to Redis while it waits, so
     their number is bounded."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Readable) -> None:
         self._store = store
         self._num_open = 0
 

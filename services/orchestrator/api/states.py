@@ -14,6 +14,7 @@ from services.orchestrator.run.stopping import price_for
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.found import find_runs
 from services.orchestrator.store.lists import Wanted
+from services.orchestrator.store.reading import Readable
 from services.orchestrator.store.run_folders import cancel
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict
@@ -49,7 +50,7 @@ METADATA: dict[str, Any] = {
 
 
 def add_routes(service: Service, settings: Settings, store: Store, checks: Checks) -> None:
-    _add_reading(service, store)
+    add_reading(service, store)
     _add_changing(service, settings, store, checks)
 
     async def recover(_: NoBody) -> Recovered:
@@ -63,7 +64,7 @@ def add_routes(service: Service, settings: Settings, store: Store, checks: Check
     service.operation("POST", "/v1/recover", recover, dependencies=[TOKEN_ONLY])
 
 
-def _add_reading(service: Service, store: Store) -> None:
+def add_reading(service: Service, store: Readable) -> None:
     app = service.app
 
     @app.get("/v1/jobs", openapi_extra=METADATA)

@@ -11,7 +11,7 @@ from typing import Any
 from services.orchestrator.findings.facts import Facts
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.found import FoundRun, find_run
-from services.orchestrator.store.store import Store
+from services.orchestrator.store.reading import Readable
 from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
@@ -25,7 +25,7 @@ TRIES = 8
 """Most stored batches that are tried for one that is graded."""
 
 
-async def gather(store: Store, job_id: str) -> tuple[Facts, JobRecord]:
+async def gather(store: Readable, job_id: str) -> tuple[Facts, JobRecord]:
     """Returns the facts of a job, and its record. Raises NotFound."""
     record = await store.get(job_id)
     newest = await store.newest_events(job_id, None, 1)
@@ -51,11 +51,12 @@ def alone(path: Path) -> tuple[Facts, JobRecord]:
             if found and found.problem
             else f"{str(path)!r} is no run folder: expected one with job.json"
         )
-    record = _record(found, found.job)
+    record = record_of(found, found.job)
     return of_folder(RunFolder(found.path), found.job).about(record, None, time.time()), record
 
 
-def _record(found: FoundRun, job: Job) -> JobRecord:
+def record_of(found: FoundRun, job: Job) -> JobRecord:
+    """Returns the record as far as the folder tells."""
     known: dict[str, Any] = {
         "status": found.end or "paused",
         "error": found.error if found.end else PAUSED_ON_REQUEST,

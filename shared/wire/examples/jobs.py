@@ -41,6 +41,18 @@ FINDING: dict[str, Any] = {
     "remedy": "raise sampling.max_tokens",
     "keys": ["sampling.max_tokens"],
 }
+GROUP = {
+    "prompt_index": 17,
+    "prompt": "12 47 -> 59:",
+    "first": 0,
+    "rewards": [1.0, 0.0],
+    "advantages": [0.94, -0.94],
+    "finish_reasons": ["stop", "stop"],
+    "num_tokens": [6, 6],
+    "versions": [39],
+    "spread": 0.7071,
+    "replica": "rollout-1",
+}
 KEY = {"name": "dashboard", "access": "read", "created_at": 1763800000}
 
 SCORED_DATA: dict[str, Any] = {
@@ -94,7 +106,29 @@ JOBS: dict[str, Any] = {
         "well": False,
         "findings": [FINDING],
     },
+    "MetricsColumns": {
+        "steps": [1, 2],
+        "columns": {"reward": [0.31, 0.34], "eval/reward": [None, 0.36]},
+        "names": ["eval/reward", "loss", "reward"],
+        "num_steps": 2,
+    },
     "RolloutList": {"step": 40, "rollouts": [GRADED], "next_after": 1},
+    "GroupList": {"step": 40, "groups": [GROUP], "steps": [39, 40]},
+    "ProblemHistory": {"prompt_index": 17, "steps": [{"step": 40, "group": GROUP}]},
+    "SyncList": {
+        "syncs": [
+            {
+                "version": 40,
+                "method": "shm",
+                "digest": "xxh3-d9b49cbee1249461ba36141949c94ae4",
+                "size_bytes": 988097824,
+                "seconds": 0.61,
+                "samplers": [
+                    {"replica": "rollout-1", "load_s": 0.4, "paused_s": 0.2, "received_bytes": 0}
+                ],
+            }
+        ]
+    },
     "CheckpointList": {"checkpoints": [CHECKPOINT]},
     "CheckpointFiles": {
         "step": 50,

@@ -28,22 +28,26 @@ rewards = [{ grader = "length", params = { max = 9 } }]
 
 ASKING = (
     *("cancel a", "checkpoints a", "download a", "eval m --data FILE"),
-    *(
-        "doctor a",
-        "get a",
-        "keys create a",
-        "keys list",
-        "keys revoke a",
-        "logs a",
-        "ls",
-        "metrics a b",
-    ),
-    *("pause a", "plot a b", "recover", "regrade a --step 1 --reward JOB", "resume a", "rm a"),
+    *("doctor a", "get a", "keys create a", "keys list", "keys revoke a", "logs a", "ls"),
+    *("metrics a b", "open a", "pause a", "plot a b", "recover", "regrade a --step 1 --reward JOB"),
+    *("resume a", "rm a"),
     *("rollouts a", "sample --prompt a", "submit JOB", "wait a"),
 )
 """Commands that ask a service, each with arguments."""
 
-OTHERS = {"doctor", "down", "explain", "grade", "import", "init", "plan", "run", "up", "work"}
+OTHERS = {
+    "doctor",
+    "down",
+    "explain",
+    "grade",
+    "import",
+    "init",
+    "plan",
+    "run",
+    "up",
+    "view",
+    "work",
+}
 OF_MODAL = {"data", "modal"}
 """Commands that start what they need, need none, or wait for it without an end."""
 

@@ -1,0 +1,86 @@
+"""What is stored of a rollout beside its text and its rewards: messages, tokens, log-probs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from services.orchestrator.data.fitting import reader_of
+from shared.job import Job
+from shared.prompts.reading import CannotCount, PromptReader
+from shared.wire import (
+    Batch,
+    GradedRollout,
+    Rollout,
+    RolloutDetail,
+    Score,
+    TokenColumns,
+)
+from shared.wire.packed import Logprobs, Mask
+
+MAX_DETAILED = 100
+"""Rollouts with detail in one answer."""
+
+MAX_TOKENS = 8192
+"""Tokens of a completion that are decoded one by one."""
+
+
+def detailed(
+    rollouts: Sequence[GradedRollout], batch: Batch, first: int, job: Job
+) -> list[GradedRollout]:
+    """Returns the `rollouts`, which stand in the batch from position `first` on, with detail."""
+    reader, why_not = _reader(job)
+    stored = [
+        (prompt.row, rollout, score)
+        for prompt, group, scores in zip(batch.prompts, batch.groups, batch.scores, strict=True)
+        for rollout, score in zip(group.rollouts, scores, strict=True)
+    ]
+    return [
+        each.model_copy(
+            update={
+                "detail": RolloutDetail(
+                    messages=rollout.messages,
+                    error=rollout.error,
+                    info=rollout.info,
+                    row=row,
+                    num_tokens=rollout.num_sampled,
+                    tokens=token_columns(rollout, score, reader) if reader else None,
+                    no_tokens=why_not,
+                )
+            }
+        )
+        for each, (row, rollout, score) in zip(
+            rollouts, stored[first : first + len(rollouts)], strict=True
+        )
+    ]
+
+
+def token_columns(rollout: Rollout, score: Score, reader: PromptReader) -> TokenColumns:
+    """Returns the tokens of the rollout's own row, and the teacher's log-probs of the sampled ones
+    among them: those of its branches come first."""
+    sampled = list(rollout.sampled) or [1] * len(rollout.token_ids)
+    num_own = sum(sampled)
+    own = list(score.teacher_logprobs)[-num_own:] if num_own else []
+    teacher = iter(own)
+    has_teacher = len(own) == num_own > 0
+    columns = [next(teacher) if is_own else None for is_own in sampled] if has_teacher else []
+    return TokenColumns(
+        texts=tuple(reader.texts_of_tokens(rollout.token_ids[:MAX_TOKENS])),
+        logprobs=Logprobs(rollout.logprobs[:MAX_TOKENS]),
+        sampled=Mask(rollout.sampled[:MAX_TOKENS]),
+        teacher_logprobs=tuple(columns[:MAX_TOKENS]),
+        num_left_out=max(0, len(rollout.token_ids) - MAX_TOKENS),
+    )
+
+
+def _reader(job: Job) -> tuple[PromptReader | None, str]:
+    try:
+        return _cached(job.model, job.model_revision, job.model_dump_json()), ""
+    except CannotCount as error:
+        return None, str(error)
+
+
+@functools.lru_cache(maxsize=4)
+def _cached(_model: str, _revision: str | None, job: str) -> PromptReader:
+    """A large vocabulary takes a second to read."""
+    return reader_of(Job.model_validate_json(job))

@@ -1,0 +1,61 @@
+"""A browser for tests of the page: Playwright with the Chromium of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+AXE = ROOT / "requirements/page/node_modules/axe-core/axe.min.js"
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def chromium() -> str:
+    """Returns the machine's Chromium. Skips the test without one."""
+    pytest.importorskip("playwright", reason="needs Playwright, which `make setup` installs")
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if not found:
+        pytest.skip("needs Chromium: `make browser` installs Debian's, or CHROMIUM names one")
+    return found
+
+
+@contextlib.contextmanager
+def browser() -> Generator[Any]:
+    """Yields a Chromium without a window."""
+    executable = chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        options = ["--no-sandbox"] if os.geteuid() == 0 else []
+        started = playwright.chromium.launch(executable_path=executable, args=options)
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+@contextlib.contextmanager
+def tab(chrome: Any, **options: Any) -> Generator[Any]:
+    """Yields a tab of a new profile. Raises AssertionError for an uncaught error on the page, and
+    for anything that its policy refused."""
+    context = chrome.new_context(**{"viewport": {"width": 1400, "height": 900}, **options})
+    context.set_default_timeout(30_000)
+    page = context.new_page()
+    faults: list[str] = []
+    page.on("pageerror", lambda error: faults.append(f"{error}"))
+    page.on(
+        "console",
+        lambda said: faults.append(said.text) if "Content Security Policy" in said.text else None,
+    )
+    try:
+        yield page
+        assert not faults, faults
+    finally:
+        context.close()
