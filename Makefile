@@ -7,7 +7,7 @@ SEED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cuda demo demo-agent up down test clients compat soak faults gpu compose-test check page format docs site release lock clean
+.PHONY: help setup cuda demo demo-agent up down test clients compat soak faults gpu compose-test check page browser format docs site release lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -72,6 +72,10 @@ check: $(VENV)/.ready ## lint, types and the fast tests (a few minutes)
 
 page: ## copy the page's libraries anew from npm, at the versions of requirements/page/ (docs/page.md)
 	sh requirements/page/copy.sh
+
+browser: ## install Debian's Chromium, for the tests of the page and their axe-core (needs root)
+	apt-get install -y --no-install-recommends chromium fonts-dejavu-core
+	cd requirements/page && npm ci --ignore-scripts --no-audit --no-fund
 
 format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .

@@ -77,4 +77,5 @@ function KeyForm({ entered }) {
   </form></main>`;
 }
 
-void loadMeanings().finally(() => render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app"))));
+render(html`<${App} />`, /** @type {HTMLElement} */ (document.getElementById("app")));
+void loadMeanings();
