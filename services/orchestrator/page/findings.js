@@ -5,7 +5,7 @@ import { get, Problem } from "./api.js";
 import { link, useRepeated } from "./state.js";
 import { number, visible } from "./text.js";
 
-const LOOK_MS = 10_000;
+const LOOK_MS = 30_000;
 
 /** @param {{run: import("./live.js").Run}} props */
 export function Findings({ run }) {

@@ -27,6 +27,7 @@ const ORDERS = /** @type {Record<string, (job: Summary) => any>} */ ({
 /** @param {{chosen: string[], choose: (ids: string[]) => void}} props */
 export function Jobs({ chosen, choose }) {
   const [jobs, setJobs] = useState(/** @type {Summary[] | null} */ (null));
+  const [isMore, setMore] = useState(false);
   const [error, setError] = useState(/** @type {unknown} */ (null));
   const [query, setQuery] = useState("");
   const [status, setStatus] = useChoice("jobs-status", "");
@@ -35,6 +36,7 @@ export function Jobs({ chosen, choose }) {
     get("v1/jobs", { limit: PAGE })
       .then((page) => {
         setJobs(page.jobs);
+        setMore(page.next_after !== null);
         setError(null);
       })
       .catch(setError);
@@ -57,6 +59,7 @@ export function Jobs({ chosen, choose }) {
       ${chosen.length > 1 && html`<a class="button" href=${link(["compare"], { jobs: chosen.join(",") })}>Compare ${chosen.length}</a>`}
     </div>
     <${Fault} error=${error} />
+    ${isMore && html`<p class="hint">the newest ${PAGE} jobs are shown</p>`}
     ${jobs && !jobs.length && html`<p class="none">No jobs yet. <code>hone run job.toml</code> submits one, or <a href="#/new">start one here</a>.</p>`}
     ${shown.length > 0 && html`<div class="jobs">
       <div class="job head" aria-hidden="true">

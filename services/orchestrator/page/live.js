@@ -23,6 +23,23 @@ export function hasEnded(record) {
   return ENDED.includes(record?.status);
 }
 
+/**
+ * Waits until the tab is shown, or the signal aborts.
+ * @param {AbortSignal} signal
+ */
+function shownAgain(signal) {
+  return /** @type {Promise<void>} */ (new Promise((resolve) => {
+    const look = () => {
+      if (document.hidden && !signal.aborted) return;
+      document.removeEventListener("visibilitychange", look);
+      resolve();
+    };
+    document.addEventListener("visibilitychange", look);
+    signal.addEventListener("abort", look);
+    look();
+  }));
+}
+
 export class Run {
   /** @param {string} id */
   constructor(id) {
@@ -97,18 +114,22 @@ export class Run {
     return [...this.wanted].some((one) => (one.endsWith("*") ? name.startsWith(one.slice(0, -1)) : one === name));
   }
 
-  /** Follows the job to its end; after a lost connection it goes on after the last event it saw. */
+  /**
+   * Follows the job to its end; after a lost connection it goes on after the last event it saw. A
+   * hidden tab follows nothing, for a browser has six connections to a server; shown again, it loads
+   * the job anew.
+   */
   async follow() {
     const { signal } = this.abort;
     let pause_ms = 500;
     while (!signal.aborted && !hasEnded(this.record)) {
+      if (document.hidden) {
+        await shownAgain(signal);
+        if (!signal.aborted) await this.load();
+        continue;
+      }
       try {
-        for await (const event of stream(`v1/jobs/${this.id}/events?progress=true`, this.lastId, signal)) {
-          pause_ms = 500;
-          this.isConnected = true;
-          if (event.type === "end") break;
-          this.happened(event);
-        }
+        await this.listen(() => (pause_ms = 500));
         await this.refresh();
       } catch (error) {
         if (signal.aborted) return;
@@ -118,14 +139,36 @@ export class Run {
           this.tell();
           return;
         }
-        this.tell();
-        await this.refresh();
+        if (!document.hidden) await this.refresh();
       }
       await new Promise((resolve) => setTimeout(resolve, pause_ms));
       pause_ms = Math.min(pause_ms * 2, 10_000);
     }
     this.isConnected = false;
     this.tell();
+  }
+
+  /**
+   * Takes events until the stream ends, or the tab is hidden.
+   * @param {() => void} heard is called at each event
+   */
+  async listen(heard) {
+    const cut = new AbortController();
+    const end = () => cut.abort();
+    const hide = () => document.hidden && end();
+    this.abort.signal.addEventListener("abort", end);
+    document.addEventListener("visibilitychange", hide);
+    try {
+      for await (const event of stream(`v1/jobs/${this.id}/events?progress=true`, this.lastId, cut.signal)) {
+        heard();
+        this.isConnected = true;
+        if (event.type === "end") return;
+        this.happened(event);
+      }
+    } finally {
+      this.abort.signal.removeEventListener("abort", end);
+      document.removeEventListener("visibilitychange", hide);
+    }
   }
 
   /** @param {{id: string, type: string, data: any}} event */
