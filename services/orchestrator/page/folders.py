@@ -35,9 +35,7 @@ class Folders:
     async def get(self, job_id: str) -> JobRecord:
         return (await asyncio.to_thread(self._look, job_id))[0]
 
-    async def list(
-        self, after: str | None = None, limit: int = 50, wanted: Wanted | None = None
-    ) -> JobList:
+    async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
         """Returns the jobs, newest first, as the store does."""
         wanted = wanted or Wanted()
         records = await asyncio.to_thread(lambda: [self._look(name)[0] for name in self._folders])

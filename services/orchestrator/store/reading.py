@@ -14,7 +14,7 @@ class Readable(Protocol):
     async def get(self, job_id: str) -> JobRecord: ...
 
     async def list(
-        self, after: str | None = None, limit: int = 50, wanted: Wanted | None = None
+        self, after: str | None, limit: int, wanted: Wanted | None = None
     ) -> JobList: ...
 
     async def status(self, job_id: str) -> str | None:
