@@ -115,7 +115,7 @@ class Tasks:
     async def _built(self, task: Task, env: dict[str, str]) -> str:
         """Returns the image of the task's Dockerfile; Docker's cache builds it once."""
         limit_s = task.seconds("environment", "build_timeout_sec", BUILD_S)
-        build = ("build", "--quiet", str(task.folder / "environment"))
+        build = ("build", "--quiet", "--force-rm", str(task.folder / "environment"))
         return (await docker(env, *build, limit_s=limit_s)).split()[-1]
 
     async def _earned(self, task: Task, name: str, env: dict[str, str]) -> Any:
