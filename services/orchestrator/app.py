@@ -21,6 +21,7 @@ from services.orchestrator.api import (
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.dialects import routes as dialects
 from services.orchestrator.dialects.routes import SessionKeys
+from services.orchestrator.environments.images import keep_swept
 from services.orchestrator.openai import calling, fine_tuning
 from services.orchestrator.page import routes as page
 from services.orchestrator.play.agents import Episodes
@@ -54,13 +55,14 @@ def create_service(
         noting = asyncio.create_task(note_ends(store))
         removing = asyncio.create_task(files.finish_removals(settings, store))
         clearing = asyncio.create_task(keep_unsubmitted_removed(store, settings.runs_dir))
+        sweeping = asyncio.create_task(keep_swept(lambda: store.identity, store.status, settings))
         leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
             yield
         finally:
             service.draining.begin()
             left = await asyncio.gather(*leaving, return_exceptions=True)
-            await stop(noting, removing, clearing)
+            await stop(noting, removing, clearing, sweeping)
             await store.close()
             for error in filter(None, left):
                 raise error

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from fastmcp import FastMCP
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 from openenv.core.env_server.mcp_environment import MCPEnvironment
@@ -72,10 +73,11 @@ class ToolGame(MCPEnvironment):
         return State()
 
 
+def app(room: int = 40, *, of_tools: bool = False) -> FastAPI:
+    kinds = (ToolGame, CallToolAction, CallToolObservation) if of_tools else (Game, Guess, Heard)
+    return create_fastapi_app(*kinds, max_concurrent_envs=room)
+
+
 if __name__ == "__main__":
     port, room, *tools = sys.argv[1:]
-    of_tools = (ToolGame, CallToolAction, CallToolObservation)
-    app = create_fastapi_app(
-        *(of_tools if tools else (Game, Guess, Heard)), max_concurrent_envs=int(room)
-    )
-    uvicorn.run(app, port=int(port), log_level="warning")
+    uvicorn.run(app(int(room), of_tools=bool(tools)), port=int(port), log_level="warning")

@@ -5,29 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
 import socket
 import subprocess
-import sys
 import time
-import tomllib
 import urllib.request
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import tomli_w
 
-from deploy.machine import on_free_ports
-from deploy.tool_model import write_demo
 from services.orchestrator.environments.environment import Lost
 from services.orchestrator.environments.openenv import OpenEnv
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import ToolCall
+from tests.compat.game import game_stack, write_job
 from tests.compat.packages import ROOT, python_with
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(1200)]
@@ -115,47 +109,13 @@ async def test_its_environments_of_tools_offer_these() -> None:
             assert "number" in seen.results[1].content
 
 
-def write_job(folder: Path, *urls: str) -> None:
-    """Writes the job of `make demo-agent` with this environment; the model's calls are `step`."""
-    write_demo(folder, 0)
-    for file in (folder / "model").iterdir():
-        if file.suffix == ".json":
-            text = file.read_text().replace('\\"name\\": \\"guess\\"', '\\"name\\": \\"step\\"')
-            file.write_text(text)
-    job = tomllib.loads((ROOT / "deploy/jobs/demo_agent.toml").read_text())
-    job |= {"name": "openenv", "model": str(folder / "model"), "steps": STEPS}
-    job["data"] = {"train": str(folder / "train.jsonl"), "eval": str(folder / "test.jsonl")}
-    job["environment"] = {"kind": "openenv", "url": [*urls], "max_turns": 8}
-    job["evaluation"]["every"] = STEPS
-    (folder / "job.toml").write_text(tomli_w.dumps(job))
-
-
-def hone(folder: Path, *words: str) -> str:
-    given = {name: value for name, value in os.environ.items() if not name.startswith("HONE_")}
-    ports = json.loads((folder / "ports.json").read_text())
-    done = subprocess.run(
-        [sys.executable, "-m", "hone.cli", *words],
-        cwd=folder,
-        env=given | ports | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
-
-
 @pytest.mark.system
 def test_a_model_learns_the_game_of_two_servers(tmp_path: Path) -> None:
     with serving(40) as one, serving(40) as two:
-        write_job(tmp_path, one.url, two.url)
-        ports = on_free_ports() | {"HONE_TOOL_PARSER": "hermes"}
-        (tmp_path / "ports.json").write_text(json.dumps(ports))
-        hone(tmp_path, "up")
-        try:
-            hone(tmp_path, "run", "job.toml")
-        finally:
-            hone(tmp_path, "down")
-    summary = json.loads((tmp_path / "runs/openenv/summary.json").read_text())
+        environment = {"kind": "openenv", "url": [one.url, two.url]}
+        write_job(tmp_path, "openenv", environment, tool="step", steps=STEPS)
+        with game_stack(tmp_path) as stack:
+            stack.hone("run", "job.toml")
+            summary = stack.summary("openenv")
     assert summary["steps"] == STEPS
     assert summary["eval_after"] > summary["eval_before"] + 0.1, summary

@@ -32,6 +32,7 @@ class GuessServer:
         self.calls_tools = calls_tools
         self.app = FastAPI()
         self.app.get("/schema")(self._schema)
+        self.app.get("/health")(self._health)
         self.app.websocket("/ws")(self._episode)
         self.url = ""
 
@@ -49,6 +50,9 @@ class GuessServer:
         finally:
             server.should_exit = True
             await task
+
+    async def _health(self) -> dict[str, str]:
+        return {"status": "healthy"}
 
     async def _schema(self) -> dict[str, Any]:
         tool = {"properties": {"type": {}, "tool_name": {}, "arguments": {}, "metadata": {}}}

@@ -107,6 +107,11 @@ async def check_job(
     check_colocation(job, settings)
     price_for(job, settings)
     looked = await checks.look(job, showing=showing)
+    async with checks.turn_to_try(job):
+        return await _checked_by_services(job, looked, settings)
+
+
+async def _checked_by_services(job: Job, looked: Looked, settings: Settings) -> Looked:
     services = Services(job, settings.per_trainer[0])
     try:
         await services.validate_rewards(looked.columns, looked.first)

@@ -1,5 +1,4 @@
-"""Connections to OpenEnv servers. They are named by jobs, so only allowed hosts are reached, and no
-redirect is followed."""
+"""Connections to OpenEnv servers. Jobs name them, so no redirect is followed to another one."""
 
 from __future__ import annotations
 
@@ -10,11 +9,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from services.orchestrator.environments.allowed import check_allowed
 from services.orchestrator.environments.environment import Lost
 from services.orchestrator.environments.sockets import MAX_MESSAGE_BYTES, Away, Socket
 from shared.http.connecting import trusted
-from shared.settings import Settings
 
 CONNECT_S = 10.0
 
@@ -28,10 +25,8 @@ def session() -> aiohttp.ClientSession:
     )
 
 
-async def connect(http: aiohttp.ClientSession, url: str, settings: Settings) -> Socket:
-    """Returns a connection to `/ws` of the server. Raises BadRequest for a host that is not
-    allowed, and Away."""
-    check_allowed(url, "url", settings)
+async def connect(http: aiohttp.ClientSession, url: str) -> Socket:
+    """Returns a connection to `/ws` of the server. Raises Away."""
     try:
         async with asyncio.timeout(CONNECT_S):
             socket = await http.ws_connect(f"{url}/ws", max_msg_size=MAX_MESSAGE_BYTES)

@@ -18,8 +18,10 @@ from typing import Any
 
 import aiohttp
 
+from services.orchestrator.environments.allowed import check_allowed
 from services.orchestrator.environments.connecting import connect, schema_of_actions, session
 from services.orchestrator.environments.environment import Lost, Unreachable
+from services.orchestrator.environments.images import Containers
 from services.orchestrator.environments.replicas import Replica, Replicas
 from services.orchestrator.environments.results import (
     arguments_of,
@@ -29,7 +31,9 @@ from services.orchestrator.environments.results import (
     tool_schema,
 )
 from services.orchestrator.environments.sockets import Away, Full, Refused, Seen, Socket
-from shared.errors import BadRequest
+from services.orchestrator.tasks import stop
+from shared.errors import BadRequest, HoneError
+from shared.host.logs import get_logger
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import (
@@ -70,22 +74,27 @@ class _Offer:
 
 
 class OpenEnv:
-    """Episodes on the servers of `spec.url`."""
+    """Episodes on the servers of `spec.url`, or of `containers`."""
 
     service = "environment"
 
-    def __init__(self, spec: EnvironmentSpec, settings: Settings) -> None:
+    def __init__(
+        self, spec: EnvironmentSpec, settings: Settings, containers: Containers | None = None
+    ) -> None:
         self._spec = spec
         self._settings = settings
+        self._containers = containers
         self._replicas = Replicas(spec.urls, min(SKIP_S, spec.boot_s))
         self._episodes: dict[str, _Episode] = {}
         self._offer: _Offer | None = None
         self._http: aiohttp.ClientSession | None = None
         self._ending: set[asyncio.Task[None]] = set()
+        self._mending: dict[int, asyncio.Task[None]] = {}
 
     async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
         """Waits for room as long as it takes, and for a server that can be reached `boot_s`."""
         loop, away_since = asyncio.get_running_loop(), None
+        await self._start()
         while True:
             replica = await self._replicas.take()
             try:
@@ -94,6 +103,7 @@ class OpenEnv:
                 self._replicas.full(replica)
             except Away as error:
                 self._replicas.away(replica)
+                self._mend(replica)
                 away_since = away_since or loop.time()
                 if loop.time() - away_since >= self._spec.boot_s:
                     raise Lost(str(error)) from error
@@ -141,6 +151,7 @@ class OpenEnv:
     async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
         """A server that is full is not asked for an episode."""
         reasons: list[str] = []
+        await self._start()
         for replica in self._replicas.all:
             replica.num_open += 1
             try:
@@ -163,16 +174,44 @@ class OpenEnv:
         for id in [*self._episodes]:
             self.drop(id)
         await asyncio.gather(*self._ending)
+        await stop(*self._mending.values())
+        if self._containers:
+            await self._containers.remove()
         if self._http:
             await self._http.close()
 
-    async def _begin(self, id: str, replica: Replica, row: Mapping[str, Any]) -> EpisodeOpened:
+    async def _start(self) -> None:
+        """Starts the containers, if there are any and they are not started yet."""
+        if self._containers and not self._replicas.all:
+            self._replicas.add(await self._containers.start(self._client))
+
+    def _mend(self, replica: Replica) -> None:
+        """Has the container of a replica started again, unless that is under way."""
+        number = self._replicas.number_of(replica)
+        if self._containers and (number not in self._mending or self._mending[number].done()):
+            self._mending[number] = asyncio.create_task(self._mended(self._containers, replica))
+
+    async def _mended(self, containers: Containers, replica: Replica) -> None:
+        try:
+            url = await containers.up(self._replicas.number_of(replica), self._client)
+        except HoneError as error:  # the next episode that meets it tries again
+            get_logger().warning("environment not started again", reason=error.detail)
+        else:
+            self._replicas.back(replica, url)
+
+    @property
+    def _client(self) -> aiohttp.ClientSession:
         self._http = self._http or session()
+        return self._http
+
+    async def _begin(self, id: str, replica: Replica, row: Mapping[str, Any]) -> EpisodeOpened:
         url, limit_s = replica.url, self._spec.boot_s
-        socket = await connect(self._http, url, self._settings)
+        if not self._containers:
+            check_allowed(url, "url", self._settings)
+        socket = await connect(self._client, url)
         try:
             async with asyncio.timeout(limit_s):
-                self._offer = self._offer or await self._offered(self._http, url, socket)
+                self._offer = self._offer or await self._offered(self._client, url, socket)
                 seen = await socket.ask("reset", row)
         except TimeoutError as error:
             await socket.drop()

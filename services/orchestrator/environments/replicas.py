@@ -28,9 +28,18 @@ class Replicas:
     """A replica that was away is skipped for `skip_s` seconds."""
 
     def __init__(self, urls: Sequence[str], skip_s: float) -> None:
-        self.all = tuple(map(Replica, urls))
+        self.all: tuple[Replica, ...] = ()
         self._skip_s = skip_s
         self._changed = asyncio.Event()
+        self.add(urls)
+
+    def add(self, urls: Sequence[str]) -> None:
+        """Adds replicas, if there are none yet."""
+        self.all = self.all or tuple(map(Replica, urls))
+
+    def number_of(self, replica: Replica) -> int:
+        """Returns the replica's place among all, from 0 on."""
+        return next(number for number, each in enumerate(self.all) if each is replica)
 
     async def take(self) -> Replica:
         """Returns the replica with the fewest episodes that may have room for one more, which is
@@ -58,6 +67,11 @@ class Replicas:
         """The replica could not be reached."""
         replica.num_open -= 1
         replica.away_until = _now() + self._skip_s
+        self._changed.set()
+
+    def back(self, replica: Replica, url: str) -> None:
+        """The replica can be reached again, at `url`."""
+        replica.url, replica.away_until = url, 0.0
         self._changed.set()
 
     def _free(self) -> Replica | None:

@@ -159,6 +159,8 @@ class Services:
                 attributes=any("environments" in (spec.source or "") for spec in job.rewards),
             ),
             settings,
+            self._who,
+            identity,
         )
 
     def new_epoch(self) -> None:
