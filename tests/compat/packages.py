@@ -11,8 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def python_with(name: str) -> Path:
-    """Returns the interpreter of the environment with the packages of `NAME.txt`."""
+def python_with(name: str, *, alone: bool = False) -> Path:
+    """Returns the interpreter of the environment with the packages of `NAME.txt`; `alone`: without
+    what they depend on."""
     folder = ROOT / ".compat" / name
     python, made = folder / "bin" / "python", folder / "made_of"
     pins = ROOT / "requirements" / "compat" / f"{name}.txt"
@@ -24,6 +25,6 @@ def python_with(name: str) -> Path:
         uv = str(Path(sys.executable).with_name("uv"))
         subprocess.run([uv, "venv", "--quiet", "--clear", str(folder)], check=True)
         install = [uv, "pip", "install", "--quiet", "--python", str(python), "-r", str(pins)]
-        subprocess.run(install, check=True)
+        subprocess.run([*install, *(["--no-deps"] if alone else [])], check=True)
         made.write_text(pins.read_text())
     return python
