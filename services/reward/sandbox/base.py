@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from shared.errors import Failed
 from shared.wire import ExecuteRequest, Execution
 
 WORKER_PROCESSES = 128
@@ -61,43 +62,6 @@ class Worker(ABC):
     @abstractmethod
     async def dismiss(self) -> None:
         """Ends it for good, with all that runs in it."""
-
-
-class Sandbox(ABC):
-    @abstractmethod
-    async def start(self) -> None:
-        """Starts and tests itself. It does not raise on a host that cannot isolate: `problem()`
-        says so then."""
-
-    @abstractmethod
-    async def close(self) -> None: ...
-
-    @abstractmethod
-    def problem(self) -> str | None:
-        """Returns None if it runs programs, else a sentence that says what is missing."""
-
-    @abstractmethod
-    def report(self) -> dict[str, Any]:
-        """Returns how programs are isolated ("tier"), and the result of each probe of the
-        self-test."""
-
-    @abstractmethod
-    async def execute(self, request: ExecuteRequest) -> Execution:
-        """Returns how the program ended. Its own failures are verdicts; "sandbox_error" is a
-        failure of the sandbox. Raises Failed with `problem()` if nothing can be run at all."""
-
-    @abstractmethod
-    async def open_worker(self, module: str, *, processes: int = WORKER_PROCESSES) -> Worker:
-        """Returns a new worker, in a sandbox of its own, that runs `serve(channel)` of `module` and
-        may have so many processes and threads. Raises Failed as `execute` does."""
-
-    async def run(self, requests: Sequence[ExecuteRequest]) -> list[Execution]:
-        """Returns one Execution per request, in order. Identical requests run once."""
-        keys = [request.model_dump_json() for request in requests]
-        distinct = dict(zip(keys, requests, strict=True))
-        executions = await asyncio.gather(*(self.execute(request) for request in distinct.values()))
-        by_key = dict(zip(distinct, executions, strict=True))
-        return [by_key[key] for key in keys]
 
 
 @dataclass(frozen=True)
@@ -173,12 +137,66 @@ PROBES = (
 )
 
 
-async def failures(
-    execute: Callable[[ExecuteRequest], Awaitable[Execution]], probes: Sequence[Probe] = PROBES
-) -> dict[str, str]:
-    """Returns, for each probe, "" or how its outcome differs from the expected one."""
-    faults = await asyncio.gather(*(_fault(probe, execute) for probe in probes))
-    return {probe.name: fault for probe, fault in zip(probes, faults, strict=True)}
+class Sandbox(ABC):
+    """Runs programs once it has started and `problem()` is None."""
+
+    self_test: Sequence[Probe] = PROBES
+    _problem: str | None = "the sandbox was not started yet"
+    _faults: Mapping[str, str] = {}
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Starts and tests itself. It does not raise on a host that cannot isolate: `problem()`
+        says so then."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+    def problem(self) -> str | None:
+        """Returns None if it runs programs, else a sentence that says what is missing."""
+        return self._problem
+
+    def check_usable(self) -> None:
+        """Raises Failed with `problem()` if there is one."""
+        if self._problem:
+            raise Failed(self._problem)
+
+    @abstractmethod
+    def report(self) -> dict[str, Any]:
+        """Returns how programs are isolated ("tier"), and the result of each probe of the
+        self-test."""
+
+    @abstractmethod
+    async def execute(self, request: ExecuteRequest) -> Execution:
+        """Returns how the program ended. Its own failures are verdicts; "sandbox_error" is a
+        failure of the sandbox. Raises Failed with `problem()` if nothing can be run at all."""
+
+    @abstractmethod
+    async def open_worker(self, module: str, *, processes: int = WORKER_PROCESSES) -> Worker:
+        """Returns a new worker, in a sandbox of its own, that runs `serve(channel)` of `module` and
+        may have so many processes and threads. Raises Failed as `execute` does."""
+
+    async def run(self, requests: Sequence[ExecuteRequest]) -> list[Execution]:
+        """Returns one Execution per request, in order. Identical requests run once."""
+        keys = [request.model_dump_json() for request in requests]
+        distinct = dict(zip(keys, requests, strict=True))
+        executions = await asyncio.gather(*(self.execute(request) for request in distinct.values()))
+        by_key = dict(zip(distinct, executions, strict=True))
+        return [by_key[key] for key in keys]
+
+    def probed(self) -> dict[str, str]:
+        """Returns the result of each probe of the self-test: "passed", or its fault."""
+        return {name: fault or "passed" for name, fault in self._faults.items()}
+
+    async def _tested(self) -> str | None:
+        """Runs the self-test. Returns how its outcomes differ from the expected ones; None: they
+        do not."""
+        self._problem = None
+        faults = await asyncio.gather(*(_fault(probe, self.execute) for probe in self.self_test))
+        names = [probe.name for probe in self.self_test]
+        self._faults = dict(zip(names, faults, strict=True))
+        told = [f"{name}: {fault}" for name, fault in self._faults.items() if fault]
+        return f"its self-test failed: {'; '.join(told)}" if told else None
 
 
 async def _fault(probe: Probe, execute: Callable[[ExecuteRequest], Awaitable[Execution]]) -> str:

@@ -16,7 +16,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
-from services.reward.sandbox import base as probes
 from services.reward.sandbox import verdicts
 from services.reward.sandbox.base import WORKER_PROCESSES, Sandbox, SlotDied, Worker, waiting
 from services.reward.sandbox.cgroups import Groups
@@ -24,7 +23,6 @@ from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES
 from services.reward.sandbox.slots import CannotImport, CannotIsolate, Slot
 from services.reward.sandbox.turns import Turns, asking
 from services.reward.sandbox.visible import NO_PACKAGES, Packages
-from shared.errors import Failed
 from shared.host.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
 
@@ -60,8 +58,6 @@ class LocalSandbox(Sandbox):
         self._turns = Turns(self._num_slots)
         # Programs that are busy for long leave a slot, where there are several, to others.
         self._long_turns = Turns(max(self._num_slots - 1, 1))
-        self._problem: str | None = "the sandbox was not started yet"
-        self._probes: dict[str, str] = {}
 
     async def start(self) -> None:
         if not self._isolated:
@@ -88,7 +84,8 @@ class LocalSandbox(Sandbox):
             self._problem = reason if isinstance(failures[0], CannotImport) else _refusal(reason)
         else:
             self._idle.extend(self._slots)
-            self._problem = await self._test() if self._isolated else None
+            fault = await self._tested() if self._isolated else None
+            self._problem = _refusal(fault) if fault else None
         if self._problem:
             get_logger().error("sandbox refused", problem=self._problem)
             await self.close()
@@ -101,17 +98,13 @@ class LocalSandbox(Sandbox):
         if not self._isolated:
             _sweep_unsafe_folders()
 
-    def problem(self) -> str | None:
-        return self._problem
-
     def report(self) -> dict[str, Any]:
         tier = "none" if self._problem else "local" if self._isolated else "unsafe"
-        shown = {name: fault or "passed" for name, fault in self._probes.items()}
-        return {"tier": tier, "slots": self._num_slots, "limits": self._bounded, "probes": shown}
+        limits, probes = self._bounded, self.probed()
+        return {"tier": tier, "slots": self._num_slots, "limits": limits, "probes": probes}
 
     async def execute(self, request: ExecuteRequest) -> Execution:
-        if self._problem:
-            raise Failed(self._problem)
+        self.check_usable()
         short = _short(request)
         if short == request or not is_long.get():
             execution = await self._in_turn(short)
@@ -143,8 +136,7 @@ class LocalSandbox(Sandbox):
             turn.end()
 
     async def open_worker(self, module: str, *, processes: int = WORKER_PROCESSES) -> Worker:
-        if self._problem:
-            raise Failed(self._problem)
+        self.check_usable()
         self._num_workers += 1
         group = self._groups.make(processes) if self._groups else None
         if group:
@@ -169,8 +161,7 @@ class LocalSandbox(Sandbox):
         verdict: Literal["sandbox_error", "runtime_error"] = "sandbox_error"
         reason = ""
         for is_last in (False, True):
-            if self._problem:
-                raise Failed(self._problem)  # closed meanwhile: nothing is started again
+            self.check_usable()  # closed meanwhile: nothing is started again
             try:
                 if not slot.alive:
                     await slot.start()
@@ -188,12 +179,6 @@ class LocalSandbox(Sandbox):
                 reason = reason or "a program was killed, and nothing says by whom"
             get_logger().warning("sandbox run failed", reason=reason)
         return Execution(verdict=verdict, stderr=f"the sandbox failed twice: {reason}")
-
-    async def _test(self) -> str | None:
-        self._problem = None
-        self._probes = await probes.failures(self.execute)
-        faults = [f"{name}: {fault}" for name, fault in self._probes.items() if fault]
-        return _refusal(f"its self-test failed: {'; '.join(faults)}") if faults else None
 
 
 def _short(request: ExecuteRequest) -> ExecuteRequest:

@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.reward.sandbox import verdicts
-from services.reward.sandbox.base import (
-    WORKER_PROCESSES,
-    Probe,
-    Sandbox,
-    Worker,
-    failures,
-    waiting,
-)
+from services.reward.sandbox.base import WORKER_PROCESSES, Probe, Sandbox, Worker, waiting
 from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
 from shared.errors import Failed, how_to_install
 from shared.host.logs import get_logger
@@ -75,6 +68,8 @@ class ModalSandbox(Sandbox):
     """`packages` are installed with pip into the image: `image`, or else Modal's Debian with
     Python."""
 
+    self_test = PROBES
+
     def __init__(
         self,
         *,
@@ -85,8 +80,6 @@ class ModalSandbox(Sandbox):
         self._packages = packages
         self._image_name = image
         self._places = asyncio.Semaphore(num_slots or MAX_AT_ONCE)
-        self._problem: str | None = "the sandbox was not started yet"
-        self._probes: dict[str, str] = {}
         self._modal: Any = None
         self._app: Any = None
         self._image: Any = None
@@ -107,31 +100,19 @@ class ModalSandbox(Sandbox):
             )
             return
         self._image = self._build_image()
-        self._problem = None
-        self._probes = await failures(self.execute, PROBES)
-        faults = [f"{name}: {fault}" for name, fault in self._probes.items() if fault]
-        self._problem = (
-            f"HONE_SANDBOX=modal: the self-test failed: {'; '.join(faults)}" if faults else None
-        )
+        fault = await self._tested()
+        self._problem = f"HONE_SANDBOX=modal: {fault}" if fault else None
         get_logger().info("sandbox on Modal", problem=self._problem, **self.report())
 
     async def close(self) -> None:
         self._problem = self._problem or "the sandbox is closed"
 
-    def problem(self) -> str | None:
-        return self._problem
-
     def report(self) -> dict[str, Any]:
-        shown = {name: fault or "passed" for name, fault in self._probes.items()}
-        return {
-            "tier": "none" if self._problem else "modal",
-            "packages": list(self._packages),
-            "probes": shown,
-        }
+        tier = "none" if self._problem else "modal"
+        return {"tier": tier, "packages": list(self._packages), "probes": self.probed()}
 
     async def execute(self, request: ExecuteRequest) -> Execution:
-        if self._problem:
-            raise Failed(self._problem)
+        self.check_usable()
         verdict: Literal["sandbox_error", "runtime_error"] = "sandbox_error"
         reason = ""
         with waiting.get()():

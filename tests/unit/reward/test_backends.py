@@ -183,9 +183,8 @@ def modal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> types.SimpleNamesp
     fake.Sandbox = types.SimpleNamespace(create=_Aio(create))
     fake.exception = types.SimpleNamespace(Error=type("Error", (Exception,), {}))
     monkeypatch.setitem(sys.modules, "modal", fake)
-    monkeypatch.setattr(
-        on_modal, "PROBES", on_modal.PROBES[:1]
-    )  # the network of this machine is not blocked
+    # The network of this machine is not blocked.
+    monkeypatch.setattr(ModalSandbox, "self_test", on_modal.PROBES[:1])
     return fake
 
 

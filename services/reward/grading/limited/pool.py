@@ -93,13 +93,7 @@ class LimitedPool:
         `KILLED_SHARE` of its memory. A call that needs more than that has reached its limit. A call
         that is killed although it needs less is not graded.
         """
-        request = {
-            "module": call.module,
-            "function": call.function,
-            "arguments": call.arguments,
-            "cpu_s": call.cpu_s,
-            "memory_mib": call.memory_mib,
-        }
+        request = dict(vars(call))
         code: int | None = None
         with waiting.get()():
             turn = await self._turns.take(asking.get())

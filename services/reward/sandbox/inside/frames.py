@@ -34,20 +34,16 @@ def send_bytes(channel: int, data: bytes) -> None:
 
 def receive(channel: int) -> Any | None:
     """Returns the next message, or None once the other end is closed."""
-    data = receive_bytes(channel)
-    return json.loads(data) if data else None
-
-
-def receive_bytes(channel: int) -> bytes | None:
-    """Returns the next message as it is, or None once the other end is closed."""
     header = exactly(channel, HEADER.size)
-    return None if header is None else exactly(channel, HEADER.unpack(header)[0])
+    data = header and exactly(channel, HEADER.unpack(header)[0])
+    return json.loads(data) if data else None
 
 
 def pour_into_pipe(channel: int, pipe: int, size: int) -> None:
     """Moves the next `size` bytes into a pipe, inside the kernel: this process never has them, so
     no child of it will find them. Raises OSError if either end is closed."""
-    _splice(channel, pipe, size)
+    while size:
+        size -= _moved(channel, pipe, size)
 
 
 def pour_into_file(channel: int, file: int, size: int) -> None:
@@ -56,7 +52,7 @@ def pour_into_file(channel: int, file: int, size: int) -> None:
     try:
         while size:
             moved = _moved(channel, writing, size)  # as much as the pipe holds
-            _splice(reading, file, moved)
+            pour_into_pipe(reading, file, moved)
             size -= moved
     finally:
         os.close(reading)
@@ -71,11 +67,6 @@ def send_file(channel: int, file: int, size: int) -> None:
         if not moved:
             raise OSError("a file became shorter while it was sent")
         sent += moved
-
-
-def _splice(source: int, target: int, size: int) -> None:
-    while size:
-        size -= _moved(source, target, size)
 
 
 def _moved(source: int, target: int, size: int) -> int:
