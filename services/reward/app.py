@@ -39,26 +39,18 @@ from services.reward.sandbox.local import LocalSandbox
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import (
-    CloseEpisode,
-    EnvironmentValidated,
-    EpisodeClosed,
-    EpisodeOpened,
-    EpisodeStepped,
     ExecuteRequest,
     Execution,
     GraderList,
     GraderRun,
     GraderRunRequest,
-    OpenEpisode,
     Score,
     ScoredItem,
     ScoreRequest,
     ScoreResult,
-    StepEpisode,
     Tried,
     TryRequest,
     Validated,
-    ValidateEnvironment,
     ValidateRequest,
 )
 
@@ -79,7 +71,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
             yield
         finally:
             await scorer.close()
-            await episodes.shut()
+            await episodes.close()
             await tools.functions.close()
             await tools.limited.close()
             await sandbox.close()
@@ -176,27 +168,10 @@ def _add_episodes(service: Service, episodes: Episodes) -> None:
         episodes.num_open
     )
 
-    async def open_episode(request: OpenEpisode) -> EpisodeOpened:
-        """Makes an environment of the job's own and resets it for a row."""
-        return await episodes.open(request)
-
-    async def step_episode(request: StepEpisode) -> EpisodeStepped:
-        """Calls tools of an open episode, one after the other."""
-        return await episodes.step(request)
-
-    async def close_episode(request: CloseEpisode) -> EpisodeClosed:
-        """Ends an episode, and returns the environment's own reward."""
-        return await episodes.close(request)
-
-    async def validate_environment(request: ValidateEnvironment) -> EnvironmentValidated:
-        """Says whether an environment can be made and reset for a row; 422 with a sentence if
-        not."""
-        return await episodes.validate(request)
-
-    service.operation("POST", "/episodes/open", open_episode)
-    service.operation("POST", "/episodes/step", step_episode)
-    service.operation("POST", "/episodes/close", close_episode)
-    service.operation("POST", "/episodes/validate", validate_environment)
+    service.operation("POST", "/episodes/open", episodes.open_episode)
+    service.operation("POST", "/episodes/step", episodes.step_episode)
+    service.operation("POST", "/episodes/close", episodes.close_episode)
+    service.operation("POST", "/episodes/validate", episodes.validate_environment)
 
 
 class _Counts:

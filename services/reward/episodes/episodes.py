@@ -77,8 +77,9 @@ class Episodes:
     def num_open(self) -> int:
         return self._workers.num_episodes()
 
-    async def open(self, request: OpenEpisode) -> EpisodeOpened:
-        """Makes and resets the environment of a row. Returns the same for an id that is open."""
+    async def open_episode(self, request: OpenEpisode) -> EpisodeOpened:
+        """Makes an environment of the job's own and resets it for a row. The same answer for an
+        id that is open."""
         self._check(request.environment)
         digest = hashlib.sha256(request.model_dump_json().encode()).hexdigest()
         self._forget_old()
@@ -98,8 +99,9 @@ class Episodes:
                     episode.opened = await self._open(episode, request)
             return episode.opened
 
-    async def step(self, request: StepEpisode) -> EpisodeStepped:
-        """Calls tools. Returns the same for the turn before, which is not run again."""
+    async def step_episode(self, request: StepEpisode) -> EpisodeStepped:
+        """Calls tools of an open episode, one after the other. The previous turn again gives the
+        same answer, and is not run again."""
         episode = self._found(request)
         async with episode.lock:
             if episode.last is not None and request.turn == episode.next_turn - 1:
@@ -123,7 +125,7 @@ class Episodes:
             episode.next_turn += 1
             return episode.last
 
-    async def close(self, request: CloseEpisode) -> EpisodeClosed:
+    async def close_episode(self, request: CloseEpisode) -> EpisodeClosed:
         """Ends an episode, and returns its own reward. Without `rewarded` it ends at once, known or
         not, whatever it does."""
         if not request.rewarded:
@@ -140,9 +142,9 @@ class Episodes:
                 self._end(episode, "it was closed")
             return episode.closed
 
-    async def validate(self, request: ValidateEnvironment) -> EnvironmentValidated:
-        """Opens an episode of a row and ends it. Raises BadRequest, with file and line, for
-        whatever keeps it from being opened."""
+    async def validate_environment(self, request: ValidateEnvironment) -> EnvironmentValidated:
+        """Says whether an environment can be made and reset for a row; 422 with a sentence, file
+        and line if not."""
         self._check(request.environment)
         spec, process = request.environment, secrets.token_hex(8)
         file = JobFile(spec, request.job_id or f"request {process}")
@@ -164,7 +166,7 @@ class Episodes:
             if request.job_id is None:
                 await self._workers.release(file)
 
-    async def shut(self) -> None:
+    async def close(self) -> None:
         """Ends all episodes, with their workers."""
         for episode in self._known.values():
             if episode.idle:

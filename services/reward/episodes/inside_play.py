@@ -14,13 +14,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import math
 import types
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from services.reward.episodes.inside_schema import NoSchema, schema_of
-from services.reward.job_code.inside_file import explain, found
+from services.reward.job_code.inside_file import explain, found, number, shown
 from services.reward.sandbox.inside import frames
 
 Tool = Callable[..., Any]
@@ -84,7 +83,7 @@ class Episode:
         tools = self._offer([getattr(made, name) for name in _tool_names(type(made))])
         said = self._finished(made.reset(**_taken(made.reset, wanted["row"])))
         if said is not None and not isinstance(said, str):
-            raise TypeError(f"reset returned {_kind(said)}, expected text or None")
+            raise TypeError(f"reset returned {shown(said)}, expected text or None")
         return self._opened(said, tools)
 
     def _offer(self, tools: list[Tool]) -> list[dict[str, Any]]:
@@ -104,7 +103,7 @@ class Episode:
         except LookupError as error:
             raise Mistake(str(error)) from error
         if inspect.isclass(target) != (what == "class"):
-            raise Mistake(f"{name!r} in {self._file} is {_kind(target)}, expected a {what}")
+            raise Mistake(f"{name!r} in {self._file} is {shown(target)}, expected a {what}")
         return target
 
     def _check(self, kind: type) -> None:
@@ -159,14 +158,14 @@ class Episode:
                 raise ValueError(f"The arguments of {name} are not JSON: {error}.") from error
         if not isinstance(arguments, dict):
             raise ValueError(
-                f"The arguments of {name} are {_kind(arguments)}, expected a JSON object."
+                f"The arguments of {name} are {shown(arguments)}, expected a JSON object."
             )
         try:
             inspect.signature(self._tools[name]).bind(**arguments)
         except TypeError as error:
-            takes = inspect.signature(self._tools[name])
+            takes = ", ".join(inspect.signature(self._tools[name]).parameters) or "no arguments"
             raise ValueError(
-                f"The arguments of {name} do not fit: {error}; it takes {_names(takes)}."
+                f"The arguments of {name} do not fit: {error}; it takes {takes}."
             ) from error
         return arguments
 
@@ -174,13 +173,7 @@ class Episode:
         if not self._has_reward():
             return {"has_reward": False, "reward": None}
         value = self._finished(self._environment.get_reward())
-        if value is None:
-            return {"has_reward": True, "reward": None}
-        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-            raise TypeError(f"get_reward returned {_kind(value)}, expected a number or None")
-        if not math.isfinite(float(value)):
-            raise ValueError(f"get_reward returned {float(value)}, expected a finite number")
-        return {"has_reward": True, "reward": float(value)}
+        return {"has_reward": True, "reward": number(value, "get_reward")}
 
     def _attributes(self) -> dict[str, Any] | None:
         """Returns the public attributes and properties of the environment that JSON has. Others are
@@ -225,10 +218,6 @@ def _taken(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name in parameters}
 
 
-def _names(signature: inspect.Signature) -> str:
-    return ", ".join(signature.parameters) or "no arguments"
-
-
 def _text(value: Any) -> str:
     """Returns text as it is, anything else as JSON, or as `str` shows it where JSON has no such
     value."""
@@ -256,7 +245,3 @@ def _cut(text: str, limit: int) -> str:
 def _sentence(error: BaseException) -> str:
     kind, message = type(error).__name__, str(error)
     return f"{kind}: {message}"[:MAX_SENTENCE_CHARS] if message else kind
-
-
-def _kind(value: Any) -> str:
-    return f"{str(value)[:40]!r} ({type(value).__name__})"

@@ -4,6 +4,7 @@ Standard library only."""
 from __future__ import annotations
 
 import linecache
+import math
 import sys
 import traceback
 import types
@@ -51,6 +52,23 @@ def explain(error: BaseException, file: str) -> str:
     if isinstance(error, SyntaxError) and error.filename == file:
         lines = [error.lineno]
     return f"{file} line {lines[-1]}: {message}" if lines else message
+
+
+def shown(value: Any) -> str:
+    return f"{str(value)[:40]!r} ({type(value).__name__})"
+
+
+def number(value: Any, name: str, where: str = "") -> float | None:
+    """Returns the value that `name` returned. Raises TypeError or ValueError unless it is None or a
+    finite number."""
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} returned {shown(value)}{where}, expected a number or None")
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError(f"{name} returned {found}{where}, expected a finite number or None")
+    return found
 
 
 def _hone() -> types.ModuleType:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import os
 import sys
 import types
@@ -23,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from services.reward.job_code.inside_file import explain, found, run_file
+from services.reward.job_code.inside_file import explain, found, number, run_file, shown
 from services.reward.job_code.inside_tools import Printed, WorkerTools
 from services.reward.sandbox.inside import frames
 from shared.rewards import Reward
@@ -126,7 +125,7 @@ def _results(own: Own, message: dict[str, Any]) -> list[dict[str, Any]]:
     if own.batch:
         values = _finished(own.call(**arguments))
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
-            raise TypeError(f"it returned {_kind(values)}, expected a list of numbers")
+            raise TypeError(f"it returned {shown(values)}, expected a list of numbers")
         return [
             _result(lambda value=value: value, position, own.file)
             for position, value in enumerate(values)
@@ -184,29 +183,10 @@ def _result(value_of: Callable[[], Any], position: int, file: str) -> dict[str, 
         if isinstance(value, tuple):
             if len(value) != 2 or not isinstance(value[1], str):
                 raise TypeError(
-                    f"it returned {_kind(value)} for completion {position}, expected a number, "
+                    f"it returned {shown(value)} for completion {position}, expected a number, "
                     "None, or (number, text)"
                 )
             value, detail = value
-        return {"value": _number(value, position), "detail": detail}
+        return {"value": number(value, "it", f" for completion {position}"), "detail": detail}
     except Exception as error:  # the job's function, or what it returned
         return {"error": explain(error, file)}
-
-
-def _number(value: Any, position: int) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(
-            f"it returned {_kind(value)} for completion {position}, expected a number or None"
-        )
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(
-            f"it returned {number} for completion {position}, expected a finite number or None"
-        )
-    return number
-
-
-def _kind(value: Any) -> str:
-    return f"{str(value)[:40]!r} ({type(value).__name__})"
