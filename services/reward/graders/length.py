@@ -8,7 +8,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.reward.grading.registry import Grader, GradingFailed, Params, grader
+from services.reward.grading.registry import (
+    GradingFailed,
+    ItemGrader,
+    Params,
+    grader,
+    right_or_wrong,
+)
 from shared.wire import Part, ScoreItem
 
 
@@ -80,16 +86,11 @@ class OverlongParams(Params):
 
 
 @grader("overlong")
-class Overlong(Grader[OverlongParams]):
+class Overlong(ItemGrader[OverlongParams]):
     """0 for a completion of up to `max_tokens - buffer_tokens` tokens, falling to `-penalty` at
     `max_tokens` and beyond."""
 
-    items_per_call = 1
-
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [self._grade(item) for item in items]
-
-    def _grade(self, item: ScoreItem) -> Part:
+    async def grade_item(self, item: ScoreItem) -> Part:
         if item.num_tokens is None:
             raise GradingFailed(
                 "the item does not say how many tokens its completion has (num_tokens)",
@@ -119,10 +120,7 @@ def think_format(items: Sequence[ScoreItem]) -> list[Part]:
     """1 for a completion of exactly one <think>...</think> at its start and then a non-empty
     answer, else 0."""
     faults = [_fault(item.completion) for item in items]
-    return [
-        Part(value=0.0, verdict="wrong", detail=fault) if fault else Part(value=1.0)
-        for fault in faults
-    ]
+    return [right_or_wrong(not fault, fault) for fault in faults]
 
 
 def _fault(text: str) -> str:

@@ -7,29 +7,24 @@ formulas in a process with limits of time and memory (`grading/answers/`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from pydantic import Field
 
-from services.reward.grading.answers import (
-    Amount,
-    Form,
-    Named,
-    Relation,
-    Text,
-)
+from services.reward.grading.answers import Amount, Form, Named, Relation, Text
 from services.reward.grading.answers.comparing import Formulas, NeedsFormulas, same
 from services.reward.grading.answers.forms import read
 from services.reward.grading.answers.latex import clean
 from services.reward.grading.answers.numbers import Number, equal, final_answer, number
-from services.reward.grading.limited.pool import Call, NoValue
+from services.reward.grading.limited.pool import Call
 from services.reward.grading.registry import (
     Column,
-    Grader,
+    ItemGrader,
     Params,
     grader,
+    right_or_wrong,
     wrong_row,
 )
 from shared.wire import Part, ScoreItem
@@ -64,18 +59,14 @@ class MathParams(Params):
 
 
 @grader("math")
-class Math(Grader[MathParams]):
+class Math(ItemGrader[MathParams]):
     """1 if the completion's final answer is mathematically equal to the row's, else 0."""
 
     pure = True
     has_full_mark = True
-    items_per_call = 1
 
     def content(self, item: ScoreItem) -> Any:
         return [item.completion, item.row[self.params.answer]]
-
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._grade(item.completion, self._wanted(item.row)) for item in items]
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
         self._wanted(row)
@@ -96,12 +87,13 @@ class Math(Grader[MathParams]):
             raise wrong_row(fault)
         return wanted
 
-    async def _grade(self, completion: str, wanted: str) -> Part:
+    async def grade_item(self, item: ScoreItem) -> Part:
+        completion, wanted = item.completion, self._wanted(item.row)
         given = final_answer(completion)
         if given is None and self.params.strict:
-            return Part(value=0.0, verdict="wrong", detail="no answer in \\boxed{} or after ####")
+            return right_or_wrong(False, "no answer in \\boxed{} or after ####")
         if given is not None and len(given) > MAX_ANSWER_CHARS:
-            return Part(value=0.0, verdict="wrong", detail=f"an answer of {len(given)} characters")
+            return right_or_wrong(False, f"an answer of {len(given)} characters")
         if given is None and not _is_plain(completion):
             return await self._grade_unmarked(completion, wanted)
         answer = completion.strip() if given is None else given
@@ -110,29 +102,22 @@ class Math(Grader[MathParams]):
             return _part(equal(plain, wanted_plain), f"{answer!r:.80}", wanted)
         ours, theirs = read(answer), read(wanted)
         if self.params.evaluated and _is_number(theirs) and not _is_number(ours):
-            return Part(value=0.0, verdict="wrong", detail=f"{answer!r:.80} is no plain number")
+            return right_or_wrong(False, f"{answer!r:.80} is no plain number")
         try:
             right = clean(answer) == clean(wanted) or same(ours, theirs, Formulas())
             return _part(right, f"{answer!r:.80}", wanted)
         except NeedsFormulas:
             call = self._call("compared", answer, wanted)
-        try:
-            right, why = await self.tools.limited.run(call)
-        except NoValue as error:
-            return error.part()
+        right, why = await self.tools.limited.run(call)
         return _part(right, f"{answer!r:.80}", wanted, why)
 
     async def _grade_unmarked(self, completion: str, wanted: str) -> Part:
         end = completion.rstrip()[-SHOWN_CHARS:]
         shown = f"no \\boxed{{}} or ####, read from {end!r}"
         if self.params.evaluated and _is_number(read(wanted)):
-            return Part(value=0.0, verdict="wrong", detail="the answer is no plain number")
-        try:
-            right, why = await self.tools.limited.run(
-                self._call("found_in", completion[-TAIL_CHARS:], wanted)
-            )
-        except NoValue as error:
-            return error.part()
+            return right_or_wrong(False, "the answer is no plain number")
+        call = self._call("found_in", completion[-TAIL_CHARS:], wanted)
+        right, why = await self.tools.limited.run(call)
         return _part(right, shown, wanted, why)
 
     def _call(self, function: str, given: str, wanted: str) -> Call:
@@ -159,8 +144,4 @@ def _is_number(form: Form) -> bool:
 
 
 def _part(right: bool, shown: str, wanted: str, why: str = "") -> Part:
-    return Part(
-        value=float(right),
-        verdict="ok" if right else "wrong",
-        detail=f"{shown}, wanted {wanted!r:.80}" + (f": {why}" if why else ""),
-    )
+    return right_or_wrong(right, f"{shown}, wanted {wanted!r:.80}" + (f": {why}" if why else ""))

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from services.reward.grading import templates
 from services.reward.grading.judge_client import label_in, number
 from services.reward.grading.judging import JudgeGrader, JudgeParams, JudgeSampling, Said
-from services.reward.grading.registry import Params, grader
+from services.reward.grading.registry import Params, grader, right_or_wrong
 from shared.wire import Part, ScoreItem
 
 SYSTEM = "You grade a text by a rubric."
@@ -24,9 +24,6 @@ SYSTEM = "You grade a text by a rubric."
 class LlmJudgeParams(JudgeParams):
     """A rubric for a language model, which answers with a number from `low` to `high`. The reward
     is the position of the number between the two, 0 to 1."""
-
-    model: str
-    """Which model judges, as the endpoint at HONE_JUDGE_URL calls it."""
 
     rubric: str = Field(min_length=1)
     """The question to the judge, a template: `{{ item.question }}` is a column, `{{
@@ -54,10 +51,6 @@ class LlmJudgeParams(JudgeParams):
 @grader("llm_judge")
 class LlmJudge(JudgeGrader[LlmJudgeParams]):
     """What a language model thinks of the completion by your rubric, 0 to 1."""
-
-    @property
-    def model(self) -> str:
-        return self.params.model
 
     @property
     def sampling(self) -> JudgeSampling:
@@ -120,9 +113,6 @@ class MessagesParams(JudgeParams):
     name: str = ""
     """What OpenAI's grader objects call it. What metrics call it is the reward's own `name`."""
 
-    model: str
-    """Which model judges, as the endpoint at HONE_JUDGE_URL calls it."""
-
     input: tuple[InputMessage, ...] = Field(min_length=1)
     """The messages to the judge. Their texts are templates: `{{ item.question }}` is a column, `{{
     sample.output_text }}` the completion."""
@@ -136,10 +126,6 @@ M = TypeVar("M", bound=MessagesParams)
 
 class MessagesGrader(JudgeGrader[M]):
     """A grader whose question is the job's own messages."""
-
-    @property
-    def model(self) -> str:
-        return self.params.model
 
     @property
     def sampling(self) -> JudgeSampling:
@@ -218,7 +204,4 @@ class LabelModel(MessagesGrader[LabelModelParams]):
 
     def part(self, found: Mapping[str, Any]) -> Part:
         given = label_in(found, "result", self.params.labels)
-        passes = given in self.params.passing_labels
-        return Part(
-            value=float(passes), verdict="ok" if passes else "wrong", detail=f"labelled {given!r}"
-        )
+        return right_or_wrong(given in self.params.passing_labels, f"labelled {given!r}")

@@ -22,7 +22,14 @@ from pydantic import Field, field_validator
 
 from services.reward.grading import registry
 from services.reward.grading.expressions import Evaluator, parse_expression
-from services.reward.grading.registry import Grader, GraderTools, GradingFailed, Params, grader
+from services.reward.grading.registry import (
+    Grader,
+    GraderTools,
+    GradingFailed,
+    ItemGrader,
+    Params,
+    grader,
+)
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
@@ -121,11 +128,10 @@ class MultiParams(Params):
 
 
 @grader("multi")
-class Multi(Grader[MultiParams]):
+class Multi(ItemGrader[MultiParams]):
     """The value of `calculate_output`, computed from the values of `graders`. As OpenAI's grader of
     that name."""
 
-    items_per_call = 1
     deadline_s = 900.0
 
     def __init__(self, spec: RewardSpec, params: MultiParams, tools: GraderTools) -> None:
@@ -151,14 +157,11 @@ class Multi(Grader[MultiParams]):
         for part in self._graders.values():
             await part.check_row(row)
 
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._grade(item) for item in items]
-
     async def close(self) -> None:
         for part in self._graders.values():
             await part.close()
 
-    async def _grade(self, item: ScoreItem) -> Part:
+    async def grade_item(self, item: ScoreItem) -> Part:
         grading = (part.grade([item]) for part in self._graders.values())
         # All are waited for, so that none goes on after an error of another.
         answers = await asyncio.gather(*grading, return_exceptions=True)

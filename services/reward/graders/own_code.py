@@ -22,6 +22,7 @@ from services.reward.grading.registry import (
     Grader,
     GraderTools,
     GradingFailed,
+    ItemGrader,
     Params,
     grader,
     no_column,
@@ -70,11 +71,7 @@ class Function(Grader[FunctionParams]):
         return reference_text(row)
 
     async def check(self, columns: Sequence[str]) -> None:
-        if not self.tools.settings.allow_job_code:
-            raise BadRequest(
-                f"reward {self.spec.label!r} is the job's own code, which this service does not "
-                "run (HONE_ALLOW_JOB_CODE=false)"
-            )
+        _check_allowed(self)
         if self.spec.source is None:
             raise BadRequest(
                 f"reward {self.spec.label!r}: the text of {self.spec.file!r} must be sent along as "
@@ -95,6 +92,14 @@ class Function(Grader[FunctionParams]):
     async def close(self) -> None:
         if self.tools.job_id is None:
             await self.tools.functions.release(self._own)
+
+
+def _check_allowed(reward: Grader[Any]) -> None:
+    if not reward.tools.settings.allow_job_code:
+        raise BadRequest(
+            f"reward {reward.spec.label!r} is the job's own code, which this service does not run "
+            "(HONE_ALLOW_JOB_CODE=false)"
+        )
 
 
 def _arguments(items: Sequence[ScoreItem]) -> dict[str, Any]:
@@ -176,20 +181,15 @@ class PythonParams(Params):
 
 
 @grader("python")
-class Python(Grader[PythonParams]):
+class Python(ItemGrader[PythonParams]):
     """What the job's own `grade(sample, item)` returns for the completion. As OpenAI's grader of
     that name."""
 
-    items_per_call = 1
     max_concurrency = 64
     deadline_s = 900.0
 
     async def check(self, columns: Sequence[str]) -> None:
-        if not self.tools.settings.allow_job_code:
-            raise BadRequest(
-                f"reward {self.spec.label!r} is the job's own code, which this service does not "
-                "run (HONE_ALLOW_JOB_CODE=false)"
-            )
+        _check_allowed(self)
         try:
             code = compile(self.params.source, "grader.py", "exec", dont_inherit=True)
         except (SyntaxError, ValueError) as error:
@@ -202,10 +202,7 @@ class Python(Grader[PythonParams]):
                 "`def grade(sample, item)`"
             )
 
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._grade(item) for item in items]
-
-    async def _grade(self, item: ScoreItem) -> Part:
+    async def grade_item(self, item: ScoreItem) -> Part:
         execution = await self.tools.sandbox.execute(self._request(item))
         verdict, detail = fault(execution)
         if verdict != "ok":

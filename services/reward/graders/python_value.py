@@ -22,9 +22,10 @@ from services.reward.grading.expressions import arithmetic, same
 from services.reward.grading.programs import KEEP_CHARS, fault, program_of
 from services.reward.grading.registry import (
     Column,
-    Grader,
+    ItemGrader,
     Params,
     grader,
+    right_or_wrong,
     wrong_row,
 )
 from shared.wire import ExecuteRequest, Part, ScoreItem
@@ -67,7 +68,7 @@ class PythonValueParams(Params):
 
 
 @grader("python_value")
-class PythonValue(Grader[PythonValueParams]):
+class PythonValue(ItemGrader[PythonValueParams]):
     """1 if the completion, run as Python, evaluates to the row's `target`, else 0. 15 and 15.0 are
     equal; True is not 1.
 
@@ -76,7 +77,6 @@ class PythonValue(Grader[PythonValueParams]):
 
     pure = True
     has_full_mark = True
-    items_per_call = 1
     max_concurrency = 64
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
@@ -91,38 +91,27 @@ class PythonValue(Grader[PythonValueParams]):
         numbers = item.row[self.params.numbers] if self.params.numbers else None
         return [program_of(item.completion), item.row[self.params.target], numbers]
 
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._grade(item) for item in items]
-
-    async def _grade(self, item: ScoreItem) -> Part:
+    async def grade_item(self, item: ScoreItem) -> Part:
         program, target = program_of(item.completion).strip(), self._target(item.row)
         if self.params.numbers is not None:
             return self._arithmetic(program, target, self._numbers(item.row))
         execution = await self.tools.sandbox.execute(self._request(program))
         verdict, detail = fault(execution)
-        if verdict != "ok":
-            return Part(
-                value=0.0, verdict=verdict, detail=detail, stdout=execution.stdout[-KEEP_CHARS:]
-            )
-        right = same(execution.value, target, self.params.tolerance)
-        detail = f"evaluated to {execution.value!r:.80}" + (
-            "" if right else f", wanted {target!r:.80}"
-        )
         stdout = execution.stdout[-KEEP_CHARS:]
-        return Part(
-            value=float(right), verdict="ok" if right else "wrong", detail=detail, stdout=stdout
-        )
+        if verdict != "ok":
+            return Part(value=0.0, verdict=verdict, detail=detail, stdout=stdout)
+        right = same(execution.value, target, self.params.tolerance)
+        return _compared(right, f"{execution.value!r:.80}", target, stdout)
 
     def _arithmetic(self, expression: str, target: float, numbers: list[int]) -> Part:
         if rule := breach(expression, numbers):
-            return Part(value=0.0, verdict="wrong", detail=rule)
+            return right_or_wrong(False, rule)
         try:
             value = arithmetic(expression)
         except ValueError as error:
             return Part(value=0.0, verdict="runtime_error", detail=str(error))
         right = _is_near(value, target, self.params.tolerance)
-        detail = f"evaluated to {value!s:.80}" + ("" if right else f", wanted {target!r:.80}")
-        return Part(value=float(right), verdict="ok" if right else "wrong", detail=detail)
+        return _compared(right, f"{value!s:.80}", target)
 
     def _target(self, row: Mapping[str, Any]) -> Any:
         """Raises GradingFailed for a row without a target, because any program that ends in
@@ -157,6 +146,11 @@ class PythonValue(Grader[PythonValueParams]):
             timeout_s=self.params.timeout_s,
             memory_mib=self.params.memory_mib,
         )
+
+
+def _compared(right: bool, value: str, target: Any, stdout: str = "") -> Part:
+    wanted = "" if right else f", wanted {target!r:.80}"
+    return right_or_wrong(right, f"evaluated to {value}{wanted}", stdout)
 
 
 def _is_near(value: Fraction, target: float, tolerance: float) -> bool:

@@ -14,10 +14,11 @@ from pydantic import Field
 from services.reward.grading.limited.pool import Call, NoValue
 from services.reward.grading.registry import (
     Column,
-    Grader,
     GraderTools,
+    ItemGrader,
     Params,
     grader,
+    right_or_wrong,
     wrong_row,
 )
 from shared.errors import BadRequest
@@ -75,11 +76,9 @@ class RegexParams(Params):
 
 
 @grader("regex")
-class Regex(Grader[RegexParams]):
+class Regex(ItemGrader[RegexParams]):
     """1 for a completion in which the pattern is found (and whose group is the row's `column`, if
     one is named), else 0."""
-
-    items_per_call = 1
 
     def __init__(self, spec: RewardSpec, params: RegexParams, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
@@ -90,9 +89,6 @@ class Regex(Grader[RegexParams]):
         if not self._is_checked:
             await self._check_pattern()
             self._is_checked = True
-
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._grade(item) for item in items]
 
     async def _check_pattern(self) -> None:
         pattern, group = self.params.pattern, self.params.group
@@ -129,22 +125,15 @@ class Regex(Grader[RegexParams]):
             raise wrong_row(f"column {self.params.column!r} is {wanted!r:.80}; expected text")
         return str(wanted)
 
-    async def _grade(self, item: ScoreItem) -> Part:
+    async def grade_item(self, item: ScoreItem) -> Part:
         wanted = self._wanted(item.row)
-        try:
-            found = await self._found(item.completion)
-        except NoValue as error:
-            return error.part()
+        found = await self._found(item.completion)
         if found is None:
-            return Part(value=0.0, verdict="wrong", detail="the pattern was not found")
+            return right_or_wrong(False, "the pattern was not found")
         if self.params.column is None:
-            return Part(value=1.0, detail=f"found {found!r:.80}")
+            return right_or_wrong(True, f"found {found!r:.80}")
         right = found.strip() == wanted.strip()
-        return Part(
-            value=float(right),
-            verdict="ok" if right else "wrong",
-            detail=f"found {found!r:.80}, wanted {wanted!r:.80}",
-        )
+        return right_or_wrong(right, f"found {found!r:.80}, wanted {wanted!r:.80}")
 
     async def _found(self, text: str) -> str | None:
         """Returns the text of the group ("" if it took no part in the match); None if the pattern

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from services.reward.grading import templates
-from services.reward.grading.limited.pool import Call, NoValue
+from services.reward.grading.limited.pool import Call
 from services.reward.grading.limited.texts import has_words
 from services.reward.grading.registry import (
     Column,
-    Grader,
+    ItemGrader,
     Params,
     grader,
+    right_or_wrong,
     wrong_row,
 )
 from shared.errors import BadRequest
@@ -33,14 +34,10 @@ class ExactMatchParams(Params):
 
 
 @grader("exact_match")
-class ExactMatch(Grader[ExactMatchParams]):
+class ExactMatch(ItemGrader[ExactMatchParams]):
     """1 for a completion equal to the row's `column`, else 0."""
 
-    items_per_call = 1
     has_full_mark = True
-
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [self._part(item) for item in items]
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
         self._wanted(row)
@@ -51,30 +48,27 @@ class ExactMatch(Grader[ExactMatchParams]):
     def _wanted(self, row: Mapping[str, Any]) -> str | int:
         value = row[self.params.column]
         if type(value) not in (str, int):
-            fault = (
-                f"column {self.params.column!r} is {value!r:.80}; expected text or a whole number"
-            )
-            raise wrong_row(fault)
+            got = f"column {self.params.column!r} is {value!r:.80}"
+            raise wrong_row(f"{got}; expected text or a whole number")
         return value
 
-    def _part(self, item: ScoreItem) -> Part:
+    async def grade_item(self, item: ScoreItem) -> Part:
         value = self._wanted(item.row)
-        if self._normal(item.completion) == self._normal(str(value)):
-            return Part(value=1.0)
-        return Part(value=0.0, verdict="wrong", detail=f"wanted {value!r:.80}")
+        right = self._normal(item.completion) == self._normal(str(value))
+        return right_or_wrong(right, "" if right else f"wanted {value!r:.80}")
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self.params.strip else text
         return text.casefold() if self.params.ignore_case else text
 
 
-class StringCheckParams(Params):
-    """Two texts, made from templates, and how they compare."""
+COMPLETION = "sample.output_text"
 
-    type: Literal["string_check"] = "string_check"
-    """The grader's name, as OpenAI's grader objects have it."""
 
-    name: str = "string_check"
+class TwoTextsParams(Params):
+    """Two texts, made from templates."""
+
+    name: str = ""
     """What OpenAI's grader objects call it. What metrics call it is the reward's own `name`."""
 
     input: str
@@ -83,6 +77,41 @@ class StringCheckParams(Params):
     reference: str
     """A template of what it is compared with, for example `{{ item.answer }}`, which is the row's
     column `answer`."""
+
+
+T = TypeVar("T", bound=TwoTextsParams)
+
+
+class TwoTextsGrader(ItemGrader[T]):
+    """A grader that compares `input` with `reference`."""
+
+    async def check(self, columns: Sequence[str]) -> None:
+        for template in (self.params.input, self.params.reference):
+            templates.check(template, columns, self.spec.label)
+
+    def texts(self, item: ScoreItem) -> list[str]:
+        """Returns both texts for the item."""
+        return [
+            templates.render(template, item)
+            for template in (self.params.input, self.params.reference)
+        ]
+
+    def reference_of(self, row: Mapping[str, Any]) -> str | None:
+        """Returns the reference's text for a row; None if it has the completion in it."""
+        if COMPLETION in self.params.reference:
+            return None
+        return templates.render(self.params.reference, _without_completion(row))
+
+
+def _without_completion(row: Mapping[str, Any]) -> ScoreItem:
+    return ScoreItem(prompt="", completion="", row=dict(row))
+
+
+class StringCheckParams(TwoTextsParams):
+    """Two texts, made from templates, and how they compare."""
+
+    type: Literal["string_check"] = "string_check"
+    """The grader's name, as OpenAI's grader objects have it."""
 
     operation: Literal["eq", "ne", "like", "ilike"]
     """"eq": the same. "ne": not the same. "like": `input` contains `reference`. "ilike": the same,
@@ -90,80 +119,43 @@ class StringCheckParams(Params):
 
 
 @grader("string_check")
-class StringCheck(Grader[StringCheckParams]):
+class StringCheck(TwoTextsGrader[StringCheckParams]):
     """1 if `input` and `reference`, two templates, compare as `operation` says, else 0. As OpenAI's
     grader of that name."""
-
-    items_per_call = 1
-
-    async def check(self, columns: Sequence[str]) -> None:
-        for template in (self.params.input, self.params.reference):
-            templates.check(template, columns, self.spec.label)
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
         """Returns the text that the completion has to be; None if `input` is not the completion
         itself, or other completions are right too."""
-        compared = self.params.operation == "eq" and templates.is_output(self.params.input)
-        if not compared or "sample." in self.params.reference:
-            return None
-        return templates.render(
-            self.params.reference, ScoreItem(prompt="", completion="", row=dict(row))
-        )
+        is_wanted = self.params.operation == "eq" and templates.is_output(self.params.input)
+        return self.reference_of(row) if is_wanted else None
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
         """Raises GradingFailed for an empty reference, which every text contains."""
-        if "sample." in self.params.reference or self.params.operation not in ("like", "ilike"):
-            return
-        if not templates.render(
-            self.params.reference, ScoreItem(prompt="", completion="", row=dict(row))
-        ):
-            fault = "the reference is empty, and every text contains that"
-            raise wrong_row(fault)
+        if self.params.operation in ("like", "ilike") and self.reference_of(row) == "":
+            raise wrong_row("the reference is empty, and every text contains that")
 
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [self._grade(item) for item in items]
-
-    def _grade(self, item: ScoreItem) -> Part:
-        given, wanted = (
-            templates.render(template, item)
-            for template in (self.params.input, self.params.reference)
-        )
+    async def grade_item(self, item: ScoreItem) -> Part:
+        given, wanted = self.texts(item)
         holds = {
             "eq": given == wanted,
             "ne": given != wanted,
             "like": bool(wanted) and wanted in given,
             "ilike": bool(wanted) and wanted.casefold() in given.casefold(),
         }[self.params.operation]
-        if holds:
-            return Part(value=1.0)
-        return Part(
-            value=0.0,
-            verdict="wrong",
-            detail=f"not {given!r:.80} {self.params.operation} {wanted!r:.80}",
-        )
+        fault = f"not {given!r:.80} {self.params.operation} {wanted!r:.80}"
+        return right_or_wrong(holds, "" if holds else fault)
 
 
 MAX_CHARS = 20_000
-COMPLETION = "sample.output_text"
 CPU_S = 10.0
 """METEOR of two texts of 20,000 characters takes about 2 s."""
 
 
-class TextSimilarityParams(Params):
+class TextSimilarityParams(TwoTextsParams):
     """Two texts, made from templates, and how their similarity is measured."""
 
     type: Literal["text_similarity"] = "text_similarity"
     """The grader's name, as OpenAI's grader objects have it."""
-
-    name: str = "text_similarity"
-    """What OpenAI's grader objects call it. What metrics call it is the reward's own `name`."""
-
-    input: str
-    """A template, usually `{{ sample.output_text }}`, which is the completion."""
-
-    reference: str
-    """A template of what it is compared with, for example `{{ item.answer }}`, which is the row's
-    column `answer`."""
 
     evaluation_metric: Literal[
         "cosine",
@@ -186,12 +178,11 @@ class TextSimilarityParams(Params):
 
 
 @grader("text_similarity")
-class TextSimilarity(Grader[TextSimilarityParams]):
+class TextSimilarity(TwoTextsGrader[TextSimilarityParams]):
     """How similar `input` and `reference`, two templates, are by `evaluation_metric`, 0 to 1. As
     OpenAI's grader of that name."""
 
     pure = True
-    items_per_call = 1
 
     async def check(self, columns: Sequence[str]) -> None:
         if self.params.evaluation_metric == "cosine":
@@ -199,49 +190,32 @@ class TextSimilarity(Grader[TextSimilarityParams]):
                 f"reward {self.spec.label!r}: 'cosine' needs an embedding model, which this "
                 "service does not have"
             )
-        for template in (self.params.input, self.params.reference):
-            templates.check(template, columns, self.spec.label)
+        await super().check(columns)
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
-        self._check_reference(self._texts(ScoreItem(prompt="", completion="", row=dict(row)))[1])
+        self._check_reference(self.texts(_without_completion(row))[1])
 
     def _check_reference(self, wanted: str) -> None:
         """Raises GradingFailed for a row's reference to which no text can be similar."""
         by_words = self.params.evaluation_metric != "fuzzy_match"
-        if COMPLETION in self.params.reference:
-            return
-        if not wanted.strip() or (by_words and not has_words(wanted)):
+        is_comparable = has_words(wanted) if by_words else wanted.strip()
+        if COMPLETION not in self.params.reference and not is_comparable:
             fault = f"the reference is {wanted!r:.80}, which has no word to be similar to"
             raise wrong_row(fault)
 
     def content(self, item: ScoreItem) -> Any:
-        return self._texts(item)
+        return self.texts(item)
 
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._grade(item) for item in items]
-
-    def _texts(self, item: ScoreItem) -> list[str]:
-        return [
-            templates.render(template, item)
-            for template in (self.params.input, self.params.reference)
-        ]
-
-    async def _grade(self, item: ScoreItem) -> Part:
-        given, wanted = self._texts(item)
+    async def grade_item(self, item: ScoreItem) -> Part:
+        given, wanted = self.texts(item)
         self._check_reference(wanted)
         if max(len(given), len(wanted)) > MAX_CHARS:
-            return Part(
-                value=0.0,
-                verdict="wrong",
-                detail=f"texts of {len(given)} and {len(wanted)} characters, at most {MAX_CHARS}",
-            )
+            lengths = f"texts of {len(given)} and {len(wanted)} characters"
+            return right_or_wrong(False, f"{lengths}, at most {MAX_CHARS}")
         call = Call(
             "limited.texts", "similarity", (self.params.evaluation_metric, given, wanted), CPU_S
         )
-        try:
-            similarity: float = await self.tools.limited.run(call)
-        except NoValue as error:
-            return error.part()
+        similarity: float = await self.tools.limited.run(call)
         threshold = self.params.pass_threshold
         value = similarity if threshold is None else float(similarity >= threshold)
         return Part(

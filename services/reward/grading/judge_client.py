@@ -24,11 +24,14 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from services.reward.grading.registry import GraderTools, GradingFailed
 from shared.host.logs import get_logger
+
+if TYPE_CHECKING:
+    from services.reward.grading.judging import JudgeParams
 
 MAX_CHARS = 20_000
 """Characters at the end of a reply that are searched."""
@@ -173,17 +176,6 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class JudgeLimits:
-    """`retries` and `deadline_s` (retries included) limit one question; `calls` and `tokens` limit
-    a job, None means no limit."""
-
-    retries: int
-    deadline_s: float
-    calls: int | None
-    tokens: int | None
-
-
-@dataclass(frozen=True)
 class Question:
     """A question about `completion`. `messages` makes its messages with a key, which marks the
     completion and has to be in the reply. `schema` is the JSON schema of the reply."""
@@ -196,7 +188,7 @@ class Question:
 
 
 class Judge:
-    def __init__(self, tools: GraderTools, reward: str, limits: JudgeLimits) -> None:
+    def __init__(self, tools: GraderTools, reward: str, limits: JudgeParams) -> None:
         self._tools = tools
         self._reward = reward
         self._limits = limits
@@ -239,7 +231,7 @@ class Judge:
     async def _take_call(self, store: JudgeStore) -> None:
         """Counts a call. Raises GradingFailed if the budget is spent."""
         if not await asyncio.to_thread(
-            store.take_call, self._reward, self._limits.calls, self._limits.tokens
+            store.take_call, self._reward, self._limits.budget_calls, self._limits.budget_tokens
         ):
             calls, tokens = store.spent(self._reward)
             raise GradingFailed(

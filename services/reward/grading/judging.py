@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from services.reward.grading import templates
-from services.reward.grading.judge_client import KEY, MAX_ASKS, Judge, JudgeLimits, Question
-from services.reward.grading.registry import Grader, GraderTools, Params
+from services.reward.grading.judge_client import KEY, MAX_ASKS, Judge, Question
+from services.reward.grading.registry import GraderTools, ItemGrader, Params
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
@@ -69,7 +69,10 @@ class JudgeSampling(Params):
 
 
 class JudgeParams(Params):
-    """Limits of asking a language model."""
+    """A language model, and limits of asking it."""
+
+    model: str
+    """Which model judges, as the endpoint at HONE_JUDGE_URL calls it."""
 
     concurrency: int = Field(default=8, ge=1, le=256)
     """How many questions are asked at once."""
@@ -102,25 +105,17 @@ class Said:
     schema: dict[str, Any]
 
 
-class JudgeGrader(Grader[J]):
+class JudgeGrader(ItemGrader[J]):
     """A grader whose verdict is a language model's. It says what to ask (`texts`, `messages`,
     `form`) and makes the verdict of the answer (`part`)."""
 
-    items_per_call = 1
     asks_models = True
 
     def __init__(self, spec: RewardSpec, params: J, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
         self.max_concurrency = params.concurrency
         self.deadline_s = MAX_ASKS * params.deadline_s + 60.0
-        limits = JudgeLimits(
-            params.retries, params.deadline_s, params.budget_calls, params.budget_tokens
-        )
-        self._judge = Judge(tools, spec.label, limits)
-
-    @property
-    @abstractmethod
-    def model(self) -> str: ...
+        self._judge = Judge(tools, spec.label, params)
 
     @property
     @abstractmethod
@@ -159,13 +154,10 @@ class JudgeGrader(Grader[J]):
                 "sample.output_text }}"
             )
 
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._grade(item) for item in items]
-
     async def close(self) -> None:
         await self._judge.close()
 
-    async def _grade(self, item: ScoreItem) -> Part:
+    async def grade_item(self, item: ScoreItem) -> Part:
         question = self._question(item)
         part, tokens = await self._judge.ask(question, self.part)
         return part.model_copy(
@@ -193,4 +185,4 @@ class JudgeGrader(Grader[J]):
             "required": [KEY, *schemas],
             "additionalProperties": False,
         }
-        return Question(self.model, item.completion, messages, self.sampling.sent(), schema)
+        return Question(self.params.model, item.completion, messages, self.sampling.sent(), schema)

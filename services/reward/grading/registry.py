@@ -7,8 +7,8 @@ else knows about it.
         return [float(item.completion.isupper()) for item in items]
 
     @grader("matches")
-    class Matches(Grader[MatchesParams]):    # MatchesParams: a pydantic model of its `params`
-        async def grade(self, items): ...    # one Part per item; has `self.params`, `self.tools`
+    class Matches(ItemGrader[MatchesParams]):    # MatchesParams: a pydantic model of its `params`
+        async def grade_item(self, item): ...    # returns a Part; has `self.params`, `self.tools`
 
 A grader says of itself how it wants to be called (`Grader`): with how many items at a time, how
 many calls at once, how long one may take, whether verdicts may be cached. What it raises while
@@ -30,7 +30,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 from pydantic import ConfigDict, ValidationError
 
 from services.reward.grading.failures import ErrorName, GradingFailed, wrong_row
-from services.reward.grading.limited.pool import LimitedPool
+from services.reward.grading.limited.pool import LimitedPool, NoValue
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
 from shared.documented import Documented
@@ -46,6 +46,7 @@ __all__ = [
     "Grader",
     "GraderTools",
     "GradingFailed",
+    "ItemGrader",
     "Params",
     "bind",
     "grader",
@@ -53,6 +54,7 @@ __all__ = [
     "kind_of",
     "no_column",
     "reference_text",
+    "right_or_wrong",
     "wrong_row",
 ]
 
@@ -128,8 +130,7 @@ class Grader(ABC, Generic[P]):
     of its own."""
 
     items_per_call: int | None = None
-    """At most how many items one call of `grade` takes; None: all of a request. With 1 each item
-    has a deadline of its own, fails alone, and is reported as soon as it is done."""
+    """At most how many items one call of `grade` takes; None: all of a request."""
 
     max_concurrency: int = 8
     """How many calls of `grade` may run at once, over all requests."""
@@ -192,6 +193,32 @@ class Grader(ABC, Generic[P]):
 
     async def close(self) -> None:
         """Closes what it holds open. It is not called again."""
+
+
+class ItemGrader(Grader[P]):
+    """A grader of one item at a time: each item has a deadline of its own, fails alone, and is
+    reported as soon as it is done."""
+
+    items_per_call = 1
+
+    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
+        return [await self._graded(item) for item in items]
+
+    @abstractmethod
+    async def grade_item(self, item: ScoreItem) -> Part:
+        """Returns the item's part. NoValue makes it 0, and any other error makes it missing."""
+
+    async def _graded(self, item: ScoreItem) -> Part:
+        try:
+            return await self.grade_item(item)
+        except NoValue as error:
+            return error.part()
+
+
+def right_or_wrong(right: bool, detail: str = "", stdout: str = "") -> Part:
+    """Returns 1 for a right completion, else 0 with the verdict "wrong"."""
+    verdict = "ok" if right else "wrong"
+    return Part(value=float(right), verdict=verdict, detail=detail, stdout=stdout)
 
 
 def no_column(column: str, columns: Sequence[str], others: Sequence[str] = ()) -> str:

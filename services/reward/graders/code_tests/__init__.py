@@ -40,7 +40,7 @@ from services.reward.grading.expressions import parse_program
 from services.reward.grading.programs import program_of, programs_in
 from services.reward.grading.registry import (
     Column,
-    Grader,
+    ItemGrader,
     Params,
     grader,
     reference_text,
@@ -108,7 +108,7 @@ class CodeTestsParams(Params):
 
 
 @grader("code_tests")
-class CodeTests(Grader[CodeTestsParams]):
+class CodeTests(ItemGrader[CodeTestsParams]):
     """1 if the completion's program passes the row's tests, else 0; with partial credit, the share
     of them that it passes.
 
@@ -118,7 +118,6 @@ class CodeTests(Grader[CodeTestsParams]):
 
     pure = True
     has_full_mark = True
-    items_per_call = 1
     max_concurrency = 64
     deadline_s = 900.0
 
@@ -161,14 +160,11 @@ class CodeTests(Grader[CodeTestsParams]):
             *(item.row.get(column) for column in self._columns if column),
         ]
 
-    async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._grade(item) for item in items]
-
     @property
     def _columns(self) -> tuple[str | None, ...]:
         return self.params.tests, self.params.entry_point, self.params.setup, self.params.prefix
 
-    async def _grade(self, item: ScoreItem) -> Part:
+    async def grade_item(self, item: ScoreItem) -> Part:
         tests, candidate = await self._read(item.row, item.completion)
         verdicts = await self._verdicts(candidate, tests)
         return self._part(verdicts, tests.count, candidate)
@@ -252,10 +248,7 @@ class CodeTests(Grader[CodeTestsParams]):
         if passed == count:
             return Part(value=value, detail=f"passed {count} tests", stdout=candidate.stdout)
         if passed == len(verdicts):
-            verdicts = [
-                *verdicts,
-                ("time_limit", candidate.out_of_time),
-            ]
+            verdicts = [*verdicts, ("time_limit", candidate.out_of_time)]
         number, verdict, detail = next(
             (number, *end) for number, end in enumerate(verdicts, 1) if end[0] != "ok"
         )

@@ -11,7 +11,7 @@ import marshal
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +115,7 @@ class Candidate:
 
     def job_limits(self, share: int = 1) -> dict[str, Any]:
         cpu_s = min(self.limits.cpu_s * share, self.limits.timeout_s)
-        return {
-            "cpu_s": cpu_s,
-            "timeout_s": self.limits.timeout_s,
-            "idle_s": self.limits.idle_s,
-            "memory_mib": self.limits.memory_mib,
-        }
+        return {**asdict(self.limits), "cpu_s": cpu_s}
 
     def _outcomes(self, answer: Any, num_calls: int) -> list[CallEnd] | CallEnd:
         pairs = answer if isinstance(answer, list) else []
