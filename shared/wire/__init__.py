@@ -6,11 +6,10 @@
 |---|---|
 | `base.py` | base class; fences; bodies of every service |
 | `rollouts.py` | prompts, `POST /generate`, rollouts |
-| `sessions.py` | recorded conversations of agents |
-| `agents.py` | episodes that agents elsewhere play, by lease |
+| `agents.py` | agents' recorded conversations, and episodes that they play by lease |
 | `rewards.py` | `POST /score`, verdicts and scores |
 | `episodes.py` | a job's own environments: open, step, close |
-| `pushed.py`, `atropos.py`, `areal.py` | groups that were sampled and scored elsewhere |
+| `pushed.py` | groups that were sampled and scored elsewhere, also in Atropos' and AReaL's shapes |
 | `graders.py` | `/graders` and `POST /execute` |
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
 | `weights.py` | published versions, one class per sync method |
@@ -18,9 +17,8 @@
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: lists, events, metrics |
 | `pages.py` | how many entries an answer has at most |
-| `records.py` | the jobs API: submissions, records, stored rollouts |
+| `records.py` | the jobs API: submissions, records, stored rollouts, evaluations |
 | `planning.py` | what a job will probably need |
-| `evaluations.py` | models compared on held-out problems |
 | `findings.py` | what is wrong with a run |
 | `keys.py` | API keys |
 | `openai.py` | fine-tuning jobs, files and completions in OpenAI's shape |
@@ -44,11 +42,8 @@ from shared.lazily import exporting
 
 if TYPE_CHECKING:
     from shared.wire.agents import *
-    from shared.wire.areal import *
-    from shared.wire.atropos import *
     from shared.wire.base import *
     from shared.wire.episodes import *
-    from shared.wire.evaluations import *
     from shared.wire.findings import *
     from shared.wire.graders import *
     from shared.wire.jobs import *
@@ -61,7 +56,6 @@ if TYPE_CHECKING:
     from shared.wire.rl import *
     from shared.wire.rollouts import *
     from shared.wire.samplers import *
-    from shared.wire.sessions import *
     from shared.wire.training import *
     from shared.wire.weights import *
 else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Generic, Literal, TypeVar, overload
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast, overload
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -22,8 +22,9 @@ class Listing(Wire, Generic[T_co]):
     """A body of one list. It can be iterated, counted and indexed like the list."""
 
     def listed(self) -> Sequence[T_co]:
-        """Returns the list."""
-        raise NotImplementedError
+        """Returns the list: the body's first field that is one."""
+        values: list[Any] = [getattr(self, name) for name in type(self).model_fields]
+        return next(cast(Sequence[T_co], value) for value in values if isinstance(value, tuple))
 
     def __iter__(self) -> Iterator[T_co]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return iter(self.listed())

@@ -4,7 +4,6 @@ itself, so a command that only asks builds no job sections."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,9 +112,6 @@ class JobList(Listing[JobSummary]):
     next_after: str | None = None
     unreadable: tuple[str, ...] = ()
 
-    def listed(self) -> Sequence[JobSummary]:
-        return self.jobs
-
 
 class JobDeleted(Wire):
     """`DELETE /v1/jobs/{id}`: the job is forgotten. `files`: its run folder is removed as well."""
@@ -140,9 +136,6 @@ class Recovered(Listing[RecoveredJob]):
     """`POST /v1/recover`: every run folder, by id."""
 
     jobs: tuple[RecoveredJob, ...]
-
-    def listed(self) -> Sequence[RecoveredJob]:
-        return self.jobs
 
 
 class Event(Wire):
@@ -173,9 +166,6 @@ class EventList(Listing[Event]):
     events: tuple[Event, ...]
     next_after: str | None = None
 
-    def listed(self) -> Sequence[Event]:
-        return self.events
-
 
 class MetricsRow(Wire):
     step: int
@@ -198,9 +188,6 @@ class MetricsList(Listing[MetricsRow]):
 
     rows: tuple[MetricsRow, ...]
     next_after_step: int | None = None
-
-    def listed(self) -> Sequence[MetricsRow]:
-        return self.rows
 
 
 class MetricsColumns(Wire):

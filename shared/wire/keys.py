@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -41,9 +40,6 @@ class KeyList(Listing[ApiKey]):
     """`GET /v1/keys`: the keys that are valid, by name."""
 
     keys: tuple[ApiKey, ...]
-
-    def listed(self) -> Sequence[ApiKey]:
-        return self.keys
 
 
 class KeyRevoked(Wire):

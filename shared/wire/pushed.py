@@ -1,11 +1,13 @@
-"""Groups that were sampled and scored elsewhere, for a job with `[environment] kind = "pushed"`."""
+"""Groups that were sampled and scored elsewhere, for a job with `[environment] kind = "pushed"`: as
+Hone takes them, as Atropos' `atroposlib` 0.4 sends them, and as sessions of AReaL's `areal` 1.0."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, RootModel
 
+from shared.documented import Plain
 from shared.wire.base import JobId, Message, Reported, Wire
 from shared.wire.packed import Logprobs, Mask, TokenIds
 
@@ -75,3 +77,131 @@ class GroupCounts(Wire):
     version: int
     next_step: int
     room: int
+
+
+class FromAtropos(Wire):
+    """A body of Atropos, by Atropos' names. Its other fields change nothing here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class RegisterEnv(FromAtropos):
+    """`POST /register-env`."""
+
+    max_token_length: int = Field(ge=1, le=1 << 31)
+    desired_name: str | None = None
+    weight: float = Field(default=1.0, ge=0, le=1e30)
+    group_size: int = Field(ge=1)
+    min_batch_allocation: float | None = None
+
+
+class EnvRegistered(Wire):
+    """`status` is "success", or says that the environment is to ask again; then the other fields
+    are None."""
+
+    status: str
+    env_id: int | None = None
+    wandb_name: str | None = None
+    checkpoint_dir: str | None = None
+    starting_step: int | None = None
+    checkpoint_interval: int | None = None
+    num_steps: int | None = None
+
+
+class EnvId(FromAtropos):
+    """The body of `GET /status-env`."""
+
+    env_id: int
+
+
+class ScoredData(FromAtropos):
+    """`POST /scored_data`: a group `[G]`, each of `tokens` `[T]` with its prompt. `masks` are the
+    tokens where the policy sampled them, else -100. `inference_logprobs` and `advantages` are as
+    long as `tokens`; log-probs count only where the policy sampled."""
+
+    tokens: tuple[TokenIds, ...] = Field(min_length=1)
+    masks: tuple[TokenIds, ...]
+    scores: tuple[Reported, ...]
+    advantages: tuple[Logprobs, ...] | None = None
+    inference_logprobs: tuple[Logprobs, ...] | None = None
+    messages: tuple[tuple[Message, ...], ...] | None = None
+    overrides: tuple[dict[str, Plain] | None, ...] | None = None
+    env_id: int | None = None
+    images: Plain = None
+    distill_token_ids: Plain = None
+    distill_logprobs: Plain = None
+
+
+class ScoredDataList(RootModel[tuple[ScoredData, ...]]):
+    """`POST /scored_data_list`."""
+
+
+class DataReceived(Wire):
+    """`status` is "received"; `groups_processed` counts the groups of a list."""
+
+    status: str = "received"
+    groups_processed: int = 1
+
+
+class AtroposInfo(Wire):
+    """`GET /info`: completions of a step, and the most tokens of prompt and completion."""
+
+    batch_size: int
+    max_token_len: int
+
+
+class AtroposWandb(Wire):
+    """`GET /wandb_info`."""
+
+    group: str | None
+    project: str | None
+
+
+class AtroposStatus(Wire):
+    """`GET /status`: the step that was trained last, and the groups that are not trained yet."""
+
+    current_step: int
+    queue_size: int
+
+
+class EnvStatus(AtroposStatus):
+    """`GET /status-env`. All environments of a job have one queue."""
+
+    env_weight: float
+    unallocated_fraction: float = 1.0
+    self_queue_size: int
+    max_group_size: int
+
+
+class StartSession(Wire):
+    """`POST /v1/rl/start_session`: sessions of the same `task_id` are rollouts of one group.
+    `api_key` is an earlier session's: that session ends, and the new one has its key."""
+
+    task_id: str = Field(min_length=1, max_length=200)
+    api_key: str | None = None
+
+
+class SessionStarted(Wire):
+    """The session's name, and its key: the API key of its agent's calls."""
+
+    session_id: str
+    api_key: str
+
+
+class SetReward(Wire):
+    """`POST /v1/rl/set_reward`: the reward of the answer `interaction_id`; None: the last one."""
+
+    reward: Reported
+    interaction_id: str | None = None
+
+
+class RewardSet(Wire):
+    message: str = "success"
+
+
+class SessionEnded(Wire):
+    """`POST /v1/rl/end_session`: the rollout is on disk. It has `interaction_count` answers; with
+    none it is not trained on."""
+
+    message: str = "success"
+    interaction_count: int

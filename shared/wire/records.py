@@ -1,16 +1,15 @@
-"""The jobs API: bodies that contain the job itself, such as a submission and a job's record, and
-its stored rollouts."""
+"""The jobs API: bodies that contain the job itself, such as a submission and a job's record; its
+stored rollouts; and the report of a job of 0 steps, which compares models on held-out problems."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
 
 from shared.documented import Plain
 from shared.job import Job, RewardSpec
-from shared.wire.base import Listing, Message, Wire
+from shared.wire.base import JobId, Listing, Message, Wire
 from shared.wire.jobs import JobSummary
 from shared.wire.packed import Logprobs, Mask
 from shared.wire.planning import Plan
@@ -144,9 +143,6 @@ class GroupList(Listing[GroupSummary]):
     steps: tuple[int, ...]
     dropped: int = 0
 
-    def listed(self) -> Sequence[GroupSummary]:
-        return self.groups
-
 
 class ProblemStep(Wire):
     """A problem's group in one step."""
@@ -163,9 +159,6 @@ class ProblemHistory(Listing[ProblemStep]):
     steps: tuple[ProblemStep, ...]
     next_before: int | None = None
 
-    def listed(self) -> Sequence[ProblemStep]:
-        return self.steps
-
 
 class RolloutList(Listing[GradedRollout]):
     """A page of a step's rollouts, all of a prompt's group in a row. `next_after` goes back as
@@ -174,9 +167,6 @@ class RolloutList(Listing[GradedRollout]):
     step: int
     rollouts: tuple[GradedRollout, ...]
     next_after: int | None = None
-
-    def listed(self) -> Sequence[GradedRollout]:
-        return self.rollouts
 
 
 class RegradeRequest(Wire):
@@ -220,3 +210,51 @@ class RegradeReport(Wire):
 
     steps: tuple[RegradedStep, ...]
     examples: tuple[RegradedRollout, ...]
+
+
+class Estimate(Wire):
+    """The mean over `num_problems` problems, and its 95 % confidence interval: None for one problem
+    or equal values.
+
+    `p_value` is for a difference on few problems, by an exact permutation test: None if more than
+    16 problems differ, or if this is no difference."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    p_value: float | None = None
+    num_problems: int
+
+
+class ModelScores(Wire):
+    """A model's scores on a held-out set, by metric: reward, pass@k, completions/mean_length
+    (tokens), completions/clipped_ratio (the share that `max_tokens` cut off). `missing_rewards` and
+    `errored_rollouts` are shares of its completions, which count nowhere else.
+
+    `differences` are its metrics minus the first model's, over the same problems; empty for the
+    first model."""
+
+    name: str
+    metrics: dict[str, Estimate]
+    differences: dict[str, Estimate] = {}
+    missing_rewards: float
+    errored_rollouts: float
+
+
+class SetReport(Wire):
+    """The models on one held-out set. `data.eval` is called ""; messages call the set `source`."""
+
+    name: str
+    source: str
+    num_problems: int
+    num_samples: int
+    models: tuple[ModelScores, ...]
+
+
+class EvaluationReport(Wire):
+    """The result of the job `id`, which evaluated models: the `evaluation` in its summary."""
+
+    id: JobId
+    temperature: float
+    seed: int
+    sets: tuple[SetReport, ...]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pydantic import Field
 
 from shared.job import Job
@@ -171,9 +169,6 @@ class Checkpoint(Wire):
 class CheckpointList(Listing[Checkpoint]):
     checkpoints: tuple[Checkpoint, ...]
 
-    def listed(self) -> Sequence[Checkpoint]:
-        return self.checkpoints
-
 
 class CheckpointFile(Wire):
     """A file of a checkpoint: its `name` is the path below the checkpoint's folder, and `crc32`
@@ -190,6 +185,3 @@ class CheckpointFiles(Listing[CheckpointFile]):
 
     step: int
     files: tuple[CheckpointFile, ...]
-
-    def listed(self) -> Sequence[CheckpointFile]:
-        return self.files

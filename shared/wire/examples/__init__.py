@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.wire.examples.agents import AGENTS
-from shared.wire.examples.jobs import JOBS
+from shared.wire.examples.jobs import AGENTS, JOBS
 from shared.wire.examples.openai import OPENAI
 from shared.wire.examples.services import REWARDS, SAMPLERS, TRAINERS
 

@@ -1,11 +1,70 @@
-"""Examples of the jobs API: records, plans, events and keys."""
+"""Examples of the jobs API (records, plans, events, keys) and of agents that run elsewhere."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from shared.wire.examples.openai import CHECKPOINT, ID, JOB, PART, REWARD, TIME
-from shared.wire.examples.planning import PLAN
+
+PLAN = {
+    "model": "/models/tiny",
+    "num_parameters": 494032768,
+    "num_trainable": 494032768,
+    "learning_rate": 1e-6,
+    "dtype": "bfloat16",
+    "gpus": "1xA10G",
+    "fits": True,
+    "placement": {
+        "kind": "turns",
+        "trainer_ranks": 1,
+        "num_samplers": 1,
+        "tensor_parallel": 1,
+        "fits": True,
+        "trainer_room_gib": 19.9,
+        "sampler_room_gib": 13.2,
+        "trainer": {
+            "weights_gib": 0.92,
+            "reference_gib": 0.0,
+            "gradients_gib": 1.84,
+            "optimizer_gib": 5.521,
+            "activations_gib": 1.977,
+            "logits_gib": 1.37,
+            "update_gib": 0.0,
+            "buffers_gib": 1.49,
+            "overhead_gib": 1.0,
+            "peak_gib": 13.002,
+            "host_gib": 0.0,
+        },
+        "sampler": {
+            "weights_gib": 0.92,
+            "cache_gib": 3.0,
+            "least_cache_gib": 0.375,
+            "overhead_gib": 1.914,
+            "cache_bytes_per_token": 12288,
+            "sequences": 256,
+        },
+        "time": {
+            "sample_s": 7.9,
+            "train_s": 44.8,
+            "sync_s": 0.2,
+            "step_s": 52.9,
+            "source": "tabled",
+        },
+        "settings": {"HONE_COLOCATE": "1", "HONE_TRAINER_RANKS": "1"},
+    },
+    "steps": 160,
+    "prompt_tokens": 512,
+    "completion_tokens": 512,
+    "cost": {
+        "currency": "USD",
+        "per_hour": 1.1016,
+        "per_step": 0.016,
+        "hours": 2.351,
+        "total": 2.59,
+        "source": "HONE_PRICE_PER_HOUR",
+    },
+    "notes": ["prompts are taken to be of 512 tokens (--prompt-tokens)"],
+}
 
 SUMMARY = {
     "id": ID,
@@ -213,4 +272,29 @@ JOBS: dict[str, Any] = {
     "CreatedKey": {**KEY, "secret": "hone_dashboard_" + 43 * "x"},
     "KeyList": {"keys": [KEY]},
     "KeyRevoked": {"name": "dashboard"},
+}
+
+WORKER, LEASE = "host-7-4242", "kX2vJb0s7m1QeZr4aTgY9w"
+
+AGENTS: dict[str, Any] = {
+    "SessionRecord": {"name": "task-1", "job_id": "countdown-1", "group": None, "waits": 1},
+    "LeaseEpisodes": {"worker": WORKER, "num": 4, "wait_s": 10.0},
+    "LeasedEpisodes": {
+        "episodes": [
+            {
+                "id": LEASE,
+                "job_id": ID,
+                "row": {"prompt": "12 47 -> 59:", "target": 59},
+                "prompt": "12 47 -> 59:",
+                "path": "/v1",
+                "api_key": "sk-hone-...",
+                "deadline_s": 1800.0,
+                "lease_s": 15.0,
+            }
+        ]
+    },
+    "RenewLeases": {"worker": WORKER, "ids": [LEASE]},
+    "LeasesRenewed": {"unwanted": []},
+    "EpisodeResult": {"reward": 1.0, "metrics": {"guesses": 3.0}},
+    "ResultTaken": {"id": LEASE, "taken": True},
 }

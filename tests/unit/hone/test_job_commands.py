@@ -28,7 +28,7 @@ from shared.wire import (
     Recovered,
     RecoveredJob,
 )
-from shared.wire.examples.planning import PLAN
+from shared.wire.examples.jobs import PLAN
 from tests.support.job_records import record
 
 WAITS_FOR = {
