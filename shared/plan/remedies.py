@@ -4,6 +4,7 @@ arithmetic."""
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,18 +19,18 @@ COUNTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that saves memory, with its cost: the cheapest combination has the least sum of
-    costs. `apply` returns the job with the change, or None if the job has it already."""
+    """A change of the job's key `key` that saves memory, with its cost: the cheapest combination
+    has the least sum of costs. `apply` returns the job with the change, or None if the job has it
+    already."""
 
     key: str
     why: str
     cost: int
     apply: Callable[[PlanInput], Job | None]
-    value: Callable[[Job], Any]
     learned: bool = False
 
     def change(self, job: Job) -> Change:
-        found = self.value(job)
+        found = operator.attrgetter(self.key)(job)
         text = str(found).lower() if isinstance(found, bool) else str(found)
         return Change(key=self.key, value=text, why=self.why, learned=self.learned)
 
@@ -133,7 +134,6 @@ MICRO_BATCH = Remedy(
     "fewer tokens in a pass, and more passes",
     1,
     _halved,
-    lambda job: job.memory.micro_batch_tokens,
 )
 
 OFFLOAD = Remedy(
@@ -141,7 +141,6 @@ OFFLOAD = Remedy(
     "master weights and Adam's moments are in the host's memory and updated there",
     8,
     _offloaded,
-    lambda job: job.memory.offload_optimizer,
 )
 
 REMEDIES = (
@@ -151,21 +150,18 @@ REMEDIES = (
         "the sampler holds no longer sequence; the longest prompt has its whole completion",
         1,
         _shorter,
-        lambda job: job.max_model_len,
     ),
     Remedy(
         "memory.gradient_checkpointing",
         "layers are computed again in the backward pass: a third more time",
         2,
         _checkpointed,
-        lambda job: job.memory.gradient_checkpointing,
     ),
     Remedy(
         "memory.zero_stage",
         "ranks share the weights too, and gather them while they compute",
         4,
         _spread,
-        lambda job: job.memory.zero_stage,
     ),
     OFFLOAD,
     Remedy(
@@ -173,7 +169,6 @@ REMEDIES = (
         "only adapters are trained, which is another way to learn",
         100,
         _adapted,
-        lambda job: None if job.lora is None else job.lora.rank,
         learned=True,
     ),
 )
