@@ -20,7 +20,7 @@ from pathlib import Path
 from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import Found, newest_whole
 from services.trainer.disk.folders import sweep
-from services.trainer.disk.weights import METHODS, Publisher, volume_dir
+from services.trainer.disk.weights import Publisher, volume_dir
 from services.trainer.engine import Engine, OutOfMemory, Update
 from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.schedule import learning_rate
@@ -30,7 +30,7 @@ from services.trainer.processes.together import Ranks, SaveAll
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.host.logs import get_logger
 from shared.http import codec
-from shared.job import Job
+from shared.job import SYNC_METHODS, Job
 from shared.job.job import same_learning
 from shared.settings import Settings
 from shared.weights.meeting import memory_space
@@ -181,7 +181,7 @@ class Trainer:
                 f"got version {request.version}, expected {loaded.step}, the last applied step",
                 code="out_of_order",
             )
-        is_adapter = METHODS[request.method].is_adapter
+        is_adapter = SYNC_METHODS[request.method].is_adapter
         if is_adapter and loaded.request.job.lora is None:
             raise BadRequest(
                 f"got method {request.method!r} for job {request.job_id!r}, which has no [lora] "

@@ -21,12 +21,14 @@ class SyncTraits:
     same way. `is_given_up`: the job does not go this way again once it failed.
 
     `is_live`: weights are taken where they are trained, without files, by the samplers that are up.
+    `is_adapter`: only an adapter goes, and it is loaded beside the model's weights.
     `ends_requests`: loading a version ends what the sampler's engine samples."""
 
     published_again: SyncMethod | None = None
     loaded_again: SyncMethod | None = None
     is_given_up: bool = False
     is_live: bool = False
+    is_adapter: bool = False
     ends_requests: bool = False
 
 
@@ -37,7 +39,7 @@ SYNC_METHODS: dict[SyncChoice, SyncTraits] = {
     "http": SyncTraits(),
     "delta": SyncTraits(),
     # after an adapter the merged weights
-    "lora": SyncTraits(published_again="http", is_given_up=True),
+    "lora": SyncTraits(published_again="http", is_given_up=True, is_adapter=True),
     "reload": SyncTraits(published_again="restart", loaded_again="restart", ends_requests=True),
     "restart": SyncTraits(ends_requests=True),
     "nccl": SyncTraits(published_again="http", is_given_up=True, is_live=True),

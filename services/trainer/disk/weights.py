@@ -218,100 +218,107 @@ class Device:
             sending.stop() if wait else sending.leave()
 
 
-@dataclass(frozen=True)
-class Places:
-    """The places of one job's versions: shared memory, the changes between versions, adapters, the
-    shared volume, and the device."""
+class Publisher:
+    """The published weights of one job. Only rank 0 has a publisher, and writes what all ranks
+    gather. `live` returns the tensors on the device where they are trained. Its versions are in
+    shared memory, with the changes between them, as adapters, on the shared volume, and on the
+    device."""
 
-    memory: Folders
-    deltas: Deltas
-    adapters: Folders
-    volume: Folders
-    device: Device
+    def __init__(
+        self, settings: Settings, job_id: str, live: Callable[[], Mapping[str, Any]] = dict
+    ) -> None:
+        in_memory, on_volume = settings.shm_dir / job_id, volume_dir(settings.runs_dir, job_id)
+        self.memory = Folders(in_memory)
+        self.deltas = Deltas(in_memory)
+        self.adapters = Folders(in_memory, ADAPTER)
+        self.volume = Folders(on_volume, durable=True, commit=settings.runs_commit)
+        self.device = Device(live, settings.host, settings.transfer_deadline_s)
+
+    def publish(self, request: PublishRequest, size_bytes: int, save: Save) -> AnyWeights:
+        """Returns the reference of the version. `save(folder)` writes it, if it goes as files and
+        is not written already."""
+        return METHODS[request.method](self, request, size_bytes, save)
+
+    def stop_sending(self) -> None:
+        """Returns once no sampler receives weights from the device. Then they may change."""
+        self.device.stop()
+
+    def close(self) -> None:
+        """Frees the shared memory of this job, also what a killed process has left."""
+        self.device.stop(wait=False)
+        self.deltas.forget()
+        self.adapters.free()
+        self.memory.free()
 
 
-Publish = Callable[[Places, PublishRequest, int, Save], AnyWeights]
+Publish = Callable[[Publisher, PublishRequest, int, Save], AnyWeights]
 """Returns the reference of a version of about so many bytes. `Save` writes it, if it goes as files
 and is not written already."""
 
 
-@dataclass(frozen=True)
-class Method:
-    """A row of `METHODS`. `is_adapter`: it publishes the adapter alone."""
-
-    publish: Publish
-    is_adapter: bool = False
-
-
-def in_folder(place: Callable[[Places], Folders]) -> Publish:
+def in_folder(place: Callable[[Publisher], Folders]) -> Publish:
     def publish(
-        places: Places, request: PublishRequest, size_bytes: int, save: Save
+        job: Publisher, request: PublishRequest, size_bytes: int, save: Save
     ) -> FolderWeights:
-        written = place(places).write(request.version, size_bytes, save)
+        written = place(job).write(request.version, size_bytes, save)
         return FolderWeights(**request.model_dump(), **written.proof(), path=str(written.folder))
 
     return publish
 
 
-def fetched(places: Places, request: PublishRequest, size_bytes: int, save: Save) -> HttpWeights:
-    written = places.memory.write(request.version, size_bytes, save)
+def fetched(job: Publisher, request: PublishRequest, size_bytes: int, save: Save) -> HttpWeights:
+    written = job.memory.write(request.version, size_bytes, save)
     return HttpWeights(
         **request.model_dump(), **written.proof(), files=files_to_fetch(request.job_id, written)
     )
 
 
-def changes(places: Places, request: PublishRequest, size_bytes: int, save: Save) -> DeltaWeights:
-    base = places.memory.newest_before(request.version)
-    whole = places.memory.write(request.version, size_bytes, save)
+def changes(job: Publisher, request: PublishRequest, size_bytes: int, save: Save) -> DeltaWeights:
+    base = job.memory.newest_before(request.version)
+    whole = job.memory.write(request.version, size_bytes, save)
     if base is not None:
         ends = (base.folder, base.digest), (whole.folder, whole.digest)
-        places.deltas.add(request.version, *ends, whole.size_bytes)
+        job.deltas.add(request.version, *ends, whole.size_bytes)
     steps = tuple(
-        DeltaStep(
-            base_digest=step.base_digest,
-            digest=step.digest,
-            file=_fetchable(request.job_id, step.file),
-            num_changed=step.num_changed,
-            num_elements=step.num_elements,
-        )
-        for step in places.deltas.leading_to(whole.digest)
+        DeltaStep(**vars(step) | {"file": _fetchable(request.job_id, step.file)})
+        for step in job.deltas.leading_to(whole.digest)
     )
     files = files_to_fetch(request.job_id, whole)
     return DeltaWeights(**request.model_dump(), **whole.proof(), files=files, steps=steps)
 
 
-def broadcast(places: Places, request: PublishRequest, _: int, __: Save) -> BroadcastWeights:
-    proof = places.device.sealed(request.version).proof()
-    sending = places.device.send()
+def broadcast(job: Publisher, request: PublishRequest, _: int, __: Save) -> BroadcastWeights:
+    proof = job.device.sealed(request.version).proof()
+    sending = job.device.send()
     return BroadcastWeights(
         **request.model_dump(),
         **proof,
-        deadline_s=places.device.deadline_s,
+        deadline_s=job.device.deadline_s,
         port=sending.port,
         key=sending.key,
         chunks=sending.layout,
     )
 
 
-def shared(places: Places, request: PublishRequest, _: int, __: Save) -> SharedWeights:
+def shared(job: Publisher, request: PublishRequest, _: int, __: Save) -> SharedWeights:
     from services.trainer.transfer import share
 
-    gpu, tensors = share(places.device.tensors())
+    gpu, tensors = share(job.device.tensors())
     return SharedWeights(
         **request.model_dump(),
-        **places.device.sealed(request.version).proof(),
-        deadline_s=places.device.deadline_s,
+        **job.device.sealed(request.version).proof(),
+        deadline_s=job.device.deadline_s,
         gpu=gpu,
         shared=tensors,
     )
 
 
-def adapter(places: Places, request: PublishRequest, size_bytes: int, save: Save) -> AdapterWeights:
+def adapter(job: Publisher, request: PublishRequest, size_bytes: int, save: Save) -> AdapterWeights:
     def saved(folder: Path) -> dict[str, str]:
         save(folder)
         return adapter_digests(folder)
 
-    written = places.adapters.write(request.version, size_bytes, saved)
+    written = job.adapters.write(request.version, size_bytes, saved)
     return AdapterWeights(
         **request.model_dump(),
         **written.proof(),
@@ -321,55 +328,19 @@ def adapter(places: Places, request: PublishRequest, size_bytes: int, save: Save
     )
 
 
-shared_volume = in_folder(lambda places: places.volume)
+shared_volume = in_folder(lambda job: job.volume)
 
-METHODS: dict[SyncMethod, Method] = {
-    "shm": Method(in_folder(lambda places: places.memory)),
-    "disk": Method(shared_volume),
-    "http": Method(fetched),
-    "delta": Method(changes),
-    "lora": Method(adapter, is_adapter=True),
-    "reload": Method(shared_volume),
-    "restart": Method(shared_volume),
-    "nccl": Method(broadcast),
-    "ipc": Method(shared),
+METHODS: dict[SyncMethod, Publish] = {
+    "shm": in_folder(lambda job: job.memory),
+    "disk": shared_volume,
+    "http": fetched,
+    "delta": changes,
+    "lora": adapter,
+    "reload": shared_volume,
+    "restart": shared_volume,
+    "nccl": broadcast,
+    "ipc": shared,
 }
-
-
-class Publisher:
-    """The published weights of one job. Only rank 0 has a publisher, and writes what all ranks
-    gather. `live` returns the tensors on the device where they are trained."""
-
-    def __init__(
-        self, settings: Settings, job_id: str, live: Callable[[], Mapping[str, Any]] = dict
-    ) -> None:
-        self._places = Places(
-            memory=Folders(settings.shm_dir / job_id),
-            deltas=Deltas(settings.shm_dir / job_id),
-            adapters=Folders(settings.shm_dir / job_id, ADAPTER),
-            volume=Folders(
-                volume_dir(settings.runs_dir, job_id),
-                durable=True,
-                commit=settings.runs_commit,
-            ),
-            device=Device(live, settings.host, settings.transfer_deadline_s),
-        )
-
-    def publish(self, request: PublishRequest, size_bytes: int, save: Save) -> AnyWeights:
-        """Returns the reference of the version. `save(folder)` writes it, if it goes as files and
-        is not written already."""
-        return METHODS[request.method].publish(self._places, request, size_bytes, save)
-
-    def stop_sending(self) -> None:
-        """Returns once no sampler receives weights from the device. Then they may change."""
-        self._places.device.stop()
-
-    def close(self) -> None:
-        """Frees the shared memory of this job, also what a killed process has left."""
-        self._places.device.stop(wait=False)
-        self._places.deltas.forget()
-        self._places.adapters.free()
-        self._places.memory.free()
 
 
 def volume_dir(runs_dir: Path, job_id: str) -> Path:
