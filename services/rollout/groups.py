@@ -2,8 +2,8 @@
 completion as a message.
 
 A request is a turn of a conversation if it has `tools` or `known`. The caller keeps the
-conversation: it sends all messages, and the tokens of those that it `known`s. Nothing of it stays
-in this process, so any sampler can answer any turn.
+conversation: it sends all messages, and the tokens it already has (`known`). Nothing of it stays in
+this process, so any sampler can answer any turn.
 """
 
 from __future__ import annotations

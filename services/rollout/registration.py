@@ -68,7 +68,7 @@ async def _renew(
             answer = await orchestrator.call(
                 "PUT", _path(now.replica), body, RegisteredSampler, deadline_s=ANSWER_S
             )
-        except Exception as error:  # the last resort of a task that nobody waits for
+        except Exception as error:  # nothing awaits this task, so it would be lost
             is_known = isinstance(error, HoneError)
             reason = error.detail if is_known else f"{type(error).__name__}: {error}"
             if reason != logged:

@@ -217,8 +217,8 @@ class Running:
             await self.go_on()
 
     async def end_pauses(self) -> None:
-        """Ends a pause and a sleep by hand, which a job knows nothing of. A dead engine is left as
-        it is, and so is one that does not wake."""
+        """Ends a pause and a sleep by hand, which a job knows nothing of. An engine that is dead or
+        does not wake is left as it is."""
         was_paused, self.is_paused = self.is_paused, False
         if await self.failure():
             return

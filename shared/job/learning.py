@@ -36,9 +36,9 @@ class AdvantageSpec(Section):
     credit: Literal["episode", "returns", "turns"] = "episode"
     """Which tokens of a conversation a reward credits. "episode": all, with the rollout's
     advantage. The other two give each turn, an answer of the model, an advantage of its own, from
-    the rewards that turns earn from it on. "returns" compares them with those of all turns of the
-    group (arXiv 2511.14846), "turns" with those of the same turn in the group's other rollouts
-    (arXiv 2505.11821). Equations are in services/orchestrator/loop/turns.py."""
+    the rewards that turns earn from it on. "returns" compares them with all turns of the group
+    (arXiv 2511.14846), "turns" with the same turn in the group's other rollouts (arXiv 2505.11821).
+    Equations are in services/orchestrator/loop/turns.py."""
 
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """What a reward counts for the turn before the one that earned it, 0 to 1, with `credit` by

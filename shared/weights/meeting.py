@@ -1,5 +1,5 @@
-"""How trainer and sampler meet to move weights from device to device (`weight_sync = "nccl"`), in a
-store of torch's under the version's key. Before anything else is sent, a first collective shows
+"""How trainer and sampler meet to move weights from device to device, in a store of torch's under
+the version's key. Before anything else is sent, a first collective shows
 that they reach each other.
 
     asked          how many samplers have asked
@@ -31,14 +31,13 @@ ERROR_HANDLING, CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
 
 _changing = threading.Lock()
 _before: list[str | None] = []
-"""The variable's value before each block under way: a thread that hangs may be in one."""
+"""The variable's value before each block under way. A thread that hangs may be in such a block."""
 
 
 def memory_space() -> str | None:
-    """Returns what two processes have to have in common for one to read the other's memory of a GPU
-    (`weight_sync = "ipc"`): the host, the PID namespace, by whose numbers CUDA names the process
-    that has a block, and /dev/shm, where torch counts who reads it. Containers have their own of
-    the last two. None where that is not known."""
+    """Returns what two processes must share for one to read the other's memory of a GPU: the host,
+    the PID namespace (CUDA names the process that has a block by its number) and /dev/shm (torch
+    counts the readers there). Each container has its own of the last two. None: not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pids, shm = Path("/proc/self/ns/pid").stat().st_ino, Path("/dev/shm").stat().st_dev

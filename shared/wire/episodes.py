@@ -72,8 +72,8 @@ class EpisodeStepped(Wire):
 
 class CloseEpisode(EpisodeOf):
     """`POST /episodes/close`: ends the episode, and returns its reward if the environment has
-    `get_reward`. `rewarded` false: it failed, and nobody needs its reward. `attributes`: reward
-    functions need those of the environment."""
+    `get_reward`. `rewarded` false: it failed, and its reward is not needed. `attributes`: reward
+    functions need the environment's attributes."""
 
     rewarded: bool = True
     attributes: bool = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from shared.wire.base import JobId, Listing, Wire
@@ -87,6 +86,3 @@ class FindingList(Listing[Finding]):
     step: int
     well: bool
     findings: tuple[Finding, ...]
-
-    def listed(self) -> Sequence[Finding]:
-        return self.findings

@@ -109,9 +109,9 @@ class Span(Wire):
 
 
 class Branch(Wire):
-    """Another row of the same rollout: what was sampled after other tokens than those of the
-    rollout's own row, because its history was written anew. `because` says how. Its columns are as
-    in `Rollout`. No token is sampled in two rows: what another row has sampled stands in
+    """Another row of the same rollout: what was sampled after other tokens than the rollout's own
+    row has, because its history was written anew. `because` says how. Its columns are as in
+    `Rollout`. No token is sampled in two rows: what another row has sampled stands in
     `prompt_token_ids`."""
 
     prompt_token_ids: TokenIds
@@ -147,8 +147,8 @@ class Rollout(Wire):
     or `min_p`, and `kept_ids` lists these tokens, position by position. A count of 0, or none at
     all: the whole vocabulary, as far as is known (`EngineSpec.sampling_masks`).
 
-    `advantages` `[T]` came with a rollout that was sampled elsewhere, and replace the one that Hone
-    computes from its group's rewards; empty: none came.
+    `advantages` `[T]` came with a rollout that was sampled elsewhere, and replace the advantage
+    that Hone computes from its group's rewards; empty: none came.
 
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`, and
     `turns` the index of the first token of each answer; empty: one answer, from the first token on.

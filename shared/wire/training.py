@@ -78,8 +78,8 @@ class TrainerState(Fencing):
 
     `num_trainable` counts the parameters that change (fewer under LoRA). `skipped_steps` counts
     steps that changed no weight, because a loss or gradient was not finite. `resumed_step` is the
-    checkpoint that the job resumed from, and `damaged` names newer ones that could not be used.
-    `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest
+    checkpoint that the job resumed from, and `damaged` names newer checkpoints that could not be
+    used. `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest
     failure. `boot_id` identifies this start of the ranks. `doing` says what takes long now, if it
     is not the requested work. `gpu` is the UUID of rank 0's GPU; a sampler on the same GPU can read
     its memory if both have the same `memory_space` (shared/weights/meeting.py). `taken` says why

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 
 from services.orchestrator.environments.environment import LOST
 from services.orchestrator.play.recording import branch
+from services.orchestrator.play.token_row import TokenRow
 from services.orchestrator.pool.services import Services
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.job import EnvironmentSpec, Job
-from shared.token_row import TokenRow
 from shared.wire import (
     Branch,
     EpisodeClosed,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shared.token_row import TokenRow
+from services.orchestrator.play.token_row import TokenRow
 from shared.wire import Branch, Message, Rollout, RolloutGroup
 from shared.wire.packed import TokenIds
 

@@ -1,7 +1,7 @@
 """One worker for each job's file with environments or tools, in a sandbox of its own, and what it
 says to all its episodes at once.
 
-Workers are kept as those of reward functions are: the least recently used is ended for another one,
+Workers are kept as for reward functions: the least recently used is ended to make room for another,
 but never while it has episodes. A worker without episodes is stopped.
 """
 

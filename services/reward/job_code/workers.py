@@ -188,8 +188,8 @@ class FunctionWorkers:
 
     @contextlib.asynccontextmanager
     async def _entry(self, own: Own) -> AsyncGenerator[_Entry]:
-        """Yields this function's entry, locked, after closing surplus workers that nobody uses, the
-        least recently used first."""
+        """Yields this function's entry, locked, after closing surplus workers that no call uses,
+        the least recently used first."""
         key = own.key
         entry = self._entries.setdefault(key, _Entry())
         self._entries.move_to_end(key)
@@ -315,7 +315,7 @@ class FunctionWorkers:
 
 async def _asked(worker: Worker, message: Mapping[str, Any], deadline_s: float) -> Any:
     """Returns the worker's untrusted answer to this message. It has to repeat the message's number,
-    which nobody knows before the call, so that a function cannot answer in advance."""
+    which is drawn for this call, so that a function cannot answer in advance."""
     number = secrets.token_hex(8)
     answer = await worker.ask({**message, "call": number}, deadline_s)
     if not isinstance(answer, dict) or answer.pop("call", None) != number:

@@ -3,7 +3,7 @@ the number of all processes in the slot together, meters their CPU time, and giv
 same share of the cores. Without it, each process has its own memory limit and its own share of the
 cores, and the slot's user has a limit of processes.
 
-    version 2   the service's own group must be writable and hold nobody else (systemd:
+    version 2   the service's own group must be writable and hold no other process (systemd:
                 Delegate=yes; or a container whose /sys/fs/cgroup is writable): the service moves
                 itself to `<own>/hone-service`, slots are `<own>/hone-slot-*`
     version 1   root only: `<own>/hone-slot-*` under each of the controllers memory, pids, cpuacct

@@ -323,8 +323,8 @@ def _plain(message: bytes) -> Any:
 
 
 def _outside_uid(number: int) -> int | None:
-    """Returns the slot's user outside: if the service is root, a uid that nobody has; None (the
-    same user) if there is no choice."""
+    """Returns the slot's user outside: a uid that no user of the host has, if the service is
+    root; else None (the same user)."""
     if os.geteuid() != 0:
         return None
     uid = OUTSIDE_UID + number

@@ -16,7 +16,7 @@ from shared.wire import ExecuteRequest, Execution
 MAX_DEPTH = 64
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""A string of JSON, also one that does not end, so that no text is read twice."""
+"""A string of JSON, even if its end is missing, so that no text is read twice."""
 
 
 class NotDecoded(Exception):

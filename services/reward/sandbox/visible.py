@@ -1,4 +1,4 @@
-"""Which paths of the host a slot may read: those that Python needs, the packages of
+"""Which paths of the host a slot may read: the paths that Python needs, the packages of
 HONE_SANDBOX_PACKAGES, and for a job's own functions all installed packages.
 
 Nothing else of the host exists inside: no home, no /etc but the linker's cache, no /proc, no /sys,

@@ -108,8 +108,8 @@ class LoadedAdapters:
             self._retire(before)
 
     def _retire_beyond_limit(self) -> None:
-        """Retires the adapters that were loaded longest ago, except the one that serves and the
-        newest."""
+        """Retires the adapters that were loaded longest ago, except the adapter that serves and
+        the newest."""
         *older, _ = self._newest
         spare = [name for name in older if self._newest[name] is not self.serving]
         for name in spare[: max(0, len(self._newest) - self._limit)]:

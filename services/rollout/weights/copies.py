@@ -124,8 +124,8 @@ class Copies:
 
 
 def update(tensors: dict[str, StoredTensor], frames: dict[str, StoredTensor]) -> None:
-    """Applies each frame to the tensor of its name, in its file. Raises Failed for a frame of an
-    unknown tensor, or one that is damaged."""
+    """Applies each frame to the tensor of its name, in its file. Raises Failed for a damaged
+    frame, or a frame of an unknown tensor."""
     for name, frame in frames.items():
         if name not in tensors:
             raise Failed(f"a delta changes the tensor {name!r}, which the version before lacks")

@@ -67,7 +67,7 @@ class Load:
         return running.serving
 
     async def run_unpublished(self, load: Act) -> None:
-        """Loads weights of no version, so the next job finds none that it could go on with."""
+        """Loads weights of no version, so the next job finds none to go on with."""
         await self._load_weights(Proven("", load))
         self.running.forget()
 

@@ -16,11 +16,7 @@ from pydantic import BaseModel, Field, ValidationError
 from shared.errors import Conflict, Failed
 from shared.weights.checkpoints import CONFIG, PREFIX, adapter_digests
 from shared.weights.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
-from shared.wire import (
-    AdapterWeights,
-    Canary,
-    Published,
-)
+from shared.wire import AdapterWeights, Canary, Published
 from shared.wire.packed import Logprobs
 
 TIED = "lm_head.weight"
@@ -73,7 +69,7 @@ def expected_of(
 
 def proven_digest(ref: Published, found: Path, expected: Expected) -> str:
     """Returns the digest of all tensors in the folder `found`. Raises Failed if they cannot be
-    read, and what `verified` raises."""
+    read or are not `ref`'s (code "digest_differs"), or are not the model's ("tensors_differ")."""
     try:
         stored = stored_tensors(found)
         digests = tensor_digests(stored)
@@ -82,7 +78,9 @@ def proven_digest(ref: Published, found: Path, expected: Expected) -> str:
             f"version {ref.version} in {str(found)!r} cannot be read: {error}; it was not loaded",
             code="digest_differs",
         ) from error
-    return verified(ref, stored, digests, expected)
+    check_digest(ref, digests)
+    check_tensors(ref, stored, expected)
+    return ref.digest
 
 
 def proven_adapter(ref: AdapterWeights, found: Path, expected: Expected) -> str:
@@ -122,19 +120,6 @@ def announced_digest(ref: Published, tensors: Shapes, expected: Expected) -> str
             f"version {ref.version} does not fit the model: {difference}; it was not loaded",
             code="tensors_differ",
         )
-    return ref.digest
-
-
-def verified(
-    ref: Published,
-    stored: Mapping[str, StoredTensor],
-    digests: Mapping[str, str],
-    expected: Expected,
-) -> str:
-    """Returns the digest of all tensors. Raises Failed if it is not `ref`'s (code
-    "digest_differs") or the tensors are not the model's ("tensors_differ")."""
-    check_digest(ref, digests)
-    check_tensors(ref, stored, expected)
     return ref.digest
 
 

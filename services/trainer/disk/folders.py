@@ -64,8 +64,8 @@ def discard(folder: Path) -> None:
 def reuse(spare: Path, folder: Path) -> None:
     """Moves the weight files of `spare`, if it exists, into `folder`, to be written over, and
     removes the rest of it. A file that a process still reads or maps is removed too, and that
-    process goes on with the old content. A file is moved before it is checked, so that nobody can
-    open it by its old name after the check."""
+    process goes on with the old content. A file is moved before it is checked, so that no process
+    can open it by its old name after the check."""
     for file in spare.glob("*.safetensors"):
         moved = file.rename(folder / file.name)
         if not _is_unused(moved):

@@ -127,7 +127,7 @@ class Staging:
 
     @contextmanager
     def buffer(self) -> Iterator[Tensor]:
-        """Yields a buffer that no other thread has meanwhile: one that is free, or a new one."""
+        """Yields a free buffer, or a new one. No other thread has it meanwhile."""
         try:
             buffer = self._free.get_nowait()
         except Empty:

@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils.hub import cached_file, cached_files
 
+from services.trainer.zero.host_memory import as_bytes
 from shared.errors import BadRequest, Conflict, HoneError, first_line, from_problem
 from shared.job import Job
 from shared.model import architectures
@@ -114,7 +115,7 @@ def load_on_all_ranks(
     shared = list(model.buffers()) if spread else [*model.parameters(), *model.buffers()]
     if dist.get_world_size() > 1:
         for tensor in shared:
-            dist.broadcast(_bytes_of(tensor), src=0)
+            dist.broadcast(as_bytes(tensor), src=0)  # not every backend takes every dtype
     return model
 
 
@@ -135,10 +136,6 @@ def _read_by_rank_0(job: Job, dtype: torch.dtype, place: torch.device) -> Any:
         if found is not None:
             raise from_problem(found["status"], found, "a rank")
     return model
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)  # not every backend takes every dtype
 
 
 def load_model(job: Job, dtype: torch.dtype, device: torch.device) -> Any:

@@ -23,9 +23,7 @@ from torch import Tensor, nn
 
 from shared.errors import BadRequest
 from shared.job import Job, MemorySpec, TrainingSpec
-
-MAX_BUCKET = 200_000_000
-"""Elements that are reduced or gathered at a time, and so the size of DeepSpeed's own buffers."""
+from shared.plan.memory import MAX_BUCKET
 
 NORM_PIECE = 1 << 22
 """Elements of a gradient whose norm is taken at a time."""

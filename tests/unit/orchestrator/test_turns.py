@@ -14,11 +14,11 @@ from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.groups import teaches
 from services.orchestrator.loop.metrics import reward_metrics
 from services.orchestrator.play.recording import branch
+from services.orchestrator.play.token_row import TokenRow
 from services.reward.graders.own_code import NoParams, environment
 from shared.errors import Failed
 from shared.http import codec
 from shared.job import Job
-from shared.token_row import TokenRow
 from shared.wire import (
     Batch,
     Part,

@@ -12,7 +12,6 @@ second sandbox (`proxy.py`).
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from services.reward.graders.code_tests.sound import (
     always_holds,
     bound_names,
     loaded_names,
+    nodes,
 )
 from services.reward.grading.expressions import parse_program
 from services.reward.grading.limited.assertions import FUNCTIONS, supported
@@ -59,7 +59,7 @@ def from_asserts(tests: str, entry_point: str | None = None, setup: str = "") ->
     of_setup = BUILTINS | bound_names(parse_program(setup))
     called = {
         node.func.id
-        for node in _walk(body)
+        for node in nodes(body)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     } - (of_setup | bound_names(ast.Module(body, [])))
     return _suite(
@@ -205,10 +205,6 @@ def _idle(part: ast.stmt) -> bool:
     return isinstance(part, ast.Pass) or (
         isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant | ast.Name)
     )
-
-
-def _walk(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
-    return (node for part in body for node in ast.walk(part))
 
 
 def _free(node: ast.AST) -> frozenset[str]:

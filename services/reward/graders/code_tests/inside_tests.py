@@ -179,7 +179,7 @@ def _error(text: str) -> Exception:
     )
     try:
         return kind(message) if known else RuntimeError(text)  # pyright: ignore[reportOptionalCall]
-    except TypeError:  # one that takes other arguments, such as UnicodeDecodeError
+    except TypeError:  # its class takes other arguments, as does UnicodeDecodeError
         return RuntimeError(text)
 
 

@@ -106,7 +106,7 @@ async def run(candidate: Candidate, tests: TestCode) -> tuple[Verdict, str]:
 
 async def first_calls(candidate: Candidate, tests: TestCode) -> list[list[str]]:
     """Returns the first calls that the tests make, before they know any result. Raises
-    GradingFailed where they make none, or one that cannot be passed on."""
+    GradingFailed where they make none, or a call cannot be passed on."""
     guessed = await _turn(candidate, tests, [], guess=True)
     answer = (
         guessed if guessed.calls or guessed.how == "unfit" else await _turn(candidate, tests, [])

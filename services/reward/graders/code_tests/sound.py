@@ -129,8 +129,8 @@ def _innermost_calls(test: ast.expr, names: set[str]) -> list[str]:
 
 
 def completed(text: str, setup: str, names: frozenset[str]) -> str:
-    """Returns the tests with the imports that they lack: those of standard names that are not among
-    `names`, which the program defines."""
+    """Returns the tests with the imports that they lack, of standard names that the program does
+    not define itself (`names`)."""
     tree = parse_program(text)
     missing = sorted((_unknown(tree, setup) & STANDARD.keys()) - names)
     modules = {
@@ -248,7 +248,7 @@ def calls_for_check(tree: ast.Module) -> bool:
     top = [part for part in tree.body if not isinstance(part, ast.FunctionDef | ast.ClassDef)]
     called = any(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"
-        for node in _nodes(top)
+        for node in nodes(top)
     )
     return defined and not called
 
@@ -374,7 +374,7 @@ def _call_of(names: set[str], node: ast.AST) -> ast.Call | None:
     return None
 
 
-def _nodes(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
+def nodes(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
     return (node for part in body for node in ast.walk(part))
 
 

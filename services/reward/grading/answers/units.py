@@ -226,8 +226,8 @@ def after_number(text: str) -> Counted | None:
 
 
 def unit(text: str) -> Unit | None:
-    """Returns the unit that all of `text` is, such as "km/h" or "m s^{-1}"; None if it is none that
-    is known."""
+    """Returns the unit that all of `text` is, such as "km/h" or "m s^{-1}"; None if it is no
+    known unit."""
     text = _TEMPERATURE.sub(r" °\1", text.replace("μ ", "μ"))
     text = _WRITTEN.get(text, " ".join(_JOINT.sub(" ", text).split()))
     above, *below = re.split(r" ?/ ?| per ", text)

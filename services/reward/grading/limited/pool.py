@@ -21,7 +21,7 @@ from shared.wire import Part
 
 MAX_WORKERS = 4
 IDLE_S = 60.0
-"""Seconds that an idle process is kept. Starting one that imports math-verify takes a second of CPU
+"""Seconds that an idle process is kept. Importing math-verify in a new one takes a second of CPU
 time, so it is kept between the groups of a step."""
 
 START_S = 60.0

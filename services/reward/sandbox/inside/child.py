@@ -267,10 +267,10 @@ def facts_of(message: bytes) -> tuple[dict[str, Any], tuple[int, int, int]]:
     """Returns the facts of an ended child, and the sizes of its stdout, its stderr and its result,
     from what `Child.run` sent.
 
-    `exit` is the code, or the negative number of a signal; `limit` is the one that ended it,
+    `exit` is the code, or the negative number of a signal; `limit` says which limit ended it,
     "wall", "cpu", "idle" or None; `memory` is whose memory ran out where a child was killed:
-    "enough" (nobody's), "own limit", "host", or "unknown"; `overflow` says that more was written
-    than is kept.
+    "enough" (none ran out), "own limit", "host", or "unknown"; `overflow` says that more was
+    written than is kept.
     """
     began, code, limit, wall_s, cpu_s, memory, peak_bytes, overflow, *sizes = FACTS.unpack(message)
     facts = {

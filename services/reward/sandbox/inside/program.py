@@ -174,7 +174,7 @@ def _failure(error: BaseException, request: dict[str, Any]) -> dict[str, Any]:
 
 def _finish() -> None:
     """Ends as an interpreter would: waits for threads, runs the exit handlers, flushes the standard
-    streams, also those that the program has replaced, and files that its globals name."""
+    streams, also where the program has replaced them, and the files that its globals name."""
     for step in (threading._shutdown, atexit._run_exitfuncs):  # pyright: ignore[reportAttributeAccessIssue]
         with contextlib.suppress(BaseException):  # of the program's exit handlers
             step()

@@ -83,7 +83,7 @@ _THREAD_NAME = (15, 16)
 _LOCKS = (5, 6, 7, 36, 37, 38, 1024, 1026)
 """F_GETLK, F_SETLK, F_SETLKW, the same three of F_OFD_*, F_SETLEASE, F_NOTIFY."""
 _PIPE_SIZE = 1031
-"""F_SETPIPE_SZ: the kernel bounds the pipes of a user, who may be that of all slots."""
+"""F_SETPIPE_SZ: the kernel bounds the pipes of a user, and all slots may have the same user."""
 _AF_UNIX = 1
 _NOT_A_STREAM = 0xE
 """Bits of the types of sockets other than SOCK_STREAM."""

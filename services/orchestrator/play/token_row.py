@@ -42,7 +42,7 @@ class TokenRow:
         return sum(len(column) * column.itemsize for column in columns)
 
     def add_given(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens that nobody sampled."""
+        """Appends tokens that were not sampled."""
         self._token_ids.extend(token_ids)
         self._logprobs.extend([0.0] * len(token_ids))
         self._sampled.extend([0] * len(token_ids))
