@@ -280,7 +280,13 @@ def changes(job: Publisher, request: PublishRequest, size_bytes: int, save: Save
         ends = (base.folder, base.digest), (whole.folder, whole.digest)
         job.deltas.add(request.version, *ends, whole.size_bytes)
     steps = tuple(
-        DeltaStep(**vars(step) | {"file": _fetchable(request.job_id, step.file)})
+        DeltaStep(
+            base_digest=step.base_digest,
+            digest=step.digest,
+            file=_fetchable(request.job_id, step.file),
+            num_changed=step.num_changed,
+            num_elements=step.num_elements,
+        )
         for step in job.deltas.leading_to(whole.digest)
     )
     files = files_to_fetch(request.job_id, whole)
