@@ -65,19 +65,16 @@ async def test_a_sampler_that_dies_asleep_is_loaded_again(
     assert again[:8] == ["train_step", "publish", "reload", *recovery]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+async def test_a_job_that_cannot_take_turns_is_refused_when_it_is_submitted(
+    stack: Stack, job: Job
+) -> None:
+    for changes, message in (
         ({"max_staleness": 2}, "take turns on one GPU: got max_staleness 2, expected 0"),
         ({"weight_sync": "reload"}, 'sleeps at each step anyway: got weight_sync "reload"'),
         ({"memory": MemorySpec(zero_stage=3)}, "got memory.zero_stage 3, expected 2, or"),
-    ],
-)
-async def test_a_job_that_cannot_take_turns_is_refused_when_it_is_submitted(
-    stack: Stack, job: Job, changes: dict[str, object], message: str
-) -> None:
-    with pytest.raises(BadRequest, match=message):
-        await stack.submit(job.model_copy(update=changes))
+    ):
+        with pytest.raises(BadRequest, match=message):
+            await stack.submit(job.model_copy(update=changes))
 
 
 def test_several_samplers_cannot_take_turns_with_one_trainer(job: Job) -> None:

@@ -204,22 +204,6 @@ async def test_another_workers_batch_ends_the_work_and_not_the_job(stack: Stack)
     assert why.startswith("another batch of step 4 is stored in ")
 
 
-async def test_a_job_goes_on_at_once_after_a_service_knew_a_newer_attempt(stack: Stack) -> None:
-    """As where another stack, with a Redis of its own, used the trainer for a moment."""
-
-    async def refuse(body: Any) -> None:
-        if body.step == 3:
-            del stack.fakes.fault["train_step"]
-            raise Conflict("attempt 1 of job 'a' was superseded by 2", code="stale")
-
-    stack.settings.__dict__["lease_s"] = 3600.0
-    stack.fakes.fault["train_step"] = refuse
-    record = await stack.until((await stack.submit()).id)
-    assert (record.status, record.attempts) == ("succeeded", 2)
-    messages = [each.message for each in await stack.events(record.id) if each.type == "status"]
-    assert messages == ["queued", "running", "queued", "running", "succeeded"]
-
-
 async def test_a_job_that_is_superseded_again_and_again_pauses(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

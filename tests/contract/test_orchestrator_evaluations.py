@@ -4,7 +4,6 @@ jobs."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from hone import evaluating
 from hone.async_client import AsyncClient
 from services.orchestrator.api import history
 from services.orchestrator.store.records import Submission
-from shared.errors import BadRequest, Conflict, Failed, StateLost
+from shared.errors import BadRequest, Failed, StateLost
 from shared.http.client import Client
 from shared.job import EvaluatedModel, Job
 from shared.job.file import parse_job
-from shared.settings import Settings
 from shared.wire import (
     DryRun,
     EvaluationReport,
@@ -29,7 +27,7 @@ from shared.wire import (
 )
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, orchestrator, orchestrator_client, until_ended
+from tests.support.orchestrator_stack import Stack
 
 pytestmark = pytest.mark.slow
 
@@ -225,29 +223,6 @@ async def test_after_a_pause_what_was_evaluated_is_not_sampled_again(stack: Stac
     ] == [[0, 1], [0, 1]]
 
 
-async def test_a_killed_orchestrator_costs_an_evaluation_only_what_was_under_way(
-    settings: Settings, redis_url: str, job: Job
-) -> None:
-    fakes = FakeServices(settings)
-    fakes.skills = {GOOD: 1.0, BAD: 0.0}
-    reached = stops_at(fakes, GOOD, 1, for_ever)
-    async with fakes.running(settings) as settings:
-        short = settings.model_copy(update={"lease_s": 1.0})
-        async with orchestrator_client(short, redis_url) as client:
-            body = SubmitRequest(job=evaluation(job, BAD, GOOD))
-            record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
-            await asyncio.wait_for(reached.wait(), 30)
-        fakes.fault.clear()
-        sampled = fakes.calls["generate"]
-        async with orchestrator(short, redis_url) as (store, _):
-            found = await until_ended(store, record.id)
-    assert (found.attempts, fakes.calls["generate"] - sampled) == (2, 4)
-    (held_out,) = report_of(found).sets
-    assert [model.metrics["reward"].mean for model in held_out.models] == [0, 1]
-    rows = (Path(found.run_dir) / "evaluation.jsonl").read_text().splitlines()
-    assert [json.loads(row)["model"] for row in rows if row] == [BAD, GOOD]
-
-
 async def test_a_sampler_that_loses_its_model_is_given_it_again(stack: Stack) -> None:
     stack.fakes.skills = {GOOD: 1.0, BAD: 0.0}
 
@@ -260,16 +235,6 @@ async def test_a_sampler_that_loses_its_model_is_given_it_again(stack: Stack) ->
     assert stack.fakes.calls["model"] == 3, "the first model was evaluated by then"
 
 
-async def test_a_key_sent_again_submits_one_evaluation(stack: Stack) -> None:
-    job = evaluation(stack.job, GOOD)
-    both = [await stack.submit(job, key="one") for _ in range(2)]
-    assert both[0].id == both[1].id
-    with pytest.raises(Conflict) as caught:
-        await stack.submit(evaluation(stack.job, BAD), key="one")
-    assert caught.value.code == "body_differs"
-    await stack.until(both[0].id)
-
-
 async def test_a_dry_run_shows_held_out_prompts_and_plans_nothing(stack: Stack) -> None:
     body = SubmitRequest(job=evaluation(stack.job, GOOD, evaluation={"sets": {"hard": HARD}}))
     tried = await stack.client.call("POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=30)
@@ -277,53 +242,37 @@ async def test_a_dry_run_shows_held_out_prompts_and_plans_nothing(stack: Stack) 
     assert [prompt.content for prompt in tried.prompts] == ["0?", "1?", "1?", "2?"], "in turn"
 
 
-@pytest.mark.parametrize(
-    ("sections", "models", "sentence"),
-    [
+async def test_what_cannot_be_evaluated_is_refused_when_it_is_submitted(stack: Stack) -> None:
+    for changes, models, sentence in (
         ({"data": {"eval": "/nowhere/x.jsonl"}}, [GOOD], "/nowhere/x.jsonl"),
         ({}, [GOOD, "/nowhere/model"], "no folder '/nowhere/model'"),
         ({"evaluation": {"sets": {"a": {"source": [{"x": 1}]}}}}, [], "no column 'prompt'"),
         ({"rewards": [{"grader": "lenght"}]}, [GOOD], "did you mean 'length'"),
-    ],
-)
-async def test_what_cannot_be_evaluated_is_refused_when_it_is_submitted(
-    stack: Stack, sections: dict[str, Any], models: list[str], sentence: str
-) -> None:
-    document = stack.job.model_dump(mode="json") | {"steps": 0}
-    for section, values in sections.items():
-        is_table = isinstance(values, dict)
-        document[section] = document[section] | values if is_table else values
-    document["evaluation"]["models"] = [{"model": model} for model in models]
-    with pytest.raises(BadRequest, match=sentence):
-        await stack.submit(parse_job(document))
+    ):
+        document = stack.job.model_dump(mode="json") | {"steps": 0}
+        for section, values in changes.items():
+            is_table = isinstance(values, dict)
+            document[section] = document[section] | values if is_table else values
+        document["evaluation"]["models"] = [{"model": model} for model in models]
+        with pytest.raises(BadRequest, match=sentence):
+            await stack.submit(parse_job(document))
     assert stack.fakes.calls["model"] == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        (("steps=3", "data.train=a/b"), r"changes what is learned"),
-        (('evaluation.models=[{model="a/b"}]',), r"got other models than the job began with"),
-    ],
-)
-async def test_a_paused_evaluation_stays_one_of_the_same_models(
-    stack: Stack, changes: tuple[str, ...], sentence: str
+async def test_a_paused_job_stays_an_evaluation_of_the_same_models_or_a_training(
+    stack: Stack,
 ) -> None:
-    submitted = await stack.store.submit(
-        Submission(evaluation(stack.job, GOOD), stack.settings.runs_dir)
-    )
-    await stack.post(f"{submitted.id}/pause")
-    await stack.until(submitted.id, "paused")
-    with pytest.raises(BadRequest, match=sentence):
-        await stack.post(f"{submitted.id}/resume", ResumeRequest(set=changes))
-
-
-async def test_a_job_that_trains_is_not_resumed_with_0_steps(stack: Stack) -> None:
-    submitted = await stack.store.submit(Submission(stack.job, stack.settings.runs_dir))
-    await stack.post(f"{submitted.id}/pause")
-    await stack.until(submitted.id, "paused")
-    with pytest.raises(BadRequest, match="steps: got 0, but the job began with 8; expected steps"):
-        await stack.post(f"{submitted.id}/resume", ResumeRequest(set=("steps=0",)))
+    evaluates = evaluation(stack.job, GOOD)
+    for job, changes, sentence in (
+        (evaluates, ("steps=3", "data.train=a/b"), "changes what is learned"),
+        (evaluates, ('evaluation.models=[{model="a/b"}]',), "got other models than the job began"),
+        (stack.job, ("steps=0",), "steps: got 0, but the job began with 8; expected steps"),
+    ):
+        submitted = await stack.store.submit(Submission(job, stack.settings.runs_dir))
+        await stack.post(f"{submitted.id}/pause")
+        await stack.until(submitted.id, "paused")
+        with pytest.raises(BadRequest, match=sentence):
+            await stack.post(f"{submitted.id}/resume", ResumeRequest(set=changes))
 
 
 async def test_a_checkpoint_stays_while_a_job_that_evaluates_it_waits(stack: Stack) -> None:

@@ -86,17 +86,6 @@ async def test_a_digest_that_differs_twice_is_recovered_from(stack: Stack) -> No
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
 
 
-async def test_a_digest_that_always_differs_pauses_the_job(stack: Stack) -> None:
-    garble(stack, 1_000_000)
-    job_id = (await stack.submit()).id
-    paused = await stack.until(job_id, "paused", "failed")
-    assert (paused.status, paused.recoveries, paused.step) == ("paused", 3, 2)
-    assert paused.error is not None and "serves version 3 with digest other" in paused.error
-    stack.fakes.change.clear()
-    await stack.post(f"{job_id}/resume")
-    assert (await stack.until(job_id)).status == "succeeded"
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -142,13 +131,6 @@ async def test_a_full_disk_pauses_the_job_and_it_goes_on_once_there_is_space(sta
     await stack.post(f"{job_id}/resume")
     done = await stack.until(job_id)
     assert (done.status, done.step, done.error) == ("succeeded", 8, None)
-    assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
-
-
-async def test_a_disk_that_is_full_for_a_while_needs_no_hand(stack: Stack) -> None:
-    stack.fakes.fault["checkpoint"] = first(3, lambda _: True, raising(FULL))
-    record = await stack.until((await stack.submit()).id, "succeeded", "paused", "failed")
-    assert (record.status, record.recoveries) == ("succeeded", 3)
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
 
 
@@ -238,19 +220,6 @@ async def test_a_prompt_that_cannot_be_sampled_is_counted_and_stops_nothing(stac
     assert 0 not in graded, "what was not sampled is not graded"
     for request in stack.fakes.trained:
         assert all(len(example.token_ids) == 2 for example in request.examples)
-
-
-async def test_a_batch_of_nothing_but_errors_pauses_the_job(stack: Stack) -> None:
-    stack.fakes.errors = lambda body: "the template broke" if stack.fakes.step == 2 else None
-    job_id = (await stack.submit(quiet(stack.job))).id
-    paused = await stack.until(job_id, "paused", "failed")
-    assert paused.status == "paused" and paused.error == (
-        "step 3: all 24 rollouts ended in an error; the template broke; fix the cause, "
-        f"then `hone resume {job_id}` goes on from there"
-    )
-    stack.fakes.errors = lambda _: None
-    await stack.post(f"{job_id}/resume")
-    assert (await stack.until(job_id)).status == "succeeded"
 
 
 # --- W&B

@@ -51,6 +51,17 @@ async def test_events_are_a_page_or_a_stream_that_resumes_without_a_gap(stack: S
         part async for part in stack.client.events(f"/v1/jobs/{record.id}/events", last_id=middle)
     ]
     assert [part[0] for part in rest[:-1]] == [event.id for event in page[6:]]
+    path = f"/v1/jobs/{record.id}/events"
+    found: list[str] = []
+    after: str | None = "0"
+    while after is not None:
+        part_of = await stack.client.get(f"{path}?limit=7&after={after}", EventList)
+        found += [event.id for event in part_of]
+        assert part_of.next_after in (None, part_of[-1].id)
+        after = part_of.next_after
+    assert found == [event.id for event in page] and len(found) > 10
+    last = await stack.client.get(f"{path}?last=3", EventList)
+    assert last.events == page[-3:] and last.next_after is None
 
 
 async def test_one_follower_too_many_is_told_to_come_back(
@@ -68,7 +79,7 @@ async def test_one_follower_too_many_is_told_to_come_back(
 
 
 async def test_numbers_out_of_range_are_the_callers_fault(stack: Stack) -> None:
-    record = await stack.until((await stack.submit()).id)
+    record = await stack.submit()
     huge = "9" * 30
     for path in (
         f"/events?after={huge}",
@@ -88,19 +99,6 @@ async def test_numbers_out_of_range_are_the_callers_fault(stack: Stack) -> None:
     assert (await stack.http.get(f"/v1/jobs?after={huge}")).status_code == 404
 
 
-async def test_metrics_and_rollouts_are_served_from_the_run_folder(stack: Stack) -> None:
-    record = await stack.until((await stack.submit()).id)
-    rows = (await stack.client.get(f"/v1/jobs/{record.id}/metrics?after_step=5", MetricsList)).rows
-    assert [row.step for row in rows] == [6, 7, 8]
-    listed = await stack.client.get(f"/v1/jobs/{record.id}/rollouts?step=4", RolloutList)
-    assert listed.step == 4 and len(listed.rollouts) == 6 * 4
-    assert {rollout.completion for rollout in listed.rollouts} <= {"right", "wrong"}
-    assert all(
-        rollout.reward == float(rollout.completion == "right") for rollout in listed.rollouts
-    )
-    assert (await stack.client.get(f"/v1/jobs/{record.id}/rollouts", RolloutList)).step == 8
-
-
 async def test_metrics_and_rollouts_come_in_pages(stack: Stack) -> None:
     record = await stack.until((await stack.submit()).id)
     at = f"/v1/jobs/{record.id}"
@@ -108,7 +106,12 @@ async def test_metrics_and_rollouts_come_in_pages(stack: Stack) -> None:
     assert ([row.step for row in page.rows], page.next_after_step) == ([0, 1, 2], 2)
     page = await stack.client.get(f"{at}/metrics?after_step=5&limit=3", MetricsList)
     assert ([row.step for row in page.rows], page.next_after_step) == ([6, 7, 8], None)
+    assert (await stack.client.get(f"{at}/rollouts", RolloutList)).step == 8
     whole = await stack.client.get(f"{at}/rollouts?step=4", RolloutList)
+    assert whole.step == 4 and len(whole.rollouts) == 6 * 4
+    assert {rollout.completion for rollout in whole.rollouts} <= {"right", "wrong"}
+    for rollout in whole.rollouts:
+        assert rollout.reward == float(rollout.completion == "right")
     page = await stack.client.get(f"{at}/rollouts?step=4&limit=20", RolloutList)
     assert (page.rollouts, page.next_after) == (whole.rollouts[:20], 20)
     page = await stack.client.get(f"{at}/rollouts?step=4&after=20&limit=4", RolloutList)
@@ -286,23 +289,6 @@ async def test_a_download_goes_on_where_it_was_cut_and_keeps_only_right_bytes(
     outside = weights.model_copy(update={"name": "../x"})
     with pytest.raises(BadRequest, match="expected one within its folder"):
         await download().all([outside])
-
-
-async def test_pages_of_events_say_where_the_next_one_begins(stack: Stack) -> None:
-    record = await stack.until((await stack.submit()).id)
-    path = f"/v1/jobs/{record.id}/events"
-    every = await stack.client.get(path, EventList)
-    assert every.next_after is None and len(every) > 10
-    found: list[str] = []
-    after: str | None = "0"
-    while after is not None:
-        page = await stack.client.get(f"{path}?limit=7&after={after}", EventList)
-        found += [event.id for event in page]
-        assert page.next_after in (None, page[-1].id)
-        after = page.next_after
-    assert found == [event.id for event in every]
-    last = await stack.client.get(f"{path}?last=3", EventList)
-    assert last.events == every[-3:] and last.next_after is None
 
 
 async def test_a_stream_ends_at_a_pause_if_that_is_asked_for(stack: Stack) -> None:

@@ -9,17 +9,12 @@ from typing import Any
 import pytest
 
 from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.store.leases import Lease
-from services.orchestrator.store.records import Submission
-from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict
-from shared.http.client import Client
 from shared.job import Job
-from shared.settings import Settings
-from shared.wire import JobRecord, Part, ResumeRequest, ScoreItem, SubmitRequest
+from shared.wire import Part, ResumeRequest, ScoreItem
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, orchestrator, until_ended
+from tests.support.orchestrator_stack import Stack
 from tests.support.slow_disk import SlowDisk
 
 pytestmark = pytest.mark.slow
@@ -167,96 +162,15 @@ async def test_pausing_and_resuming_twice_are_once_and_a_queued_job_is_paused_at
     assert messages == ["queued", "paused on request", "queued", "running", "succeeded"]
 
 
-async def test_an_ended_job_can_be_neither_paused_nor_resumed(stack: Stack) -> None:
+async def test_an_ended_job_can_be_neither_paused_nor_resumed_nor_cancelled(stack: Stack) -> None:
     record = await stack.until((await stack.submit()).id)
-    for action in ("pause", "resume"):
+    for action in ("pause", "resume", "cancel"):
         response = await stack.http.post(f"/v1/jobs/{record.id}/{action}")
         assert (
             response.status_code == 409
             and f"job {record.id!r} has succeeded" in response.json()["detail"]
         )
         assert (await stack.http.post(f"/v1/jobs/nope/{action}")).status_code == 404
-
-
-async def test_a_paused_job_can_be_cancelled_and_then_not_resumed(stack: Stack) -> None:
-    gate = Gate(stack.fakes, "train_step", 2)
-    job_id = (await stack.submit()).id
-    await gate.reached.wait()
-    await stack.post(f"{job_id}/pause")
-    await stack.until(job_id, "paused")
-    gate.open()
-    cancelled = await stack.post(f"{job_id}/cancel")
-    assert (cancelled.status, cancelled.error) == ("cancelled", None)
-    assert (await stack.get(job_id)).finished_at is not None
-    response = await stack.http.post(f"/v1/jobs/{job_id}/resume")
-    assert response.status_code == 409 and "was cancelled" in response.json()["detail"]
-
-
-async def test_a_pause_called_off_is_queued_again_and_one_then_cancelled_ends(
-    settings: Settings, redis_url: str
-) -> None:
-    """At the seam of the store: what becomes of a job that its worker has stopped working on."""
-    store = Store(redis_url)
-    await store.open()
-    job = Job.model_validate(
-        {
-            "name": "t",
-            "model": "m/m",
-            "steps": 1,
-            "data": {"train": "x"},
-            "rewards": [{"grader": "length"}],
-        }
-    )
-
-    async def running() -> Lease:
-        job_id = (await store.submit(Submission(job, settings.runs_dir))).id
-        lease = await store.take("worker", "http://trainer", 30)
-        assert lease is not None and lease.job_id == job_id
-        await store.pause(job_id)
-        assert await store.beat(lease) == "pause"
-        return lease
-
-    lease = await running()
-    await store.resume(lease.job_id)
-    assert await store.beat(lease) is None
-    await store.halt(lease, None)
-    assert (await store.get(lease.job_id)).status == "queued"
-    again = await store.take("worker", "http://trainer", 30)
-    assert again is not None and again.job_id == lease.job_id and again.attempt > lease.attempt
-    await store.report(again, "status", "succeeded", status="succeeded")
-    lease = await running()
-    await store.cancel(lease.job_id)
-    await store.halt(lease, None)
-    assert (await store.get(lease.job_id)).status == "cancelled"
-    await store.close()
-
-
-async def test_a_paused_job_stays_paused_over_a_restart(
-    settings: Settings, redis_url: str, job: Job
-) -> None:
-    fakes = FakeServices(settings)
-    gate = Gate(fakes, "train_step", 3)
-    async with fakes.running(settings) as settings:
-        async with orchestrator(settings, redis_url) as (store, transport):
-            client = Client("orchestrator", "http://localhost", transport=transport)
-            record = await client.call(
-                "POST", "/v1/jobs", SubmitRequest(job=job), JobRecord, deadline_s=60
-            )
-            await gate.reached.wait()
-            await store.pause(record.id)
-            async with asyncio.timeout(90):
-                while (await store.get(record.id)).status != "paused":
-                    await asyncio.sleep(0.02)
-        gate.open()
-        async with orchestrator(settings, redis_url) as (store, _):
-            await asyncio.sleep(1.2)
-            assert (await store.get(record.id)).status == "paused"
-            await store.resume(record.id)
-            found = await until_ended(store, record.id)
-    assert (found.status, found.step) == ("succeeded", 8)
-    assert [request.step for request in fakes.trained] == list(range(1, 9)), (
-        "the trainer still had it: nothing trained twice"
-    )
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])

@@ -12,7 +12,7 @@ import pytest
 
 from services.orchestrator.pool import services as services_module
 from services.orchestrator.run import job_loading, run
-from shared.errors import BadRequest, Conflict, Failed, Unavailable
+from shared.errors import BadRequest, Failed, Unavailable
 from shared.http import presence
 from shared.job import CheckpointSpec, Job
 from shared.wire import Event, ServingWeights
@@ -142,31 +142,6 @@ async def test_progress_counts_recoveries_anew(stack: Stack) -> None:
     assert all(message.endswith("(recovery 1 of 3)") for message in messages)
 
 
-async def test_a_call_that_fails_as_the_trainer_ends_is_a_restart_not_a_failed_job(
-    stack: Stack,
-) -> None:
-    def die() -> None:
-        stack.fakes.restart_trainer()
-        raise Failed("train_step on rank 0: RuntimeError: connection closed by peer")
-
-    stack.fakes.fault["train_step"] = once(3, die)
-    record = await stack.until((await stack.submit(checkpointing(stack.job, 2))).id)
-    assert (record.status, record.recoveries) == ("succeeded", 1)
-
-
-async def test_a_trainer_that_fails_again_and_again_pauses_the_job(stack: Stack) -> None:
-    async def fail(body: Any) -> None:
-        if body.step == 3:
-            raise Failed("the update is not finite; set training.on_nonfinite to skip")
-
-    stack.fakes.fault["train_step"] = fail
-    record = await stack.until((await stack.submit()).id, "paused", "failed")
-    assert (record.status, record.recoveries, record.step) == ("paused", 3, 2)
-    assert record.error is not None and record.error.startswith(
-        "the update is not finite; set training.on_nonfinite to skip; make sure that it works"
-    )
-
-
 async def test_a_trainer_that_lost_everything_is_given_the_job_again(stack: Stack) -> None:
     stack.fakes.fault["train_step"] = once(5, stack.fakes.lose_trainer)
     record = await stack.until((await stack.submit(checkpointing(stack.job, 2))).id)
@@ -266,13 +241,6 @@ async def test_a_reward_service_that_is_away_in_the_middle_costs_nothing_but_tim
     assert (done.status, done.recoveries, stack.fakes.calls["model"]) == ("succeeded", 0, 1)
 
 
-async def test_a_service_that_comes_late_needs_nobody(stack: Stack) -> None:
-    stack.settings.__dict__["patience_s"] = 0.3
-    stack.fakes.fault["validate"] = away(stack, "validate", 5)
-    record = await stack.until((await stack.submit()).id)
-    assert record.status == "succeeded" and 1 <= record.recoveries <= 3
-
-
 async def test_followers_are_told_who_is_away_since_when_and_who_is_back(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,19 +308,6 @@ async def test_a_model_that_cannot_be_loaded_as_asked_pauses_the_job_in_its_word
     record = await stack.until((await stack.submit()).id, "failed", "paused", "succeeded")
     assert (record.status, record.recoveries) == ("paused", 0)
     assert record.error is not None and record.error.startswith(f"{words}; change the job (`hone")
-
-
-async def test_a_trainer_that_refuses_the_job_pauses_it_with_its_own_words(stack: Stack) -> None:
-    words = "the checkpoint '/c' was written by 2 rank(s), and this trainer has 1"
-
-    async def refuse(_: Any) -> None:
-        raise Conflict(words)
-
-    stack.fakes.fault["job"] = refuse
-    job_id = (await stack.submit()).id
-    paused = await stack.until(job_id, "paused", "failed")
-    assert (paused.status, paused.recoveries) == ("paused", 0)
-    assert paused.error == f"{words}; fix the cause, then `hone resume {job_id}` goes on from there"
 
 
 async def test_checkpoints_that_the_trainer_found_damaged_are_told(stack: Stack) -> None:

@@ -24,13 +24,6 @@ pytestmark = pytest.mark.slow
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 
-async def test_every_batch_is_sampled_by_the_weights_just_trained(stack: Stack) -> None:
-    record = await stack.until((await stack.submit()).id)
-    folder = RunFolder(Path(record.run_dir))
-    assert [folder.batch(step).version for step in range(1, 9)] == list(range(8))
-    assert all(row.metrics["staleness"] == 0 for row in folder.metrics() if row.step)
-
-
 async def test_a_repeatable_job_asks_with_the_same_seeds_and_each_completion_has_its_own(
     stack: Stack,
 ) -> None:

@@ -152,12 +152,6 @@ async def test_tokens_of_replaced_groups_are_counted(stack: Stack) -> None:
     assert len(batch.dropped_prompts) == 6 and len(of_both) == 12
 
 
-async def test_a_budget_of_hours_ends_the_job(stack: Stack) -> None:
-    record = await run(stack, stop={"max_hours": 1e-9})
-    assert (record.status, record.step) == ("succeeded", 1)
-    assert record.stopped is not None and record.stopped.endswith("and stop.max_hours is 1e-09")
-
-
 async def test_a_budget_goes_on_counting_and_can_be_raised(stack: Stack) -> None:
     job = changed(stack.job, stop={"max_tokens": 100})
     id = (await paused_within(stack, "train_step", job, when=lambda body: body.step == 3)).id
@@ -328,25 +322,20 @@ async def test_what_an_attempt_takes_is_on_disk_before_it_ends(
 # --- epochs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "steps"),
-    [
-        ({"steps": 0, "data": {"epochs": 2}}, 7),  # 2 * 20 rows, 6 a step: 6.7
-        ({"steps": 0, "data": {"epochs": 0.3}}, 1),
-        ({"steps": 0, "data": {"epochs": 2, "max_samples": 9}}, 3),
-        ({"steps": 2, "data": {"epochs": 2}}, 2),
-        ({"steps": 9, "data": {"epochs": 2}}, 7),
-    ],
-)
-async def test_epochs_are_steps_once_the_rows_are_counted(
-    stack: Stack, changes: dict[str, Any], steps: int
-) -> None:
-    body = SubmitRequest(job=changed(stack.job, **changes))
-    tried = await stack.client.call("POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=30)
-    assert tried.job.steps == steps
-    again = SubmitRequest(job=tried.job)
-    tried = await stack.client.call("POST", "/v1/jobs/dry_run", again, DryRun, deadline_s=30)
-    assert tried.job.steps == steps
+async def test_epochs_are_steps_once_the_rows_are_counted(stack: Stack) -> None:
+    for given, data, steps in (
+        (0, {"epochs": 2}, 7),  # 2 * 20 rows, 6 a step: 6.7
+        (0, {"epochs": 0.3}, 1),
+        (0, {"epochs": 2, "max_samples": 9}, 3),
+        (2, {"epochs": 2}, 2),
+        (9, {"epochs": 2}, 7),
+    ):
+        job = changed(stack.job, steps=given, data=data)
+        for _ in range(2):  # what was counted counts the same again
+            body = SubmitRequest(job=job)
+            tried = await stack.client.call("POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=30)
+            job = tried.job
+            assert job.steps == steps
 
 
 async def test_a_job_of_epochs_has_its_steps_in_its_record(stack: Stack) -> None:

@@ -8,21 +8,16 @@ import pytest
 
 from services.orchestrator.loop.prompts import load_prompts
 from shared.errors import BadRequest, Conflict
-from shared.http.client import Client
-from shared.job import Job
-from shared.settings import Settings
 from shared.wire import (
     DryRun,
     JobList,
-    JobRecord,
     SubmitRequest,
     Tried,
     TriedReward,
     ValidateRequest,
 )
 from tests.support import orchestrator_stack
-from tests.support.fake_services import FakeServices
-from tests.support.orchestrator_stack import Stack, orchestrator
+from tests.support.orchestrator_stack import Stack
 
 pytestmark = pytest.mark.slow
 
@@ -82,25 +77,6 @@ async def test_a_key_is_free_again_once_its_job_was_deleted(stack: Stack) -> Non
     (await stack.http.delete(f"/v1/jobs/{first.id}")).raise_for_status()
     second = await stack.submit(key="mine")
     assert second.id != first.id and (await stack.get(second.id)).id == second.id
-
-
-async def test_a_key_is_remembered_across_a_restart(
-    settings: Settings, redis_url: str, job: Job
-) -> None:
-    fakes, ids = FakeServices(settings), []
-    async with fakes.running(settings) as settings:
-        for _ in range(2):
-            async with orchestrator(settings, redis_url) as (_store, transport):
-                client = Client("orchestrator", "http://localhost", transport=transport)
-                body = SubmitRequest(job=job)
-                ids.append(
-                    (
-                        await client.call(
-                            "POST", "/v1/jobs", body, JobRecord, deadline_s=60, key="same"
-                        )
-                    ).id
-                )
-    assert ids[0] == ids[1]
 
 
 async def test_rewards_are_checked_on_the_first_steps_prompts_at_submission_and_start(

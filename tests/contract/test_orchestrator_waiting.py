@@ -14,7 +14,7 @@ import pytest
 
 from services.orchestrator.run import needs, run, worker
 from services.orchestrator.store.store import Store
-from shared.errors import BadRequest, Failed, NotFound, StateLost
+from shared.errors import BadRequest, StateLost
 from shared.host.processes import free_port
 from shared.http import ownership
 from shared.job import Job
@@ -286,10 +286,8 @@ async def test_a_folder_of_runs_that_cannot_be_written_is_waited_for(
     ("route", "error"),
     [
         ("validate", BadRequest("a check that this version has, and the other had not")),
-        ("job", NotFound("nginx knows no such route", code="foreign")),
         ("model", BadRequest("there is no folder '/models/a' here", code="not_there")),
         ("job", StateLost("the ranks have just started again")),
-        ("model", Failed("the engine did not start: no memory on its device")),
     ],
 )
 async def test_trouble_before_the_first_step_fails_no_accepted_job(
@@ -305,27 +303,6 @@ async def test_trouble_before_the_first_step_fails_no_accepted_job(
     stack.fakes.fault[route] = trouble
     done = await stack.until((await stack.submit()).id)
     assert (done.status, done.recoveries, done.error) == ("succeeded", 1, None)
-
-
-async def test_a_proxy_that_refuses_the_bodies_pauses_a_job_that_never_ran(outage: Outage) -> None:
-    async def refuse(_: Any) -> None:
-        raise BadRequest("413 Request Entity Too Large", code="foreign")
-
-    stack = outage.stack
-    stack.fakes.fault["job"] = refuse
-    paused = await stack.until((await stack.submit()).id, "paused", "failed")
-    assert paused.status == "paused" and "a proxy, or another program" in str(paused.error)
-
-
-async def test_a_fault_that_comes_before_any_step_each_time_pauses_with_it(outage: Outage) -> None:
-    async def fail(_: Any) -> None:
-        raise Failed("the engine did not start: head size 40 is not supported")
-
-    stack = outage.stack
-    stack.fakes.fault["model"] = fail
-    paused = await stack.until((await stack.submit()).id, "paused", "failed")
-    assert (paused.status, paused.recoveries) == ("paused", 3)
-    assert str(paused.error).startswith("the engine did not start: head size 40 is not supported;")
 
 
 async def test_a_job_ends_without_the_reward_service(outage: Outage, tmp_path: Path) -> None:

@@ -128,9 +128,8 @@ async def test_an_earlier_life_of_a_sampler_does_not_unregister_the_next_one(
     assert await listed(client) == []
 
 
-@pytest.mark.parametrize(
-    ("url", "why"),
-    [
+async def test_a_url_that_is_none_of_a_service_is_refused(client: Client) -> None:
+    for url, why in (
         ("ftp://127.0.0.1:8001", "is no URL of a service"),
         ("127.0.0.1:8001", "is no URL of a service"),
         ("http://127.0.0.1:port", "is no URL of a service"),
@@ -138,25 +137,21 @@ async def test_an_earlier_life_of_a_sampler_does_not_unregister_the_next_one(
         ("http://user:secret@127.0.0.1:8001", "holds a user or a password"),
         ("http://127.0.0.1:8001/elsewhere", "goes on after host and port"),
         ("http://127.0.0.1:8001?a=b", "goes on after host and port"),
-    ],
-)
-async def test_a_url_that_is_none_of_a_service_is_refused(
-    client: Client, url: str, why: str
-) -> None:
-    with pytest.raises(ValueError, match=why):
-        Registration(url=url)
-    with pytest.raises(ValueError, match=why) as caught:
-        Settings(rollout_advertise_url=url)
-    assert "HONE" in str(caught.value) or "rollout_advertise_url" in str(caught.value)
-    body = Registration.model_construct(url=url, job_id=None, version=None)
-    with pytest.raises(BadRequest, match=why):
-        await client.call("PUT", "/v1/samplers/r0", body, RegisteredSampler, deadline_s=10)
+    ):
+        with pytest.raises(ValueError, match=why):
+            Registration(url=url)
+        with pytest.raises(ValueError, match=why) as caught:
+            Settings(rollout_advertise_url=url)
+        assert "HONE" in str(caught.value) or "rollout_advertise_url" in str(caught.value)
+        body = Registration.model_construct(url=url, job_id=None, version=None)
+        with pytest.raises(BadRequest, match=why):
+            await client.call("PUT", "/v1/samplers/r0", body, RegisteredSampler, deadline_s=10)
 
 
-@pytest.mark.parametrize("replica", ["-r0", "a%20b", "a" * 101])
-async def test_a_name_that_is_none_is_refused(client: Client, replica: str) -> None:
-    with pytest.raises(BadRequest, match="replica"):
-        await register(client, replica)
+async def test_a_name_that_is_none_is_refused(client: Client) -> None:
+    for replica in ("-r0", "a%20b", "a" * 101):
+        with pytest.raises(BadRequest, match="replica"):
+            await register(client, replica)
 
 
 async def test_without_a_token_only_samplers_of_this_machine_register(client: Client) -> None:
@@ -365,8 +360,11 @@ async def test_a_job_is_taken_with_its_first_sampler_and_finds_others_on_its_way
     pool.stack.fakes.fault["train_step"] = train
     job_id = (await pool.stack.submit()).id
     async with asyncio.timeout(90):
-        while not (await pool.stack.get(job_id)).waits_for:
+        while not (waiting := await pool.stack.get(job_id)).waits_for:
             await asyncio.sleep(0.01)
+    (obstacle,) = waiting.waits_for.values()
+    why = "takes no job: HONE_ROLLOUT_URL is 'registered', which stands for none now"
+    assert (waiting.status, obstacle.why) == ("queued", why)
     assert not pool.stack.fakes.calls["job"]
     await take_part(pool, first)
     record = await pool.stack.until(job_id)
@@ -374,24 +372,6 @@ async def test_a_job_is_taken_with_its_first_sampler_and_finds_others_on_its_way
     pool.check_groups(record)
     assert [sampler.serving.version for sampler in pool.samplers] == [4, 4]
     assert min(len(sampler.groups) for sampler in pool.samplers) >= 3
-
-
-async def test_samplers_that_registered_take_weights_from_a_folder_that_they_see(
-    pool: Pool,
-) -> None:
-    """As under Compose, where the addresses of all containers differ."""
-    first, second = pool.samplers
-    methods: list[str] = []
-
-    async def note(ref: Any) -> None:
-        methods.append(ref.method)
-
-    second.fault["reload"] = note
-    for sampler in (second, first):
-        await take_part(pool, sampler)
-    record = await pool.stack.until((await pool.stack.submit()).id)
-    assert (record.status, record.recoveries) == ("succeeded", 0)
-    assert set(methods) == {"shm"} and second.serving.version == 4
 
 
 async def test_a_sampler_that_leaves_gets_no_further_groups(pool: Pool) -> None:
@@ -444,16 +424,6 @@ async def test_while_no_sampler_is_registered_at_all_a_job_keeps_those_it_has(po
     record = await pool.stack.until((await pool.stack.submit()).id, "succeeded", "paused")
     assert (record.status, record.error, record.recoveries) == ("succeeded", None, 0)
     pool.check_groups(record)
-
-
-async def test_a_job_that_no_sampler_comes_for_waits_in_the_queue_and_says_so(pool: Pool) -> None:
-    job_id = (await pool.stack.submit()).id
-    async with asyncio.timeout(90):
-        while not (record := await pool.stack.get(job_id)).waits_for:
-            await asyncio.sleep(0.05)
-    (obstacle,) = record.waits_for.values()
-    why = "takes no job: HONE_ROLLOUT_URL is 'registered', which stands for none now"
-    assert (record.status, obstacle.why) == ("queued", why)
 
 
 async def test_a_sampler_that_redirects_is_not_followed(pool: Pool) -> None:

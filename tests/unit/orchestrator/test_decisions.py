@@ -141,4 +141,6 @@ def test_a_pause_names_its_remedy() -> None:
     assert decide(BadRequest("unknown grader 'x'")).why == (
         "unknown grader 'x'; change the job (`hone resume JOB --set KEY=VALUE`) or the service"
     )
+    refused = decide(BadRequest("413 Request Entity Too Large", code="foreign")).why
+    assert "a proxy, or another program" in refused
     assert all(rule.remedy for rule in RULES)
