@@ -93,21 +93,16 @@ async def test_an_environments_groups_are_trained(stack: Stack) -> None:
     assert ended == {"current_step": 3, "queue_size": 0}  # by which an environment ends
 
 
-@pytest.mark.parametrize(
-    ("change", "detail"),
-    [
+async def test_data_that_cannot_be_trained_on_is_refused(stack: Stack) -> None:
+    url = await running(stack)
+    for change, detail in (
         ({"scores": [1.0]}, "'scores': got 1; expected 2, as many as tokens"),
         ({"masks": [[-100, 9], [-100]]}, "'masks' of sequence 0: got 2; expected 4"),
         ({"images": [1]}, "'images' is set; expected none"),
         ({"tokens": [[1, 9, 7, 99], [1, 9, 7, 5, 6]]}, "got 99 at token 1; expected 0 to 23"),
-    ],
-)
-async def test_data_that_cannot_be_trained_on_is_refused(
-    stack: Stack, change: dict[str, Any], detail: str
-) -> None:
-    url = await running(stack)
-    answer = await stack.http.post(f"{url}/scored_data", json=scored(7, **change))
-    assert answer.status_code == 422 and detail in answer.json()["detail"]
+    ):
+        answer = await stack.http.post(f"{url}/scored_data", json=scored(7, **change))
+        assert answer.status_code == 422 and detail in answer.json()["detail"]
     await stack.post(f"{url.split('/')[3]}/cancel")
 
 

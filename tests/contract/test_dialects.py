@@ -82,6 +82,12 @@ def bench(settings: Settings) -> Bench:
     return Bench(settings, PARALLEL, Reply("correct"), Reply("lower"))
 
 
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A bench whose sampler is asked for nothing."""
+    return Bench(Settings(runs_dir=tmp_path_factory.mktemp("runs")))
+
+
 EXPECTED = (
     "<|im_start|>system\ntools: guess(number)<|im_end|>\n"
     "<|im_start|>system\nFind it.<|im_end|>\n<|im_start|>user\nGo.<|im_end|>\n"
@@ -334,12 +340,12 @@ async def test_a_clients_timeout_and_retry_leaves_one_turn(settings: Settings) -
     ],
 )
 async def test_what_a_session_cannot_honour_is_refused(
-    bench: Bench, field: dict[str, Any], sentence: str
+    refusing: Bench, field: dict[str, Any], sentence: str
 ) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Go."}], **field}
-    answer = await bench.post("/v1/chat/completions", body)
+    answer = await refusing.post("/v1/chat/completions", body)
     assert answer.status_code == 422 and sentence in answer.json()["detail"]
-    assert not bench.sampler.asked
+    assert not refusing.sampler.asked
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
@@ -358,9 +364,9 @@ async def test_what_a_session_cannot_honour_is_refused(
     ids=str,
 )
 async def test_a_body_of_other_types_is_refused_with_a_sentence(
-    bench: Bench, path: str, field: dict[str, Any]
+    refusing: Bench, path: str, field: dict[str, Any]
 ) -> None:
-    answer = await bench.post(path, {"model": "m", **field})
+    answer = await refusing.post(path, {"model": "m", **field})
     assert answer.status_code == 422 and answer.json()["detail"]
 
 
@@ -380,10 +386,10 @@ async def test_a_body_of_other_types_is_refused_with_a_sentence(
     ids=["half a character", "the same in another field", "below 0", "above int32", "depth"],
 )
 async def test_json_that_no_sampler_reads_is_refused(
-    bench: Bench, path: str, text: str, sentence: str
+    refusing: Bench, path: str, text: str, sentence: str
 ) -> None:
-    async with bench.http() as http:
-        headers = {"x-api-key": bench.session.api_key, "content-type": "application/json"}
+    async with refusing.http() as http:
+        headers = {"x-api-key": refusing.session.api_key, "content-type": "application/json"}
         answer = await http.post(path, content=text, headers=headers)
     assert answer.status_code == 422 and sentence in answer.json()["detail"]
 
