@@ -23,6 +23,7 @@ from shared.http.client import Client
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import Checkpoint, CheckpointRequest
+from tests.support.in_process import in_process
 
 pytestmark = pytest.mark.slow
 
@@ -212,9 +213,8 @@ async def test_lines_of_results_end_at_once_and_not_as_if_complete(settings: Set
 
 async def test_nothing_new_is_begun_while_a_service_drains(settings: Settings) -> None:
     served = Served(settings)
-    transport = httpx.ASGITransport(app=served.service.app)
     served.service.draining.begin()
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(served.service.app) as http:
         refused = await http.post("/checkpoints", json=BODY)
         ready, alive = await http.get("/readyz"), await http.get("/healthz")
     assert (refused.status_code, refused.json()["code"]) == (503, "draining")

@@ -40,6 +40,7 @@ from shared.wire import (
     ValidateEnvironment,
     ValidateRequest,
 )
+from tests.support.in_process import in_process
 from tests.support.reward_helpers import processes_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -383,9 +384,7 @@ async def test_32_episodes_of_one_worker_run_at_the_same_time(
 
 
 async def metrics(service: Service) -> str:
-    async with httpx2.AsyncClient(
-        transport=httpx2.ASGITransport(service.app), base_url="http://localhost"
-    ) as http:
+    async with in_process(service.app) as http:
         return (await http.get("/metrics")).text
 
 

@@ -21,6 +21,7 @@ from shared.job import Job
 from shared.settings import Settings
 from shared.wire import UploadedFile
 from tests.support import orchestrator_stack
+from tests.support.in_process import in_process
 from tests.support.uploading import ROWS, upload
 
 pytestmark = pytest.mark.slow
@@ -67,8 +68,7 @@ async def test_a_removal_waits_for_an_upload_of_the_same_file(
 
     store = Store(redis_url)
     await store.open()
-    transport = httpx.ASGITransport(app=create_service(settings, store).app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(create_service(settings, store).app) as http:
         id = (await upload(http, idempotency_key="k")).json()["id"]
         monkeypatch.setattr(Removals, "undo", late)
         again = asyncio.create_task(upload(http, idempotency_key="k"))
@@ -96,9 +96,8 @@ async def test_an_upload_waits_for_a_removal_of_the_same_file(
 
     store = Store(redis_url)
     await store.open()
-    transport = httpx.ASGITransport(app=create_service(settings, store).app)
     monkeypatch.setattr(Removals, "add", noted)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(create_service(settings, store).app) as http:
         id = (await upload(http, idempotency_key="k")).json()["id"]
         removal = asyncio.create_task(http.delete(f"/v1/files/{id}"))
         await reached.wait()
@@ -138,8 +137,7 @@ async def test_a_file_that_could_not_be_removed_can_be_used_as_before(
 
     monkeypatch.setattr(Uploads, "remove", refused)
     store = Store(redis_url)
-    transport = httpx.ASGITransport(app=create_service(settings, store).app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(create_service(settings, store).app) as http:
         id = (await upload(http)).json()["id"]
         assert (await http.delete(f"/v1/files/{id}")).status_code == 500
     assert await store.removals.created_at(id) is None

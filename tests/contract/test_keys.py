@@ -25,6 +25,7 @@ from services.orchestrator.store.store import Store
 from shared.host import logs
 from shared.http import client as shared_client
 from shared.settings import Settings
+from tests.support.in_process import in_process
 
 ROOT = "root-token-of-the-stack"
 SECRET = re.compile(r"hone_[a-z0-9-]+_[A-Za-z0-9_-]{43}")
@@ -243,8 +244,7 @@ async def test_a_name_that_could_be_no_file_is_refused(http: httpx.AsyncClient, 
 async def test_without_a_token_there_is_nothing_to_have_keys_for(settings: Settings) -> None:
     open_to_all = settings.model_copy(update={"token": None})
     service = create_service(open_to_all, Store("redis://127.0.0.1:1"))
-    transport = httpx.ASGITransport(app=service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(service.app) as http:
         made = await http.post("/v1/keys", json={"name": "a"})
     assert made.status_code == 422 and "has no HONE_TOKEN" in made.json()["detail"]
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -24,6 +23,7 @@ from shared.errors import MEDIA_TYPE, BadRequest
 from shared.job import Job
 from shared.settings import Settings
 from shared.wire import DryRun, SubmitRequest
+from tests.support.in_process import in_process
 from tests.support.model_folders import make_model_folder
 from tests.support.orchestrator_stack import Stack, job, stack  # noqa: F401
 from tests.support.uploading import ROWS, upload
@@ -56,8 +56,7 @@ async def test_a_file_is_uploaded_listed_read_and_removed(stack: Stack) -> None:
     assert content.content == ROWS
     assert content.headers["content-type"] == "application/octet-stream"
     again = create_service(stack.settings, Store("redis://127.0.0.1:1"))
-    transport = httpx.ASGITransport(app=again.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(again.app) as http:
         listed = (await http.get("/v1/files")).json()
     assert listed["data"] == [file] and listed["has_more"] is False, "after a restart too"
     removed = await stack.http.delete(f"/v1/files/{file['id']}")
@@ -127,8 +126,7 @@ async def test_what_is_no_upload_is_a_sentence(stack: Stack) -> None:  # noqa: F
 async def test_a_file_beyond_the_limit_is_refused_by_its_setting(settings: Settings) -> None:
     small = settings.model_copy(update={"max_file_mib": 1})
     service = create_service(small, Store("redis://127.0.0.1:1"))
-    transport = httpx.ASGITransport(app=service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(service.app) as http:
         for size in ((1 << 20) + 1, 2 << 20):
             response = await upload(http, b"x" * size)
             assert response.status_code == 413 and response.json()["code"] == "too_large"
@@ -142,8 +140,7 @@ async def test_uploads_beyond_the_quota_are_refused_and_leave_nothing(
     kib_20 = 20 * 1024 / 2**30
     full = settings.model_copy(update={"max_files": 3, "max_files_gib": kib_20})
     service = create_service(full, Store(redis_url))
-    transport = httpx.ASGITransport(app=service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(service.app) as http:
         first = (await upload(http, b"x" * 15_000, idempotency_key="k1")).json()["id"]
         refused = await upload(http, b"y" * 6000)
         assert refused.status_code == 413 and refused.json()["code"] == "too_large"
@@ -171,9 +168,8 @@ async def test_nobody_else_waits_for_an_upload_that_waits(
 ) -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     service = create_service(settings, Store(redis_url))
-    transport = httpx.ASGITransport(app=service.app)
     settings.runs_dir.mkdir()
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(service.app) as http:
         with (settings.runs_dir / ".files.lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             uploading = asyncio.create_task(upload(http))

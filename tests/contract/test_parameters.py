@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import httpx2 as httpx
 import pytest
 
 from services.orchestrator.app import create_service
 from services.orchestrator.store.store import Store
 from shared.settings import Settings
+from tests.support.in_process import in_process
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,6 @@ async def test_no_parameter_is_dropped_in_silence(
     settings: Settings, query: str, detail: str
 ) -> None:
     service = create_service(settings, Store("redis://127.0.0.1:1"))
-    transport = httpx.ASGITransport(app=service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(service.app) as http:
         refused = await http.get(f"/v1/jobs?{query}")
     assert refused.status_code == 422 and refused.json()["detail"].startswith(detail)

@@ -35,6 +35,7 @@ from shared.wire import (
     VersionInfo,
 )
 from shared.wire.packed import Logprobs, TokenIds
+from tests.support.in_process import in_process
 
 
 class Counter:
@@ -422,10 +423,7 @@ async def test_what_a_proxy_answers_is_retried(settings: Settings) -> None:
 
 
 async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings) -> None:
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=Counter(settings).service.app),
-        base_url="http://localhost",
-    ) as http:
+    async with in_process(Counter(settings).service.app) as http:
         response = await http.post("/checkpoints", json={"job_id": "job", "stp": 1})
     assert (
         response.status_code == 422
@@ -439,10 +437,7 @@ async def test_a_bad_body_is_a_problem_document_with_pointers(settings: Settings
 
 
 async def test_a_form_post_and_a_rebound_host_of_a_web_page_are_refused(settings: Settings) -> None:
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=Counter(settings).service.app),
-        base_url="http://localhost",
-    ) as http:
+    async with in_process(Counter(settings).service.app) as http:
         sneaky = await http.post(
             "/checkpoints",
             content=b'{"job_id":"job","step":1}',
@@ -462,8 +457,7 @@ async def test_a_form_post_and_a_rebound_host_of_a_web_page_are_refused(settings
 
 async def test_a_token_guards_everything_but_health(settings: Settings) -> None:
     counter = Counter(settings.model_copy(update={"token": SecretStr("open-sesame")}))
-    transport = httpx.ASGITransport(app=counter.service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(counter.service.app) as http:
         assert [
             (await http.get(path)).status_code for path in ("/healthz", "/readyz", "/version")
         ] == [200, 200, 200]
@@ -488,9 +482,7 @@ async def test_who_shows_no_token_speaks_for_no_job(settings: Settings) -> None:
 
 async def test_health_says_what_is_waited_for(settings: Settings) -> None:
     counter = Counter(settings)
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=counter.service.app), base_url="http://localhost"
-    ) as http:
+    async with in_process(counter.service.app) as http:
         counter.waits_for = "loading the model"
         starting = await http.get("/readyz")
         counter.waits_for = None
@@ -508,9 +500,7 @@ async def test_health_says_what_is_waited_for(settings: Settings) -> None:
 
 async def test_a_body_over_the_limit_is_refused_unread(settings: Settings) -> None:
     small = Counter(settings.model_copy(update={"max_body_mib": 1}))
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=small.service.app), base_url="http://localhost"
-    ) as http:
+    async with in_process(small.service.app) as http:
         response = await http.post(
             "/checkpoints", content=b" " * (1 << 20 | 1), headers={"content-type": codec.JSON}
         )
@@ -547,11 +537,10 @@ class Groups:
 async def test_a_large_answer_is_compressed_for_those_who_take_it(
     settings: Settings, num_tokens: int, encodings: str, is_compressed: bool
 ) -> None:
-    transport = httpx.ASGITransport(app=Groups(settings).service.app)
     body = GenerateRequest(prompt="a", sampling=Sampling(max_tokens=num_tokens))
     headers = {"accept": codec.MSGPACK, "accept-encoding": encodings}
     headers["content-type"] = codec.JSON
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(Groups(settings).service.app) as http:
         answer = await http.post("/generate", content=codec.encode(body), headers=headers)
     group = codec.decode(RolloutGroup, answer.content, codec.MSGPACK)
     assert group.rollouts[0].token_ids == list(range(num_tokens))
@@ -561,10 +550,7 @@ async def test_a_large_answer_is_compressed_for_those_who_take_it(
 
 
 async def test_a_request_id_comes_back(settings: Settings) -> None:
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=Counter(settings).service.app),
-        base_url="http://localhost",
-    ) as http:
+    async with in_process(Counter(settings).service.app) as http:
         assert (await http.get("/healthz", headers={"x-request-id": "abc-1"})).headers[
             "x-request-id"
         ] == "abc-1"
@@ -574,8 +560,7 @@ async def test_a_request_id_comes_back(settings: Settings) -> None:
 async def test_a_method_that_a_route_has_not_is_refused_with_those_it_has(
     settings: Settings,
 ) -> None:
-    transport = httpx.ASGITransport(app=Counter(settings).service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(Counter(settings).service.app) as http:
         answer = await http.delete("/version")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
     problem = answer.json()
@@ -587,8 +572,7 @@ async def test_a_method_that_a_route_has_not_is_refused_with_those_it_has(
 
 async def test_an_unknown_parameter_of_a_query_is_refused_by_name(settings: Settings) -> None:
     counter = Counter(settings)
-    transport = httpx.ASGITransport(app=counter.service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(counter.service.app) as http:
         answer = await http.get("/version?verbose=1")
         assert (answer.status_code, answer.json()["detail"]) == (
             422,

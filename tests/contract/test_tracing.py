@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import httpx2 as httpx
 import pytest
 
 from shared.errors import BadRequest, Failed
@@ -19,6 +18,7 @@ from shared.settings import Settings
 from shared.wire import NoBody, Validated
 from tests.support import orchestrator_stack
 from tests.support.collector import Collector, Received, collecting
+from tests.support.in_process import in_process
 from tests.support.orchestrator_stack import Stack
 
 job = orchestrator_stack.job  # fixtures
@@ -132,8 +132,7 @@ class Checking:
         return Validated(rewards=())
 
     async def ask(self, **headers: str) -> None:
-        transport = httpx.ASGITransport(app=self.service.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        async with in_process(self.service.app) as http:
             response = await http.post("/graders/validate", json={}, headers=headers)
             assert response.status_code == 200
 

@@ -30,6 +30,7 @@ from shared.wire import (
 )
 from shared.wire.packed import TokenIds
 from tests.support.adapter_bench import SEQUENCES, Bench, Trainer, a_bench
+from tests.support.in_process import in_process
 from tests.support.trl_server import AdapterRollouts, grpo_trainer, logprobs_of, vllm_client
 from tests.system.test_rollout_engine import make_model
 
@@ -180,9 +181,7 @@ async def test_adapters_side_by_side_are_called_by_their_jobs_and_answer_their_o
         assert await bench.largest_gap(trainer) < 1e-3
     names = {trainer.job_id: f"{trainer.job_id}/v1-0.{trainer.epoch}" for trainer in trainers}
     app = (await bench.sampler.ready_engine()).openai
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app=app), base_url="http://localhost"
-    ) as http:
+    async with in_process(app) as http:
         listed = (await http.get("/models")).json()["data"]
         assert {card["id"]: card["root"] for card in listed if card["parent"]} == names
         for trainer in trainers:

@@ -12,6 +12,7 @@ from shared.errors import MEDIA_TYPE
 from shared.http.service import Service
 from shared.http.streams import DOWNLOADED, DownloadedFile
 from shared.settings import Settings
+from tests.support.in_process import in_process
 
 
 @pytest.fixture
@@ -29,8 +30,7 @@ async def http(path: Path, settings: Settings) -> AsyncGenerator[httpx.AsyncClie
     async def file() -> DownloadedFile:
         return DownloadedFile(path)
 
-    transport = httpx.ASGITransport(app=service.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(service.app) as http:
         yield http
 
 
