@@ -11,7 +11,7 @@ import pytest
 
 from services.trainer.app import create_service
 from services.trainer.trainer import Trainer
-from shared.errors import BadRequest, Conflict, Failed, StateLost
+from shared.errors import BadRequest
 from shared.http.client import Client
 from shared.job import LoraSpec
 from shared.settings import Settings
@@ -25,6 +25,7 @@ from shared.wire import (
     WeightsRef,
     Wire,
 )
+from tests.support.in_process import in_process
 from tests.support.trainer_fakes import Engines, job_request, make_trainer, step_request
 
 
@@ -54,13 +55,11 @@ def rank(parts) -> OneRank:
     return OneRank(parts[0])
 
 
-@pytest.fixture(params=[False, True], ids=["json", "msgpack"])
-async def client(rank, request):
+@pytest.fixture
+async def client(rank):
     service = create_service(Settings(), rank.trainer, rank.run, {"ranks": 1, "torch": "2"})
     transport = httpx2.ASGITransport(app=service.app)
-    async with Client(
-        "trainer", "http://localhost", binary=request.param, transport=transport
-    ) as client:
+    async with Client("trainer", "http://localhost", binary=True, transport=transport) as client:
         yield client
 
 
@@ -95,8 +94,7 @@ async def test_published_files_alone_can_be_fetched_whole_and_in_ranges(client, 
     body = PublishRequest(job_id="a", version=0, method="http")
     (file,) = (await call(client, "POST", "/publish_weights", body, WeightsRef)).root.files
     assert file.path == "/weights/a/v0/model.safetensors"
-    transport = httpx2.ASGITransport(app=service.app)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(service.app) as http:
         whole = await http.get(file.path)
         assert (whole.status_code, len(whole.content)) == (200, file.size_bytes)
         rest = await http.get(file.path, headers={"range": "bytes=10-"})
@@ -117,8 +115,7 @@ async def test_both_files_of_an_adapter_can_be_fetched(client, rank, tmp_path):
     await call(client, "PUT", "/job", plain.model_copy(update={"job": job}), TrainerState)
     body = PublishRequest(job_id="a", version=0, method="lora")
     ref = (await call(client, "POST", "/publish_weights", body, WeightsRef)).root
-    transport = httpx2.ASGITransport(app=service.app)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+    async with in_process(service.app) as http:
         config, weights = [await http.get(file.path) for file in ref.files]
         assert (await http.get("/weights/a/a0/other.json")).status_code == 404
     assert (config.status_code, config.text) == (200, '{"r": 4}')
@@ -172,29 +169,6 @@ async def test_a_body_that_is_wrong_is_a_bad_request(client):
         await call(client, "PUT", "/job", job_request(model="missing"), TrainerState)
 
 
-async def test_a_step_out_of_order_is_a_conflict(client):
-    await call(client, "PUT", "/job", job_request(), TrainerState)
-    with pytest.raises(Conflict, match="got step 7, expected 1"):
-        await call(client, "POST", "/train_step", step_request(7), StepResult)
-
-
-async def test_another_jobs_step_is_state_lost_and_another_body_a_conflict(client):
-    await call(client, "PUT", "/job", job_request(), TrainerState)
-    with pytest.raises(StateLost, match="got job 'b', expected 'a'"):
-        await call(client, "POST", "/train_step", step_request(1, job_id="b"), StepResult)
-    await call(client, "POST", "/train_step", step_request(1), StepResult)
-    with pytest.raises(Conflict, match="already applied, with another body"):
-        await call(client, "POST", "/train_step", step_request(1, examples=()), StepResult)
-
-
-async def test_a_broken_engine_is_failed_and_the_step_can_come_again(client, parts):
-    await call(client, "PUT", "/job", job_request(), TrainerState)
-    parts[1][0].fault = Failed("the step was refused: its gradient is not finite")
-    with pytest.raises(Failed, match="not finite"):
-        await call(client, "POST", "/train_step", step_request(1), StepResult)
-    assert (await call(client, "POST", "/train_step", step_request(1), StepResult)).step == 1
-
-
 async def test_a_job_that_comes_back_goes_on_from_its_checkpoint(client, parts):
     await call(client, "PUT", "/job", job_request("a"), TrainerState)
     first = await call(client, "POST", "/train_step", step_request(1), StepResult)
@@ -206,16 +180,6 @@ async def test_a_job_that_comes_back_goes_on_from_its_checkpoint(client, parts):
     assert await call(client, "POST", "/train_step", step_request(1), StepResult) == first
     assert (await call(client, "POST", "/train_step", step_request(2), StepResult)).step == 2
     assert parts[1][2].num_updates == 2
-
-
-async def test_a_job_that_comes_back_without_a_checkpoint_starts_anew(client, parts):
-    for job_id in ("a", "b", "a"):
-        await call(client, "PUT", "/job", job_request(job_id), TrainerState)
-        result = await call(
-            client, "POST", "/train_step", step_request(1, job_id=job_id), StepResult
-        )
-        assert result.step == 1
-    assert [engine.num_updates for engine in parts[1]] == [1, 1, 1]
 
 
 async def test_health_and_state_answer_during_a_step(client, rank):
