@@ -82,7 +82,6 @@ def test_the_last_part_of_a_key_will_do(short: str, key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "sentence"),
     [
-        ("sampling.topp", "no key 'sampling.topp'; did you mean 'sampling.top_p'?"),
         ("temprature", "did you mean 'sampling.temperature'?"),
         ("llm_jugde", "no key 'llm_jugde'; did you mean 'graders.llm_judge'?"),
         ("llm_judge.lov", "did you mean 'graders.llm_judge.low'?"),

@@ -104,16 +104,6 @@ def test_chat_messages_stay_as_they_are() -> None:
     assert prompt.content == tuple(messages)
 
 
-def test_a_prompt_that_is_no_text_names_row_and_value() -> None:
-    with pytest.raises(BadRequest, match=r"row \d of dataset '.+', column 'prompt': got 7"):
-        made(make_job(), ([{"prompt": 7}] * 4)).for_step(1)
-
-
-def test_an_empty_prompt_names_its_row() -> None:
-    with pytest.raises(BadRequest, match=r"row [13] of dataset 'x.jsonl': its prompt is empty"):
-        made(make_job(), [{"prompt": "2+2?"}, {"prompt": ""}] * 2).for_step(1)
-
-
 @pytest.mark.parametrize(
     "message", [{"role": "user"}, {"role": "user", "content": None}, {"role": 3, "content": "2+2?"}]
 )

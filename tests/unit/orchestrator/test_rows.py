@@ -58,11 +58,6 @@ def test_a_template_that_fails_on_a_row_names_it() -> None:
     assert detail.endswith("; so have 1 more of its 200 rows a fault")
 
 
-def test_a_template_that_works_on_no_row_is_told_once() -> None:
-    detail = refused(job(with_faults("x"), template="{{ q"))
-    assert detail.startswith("data.template does not work: ") and "rows a fault" not in detail
-
-
 def test_a_value_that_cannot_be_sent_is_found_in_any_row() -> None:
     data = [{"prompt": "?", "answer": 2**70 if place == 100 else 1} for place in range(200)]
     assert refused(job(data)).startswith("row 100 of data.train, column 'answer': ")
@@ -185,11 +180,6 @@ def test_prompts_that_are_to_be_dropped_or_cut_are_refused_only_where_none_fits(
     check_rows(cutting, load_prompts(cutting, Settings()))
 
 
-def test_a_completion_as_long_as_the_model_holds_is_refused(tmp_path: Path) -> None:
-    whole = fitting(tmp_path, [1], max_tokens=20, overlong_prompts="truncate")
-    assert refused(whole).startswith("sampling.max_tokens is 20, and the model holds 20 tokens")
-
-
 def test_held_out_prompts_have_room_for_their_own_completions(tmp_path: Path) -> None:
     whole = fitting(tmp_path, [12]).model_dump(mode="json")
     whole["data"]["eval"] = [{"prompt": "w3 " * 12}]
@@ -202,13 +192,6 @@ def test_held_out_prompts_have_room_for_their_own_completions(tmp_path: Path) ->
             assert f"{sentence}evaluation.max_tokens 9 makes 21" in refused(tried)
         else:
             check_rows(tried, load_prompts(tried, Settings()))
-
-
-def test_chat_messages_for_a_model_without_a_chat_template_are_refused(tmp_path: Path) -> None:
-    model = make_model_folder(tmp_path / "model", window=1024, chat=False)
-    chats = [{"prompt": [{"role": "user", "content": "w3"}]}]
-    whole = job(chats).model_copy(update={"model": str(model)})
-    assert "has no chat template; expected prompts that are text" in refused(whole)
 
 
 def test_a_prompt_without_tokens_is_refused_by_its_row(tmp_path: Path) -> None:

@@ -81,7 +81,6 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("stepz=7", "unknown key 'stepz'; did you mean 'steps'?"),
         (
             "training.lerning_rate=1",
             "unknown key 'training.lerning_rate'; did you mean 'learning_rate'?",
@@ -108,7 +107,6 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
         ("model=''", "'model': got ''; string should have at least 1"),
         ("rewards.0.source=x", "grader is 'exact_match', and there is code of your own"),
         ("rewards.0.wieght=1", "unknown key 'rewards.0.wieght'; did you mean 'weight'?"),
-        ("steps=-1", "'steps': got -1; input should be greater than or equal to 0"),
         (
             "training.schedule=step",
             "'training.schedule': got 'step'; input should be 'constant', 'linear' or 'cosine'",
@@ -117,10 +115,7 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
             "lora.target_modules=q_proj",
             "'lora.target_modules': got 'q_proj'; expected \"all-linear\" or a list of modules",
         ),
-        ("rewards.4.weight=1", "'4' is not a position in a list of 1"),
-        ("steps", "expected KEY=VALUE"),
         ("name.x=1", 'is "demo", not a section'),
-        ("name=../etc", "got '../etc'"),
     ],
 )
 def test_a_mistake_is_named_with_its_value_and_remedy(
@@ -148,11 +143,6 @@ def test_a_fault_in_a_list_is_told_once(tmp_path: Path) -> None:
     assert [fault["pointer"] for fault in raised.value.errors] == ["/rewards/0/weight"]
 
 
-def test_a_missing_key_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="'name' is missing and has no default"):
-        load_job(write(tmp_path, MINIMAL.replace("name = ", "# ")))
-
-
 def test_a_job_has_steps_or_epochs(tmp_path: Path) -> None:
     file = write(tmp_path, MINIMAL.replace("steps = 3", ""))
     with pytest.raises(BadRequest, match=r"neither steps nor data\.epochs is set; expected one"):
@@ -178,7 +168,6 @@ def test_a_job_of_0_steps_evaluates_its_model_or_those_that_it_names(tmp_path: P
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["steps=0"], "there are no held-out problems; expected data.eval, or evaluation.sets"),
         (['evaluation.models=[{model="a/b"}]'], "names 1 model.* trains; expected none, or steps"),
         (["steps=0", "data.eval=a/b", "evaluation.models=[{}]"], "'evaluation.models.0.model' is"),
         (["steps=0", "data.eval=a/b", 'evaluation.models=["a/b"]'], "expected a table"),
@@ -201,7 +190,6 @@ def test_only_a_job_that_trains_needs_problems_to_train_on(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["stop.target=0.9"], "stop.target is 0.9 and there are no held-out problems"),
         (["stop.target=0.9", "data.eval=x", "stop.metric=pass@2"], "stop.metric is 'pass@2'"),
         (
             ["stop.target=0.9", "evaluation.sets.hard.source=x"],
@@ -246,13 +234,6 @@ def test_a_held_out_set_takes_from_data_what_it_leaves_out(tmp_path: Path) -> No
     assert (same.messages, same.filter) == (job.data.messages, "level < 5")
     assert (own.messages, own.template, own.filter) == (None, "{{ text }}", "level > 0")
     assert own.columns == {"text": "problem"} and same.columns == {}
-
-
-def test_a_missing_file_and_broken_toml_are_sentences(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="no job file at"):
-        load_job(tmp_path / "nope.toml")
-    with pytest.raises(BadRequest, match="not valid TOML"):
-        load_job(write(tmp_path, "steps = = 3"))
 
 
 @pytest.mark.parametrize("device", ["/dev/full", "/dev/null"])
@@ -309,11 +290,6 @@ def test_a_reward_file_travels_as_source(tmp_path: Path) -> None:
     assert job.rewards[0].label == "reward"
 
 
-def test_a_missing_reward_file_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match=r"no Python file at 'mine.py'"):
-        load_job(write(tmp_path, MINIMAL.replace('grader = "exact_match"', 'file = "mine.py"')))
-
-
 def test_existing_paths_become_absolute_and_others_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,11 +298,6 @@ def test_existing_paths_become_absolute_and_others_stay(
     job = load_job(write(tmp_path))
     assert job.data.train == str(tmp_path / "data.jsonl")
     assert job.model == "org/model"
-
-
-def test_two_rewards_of_one_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="two rewards are called 'exact_match'"):
-        load_job(write(tmp_path, MINIMAL + '[[rewards]]\ngrader = "exact_match"\n'))
 
 
 def test_a_job_survives_the_wire(tmp_path: Path) -> None:

@@ -76,19 +76,10 @@ def test_a_whole_folder_is_taken(tmp_path: Path) -> None:
             "model.safetensors': tensor 'lm_head.weight' has the shape [23, 16], and by "
             "config.json it has [24, 16]",
         ),
-        (configured(num_hidden_layers=3), "it tells of a tensor 'model.layers.2.self_attn.q_proj"),
         (configured(num_hidden_layers=1), "its num_hidden_layers is 1"),
-        (configured(hidden_size=32), "and by config.json it has [24, 32]"),
         (configured(architectures=[]), "config.json': it names no architecture"),
-        (
-            configured(architectures=["Qwen2ForCausalLLM"]),
-            "'Qwen2ForCausalLLM' is no language model that both vLLM and Transformers know in the "
-            "versions of Hone; did you mean 'Qwen2ForCausalLM'?",
-        ),
         (configured(architectures=["BertForTokenClassification"]), "is no language model that"),
         (configured(quantization_config={}), "quantized weights cannot be trained"),
-        (lambda folder: (folder / "config.json").write_text("{"), "it cannot be read as JSON: "),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer; expected "),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "cannot be read as JSON: "),
         (in_shards, "it names 'model-00002-of-00002.safetensors', which is not in the folder"),
     ],
