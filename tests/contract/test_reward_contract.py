@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from services.reward.app import create_service
-from shared.errors import BadRequest, Conflict, Failed, Unauthorized
+from shared.errors import BadRequest, Conflict, Failed
 from shared.http.client import Client
 from shared.job import RewardSpec
 from shared.settings import Settings
@@ -20,7 +20,6 @@ from shared.wire import (
     ExecuteRequest,
     Execution,
     GraderErrors,
-    GraderList,
     GraderRun,
     GraderRunRequest,
     Prompt,
@@ -33,6 +32,7 @@ from shared.wire import (
     Validated,
     ValidateRequest,
 )
+from tests.support.in_process import in_process
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,12 +44,10 @@ async def app() -> AsyncGenerator[Any]:
         yield service.app
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=[False, True], ids=["json", "msgpack"]
-)
-async def client(app: Any, request: pytest.FixtureRequest) -> AsyncGenerator[Client]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(app: Any) -> AsyncGenerator[Client]:
     async with Client(
-        "reward", "http://localhost", binary=request.param, transport=httpx2.ASGITransport(app)
+        "reward", "http://localhost", binary=True, transport=httpx2.ASGITransport(app)
     ) as client:
         yield client
 
@@ -95,12 +93,6 @@ async def test_score_runs_whole_programs(client: Client) -> None:
     )
 
 
-async def test_a_spinning_program_scores_zero_at_its_time_limit(client: Client) -> None:
-    spec = RewardSpec(grader="python_value", params={"timeout_s": 0.2})
-    (spun,) = await score(client, items("while True: pass\n1", target=1), spec)
-    assert (spun.value, spun.parts["python_value"].verdict) == (0.0, "time_limit")
-
-
 async def test_an_own_function_gets_completions_prompts_and_columns(client: Client) -> None:
     source = """
 def reward(completions, prompts, answer, **kwargs):
@@ -136,16 +128,6 @@ async def test_an_own_function_sees_messages_where_the_prompt_has_them(client: C
         client, items("abcd", prompt=({"role": "user", "content": "?"},)), own(source)
     )
     assert scored.value == 4.0
-
-
-async def test_an_own_function_stays_loaded_between_requests(client: Client) -> None:
-    source = (
-        "import time\nLOADED = time.time()\ndef reward(completions):\n"
-        "    return [LOADED for _ in completions]"
-    )
-    (first,) = await score(client, items("a"), own(source), job_id="loaded")
-    (again,) = await score(client, items("a"), own(source), job_id="loaded")
-    assert again.value == first.value
 
 
 async def test_an_own_function_has_no_network_and_no_host(client: Client) -> None:
@@ -192,11 +174,6 @@ def reward(completions, paths):
         (
             own("def reward(completions): ...", params={"timeout": 1}),
             "unknown key 'timeout'; did you mean 'timeout_s'?",
-        ),
-        (RewardSpec(grader="exactmatch"), "no grader 'exactmatch'; did you mean 'exact_match'?"),
-        (
-            RewardSpec(grader="exact_match", params={"column": "answr"}),
-            "no column 'answr'; columns are answer; did you mean 'answer'?",
         ),
     ],
 )
@@ -313,12 +290,6 @@ async def test_validate_names_the_row_that_nothing_could_be_graded_by(client: Cl
         await client.call("POST", "/graders/validate", refused, Validated, deadline_s=60)
 
 
-async def test_graders_are_listed_with_their_params(client: Client) -> None:
-    listed = {info.name: info for info in (await client.get("/graders", GraderList)).graders}
-    assert {"exact_match", "function", "length", "python_value", "think_format"} <= set(listed)
-    assert listed["length"].params["properties"]["target"]["default"] is None
-
-
 async def run(client: Client, grader: dict[str, Any], sample: str, **item: Any) -> GraderRun:
     request = GraderRunRequest(grader=grader, model_sample=sample, item=item)
     return await client.call("POST", "/graders/run", request, GraderRun, deadline_s=60)
@@ -349,7 +320,6 @@ async def test_a_grader_run_that_fails_raises_openais_flag(client: Client) -> No
     ("grader", "message"),
     [
         ({"type": "exactmatch"}, "no grader 'exactmatch'; did you mean 'exact_match'?"),
-        ({"type": "exact_match", "colum": "x"}, "unknown key 'colum'; did you mean 'column'?"),
         ({}, "'grader.type' is None; expected the name of a grader"),
         (
             {"type": "function", "source": "x"},
@@ -417,9 +387,7 @@ async def test_a_bad_body_is_a_sentence(client: Client) -> None:
 
 
 async def test_ready_and_version_report_the_tier_reached(app: Any) -> None:
-    async with httpx2.AsyncClient(
-        transport=httpx2.ASGITransport(app), base_url="http://localhost"
-    ) as http:
+    async with in_process(app) as http:
         ready = await http.get("/readyz")
         sandbox = (await http.get("/version")).json()["sandbox"]
         metrics = (await http.get("/metrics")).text
@@ -433,25 +401,13 @@ async def test_ready_and_version_report_the_tier_reached(app: Any) -> None:
     assert "hone_reward_completions " in metrics
 
 
-async def test_a_token_is_asked_for() -> None:
-    service = create_service(Settings(token="secret-token", sandbox="unsafe", sandbox_slots=1))  # type: ignore[arg-type]
-    async with (
-        service.app.router.lifespan_context(service.app),
-        Client("reward", "http://localhost", transport=httpx2.ASGITransport(service.app)) as client,
-    ):
-        with pytest.raises(Unauthorized):
-            await client.get("/graders", GraderList)
-
-
 async def test_unsafe_runs_programs_when_asked_for_by_name_and_says_so() -> None:
     service = create_service(Settings(sandbox="unsafe", sandbox_slots=1))
     async with (
         service.app.router.lifespan_context(service.app),
         Client("reward", "http://localhost", transport=httpx2.ASGITransport(service.app)) as client,
     ):
-        async with httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(service.app), base_url="http://localhost"
-        ) as http:
+        async with in_process(service.app) as http:
             assert (await http.get("/version")).json()["sandbox"]["tier"] == "unsafe"
         codes = [
             "x = 2",
@@ -505,9 +461,7 @@ async def test_a_host_that_cannot_isolate_refuses_code_and_grades_the_rest(
                 client, items("abc"), RewardSpec(grader="length", params={"max": 3})
             )
         ] == [1.0]
-        async with httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(service.app), base_url="http://localhost"
-        ) as http:
+        async with in_process(service.app) as http:
             ready = await http.get("/readyz")
         assert ready.status_code == 503
         assert "HONE_SANDBOX=unsafe" in ready.json()["dependencies"]["sandbox"]["detail"]

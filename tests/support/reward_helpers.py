@@ -7,16 +7,19 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from services.reward import graders
+from services.reward.grading import registry
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import GraderTools
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import WORKER_PROCESSES, Sandbox, Worker
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import Failed
+from shared.job import RewardSpec
 from shared.settings import Settings
-from shared.wire import ExecuteRequest, Execution
+from shared.wire import ExecuteRequest, Execution, Part, ScoreItem
 
 graders.load()
 
@@ -49,6 +52,20 @@ class ScriptedSandbox(Sandbox):
 
 def tools_of(sandbox: Sandbox, **settings: object) -> GraderTools:
     return GraderTools(Settings(**settings), sandbox, FunctionWorkers(sandbox), LimitedPool())  # type: ignore[arg-type]
+
+
+async def grade(
+    tools: GraderTools | Sandbox,
+    completion: str,
+    row: dict[str, Any],
+    grader: str = "code_tests",
+    **params: Any,
+) -> Part:
+    """Returns what the grader makes of one completion for this row."""
+    tools = tools_of(tools) if isinstance(tools, Sandbox) else tools
+    bound = registry.bind(RewardSpec(grader=grader, params=params), tools)
+    (part,) = await bound.grade([ScoreItem(prompt="", completion=completion, row=row)])
+    return part
 
 
 def processes_of(service_pid: int) -> list[int]:

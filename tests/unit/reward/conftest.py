@@ -8,8 +8,14 @@ import pytest
 import pytest_asyncio
 
 from services.reward.grading.registry import GraderTools
+from services.reward.sandbox.local import LocalSandbox
 from shared.wire import Execution
-from tests.support.reward_helpers import ScriptedSandbox, tools_of
+from tests.support.reward_helpers import (
+    ScriptedSandbox,
+    running_sandbox,
+    running_tools,
+    tools_of,
+)
 from tests.support.reward_service import running_service
 
 
@@ -18,6 +24,20 @@ def url() -> Iterator[str]:
     """Where a reward service answers, a process of its own with one slot."""
     with running_service(HONE_SANDBOX_SLOTS="1") as service:
         yield service.url
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sandbox(request: pytest.FixtureRequest) -> AsyncGenerator[LocalSandbox]:
+    """An isolated sandbox of the module's `SLOTS`, or of two slots."""
+    async with running_sandbox(getattr(request.module, "SLOTS", 2)) as sandbox:
+        yield sandbox
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tools(request: pytest.FixtureRequest) -> AsyncGenerator[GraderTools]:
+    """Graders' tools in a sandbox of the module's `SLOTS`, or of two slots."""
+    async with running_tools(getattr(request.module, "SLOTS", 2)) as tools:
+        yield tools
 
 
 @pytest_asyncio.fixture

@@ -8,7 +8,6 @@ import asyncio
 import os
 import platform
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +18,10 @@ from services.reward.sandbox.cgroups import Groups
 from services.reward.sandbox.local import LocalSandbox
 from shared.wire import ExecuteRequest
 from tests.support import sandbox_attacks
-from tests.support.reward_helpers import processes_of, running_sandbox
+from tests.support.reward_helpers import processes_of
 from tests.support.sandbox_attacks import ATTACKS, KERNEL, Attack
+
+SLOTS = 1
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -44,12 +45,6 @@ class Rest:
     slot_descriptors: int
     slot_bytes: int
     group_bytes: int
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    async with running_sandbox(1) as sandbox:
-        yield sandbox
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

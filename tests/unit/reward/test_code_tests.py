@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from services.reward.graders.code_tests import CodeTestsParams, candidate, completed
 from services.reward.grading import registry
@@ -14,22 +12,10 @@ from services.reward.sandbox.local import SHORT_S, LocalSandbox
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.settings import Settings
-from shared.wire import ExecuteRequest, Execution, Part, ScoreItem
-from tests.support.reward_helpers import ScriptedSandbox, running_sandbox, tools_of
+from shared.wire import ExecuteRequest, Execution, ScoreItem
+from tests.support.reward_helpers import ScriptedSandbox, grade, tools_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    async with running_sandbox(2) as sandbox:
-        yield sandbox
-
-
-async def grade(sandbox: LocalSandbox, completion: str, row: dict[str, Any], **params: Any) -> Part:
-    bound = registry.bind(RewardSpec(grader="code_tests", params=params), tools_of(sandbox))
-    (part,) = await bound.grade([ScoreItem(prompt="", completion=completion, row=row)])
-    return part
 
 
 UNITTEST = (

@@ -7,19 +7,18 @@ sandbox. None gets it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from services.reward.grading import registry
 from services.reward.grading.registry import GradingFailed
 from services.reward.sandbox.local import LocalSandbox
-from shared.job import RewardSpec
-from shared.wire import Part, ScoreItem
+from shared.wire import Part
+from tests.support import reward_helpers
 from tests.support.forgeries import HACKS, HASTY, LOOP, PARAMS, RIGHT, WAYS, program_for
-from tests.support.reward_helpers import running_sandbox, tools_of
+
+SLOTS = 4
 
 SIMILAR = ("a check", "proxied in a map", "proxied asserts", "proxied with errors")
 """Ways of testing that are as others are; mutants of all tricks are tried on them too."""
@@ -28,18 +27,8 @@ UNLIKE = [way for way in WAYS if way not in SIMILAR]
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    async with running_sandbox(4) as sandbox:
-        yield sandbox
-
-
 async def grade(sandbox: LocalSandbox, completion: str, row: dict[str, Any], **params: Any) -> Part:
-    bound = registry.bind(
-        RewardSpec(grader="code_tests", params=PARAMS | params), tools_of(sandbox)
-    )
-    (part,) = await bound.grade([ScoreItem(prompt="", completion=completion, row=row)])
-    return part
+    return await reward_helpers.grade(sandbox, completion, row, **PARAMS | params)
 
 
 @pytest.mark.parametrize("style", WAYS)

@@ -4,19 +4,15 @@ honest mutant 0. Forgeries of these forms are among the ways of `tests/support/f
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from services.reward.graders.code_tests.tests import read
-from services.reward.grading import registry
 from services.reward.grading.registry import GradingFailed
 from services.reward.sandbox.local import LocalSandbox
-from shared.job import RewardSpec
-from shared.wire import Part, ScoreItem
-from tests.support.reward_helpers import running_sandbox, tools_of
+from shared.wire import Part
+from tests.support import reward_helpers
 
 KODCODE = """
 from solution import chunks
@@ -105,18 +101,8 @@ FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    async with running_sandbox(2) as sandbox:
-        yield sandbox
-
-
 async def grade(sandbox: LocalSandbox, program: str, given: dict[str, Any], **params: Any) -> Part:
-    spec = RewardSpec(grader="code_tests", params={"entry_point": "name", **params})
-    (part,) = await registry.bind(spec, tools_of(sandbox)).grade(
-        [ScoreItem(prompt="", completion=program, row=given)]
-    )
-    return part
+    return await reward_helpers.grade(sandbox, program, given, entry_point="name", **params)
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator
 
 import pytest
-import pytest_asyncio
 
 from services.reward.graders.code_tests.tests import read
 from services.reward.grading import registry
@@ -19,8 +18,9 @@ from services.reward.grading.programs import program_of, programs_in
 from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
-from tests.support.reward_helpers import running_tools
 from tests.support.texts import HUGE_CHARS, texts
+
+SLOTS = 4
 
 MAX_STALL_S = 0.5
 """Of CPU time of the loop's thread between two of its turns: of a busy machine it has no more."""
@@ -58,12 +58,6 @@ HOSTILE = {
     "fences": ("assert f(7) == 1", "```\n" * (HUGE_CHARS // 4)),
     "fences of python": ("assert f(7) == 1", "```python\n" * (HUGE_CHARS // 10)),
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tools() -> AsyncGenerator[GraderTools]:
-    async with running_tools(4) as made:
-        yield made
 
 
 def caller_of(tools: GraderTools, **params: float) -> Caller:

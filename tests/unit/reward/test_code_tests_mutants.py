@@ -4,17 +4,14 @@ earns 0, and none is missing."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from services.reward.grading import registry
 from services.reward.grading.registry import GradingFailed
 from services.reward.sandbox.local import LocalSandbox
-from shared.job import RewardSpec
-from shared.wire import Part, ScoreItem
+from shared.wire import Part
 from tests.support.forgeries import (
     HARMLESS,
     HASTY,
@@ -28,18 +25,14 @@ from tests.support.forgeries import (
     mutants,
     program_for,
 )
-from tests.support.reward_helpers import running_sandbox, tools_of
+from tests.support.reward_helpers import grade
+
+SLOTS = 6
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 Forgery = tuple[str, dict[str, Any], dict[str, Any], str]
 """Its name, params, row and program."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    async with running_sandbox(6) as sandbox:
-        yield sandbox
 
 
 def over_ways(programs: Iterable[tuple[str, str]]) -> list[Forgery]:
@@ -53,14 +46,10 @@ def over_ways(programs: Iterable[tuple[str, str]]) -> list[Forgery]:
 
 async def graded(sandbox: LocalSandbox, forgery: Forgery, **limits: float) -> Part | GradingFailed:
     _, params, row, program = forgery
-    bound = registry.bind(
-        RewardSpec(grader="code_tests", params=PARAMS | limits | params), tools_of(sandbox)
-    )
     try:
-        (part,) = await bound.grade([ScoreItem(prompt="", completion=program, row=row)])
+        return await grade(sandbox, program, row, **PARAMS | limits | params)
     except GradingFailed as error:
         return error
-    return part
 
 
 async def earning(sandbox: LocalSandbox, forgeries: list[Forgery]) -> dict[str, Any]:

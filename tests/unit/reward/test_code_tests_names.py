@@ -3,21 +3,18 @@ program."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from services.reward.graders.code_tests.tests import read
-from services.reward.grading import registry
 from services.reward.grading.programs import program_of
 from services.reward.grading.registry import GraderTools, GradingFailed
 from services.reward.grading.scoring import Scorer
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire import Part, Prompt, ScoreItem
-from tests.support.reward_helpers import running_tools
+from shared.wire import Part, Prompt
+from tests.support.reward_helpers import grade
 
 LIAR = """
 class Liar:
@@ -41,20 +38,11 @@ JUDGED = {
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tools() -> AsyncGenerator[GraderTools]:
-    async with running_tools(2) as made:
-        yield made
-
-
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def graded(tools: GraderTools, tests: Any, program: str, **params: Any) -> Part:
-    grader = registry.bind(RewardSpec(grader="code_tests", params=params), tools)
-    item = ScoreItem(prompt="", completion=program, row={"tests": tests, "entry": "f"})
-    (part,) = await grader.grade([item])
-    return part
+    return await grade(tools, program, {"tests": tests, "entry": "f"}, **params)
 
 
 @pytest.mark.parametrize("name", JUDGED)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller, VerdictCache
@@ -14,18 +13,13 @@ from services.reward.grading.registry import GraderTools
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 from tests.support import contest_programs
-from tests.support.reward_helpers import running_tools
 from tests.support.right_programs import COMPLETIONS, FENCES, READS, WAYS, WHOLE, rows
+
+SLOTS = 4
 
 pytestmark = pytest.mark.slow
 
 STYLES = ("asserts", "loop", "check", "pytest", "calls", "stdio")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tools() -> AsyncGenerator[GraderTools]:
-    async with running_tools(4) as made:
-        yield made
 
 
 def test_there_are_200_programs_in_ten_ways_each() -> None:

@@ -4,30 +4,21 @@ be graded by."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from services.reward.graders.code_tests.tests import read, recognized
-from services.reward.grading import registry
 from services.reward.grading.registry import GradingFailed
 from services.reward.grading.scoring import Scorer
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire import Prompt, ScoreItem
-from tests.support.reward_helpers import running_sandbox, tools_of
+from shared.wire import Prompt
+from tests.support.reward_helpers import grade, tools_of
 
 CHECK = "def check(candidate):\n    for x in range(3):\n        assert candidate(x) == x\n"
 JUNK = "def f(x):\n    return 'junk'"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    async with running_sandbox(2) as sandbox:
-        yield sandbox
 
 
 @pytest.mark.parametrize(
@@ -159,9 +150,8 @@ async def test_a_row_by_which_no_program_can_be_graded_is_told_before_and_while_
         await scorer.check([spec], [*row], [good, bad])
     assert refused.value.detail.startswith("reward 'code_tests', row 7 of the data: ")
     assert message in refused.value.detail
-    bound = registry.bind(spec, tools_of(sandbox))
     with pytest.raises(GradingFailed) as missing:
-        await bound.grade([ScoreItem(prompt="", completion=JUNK, row=row)])
+        await grade(sandbox, JUNK, row, **spec.params)
     assert message in missing.value.detail
     await scorer.close()
 
@@ -195,13 +185,9 @@ def test_asserts_and_setup_may_be_lists_also_as_json_text() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_failed_is_told_where_asserts_have_no_message(sandbox: LocalSandbox) -> None:
-    spec = RewardSpec(grader="code_tests", params={"setup": "setup"})
-    bound = registry.bind(spec, tools_of(sandbox))
     tests = "for x in [1, 2]:\n    assert same(f(x), x)"
     row = {"tests": tests, "setup": ["import math", "same = math.isclose"]}
-    (part,) = await bound.grade(
-        [ScoreItem(prompt="", completion="def f(x):\n    return 1", row=row)]
-    )
+    part = await grade(sandbox, "def f(x):\n    return 1", row, setup="setup")
     assert part.detail == "test 1 of 1: AssertionError (line 2: assert same(f(x), x))"
 
 

@@ -3,31 +3,12 @@ earns 1, an honest mutant of it 0. In the real sandbox."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Any
-
 import pytest
-import pytest_asyncio
 
-from services.reward.grading import registry
 from services.reward.sandbox.local import LocalSandbox
-from shared.job import RewardSpec
-from shared.wire import Part, ScoreItem
-from tests.support.reward_helpers import running_sandbox, tools_of
+from tests.support.reward_helpers import grade
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    async with running_sandbox(2) as sandbox:
-        yield sandbox
-
-
-async def grade(sandbox: LocalSandbox, program: str, tests: Any, **params: Any) -> Part:
-    bound = registry.bind(RewardSpec(grader="code_tests", params=params), tools_of(sandbox))
-    (part,) = await bound.grade([ScoreItem(prompt="", completion=program, row={"tests": tests})])
-    return part
 
 
 WAYS: dict[str, tuple[str, str, str, str]] = {
@@ -168,7 +149,7 @@ async def test_values_of_standard_classes_tell_right_from_wrong(
     tests, program, right, wrong = WAYS[way]
     assert program.count(right) == 1
     mutant = program.replace(right, wrong)
-    parts = [await grade(sandbox, one, tests) for one in (program, mutant)]
+    parts = [await grade(sandbox, one, {"tests": tests}) for one in (program, mutant)]
     assert [part.value for part in parts] == [1.0, 0.0], parts
 
 
@@ -182,12 +163,13 @@ async def test_values_of_standard_classes_tell_right_from_wrong(
 async def test_what_a_standard_name_means_in_tests_is_not_the_programs_to_say(
     sandbox: LocalSandbox, tests: str, program: str
 ) -> None:
-    part = await grade(sandbox, program, tests)
+    part = await grade(sandbox, program, {"tests": tests})
     assert part.value == 0.0, part
 
 
 async def test_a_package_that_is_not_there_is_named_with_the_setting(sandbox: LocalSandbox) -> None:
     for tests in ("assert f() == 1", [{"input": "", "output": "1"}]):
-        part = await grade(sandbox, "import numpy\ndef f(): return 1\nprint(1)", tests)
+        program = "import numpy\ndef f(): return 1\nprint(1)"
+        part = await grade(sandbox, program, {"tests": tests})
         assert part.value == 0.0
         assert "No module named 'numpy'. HONE_SANDBOX_PACKAGES names" in part.detail

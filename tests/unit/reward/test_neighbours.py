@@ -3,10 +3,7 @@ reward is missing."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-
 import pytest
-import pytest_asyncio
 
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller, VerdictCache
@@ -17,6 +14,8 @@ from shared.wire import Part, ScoreItem
 from tests.support.hung_programs import HUNG
 from tests.support.reward_helpers import running_tools
 
+SLOTS = 3
+
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LIMITS = {"cpu_s": 0.4, "idle_s": 2, "memory_mib": 64}
@@ -26,12 +25,6 @@ TESTS = {
     "stdio": [{"input": "7\n", "output": "7\n"}],
 }
 RIGHT = {"asserts": "def f(x): return x", "loop": "f = lambda x: x", "stdio": "print(input())"}
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def tools() -> AsyncGenerator[GraderTools]:
-    async with running_tools(3) as made:
-        yield made
 
 
 async def hung_ones_cost_right_ones_nothing(

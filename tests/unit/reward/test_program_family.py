@@ -6,29 +6,21 @@ from __future__ import annotations
 import asyncio
 import textwrap
 from collections import Counter
-from collections.abc import AsyncGenerator
 from random import Random
 
 import pytest
-import pytest_asyncio
 
-from services.reward.grading import registry
 from services.reward.sandbox.local import LocalSandbox
-from shared.job import RewardSpec
-from shared.wire import ExecuteRequest, Part, ScoreItem
+from shared.wire import ExecuteRequest, Part
 from tests.support.program_family import program
-from tests.support.reward_helpers import running_sandbox, tools_of
+from tests.support.reward_helpers import grade
+
+SLOTS = 8
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 LIMITS = {"cpu_s": 0.1, "timeout_s": 0.5, "memory_mib": 64}
 LOOP = "def check(candidate):\n    for x in range(3):\n        assert candidate(x) == x + 2\n"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    async with running_sandbox(8) as sandbox:
-        yield sandbox
 
 
 async def endings(sandbox: LocalSandbox, programs: list[str]) -> Counter[str]:
@@ -52,10 +44,7 @@ async def test_no_program_of_a_family_leaves_a_grader_without_a_value(
     sandbox: LocalSandbox,
 ) -> None:
     async def graded(code: str, grader: str, row: dict[str, object], **params: object) -> Part:
-        spec = RewardSpec(grader=grader, params=LIMITS | params)
-        item = ScoreItem(prompt="", completion=code, row=row)
-        (part,) = await registry.bind(spec, tools_of(sandbox)).grade([item])
-        return part
+        return await grade(sandbox, code, row, grader, **LIMITS | params)
 
     looped = {"style": "check", "entry_point": "name"}
     work = []

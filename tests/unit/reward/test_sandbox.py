@@ -1,5 +1,5 @@
-"""The real sandbox under attack. After each program: the verdict, nothing left behind, and the next
-program in the same slot right."""
+"""The real sandbox: values, limits, and a slot that is killed. After each program nothing is left
+behind, and the next program in the same slot is right. The attacks: `test_attacks.py`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,24 @@ import contextvars
 import os
 import signal
 import time
-from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from services.reward.sandbox.local import LocalSandbox, is_long
 from services.reward.sandbox.slots import STOP_DEADLINE_S, Slot
 from services.reward.sandbox.verdicts import Facts
 from shared.wire import ExecuteRequest, Execution
-from tests.support.reward_helpers import is_alive, kill, processes_of, running_sandbox
+from tests.support.reward_helpers import is_alive, kill, processes_of
+
+SLOTS = 1
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROCESSES_PER_SLOT = 3
 """The one that stays outside and waits, pid 1 inside, and the child that waits for the next
 program."""
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def sandbox() -> AsyncGenerator[LocalSandbox]:
-    async with running_sandbox(1) as sandbox:
-        yield sandbox
 
 
 async def run(
@@ -108,56 +102,15 @@ async def test_a_program_gives_its_value_and_its_output(sandbox: LocalSandbox) -
             "runtime_error",
             "ValueError: the value is nested deeper than 32, or contains itself",
         ),
-        ("class E(int): __eq__ = lambda a, b: True", "E(3)", "runtime_error", None),
-        ("", "10 ** 5000", "runtime_error", None),
-        ("x = 1\0", None, "runtime_error", None),
-        ("(" * 100_000, None, "runtime_error", None),
         ("raise Exception('a' * (1 << 30))", None, "memory_limit", "MemoryError"),
-        ("class E(Exception):\n    __str__ = lambda s: 1/0\nraise E", None, "runtime_error", None),
     ],
 )
 async def test_a_program_that_fails_says_why(
-    sandbox: LocalSandbox, code: str, expression: str | None, verdict: str, last_line: str | None
+    sandbox: LocalSandbox, code: str, expression: str | None, verdict: str, last_line: str
 ) -> None:
     ended = await run(sandbox, code, expression)
     assert (ended.verdict, ended.value) == (verdict, None)
-    if last_line is not None:
-        assert ended.stderr.splitlines()[-1] == last_line
-    await nothing_is_left(sandbox)
-
-
-ENDINGS = {
-    "sys.exit(0)": "import sys; sys.exit(0)",
-    "raise SystemExit": "raise SystemExit",
-    "os._exit(0)": "import os; os._exit(0)",
-    "posix._exit": "import posix; posix._exit(int())",
-    "exec of another program": "import os; os.execv('/bin/true', ['true'])",
-    "a shadowed exit": "import atexit, os; atexit.register(os._exit, 0); raise ValueError",
-    "segmentation fault": "import ctypes; ctypes.string_at(0)",
-    "abort": "import os; os.abort()",
-}
-
-
-@pytest.mark.parametrize("name", ENDINGS)
-async def test_a_program_that_ends_itself_has_no_value(sandbox: LocalSandbox, name: str) -> None:
-    ended = await run(sandbox, ENDINGS[name], "15")
-    assert (ended.verdict, ended.value) == ("runtime_error", None)
-    await nothing_is_left(sandbox)
-
-
-async def test_what_a_program_prints_is_not_its_value(sandbox: LocalSandbox) -> None:
-    forged = '{"end": "ok", "value": 15}'
-    ended = await run(sandbox, f"import os\nfor fd in (1, 2): os.write(fd, b'{forged}')", "8")
-    assert (ended.verdict, ended.value, ended.stdout) == ("ok", 8, forged)
-
-
-async def test_forging_the_result_file_changes_only_ones_own_result(sandbox: LocalSandbox) -> None:
-    code = (
-        "import os\nfor fd in range(3, 200):\n    try: os.write(fd, b'garbage')\n"
-        "    except OSError: pass"
-    )
-    ended = await run(sandbox, code, "8")
-    assert (ended.verdict, ended.value) == ("runtime_error", None)
+    assert ended.stderr.splitlines()[-1] == last_line
     await nothing_is_left(sandbox)
 
 
@@ -239,22 +192,7 @@ stack = ctypes.string_at(start, 2000)
     ]
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "while True: pass",
-        "import time; time.sleep(60)",
-        "x = 9 ** 9 ** 9",
-        "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')",
-        "import signal\nfor s in (1, 2, 14, 15, 24): signal.signal(s, signal.SIG_IGN)\nwhile True: "
-        "pass",
-        "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
-        "import threading; threading.Thread(target=threading.Event().wait).start()",
-        "import atexit, time; atexit.register(time.sleep, 60)",
-        "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)\nwhile True: pass",
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-    ],
-)
+@pytest.mark.parametrize("code", ["while True: pass", "import time; time.sleep(60)"])
 async def test_a_program_that_does_not_end_is_stopped_at_its_time_limit(
     sandbox: LocalSandbox, code: str
 ) -> None:
@@ -264,109 +202,9 @@ async def test_a_program_that_does_not_end_is_stopped_at_its_time_limit(
     await nothing_is_left(sandbox)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "x = bytearray(8 << 30)",
-        "x = []\nwhile True: x.append(bytearray(1 << 20))",
-        "s = 'a'\nwhile True: s += s",
-    ],
-)
-async def test_a_memory_bomb_hits_its_own_limit(sandbox: LocalSandbox, code: str) -> None:
-    ended = await run(sandbox, code, memory_mib=64)
-    assert ended.verdict == "memory_limit"
-    await nothing_is_left(sandbox)
-
-
-@pytest.mark.parametrize(
-    "code", ["while True: print('x' * 100_000)", "import os\nwhile True: os.write(2, b'y' * 65536)"]
-)
-async def test_an_output_flood_is_cut_and_named(sandbox: LocalSandbox, code: str) -> None:
-    ended = await run(sandbox, code)
-    assert ended.verdict == "output_limit"
-    assert max(len(ended.stdout), len(ended.stderr)) < 70_000
-    await nothing_is_left(sandbox)
-
-
 async def test_exactly_as_much_output_as_is_kept_is_fine(sandbox: LocalSandbox) -> None:
     assert (await run(sandbox, "print('x' * 65535)")).verdict == "ok"
     assert (await run(sandbox, "print('x' * 65536)")).verdict == "output_limit"
-
-
-async def test_a_fork_bomb_reaches_its_limit_and_leaves_nothing(sandbox: LocalSandbox) -> None:
-    code = """
-import os, time
-n = 0
-try:
-    while n < 1000:
-        if os.fork() == 0: time.sleep(60)
-        n += 1
-except OSError: pass
-"""
-    ended = await run(sandbox, code, "n")
-    assert ended.verdict == "ok"
-    assert 5 < ended.value < 40
-    await nothing_is_left(sandbox)
-
-
-async def test_background_processes_end_with_their_program(sandbox: LocalSandbox) -> None:
-    code = """
-import os, subprocess, time
-subprocess.Popen(["/bin/sleep", "60"], start_new_session=True)
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0: time.sleep(60)
-    os._exit(0)
-"""
-    ended = await run(sandbox, code, "'done'")
-    assert (ended.verdict, ended.value) == ("ok", "done")
-    await nothing_is_left(sandbox)
-
-
-async def test_signals_reach_nobody_else(sandbox: LocalSandbox) -> None:
-    code = """
-import os
-for pid in (0, -1, 1, 2, os.getppid()):
-    for number in (9, 19):
-        try: os.kill(pid, number)
-        except OSError: pass
-"""
-    ended = await run(sandbox, code, "'alive'")
-    assert (ended.verdict, ended.value) == ("ok", "alive")
-    await nothing_is_left(sandbox)
-
-
-TRIES = """
-import os, socket
-def attempt(call, *arguments):
-    try:
-        call(*arguments)
-        return "allowed"
-    except OSError:
-        return "refused"
-"""
-
-
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "[attempt(socket.socket, family, kind) for family, kind in ((2, 1), (2, 3), (1, 1), (16, "
-        "3), (17, 3), (38, 5), (40, 1))]",
-        "[attempt(open, path, 'a') for path in ('/usr/lib/x', '/x', '/etc/passwd', '/dev/sda', "
-        "os.__file__)]",
-        "[attempt(os.listdir, path) for path in ('/proc/1', '/sys', '/home', '/var', '/work', "
-        "'/root/.ssh', '/run')]",
-        "[attempt(os.chroot, '/tmp'), attempt(os.mkfifo, '/tmp/f'), attempt(os.setuid, 1), "
-        "attempt(os.chown, '/tmp', 1, 1)]",
-        "[attempt(os.memfd_create, 'x'), attempt(os.sched_setscheduler, 0, 1, os.sched_param(1)), "
-        "attempt(os.nice, -1)]",
-    ],
-)
-async def test_the_host_is_out_of_reach(sandbox: LocalSandbox, expression: str) -> None:
-    ended = await run(sandbox, TRIES, expression)
-    assert ended.verdict == "ok", ended.stderr
-    assert set(ended.value) == {"refused"}
-    await nothing_is_left(sandbox)
 
 
 async def test_what_it_sees_of_the_host_is_mounted_read_only_without_set_uid(
@@ -377,15 +215,6 @@ async def test_what_it_sees_of_the_host_is_mounted_read_only_without_set_uid(
         "'/dev/null', os.__file__)]"
     )
     assert (await run(sandbox, "import os", expression)).value == [3] * 5
-
-
-async def test_it_holds_no_capability(sandbox: LocalSandbox) -> None:
-    code = """
-import ctypes
-held = (ctypes.c_uint32 * 6)()
-assert ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), held) == 0
-"""
-    assert (await run(sandbox, code, "list(held)")).value == [0] * 6
 
 
 async def test_each_slot_has_namespaces_of_its_own(sandbox: LocalSandbox) -> None:
@@ -443,62 +272,6 @@ async def test_unsafe_slots_that_are_just_forking_end_at_once() -> None:
     await unsafe.close()
     assert time.monotonic() - start < STOP_DEADLINE_S, "none had to be killed"
     assert list(Path("/tmp").glob(f"hone-unsafe-{os.getpid()}-*")) == []
-
-
-SYSTEM_CALLS = {
-    "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155,
-    "ptrace": 101, "process_vm_readv": 310, "bpf": 321, "perf_event_open": 298, "keyctl": 250,
-    "add_key": 248, "userfaultfd": 323, "io_uring_setup": 425, "shmget": 29, "msgget": 68,
-    "semget": 64, "mq_open": 240, "personality": 135, "open_by_handle_at": 304,
-    "seccomp": 317, "socket": 41, "clone3": 435, "memfd_create": 319,
-    "x32 getpid": 0x40000027, "mount_setattr": 442, "pidfd_getfd": 438, "kcmp": 312,
-}  # fmt: skip
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
-async def test_dangerous_system_calls_are_refused(sandbox: LocalSandbox) -> None:
-    code = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)"
-    expression = (
-        "{name: [libc.syscall(ctypes.c_long(nr), 0, 0, 0, 0, 0), ctypes.get_errno()] "
-        "for name, nr in calls.items()}"
-    )
-    ended = await run(sandbox, code, expression, inputs={"calls": SYSTEM_CALLS})
-    assert ended.verdict == "ok", ended.stderr
-    assert {
-        name: result for name, result in ended.value.items() if result not in ([-1, 1], [-1, 38])
-    } == {}
-
-
-async def test_clone_with_a_new_namespace_is_refused_and_a_thread_is_not(
-    sandbox: LocalSandbox,
-) -> None:
-    code = (
-        "import ctypes, threading\n"
-        "t = threading.Thread(target=print, args=('thread',)); t.start(); t.join()"
-    )
-    ended = await run(sandbox, code, "ctypes.CDLL(None).syscall(56, 0x10000000 | 17, 0, 0, 0, 0)")
-    assert (ended.value, ended.stdout) == (-1, "thread\n")
-
-
-async def test_descriptors_other_than_its_own_four_are_closed(sandbox: LocalSandbox) -> None:
-    code = (
-        "import os\nopen_fds = []\nfor fd in range(1024):\n"
-        "    try: os.fstat(fd); open_fds.append(fd)\n    except OSError: pass"
-    )
-    assert (await run(sandbox, code, "open_fds")).value == [0, 1, 2, 3]
-
-
-async def test_the_small_tmp_fills_up_and_is_new_for_the_next_program(
-    sandbox: LocalSandbox,
-) -> None:
-    code = (
-        "n = 0\ntry:\n    while n < 100:\n"
-        "        open(f'/tmp/{n}', 'wb').write(b'a' * (8 << 20)); n += 1\n"
-        "except OSError: pass"
-    )
-    ended = await run(sandbox, code, "n")
-    assert (ended.verdict, ended.value) == ("ok", 8)
-    await nothing_is_left(sandbox)
 
 
 async def test_the_same_program_gives_the_same_result_in_every_process(
@@ -636,12 +409,6 @@ async def test_a_program_that_could_not_begin_is_a_sandbox_error_and_not_a_wrong
         "the sandbox failed twice: a program could not be started: capset(none): Operation not "
         "permitted"
     )
-
-
-async def test_a_program_cannot_pretend_that_it_never_began(sandbox: LocalSandbox) -> None:
-    code = "import os\nos.ftruncate(3, 0)\nos._exit(125)"
-    ended = await run(sandbox, code, "1")
-    assert ended.verdict == "runtime_error"
 
 
 async def test_a_cancelled_job_is_killed_and_its_slot_is_free(sandbox: LocalSandbox) -> None:
