@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees the settings of whoever runs it."""
+    """No test sees the settings of the person who runs it."""
     for name in list(os.environ):
         if name.startswith("HONE_"):
             monkeypatch.delenv(name)

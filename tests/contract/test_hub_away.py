@@ -70,7 +70,7 @@ async def test_data_sets_of_a_hub_that_hangs_delay_no_other_job_and_end_with_the
         asyncio.CancelledError
     ] * len(looks)
     await hub.until_open(0)
-    assert hub.most_open < checking.MAX_FETCHES, "one place is kept from whoever has all others"
+    assert hub.most_open < checking.MAX_FETCHES, "no caller gets every place"
 
 
 async def test_a_model_is_waited_for_some_seconds_and_not_asked_for_again_at_once(

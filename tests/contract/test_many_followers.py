@@ -53,7 +53,7 @@ async def follow(url: str, job_id: str, rng: random.Random, ids: list[str]) -> i
         while True:
             num_connections += 1
             events = client.events(f"/v1/jobs/{job_id}/events", last_id=ids[-1] if ids else None)
-            with contextlib.suppress(Unavailable):  # as one that was cut off
+            with contextlib.suppress(Unavailable):  # its connection was cut
                 async with contextlib.aclosing(events):
                     async for id, kind, _ in events:
                         if kind == "end":

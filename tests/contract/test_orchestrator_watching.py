@@ -104,7 +104,7 @@ async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_sec
         services = Services(job, running.model_copy(update={"reward_url": nobody}), tell=tell)
         with services.waits.on("reward", "grading a group"):
             await services.look()
-        assert told == [], "whoever waits for it would say so"
+        assert told == [], "a job that waits for it would say so"
         await services.look()
         await services.close()
     assert [message[: len("the reward service is away since ")] for message in told] == [

@@ -215,7 +215,7 @@ async def test_what_is_sent_is_also_written_while_a_sampler_is_away(pool: Pool) 
     await sent_beside_one_away(pool, note)
     for version in (3, 4):
         methods = [method for number, method in published if number == version]
-        assert methods[:2] == ["nccl", "http"], "as it is sent, for the one that joins later"
+        assert methods[:2] == ["nccl", "http"], "as it is sent, for the sampler that joins later"
 
 
 async def test_files_that_cannot_be_written_cost_the_samplers_that_need_none_nothing(

@@ -73,7 +73,7 @@ class Model:
         return job.status == "queued" or (job.status == "running" and not self.has_lease(job))
 
     def waiting(self) -> tuple[list[Modelled], list[Modelled]]:
-        """Returns those that were begun, and those that were not, each by turn."""
+        """Returns the jobs that were begun, and the jobs that were not, each by turn."""
         found = [
             job
             for job in sorted(self.jobs.values(), key=lambda job: job.turn)
@@ -208,7 +208,7 @@ class Driver:
             self.model.free(attempt)
 
     async def work(self) -> None:
-        """A worker, perhaps one that was superseded, does something with its lease."""
+        """A worker, perhaps a superseded one, does something with its lease."""
         if not self.leases:
             return
         lease = self.choose.choice(self.leases[-6:])
@@ -334,7 +334,7 @@ async def test_the_queue_does_what_its_model_does(
 
 
 async def test_of_many_orchestrators_none_gets_what_another_one_has(redis_url: str) -> None:
-    """Each has all trainers; whoever has a job holds its trainer and samplers alone."""
+    """Each worker has all trainers; a worker with a job holds its trainer and samplers alone."""
     stores = [Store(redis_url) for _ in range(4)]
     await stores[0].open()
     ids = {(await stores[0].submit(Submission(LONG_JOB, RUNS))).id for _ in range(24)}

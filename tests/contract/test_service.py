@@ -468,7 +468,7 @@ async def test_a_token_guards_everything_but_health(settings: Settings) -> None:
 
 
 async def test_who_shows_no_token_speaks_for_no_job(settings: Settings) -> None:
-    """Else anybody could keep a trainer for a job that is gone, or give it to one that is not."""
+    """Else anybody could keep a trainer for a job that is gone, or give it to an invented one."""
     counter = Counter(settings.model_copy(update={"token": SecretStr("open-sesame")}))
     headers, owned = ownership.headers("1f" * 16, settings, "job"), counter.service.ownership
     for token in (None, "guess"):

@@ -798,7 +798,7 @@ async def test_a_list_has_the_jobs_that_fit_all_that_is_asked_for(store: Store) 
 async def test_a_page_goes_on_after_a_job_that_was_removed_meanwhile(store: Store) -> None:
     ids = [await submit(store) for _ in range(6)]
     page = await store.list(None, 2)
-    for removed in ids[4:]:  # those that were shown
+    for removed in ids[4:]:  # the jobs of the first page
         await store.cancel(removed)
         await store.delete(removed)
     rest = await store.list(page.next_after, 3)

@@ -11,7 +11,7 @@ two more steps by itself. A job takes several faults. Then it is compared with t
 undisturbed, for which its sampled batches are replayed: each step once, the same weights after
 each, bit for bit.
 
-With `--environment` the job's rollouts are conversations, those of `make demo-agent`: played by an
+With `--environment` the job's rollouts are the conversations of `make demo-agent`: played by an
 agent of `hone work`, or by a class in the sandbox. What is killed then dies in the middle of
 episodes.
 
@@ -87,7 +87,7 @@ async def _trial(
     results: Results,
     until: float,
 ) -> None:
-    """Runs one job; takes off `waiting` those that struck it."""
+    """Runs one job; takes the faults that struck it off `waiting`."""
 
     def note(job_id: str, struck: Struck) -> None:
         waiting.remove(struck.fault)
@@ -149,7 +149,7 @@ def main() -> int:
     found = {each.number: each.is_done for each in results.measured()}
     until = time.monotonic() + arguments.seconds
     missing = [fault for fault in faults if not found.get(fault.number)]
-    missing.sort(key=lambda fault: fault.number in found)  # first those that were never struck
+    missing.sort(key=lambda fault: fault.number in found)  # first the faults that never struck
     if missing:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         job = made_conversations(seed, kind) if kind else made_job(seed)

@@ -120,8 +120,8 @@ class Results:
 
 
 def _usual(jobs: Iterable[dict[str, Any]]) -> Any:
-    """Returns what gives the seconds that a step takes undisturbed: the median of those that are
-    evaluated and saved as it is."""
+    """Returns what gives the seconds that a step takes undisturbed: the median of the steps
+    that are evaluated and saved as it is."""
     found: dict[tuple[bool, bool], list[float]] = {}
     for job in jobs:
         for step, seconds in job["usual"].items():

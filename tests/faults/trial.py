@@ -76,7 +76,7 @@ class Running:
         return await self.stack.client.get(f"/v1/jobs/{self.id}", JobRecord, deadline_s=120.0)
 
     async def status(self) -> str:
-        """Returns the job's status; one that paused is resumed, and the reason noted."""
+        """Returns the job's status; a paused job is resumed, and the reason noted."""
         record = await self.get()
         if record.status == "paused":
             self.paused.append(record.error or "it says no reason")

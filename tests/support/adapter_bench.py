@@ -101,7 +101,7 @@ class Bench:
     epoch: int = 0
 
     def trainer(self, job_id: str) -> Trainer:
-        """Returns a job that begins now, as the only one that may load weights."""
+        """Returns a job that begins now, and alone may load weights."""
         from transformers import AutoModelForCausalLM
 
         from services.trainer.zero import lora

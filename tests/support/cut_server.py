@@ -13,7 +13,7 @@ from typing import Any
 @dataclass
 class CutServer:
     """`files` by path. The first answers end after as many bytes as `cuts` says, one per answer;
-    `status`, if set, is every answer, with `headers`. `ranges` are those that were asked for."""
+    `status`, if set, is every answer, with `headers`. `ranges` are the requested ones."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     cuts: list[int] = field(default_factory=list)

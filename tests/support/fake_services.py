@@ -1,7 +1,7 @@
 """Stand-ins for rollout, trainer and reward at the HTTP seam, to reach the orchestrator's faults on
 demand.
 
-They speak the real wire through the real service factory, refuse whoever is superseded, and are
+They speak the real wire through the real service factory, refuse a superseded caller, and are
 otherwise as thin as can be: the "model" answers right with probability `version / 10`, so that a
 run's reward rises only if its weights are trained and pushed.
 """
@@ -375,5 +375,5 @@ def logprobs_of(version: int) -> Logprobs:
 
 
 def _same(one: TrainStepRequest, other: TrainStepRequest) -> bool:
-    """Returns whether both train on the same, whoever asks."""
+    """Returns whether both train on the same; the caller does not count."""
     return (one.step, one.examples, one.totals) == (other.step, other.examples, other.totals)

@@ -42,7 +42,7 @@ async def serve(server: uvicorn.Server) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Whether the process still does anything; one that only waits to be reaped does not."""
+    """Whether the process still does anything; a zombie does not."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

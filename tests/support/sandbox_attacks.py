@@ -1,8 +1,8 @@
 """Programs that mean harm, or are bad in some other way, each with the one end that the sandbox may
 give it.
 
-`ends` is the verdict (or those that are right), `value` what the expression then gives. Limits are
-small where a program would use them up. Numbers of system calls are those of x86_64.
+`ends` is the verdict (or the right ones), `value` what the expression then gives. Limits are
+small where a program would use them up. System calls have their numbers on x86_64.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Mixtures of experts, served by the real vLLM: each expert's matrices are read back from what it
-packed of them, and one that is not as published is named."""
+packed of them, and a tensor that is not as published is named."""
 
 from __future__ import annotations
 

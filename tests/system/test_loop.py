@@ -519,7 +519,7 @@ def start_following(stack: Stack, job_id: str) -> subprocess.Popen[str]:
 
 
 def kill_a_trainer_rank(stack: Stack) -> None:
-    """Kill -9 of the one that comes last, which serves no HTTP."""
+    """Kill -9 of the last process, which serves no HTTP."""
     ranks: list[int] = []
     for pid in sorted(descendants(stack.launcher)):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

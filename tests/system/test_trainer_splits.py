@@ -1,5 +1,5 @@
 """One batch, split over ranks and micro-batches in every way, at every ZeRO stage: the same update,
-and that of plain torch."""
+and the update of plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pages show what is there: the demo's job as it is, and commands, settings and keys that
+"""The pages agree with the project: the demo's job as it is, and commands, settings and keys that
 exist."""
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def test_a_look_that_ends_without_a_word_is_no_lost_connection() -> None:
         return inside._has_ended(connection)
 
     vanished = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
-    assert type(vanished) is TimeoutError, "as that of the look, which has no number"
+    assert type(vanished) is TimeoutError, "as the look's error, which has no number"
     assert has_ended(TimeoutError("timed out")) is False
     assert has_ended(vanished) is True
     assert has_ended(ConnectionResetError(errno.ECONNRESET, "reset")) is True

@@ -238,7 +238,7 @@ def test_a_reward_of_a_package_is_text_that_needs_no_package() -> None:
 
     text = source_of(accuracy_reward, "accuracy_reward")
     assert "\nimport trl" not in text and "\nfrom trl" not in text
-    assert "metadata.packages_distributions()" in text  # those of the sandbox, not of this machine
+    assert "metadata.packages_distributions()" in text  # of the sandbox, not of this machine
     said = [[{"role": "assistant", "content": f"It is \\boxed{{{n}}}"}] for n in (3, 4)]
     assert alone(text)["accuracy_reward"](said, ["$3$", "$3$"]) == [1.0, 0.0]
 

@@ -127,7 +127,7 @@ def test_step_metrics_carry_lengths_staleness_and_time() -> None:
     metrics = step_metrics(make_step(), JOB)
     assert metrics["completions/mean_length"] == pytest.approx(12 / 4)
     assert metrics["completions/clipped_ratio"] == pytest.approx(1 / 4)
-    # The one of 4 tokens was cut off; those of 2, 3 and 3 ended by themselves.
+    # The rollout of 4 tokens was cut off; the others, of 2, 3 and 3, ended by themselves.
     assert metrics["completions/mean_terminated_length"] == pytest.approx(8 / 3)
     lengths = ("min_length", "max_length", "min_terminated_length", "max_terminated_length")
     assert [metrics[f"completions/{name}"] for name in lengths] == [2, 4, 2, 3]

@@ -219,7 +219,7 @@ def test_a_folder_is_removed_with_the_name_that_points_at_it(tmp_path: Path) -> 
         (10, 50, 2, 500, 451),  # replayed from the checkpoint of step 450
         (10, 50, 1, 500, 491),
         (100, 50, 2, 500, 401),
-        (10, 50, 2, 520, 501),  # the last step's checkpoint, and that of step 500
+        (10, 50, 2, 520, 501),  # the checkpoints of the last step and of step 500
         (10, 50, 3, 520, 451),
         (10, 50, 2, 50, 1),  # the older one is the start
         (10, 0, 2, 500, 1),  # there is only the last one

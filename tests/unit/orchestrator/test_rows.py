@@ -121,7 +121,7 @@ def test_rows_that_passed_are_not_tried_again_for_another_job_on_them(
             )
         }
     )
-    assert counting(first, monkeypatch) == 104, "all rows, and those of the first step"
+    assert counting(first, monkeypatch) == 104, "all rows, and the rows of the first step"
     other = first.model_copy(update={"name": "other", "seed": 7, "steps": 9})
     assert counting(other, monkeypatch) == 4
     spec = first.data.model_copy(update={"template": "Q: {{ prompt }}"})

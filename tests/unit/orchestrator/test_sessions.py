@@ -329,7 +329,7 @@ async def test_a_template_that_keeps_thoughts_keeps_the_row() -> None:
 
 
 async def test_agents_at_the_same_time_are_rows_of_their_own() -> None:
-    """One with tools, and one that it asks, in turns of the same session."""
+    """An agent with tools, and an agent that it asks, in turns of the same session."""
     replies = [Reply(call(3)), Reply("12"), Reply("13"), Reply("correct")]
     sampler = RenderingSampler(replies)
     session = open_session(sampler)

@@ -246,7 +246,7 @@ async def test_an_answer_that_is_left_before_its_end_leaves_no_connection() -> N
 async def test_a_name_that_is_not_found_in_time_is_a_host_not_connected_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One thread waits for it, whoever asks and however often, and none of the pool."""
+    """One thread waits for it, for all callers and calls, and none of the pool."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     is_found, looked_up = threading.Event(), list[str]()
 

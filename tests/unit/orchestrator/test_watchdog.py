@@ -1,4 +1,4 @@
-"""A process whose event loop stands still ends; one that is only busy, or was stopped, does not."""
+"""A process whose event loop stands still ends; a busy or stopped process does not."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ async def test_an_attack_gets_its_verdict_and_leaves_nothing(
 
 
 @pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="the numbers of system calls are those of x86_64"
+    platform.machine() != "x86_64", reason="system calls are given by their numbers on x86_64"
 )
 @pytest.mark.parametrize(
     ("attack", "call"),

@@ -53,7 +53,7 @@ async def graded(sandbox: LocalSandbox, forgery: Forgery, **limits: float) -> Pa
 
 
 async def earning(sandbox: LocalSandbox, forgeries: list[Forgery]) -> dict[str, Any]:
-    """Returns those of the forgeries that earn anything but 0, all graded at once."""
+    """Returns the forgeries that earn anything but 0, all graded at once."""
     parts = await asyncio.gather(*(graded(sandbox, forgery, **HASTY) for forgery in forgeries))
     return {
         forgery[0]: part

@@ -1,4 +1,4 @@
-"""`hone grade`, as typed: on a service that it starts for the call, and on one that runs."""
+"""`hone grade`, as typed: on a service that it starts for the call, and on a running one."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SLOTS = 1
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROCESSES_PER_SLOT = 3
-"""The one that stays outside and waits, pid 1 inside, and the child that waits for the next
+"""The process that stays outside and waits, pid 1 inside, and the child that waits for the next
 program."""
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas of tools: the same as those of transformers, which TRL gives to the model."""
+"""JSON schemas of tools: equal to the schemas of transformers, which TRL gives to the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is next: jobs, groups and completions have their turns, whoever came first."""
+"""Who is next: jobs, groups and completions have their turns, in whatever order they came."""
 
 from __future__ import annotations
 

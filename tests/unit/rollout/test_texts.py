@@ -1,4 +1,4 @@
-"""The text of a completion made at its end, beside the one that vLLM makes token by token."""
+"""The text of a completion made at its end, beside the text that vLLM makes token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ END, SMILE = 0, "🙂"
 
 @pytest.fixture(scope="module", params=["bytes", "spaces"])
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    """One whose tokens are bytes, and one that strips the space before a text's first word."""
+    """Tokens that are bytes, and a tokenizer that strips the space before a text's first word."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer: one that is missing or broken is a sentence, and no empty prompts. vLLM is
+"""A model's tokenizer: a missing or broken one is a sentence, and no empty prompts. vLLM is
 imported where it is used: every worker of pytest imports the test modules."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Free ports are none that the kernel gives to others, and not those that are taken."""
+"""Free ports: none that the kernel gives to others, and none that is taken."""
 
 from __future__ import annotations
 

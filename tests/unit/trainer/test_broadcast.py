@@ -49,7 +49,7 @@ def sending() -> Iterator[Broadcast]:
 
 
 def connected(sending: Broadcast) -> Store:
-    """Returns the store on a connection of its own: whoever waits holds it."""
+    """Returns the store on a connection of its own: a wait holds it."""
     client = TCPStore("127.0.0.1", sending.port, is_master=False, timeout=PATIENT)
     return PrefixStore(sending.key, client)
 

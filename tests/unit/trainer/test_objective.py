@@ -53,7 +53,7 @@ def silenced(correction: CorrectionSpec) -> tuple[float, torch.Tensor]:
 
 
 def test_gspo_at_its_bounds_is_not_clipped_by_the_noise_between_two_engines():
-    # The ratio is 1, so each token's gradient is that of -A / (S T), to the bit.
+    # The ratio is 1, so each token's gradient equals the gradient of -A / (S T), to the bit.
     share, gradient_ST = silenced(CorrectionSpec())
     assert share == 0.0
     expected = torch.where(torch.arange(400) % 2 == 1, -1.0, 1.0)[:, None] / (400 * LENGTH)

@@ -1,4 +1,4 @@
-"""Models that scale or cap their head's output: log-probs and gradients equal those of the model's
+"""Models that scale or cap their head's output: log-probs and gradients equal the model's
 own logits, at the magnitude that logits of trained models have."""
 
 import peft

@@ -145,7 +145,7 @@ def test_an_error_of_the_writer_leaves_nothing_and_passes_through(tmp_path):
 
 
 def test_two_who_write_one_folder_do_not_disturb_each_other(tmp_path):
-    """A trainer that was superseded as it wrote a checkpoint, and the one that has the job now."""
+    """A trainer that was superseded as it wrote a checkpoint, and the job's trainer now."""
     target = tmp_path / "step-000003"
     with folders.written_aside(target, 1, durable=True) as late:
         (late / "model").write_bytes(b"of the superseded one")
