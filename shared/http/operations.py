@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,8 @@ class Operations:
         self._draining = draining
         self._by_id: dict[str, Operation] = {}
         self._by_key: dict[str, Operation] = {}
+        self._finished_ids: deque[str] = deque()
+        self._fetched_ids: deque[str] = deque()
 
     def start(
         self,
@@ -110,8 +113,12 @@ class Operations:
         if not operation.task.done() and ended:
             operation.task.cancel()
             await asyncio.wait({operation.task})
-        operation.fetched = operation.task.done()
-        return operation.task.result() if operation.task.done() else None
+        if not operation.task.done():
+            return None
+        if not operation.fetched:
+            operation.fetched = True
+            self._fetched_ids.append(operation.id)
+        return operation.task.result()
 
     async def wait_any(self, wanted: WaitRequest, busy: Callable[[], int]) -> WaitResult:
         """Returns which of the operations have ended, unknown ones included. Returns as soon as one
@@ -149,21 +156,28 @@ class Operations:
 
     def _finished(self, operation: Operation) -> None:
         operation.finished_at = time.monotonic()
+        self._finished_ids.append(operation.id)
         failed = operation.task.cancelled() or operation.task.exception() is not None
         forgotten = failed or operation.durable
         if forgotten and operation.key and self._by_key.get(operation.key) is operation:
             del self._by_key[operation.key]
 
     def _forget_old(self) -> None:
+        """Forgets what is older than `KEEP_S` or beyond `KEEP_COUNT`. Each start of an operation
+        calls it, so it looks only at operations that it forgets."""
+        while len(self._fetched_ids) > KEEP_COUNT:
+            self._forget(self._fetched_ids.popleft())
         before = time.monotonic() - KEEP_S
-        finished = [op for op in self._by_id.values() if op.finished_at is not None]
-        fetched = [op for op in finished if op.fetched]
-        too_many = {op.id for op in fetched[:-KEEP_COUNT]}
-        for op in finished:
-            if op.id in too_many or (op.finished_at or before) < before:
-                del self._by_id[op.id]
-                if op.key and self._by_key.get(op.key) is op:
-                    del self._by_key[op.key]
+        while self._finished_ids:
+            oldest = self._by_id.get(self._finished_ids[0])
+            if oldest and oldest.finished_at is not None and oldest.finished_at >= before:
+                break
+            self._forget(self._finished_ids.popleft())
+
+    def _forget(self, id: str) -> None:
+        operation = self._by_id.pop(id, None)
+        if operation and operation.key and self._by_key.get(operation.key) is operation:
+            del self._by_key[operation.key]
 
 
 @contextlib.asynccontextmanager

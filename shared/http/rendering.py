@@ -47,6 +47,8 @@ async def refuse_unknown_parameters(request: Request) -> None:
     """Raises BadRequest for a query parameter that the route does not have: a misspelt parameter
     would silently be the default. Raises it too for a repeated parameter: no route takes several
     values. `name[key]` counts as `name` if the route declares `name` as a table."""
+    if not request.scope["query_string"]:
+        return
     route = request.scope["route"]
     known = [field.alias for field in route.dependant.query_params]
     extra: dict[str, Any] = route.openapi_extra or {}

@@ -46,6 +46,12 @@ NUM_ASKED_WHO = 4
 own. A load balancer between two samplers that chooses at random goes unnoticed once in 16 times,
 and then at the latest when weights are loaded."""
 
+MAX_DIRECT = 128
+"""Single completions, such as a conversation's turns, that are waited for on connections of their
+own at a time: one request each, where a poll takes three. It leaves connections of the transport's
+256 for everything else. Groups are polled for, because only polls tell how many of their
+completions are left."""
+
 NUM_LIVES = 3
 """How often a sampler gets the model, if it restarts each time before its identity is confirmed."""
 
@@ -130,6 +136,7 @@ class Sampler:
     files, because a version that was sent to its GPU did not arrive. `listed`: the settings or a
     registration name it now. `held`: it gets no further groups until a sync is done; `idle` is set
     while it has none. `num_loads` are the versions that it loads at the moment: one, or none.
+    `num_direct` are its completions that wait on a connection of their own.
 
     Its load counts completions. `under_way` counts the completions of all groups that it was given
     and has not returned, `busy` the completions that it reported to work on, and `sent` the
@@ -155,6 +162,7 @@ class Sampler:
     sent: int = 0
     num_joins: int = 0
     num_loads: int = 0
+    num_direct: int = 0
     failed_sync: bool = False
     by_files: bool = False
     held: bool = False
@@ -327,16 +335,21 @@ class Sampler:
     async def generate(
         self, body: GenerateRequest, key: str, settings: Settings, patience_s: float
     ) -> RolloutGroup:
-        return await self.client.call(
-            "POST",
-            "/generate",
-            body,
-            RolloutGroup,
-            deadline_s=settings.generate_deadline_s * HUNG,
-            key=key,
-            wait_s=0,
-            patience_s=patience_s,
-        )
+        is_direct = body.sampling.n == 1 and self.num_direct < MAX_DIRECT
+        self.num_direct += is_direct
+        try:
+            return await self.client.call(
+                "POST",
+                "/generate",
+                body,
+                RolloutGroup,
+                deadline_s=settings.generate_deadline_s * HUNG,
+                key=key,
+                wait_s=None if is_direct else 0,
+                patience_s=patience_s,
+            )
+        finally:
+            self.num_direct -= is_direct
 
     async def abort(self, body: AbortRequest) -> None:
         """Ends requests of the job. Nothing depends on it: a sampler that does not answer soon is

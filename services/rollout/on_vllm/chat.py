@@ -132,7 +132,7 @@ class VllmChat:
                 'HONE_TOOL_PARSER to name one (such as "hermes"), or '
                 "'tool_choice' \"none\", which leaves calls in the text"
             )
-        given = request.model_dump(mode="json", exclude_none=True)
+        given = request.model_dump(mode="json", exclude_none=True, exclude={"messages"})
         try:
             # Copies: vLLM changes the messages that it is given.
             return ChatCompletionRequest.model_validate(

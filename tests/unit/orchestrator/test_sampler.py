@@ -8,12 +8,13 @@ from typing import Any, cast, get_args
 import pytest
 
 from services.orchestrator.errors import SyncFailed
-from services.orchestrator.pool.sampler import NUM_MEASURED, Length, Sampler
+from services.orchestrator.pool.sampler import MAX_DIRECT, NUM_MEASURED, Length, Sampler
 from services.orchestrator.pool.syncing import _write_files
 from services.orchestrator.tasks import to_the_end
 from shared.errors import Failed
 from shared.http.client import Client
 from shared.job import SYNC_METHODS, SyncMethod
+from shared.settings import Settings
 from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, ServingWeights
 from shared.wire.packed import TokenIds
 
@@ -168,3 +169,34 @@ def test_every_method_has_its_traits_and_a_live_one_becomes_files_that_are_not()
             assert not SYNC_METHODS[other].is_live
         if traits.is_live:
             assert traits.published_again and traits.is_given_up
+
+
+class Waits:
+    """The client of a sampler that answers /generate once it is `free`. `asked` are the seconds
+    that each request waits for its answer; None: the client's own."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+        self.asked: list[int | None] = []
+
+    async def call(self, *_: Any, wait_s: int | None, **__: Any) -> RolloutGroup:
+        self.asked.append(wait_s)
+        await self.free.wait()
+        return group(1, 1)
+
+
+async def test_only_so_many_single_completions_wait_on_connections_of_their_own() -> None:
+    client = Waits()
+    sampler = Sampler(cast(Any, client))
+
+    def ask(n: int) -> asyncio.Task[RolloutGroup]:
+        body = GenerateRequest(prompt="", sampling=Sampling(n=n))
+        return asyncio.create_task(sampler.generate(body, "key", Settings(), 1.0))
+
+    tasks = [ask(8), *(ask(1) for _ in range(MAX_DIRECT + 1))]
+    await asyncio.sleep(0)
+    assert client.asked == [0, *[None] * MAX_DIRECT, 0]
+    client.free.set()
+    await asyncio.gather(*tasks)
+    await ask(1)
+    assert client.asked[-1] is None
