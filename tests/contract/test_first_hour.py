@@ -90,11 +90,35 @@ def test_four_commands_and_no_editing_from_gsm8k_to_a_trained_model(here: Path) 
         assert command in shown, shown
     assert f"vllm serve {record['summary']['checkpoint']}" in shown
     assert record["id"] in curve and "step 2" in curve and "●" in curve
+
+
+@pytest.mark.slow  # it loads matplotlib
+def test_a_picture_of_the_curve_is_written(here: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert "wrote curve.png" in hone("plot", "first", "--png", "curve.png")
-    hone("plot", "first", "--png", "curve")  # the file of this name, without a suffix too
+    hone("init", "--name", "drawn")
+    hone("run", "job.toml", "--set", "steps=1")
+    assert "wrote curve.png" in hone("plot", "drawn", "--png", "curve.png")
+    hone("plot", "drawn", "--png", "curve")  # the very file, without a suffix too
     for name in ("curve.png", "curve"):
         assert (here / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_wait_ends_with_the_job_or_when_it_waits_for_a_person(
+    here: Path, served: ServedStack
+) -> None:
+    hone("init", "--name", "waited")
+    hone("submit", "job.toml", "--set", "steps=1")
+    assert "succeeded" in hone("wait", "waited")
+    assert json.loads(hone("wait", "waited", "-o", "json"))["step"] == 1
+    released = threading.Event()
+    served.fakes.fault["train_step"] = until(released)
+    hone("submit", "job.toml", "--set", "steps=1")
+    hone("pause", "waited")
+    shown = hone("wait", "waited", code=3)
+    released.set()
+    del served.fakes.fault["train_step"]
+    assert "paused because" in shown and "hone resume waited-" in shown
+    hone("cancel", "waited")
 
 
 def test_a_follower_hears_what_a_job_is_at_while_nothing_happens(
@@ -149,13 +173,8 @@ def test_the_demo_is_never_silent_and_shows_its_table_before_the_picture(
     monkeypatch.setattr(view, "SILENT_S", 0.1)
     told = io.StringIO()
     console = Console(file=told, width=160)
-    shown = ""
-
-    async def loads_until_told(_: Any) -> None:
-        while "... loading the model: rollout" not in told.getvalue():
-            await asyncio.sleep(0.01)
-
-    served.fakes.fault["model"] = loads_until_told
+    released, shown = threading.Event(), ""
+    served.fakes.fault["model"] = until(released)
     hone("init", "--name", "demo")
 
     def drawn(rows: Sequence[MetricsRow], path: Path, title: str) -> Path:
@@ -164,6 +183,7 @@ def test_the_demo_is_never_silent_and_shows_its_table_before_the_picture(
         return path
 
     monkeypatch.setattr(demo, "plot_learning_curve", drawn)
+    threading.Timer(2.0, released.set).start()
     with Client(served.url) as client:
         job = load_job(Path("job.toml"), ["steps=1", "evaluation.every=1"])
         assert demo._train(client, job, console, time.monotonic())
@@ -184,8 +204,7 @@ def test_who_follows_or_waits_for_a_job_that_pauses_is_told_how_it_goes_on(
     said = hone("wait", job, "--timeout", "0.2", code=124)
     assert f"job {job} is " in said and "after 0.2 s, and goes on" in said
     hone("pause", job)
-    for command in (["logs", "-f"], ["logs", "-f", "-n", "1"], ["wait"]):
-        shown = hone(*command, job, code=3)
+    for shown in (hone("logs", "-f", job, code=3), hone("logs", "-f", "-n", "1", job, code=3)):
         assert f"hone resume {job}" in shown and "paused because" in shown
     with Client(served.url) as client:
         assert client.wait(job).status == "paused"
@@ -195,7 +214,6 @@ def test_who_follows_or_waits_for_a_job_that_pauses_is_told_how_it_goes_on(
     released.set()
     del served.fakes.fault["train_step"]
     assert "succeeded" in hone("wait", job)
-    assert json.loads(hone("wait", "held", "-o", "json"))["step"] == 2
     assert len(hone("logs", "-n", "2", job).splitlines()) == 2
     rows = json.loads(hone("metrics", job, "--keys", "reward, loss", "-o", "json"))["rows"]
     assert [sorted(row["metrics"]) for row in rows[1:]] == [["loss", "reward"]] * 2
