@@ -26,7 +26,6 @@ from hone.trainer import to_trl
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.evals.estimates import problem_metrics
 from services.orchestrator.evals.held_out import Answers, set_metrics
-from services.orchestrator.loop.groups import GradedGroup
 from services.orchestrator.loop.metrics import WRITTEN, reward_metrics
 from services.orchestrator.loop.prompts import Prompts, load_prompts, with_steps
 from services.orchestrator.pool.services import Services
@@ -47,6 +46,7 @@ from shared.wire import (
     Rollout,
     RolloutGroup,
     Score,
+    ScoredGroup,
     Span,
 )
 from shared.wire.packed import TokenIds
@@ -241,11 +241,13 @@ class SimpleRun:
         began, metrics = time.monotonic(), dict[str, float]()
         for name, prompts in self._held_out.items():
             groups = self.sample(prompts, version)
-            graded = zip(prompts, groups, self.scores(prompts, groups), strict=True)
-            answers = [
-                Answers(scores, problem_metrics(GradedGroup(prompt, group, scores), self._job))
-                for prompt, group, scores in graded
+            graded = [
+                ScoredGroup(prompt=prompt, group=group, scores=scores)
+                for prompt, group, scores in zip(
+                    prompts, groups, self.scores(prompts, groups), strict=True
+                )
             ]
+            answers = [Answers(each.scores, problem_metrics(each, self._job)) for each in graded]
             prefix = f"eval/{name}/" if name else "eval/"
             metrics |= {prefix + metric: value for metric, value in set_metrics(answers).items()}
         return metrics | {"time/eval": time.monotonic() - began}
