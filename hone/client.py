@@ -71,6 +71,7 @@ class Client:
     recover = _blocking(AsyncClient.recover)
     metrics = _blocking(AsyncClient.metrics)
     findings = _blocking(AsyncClient.findings)
+    experiments = _blocking(AsyncClient.experiments)
     rollouts = _blocking(AsyncClient.rollouts)
     regrade = _blocking(AsyncClient.regrade)
     evaluate = _blocking(AsyncClient.evaluate)

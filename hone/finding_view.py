@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from shared.wire import Evidence, Finding, FindingList
+    from shared.wire import Evidence, ExperimentReport, Finding, FindingList
 
 STYLES = {"problem": "bold red", "warning": "yellow", "notice": "cyan"}
 
@@ -46,6 +46,25 @@ def _evidence(evidence: Evidence) -> str:
         where = f" of steps {steps[0]} to {steps[-1]}"
     told = [part for part in (values, printable(evidence.text)) if part]
     return f"{evidence.metric}{where}: {'; '.join(told)}"
+
+
+def experiments_text(report: ExperimentReport) -> Text:
+    """Returns each experiment with its result, and the causes that are left."""
+    told = {True: ("agrees", "green"), False: ("DIFFERS", "bold red"), None: ("not known", "dim")}
+    lines = [Text(f"{report.job_id}, version {report.version}:")]
+    for one in report:
+        word, style = told[one.agrees]
+        nats = ""
+        if one.difference is not None and one.allowed is not None:
+            nats = f" by {one.difference:.3g} nats of {one.allowed:.3g} that rounding may make"
+        detail = f" ({printable(one.detail)})" if one.detail else ""
+        at = f" at {printable(one.sampler)}" if one.sampler else ""
+        lines.append(
+            Text.assemble((f"{word:10}", style), (one.name, "bold"), f"{at}{nats}{detail}")
+        )
+    causes = report.causes or ("the experiments do not tell",)
+    lines += [Text(f"cause: {printable(cause)}") for cause in causes]
+    return Text("\n").join(lines)
 
 
 def printable(text: str) -> str:

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from hone import host, stack
 from hone.installed import ENGINES, check_installed, engines_of, version_of
-from hone.shell import FAILED, Output, OutputOption, command, connect, job_names, show
+from hone.shell import FAILED, Output, OutputOption, command, connect, job_names, saying, show
 from shared.errors import BadRequest, HoneError, how_to_install
 from shared.host import nvidia
 from shared.http.client import Client
@@ -74,14 +74,30 @@ JobOrFolder = Annotated[
 ]
 
 
+ExperimentsOption = Annotated[
+    bool,
+    typer.Option(
+        "--experiments",
+        help="Find out why the job's sampler and trainer disagree, by small experiments with each "
+        "sampler that serves it; sampling waits while its weights are read back.",
+    ),
+]
+
+
 @command
 def doctor(
-    job: JobOrFolder = None, weights: WeightsOption = False, output: OutputOption = Output.table
+    job: JobOrFolder = None,
+    weights: WeightsOption = False,
+    experiments: ExperimentsOption = False,
+    output: OutputOption = Output.table,
 ) -> None:
     """Check this machine and the stack that runs on it. Exits 1 if something will not work.
 
     With a job, show what is wrong with it: how it learns, what it is rewarded for, how fast it is
     (docs/diagnosis.md). Exits 1 if anything is a problem or a warning."""
+    if experiments:
+        _experiment(job, output)
+        return
     if job is not None:
         _diagnose(job, weights, output)
         return
@@ -103,6 +119,18 @@ def _diagnose(job: str, weights: bool, output: Output) -> None:
             listed = client.findings(job)
     show(output, listed, lambda: findings_text(listed))
     if not listed.well:
+        raise typer.Exit(FAILED)
+
+
+def _experiment(job: str | None, output: Output) -> None:
+    from hone.finding_view import experiments_text
+
+    if job is None:
+        raise BadRequest("--experiments are with a job's samplers; name the job")
+    with connect() as client, saying("experiments with the samplers"):
+        report = client.experiments(job)
+    show(output, report, lambda: experiments_text(report))
+    if any(experiment.agrees is False for experiment in report):
         raise typer.Exit(FAILED)
 
 

@@ -10,6 +10,7 @@ from services.orchestrator.api import (
     access,
     columns,
     episodes,
+    experiments,
     files,
     groups_of_steps,
     history,
@@ -86,6 +87,7 @@ def create_service(
     columns.add_routes(service, store)
     groups_of_steps.add_routes(service, store)
     regrade.add_route(service, settings, store)
+    experiments.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
     episodes.add_routes(service, store, offered)
     files.add_routes(service, settings, store)

@@ -1,4 +1,5 @@
-"""What is wrong with a run: `GET /v1/jobs/{job_id}/findings`."""
+"""What is wrong with a run: `GET /v1/jobs/{job_id}/findings`; why sampler and trainer disagree:
+`POST /v1/jobs/{job_id}/experiments`."""
 
 from __future__ import annotations
 
@@ -86,3 +87,26 @@ class FindingList(Listing[Finding]):
     step: int
     well: bool
     findings: tuple[Finding, ...]
+
+
+class Experiment(Wire):
+    """A comparison with one sampler. `agrees` None: it could not be made, and `detail` says why.
+    `difference` is the mean absolute difference of log-probs in nats, and `allowed` what rounding
+    may come to."""
+
+    name: str
+    sampler: str
+    agrees: bool | None
+    difference: float | None = None
+    allowed: float | None = None
+    detail: str = ""
+
+
+class ExperimentReport(Listing[Experiment]):
+    """Experiments with each sampler that serves the job, by its weights of `version`, and the
+    `causes` that they leave; none: they do not tell."""
+
+    job_id: JobId
+    version: int
+    experiments: tuple[Experiment, ...]
+    causes: tuple[str, ...] = ()

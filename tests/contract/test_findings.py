@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from shared.errors import NotFound
 from shared.job import Job
 from shared.settings import Settings
-from shared.wire import FindingList, MetricsRow, SubmitRequest
+from shared.wire import ExperimentReport, Finding, FindingList, MetricsRow, Part, SubmitRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack, full_stack
@@ -57,6 +57,19 @@ async def test_a_job_without_signal_is_told_so_also_without_a_stack(stack: Stack
     assert FindingList.model_validate_json(alone.stdout) == listed, alone.stderr
 
 
+async def test_what_is_wrong_is_in_the_events_once(stack: Stack) -> None:
+    stack.fakes.grade = lambda item: Part(value=0.0)
+    job = stack.job.model_copy(update={"steps": 12})
+    record = await stack.until((await stack.submit(job)).id)
+    events = [event for event in await stack.events(record.id) if "finding" in event.data]
+    told = [Finding.model_validate(event.data["finding"]) for event in events]
+    kinds = [finding.code for finding in told]
+    assert kinds and len(kinds) == len(set(kinds)), "each kind is said once"
+    assert kinds[0].startswith("no_signal") and {event.level for event in events} == {"warning"}
+    assert events[0].message.startswith(f"step 5: {told[0].title}; probably {told[0].cause}; ")
+    assert {finding.code for finding in await found(stack, record.id)} <= set(kinds)
+
+
 async def test_findings_of_no_job_are_a_404(stack: Stack) -> None:
     with pytest.raises(NotFound, match="no job 'nobody'"):
         await found(stack, "nobody")
@@ -88,3 +101,29 @@ async def test_a_read_only_key_sees_findings(settings: Settings, redis_url: str,
         assert (await stack.http.get(path)).status_code == 401
         answer = await stack.http.get(path, headers=reads)
         assert answer.status_code == 200 and answer.json()["job_id"] == submitted.json()["id"]
+
+
+async def test_experiments_compare_the_jobs_samplers_with_the_trainer(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    reports = [
+        await stack.client.call(
+            "POST",
+            f"/v1/jobs/{record.id}/experiments",
+            None,
+            ExperimentReport,
+            deadline_s=60,
+            key="once",
+        )
+        for _ in range(2)
+    ]
+    assert reports[0] == reports[1], "the second call gets the first one's result"
+    (report, _) = reports
+    agrees = {experiment.name: experiment.agrees for experiment in report}
+    assert (report.version, agrees["version"]) == (8, True)
+    assert agrees["tensors"] is False and "the first is 'norm'" in report[1].detail
+    assert [cause.split(":")[0] for cause in report.causes] == ["a load went wrong"]
+    assert agrees["same_tokens"] is None, "the fake has no /v1/completions"
+    with pytest.raises(NotFound, match="no job 'nobody'"):
+        await stack.client.call(
+            "POST", "/v1/jobs/nobody/experiments", None, ExperimentReport, deadline_s=60
+        )

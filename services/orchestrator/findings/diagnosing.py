@@ -25,20 +25,20 @@ CHECKS: tuple[Check, ...] = (
     state.waits,
     state.stalled,
     state.recovers_often,
+    updates.steps_skipped,
+    updates.updates,
+    suspects.reward_fell,
     rewards.no_signal,
     rewards.reward_constant,
     rewards.rewards_contradict,
     completions.missing_rewards,
     completions.errored_rollouts,
     completions.environment_failures,
-    suspects.reward_fell,
     suspects.held_out_falls,
     suspects.lengths,
     suspects.one_text,
     completions.truncation,
     completions.overlong_prompts,
-    updates.steps_skipped,
-    updates.updates,
     updates.spikes,
     updates.entropy_collapse,
     updates.mismatch,
@@ -52,7 +52,8 @@ CHECKS: tuple[Check, ...] = (
     speed.samplers_wait,
     speed.sampler_idle,
 )
-"""Of equal level, an earlier one is shown first."""
+"""Of equal level, an earlier one is shown first: what holds a run up, then what ruins it, then what
+follows from that."""
 
 LEVELS = ("problem", "warning", "notice")
 

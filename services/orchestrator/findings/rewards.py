@@ -61,23 +61,38 @@ def no_signal(facts: Facts) -> Iterator[Finding]:
             keys=("stop.target", "difficulty.skip_right"),
         )
     elif reward.median <= NEAR * mark:
-        yield Finding(
-            code="no_signal_hard",
-            level="problem",
-            title=f"{told} teach nothing: hardly any completion earns a reward",
-            since_step=since,
-            evidence=evidence,
-            cause="the policy has lost what it could do, as its reward shows"
-            if any(reward_fell(facts))
-            else "the problems are too hard for the model, or the reward never finds what it "
-            "looks for: `hone rollouts` shows answers beside their rewards",
-            remedy="check the reward by `hone grade`, then take easier problems, more completions "
-            "of each (sampling.group_size), longer ones (sampling.max_tokens), or skip what is "
-            "always wrong (difficulty.skip_wrong)",
-            keys=("sampling.group_size", "sampling.max_tokens", "difficulty.skip_wrong"),
-        )
+        yield _hard(facts, told, since, evidence)
     else:
         yield _equal(facts, told, since, evidence, same)
+
+
+def _hard(facts: Facts, told: str, since: int | None, evidence: tuple[Evidence, ...]) -> Finding:
+    """The finding where hardly any completion earns a reward: from the beginning, or by now."""
+    if any(reward_fell(facts)):
+        why = "the policy has lost what it could do, as its reward shows"
+        how = "go on from the best checkpoint with a lower training.learning_rate"
+        keys: tuple[str, ...] = ("training.learning_rate",)
+    else:
+        why = (
+            "the problems are too hard for the model, or the reward never finds what it looks for: "
+            "`hone rollouts` shows answers beside their rewards"
+        )
+        how = (
+            "check the reward by `hone grade`, then take easier problems, more completions of each "
+            "(sampling.group_size), longer ones (sampling.max_tokens), or skip what is always "
+            "wrong (difficulty.skip_wrong)"
+        )
+        keys = ("sampling.group_size", "sampling.max_tokens", "difficulty.skip_wrong")
+    return Finding(
+        code="no_signal_hard",
+        level="problem",
+        title=f"{told} teach nothing: hardly any completion earns a reward",
+        since_step=since,
+        evidence=evidence,
+        cause=why,
+        remedy=how,
+        keys=keys,
+    )
 
 
 def _equal(

@@ -110,7 +110,7 @@ class Pipeline:
         if serves := syncs_after(self.job, batch.step):
             synced = await sync_weights(self.services, self.job, batch.step, self.journal)
             moved = synced.moved
-            await to_disk(self.folder.append_sync, synced.row())
+            await to_disk(self.folder.append_sync, synced.row(), synced.proof)
         watch.lap("sync")
         return Step(
             batch,

@@ -12,6 +12,7 @@ from services.orchestrator.errors import SyncFailed
 from services.orchestrator.pool.canary import change, difference, prove
 from services.orchestrator.pool.sampler import NOT_HERE, Push
 from services.orchestrator.pool.services import Services
+from services.orchestrator.runs.folder import Proof
 from services.orchestrator.store.journal import Journal
 from shared.errors import Conflict, Failed, Unavailable
 from shared.job import SYNC_METHODS, Job, SyncMethod
@@ -66,6 +67,14 @@ class Synced:
                 for serving in self.answers
             ],
         }
+
+    @property
+    def proof(self) -> Proof | None:
+        """The version with its canary; None if it has none."""
+        ref = self.published
+        if ref.canary is None:
+            return None
+        return Proof(version=ref.version, digest=ref.digest, canary=ref.canary)
 
 
 async def sync_weights(services: Services, job: Job, version: int, journal: Journal) -> Synced:

@@ -8,9 +8,12 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from services.orchestrator.errors import TooDear
 from services.orchestrator.evals.held_out import evaluate, ignored
+from services.orchestrator.findings.diagnosing import diagnose
+from services.orchestrator.findings.gathering import of_folder
 from services.orchestrator.loop.metrics import WRITTEN, StepClock, passes, step_metrics
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
@@ -25,12 +28,13 @@ from services.orchestrator.store.in_use import Use
 from services.orchestrator.store.journal import Journal
 from services.orchestrator.tasks import to_disk
 from shared.host import tracing
+from shared.host.logs import get_logger
 from shared.job import Job
 from shared.wire import Batch, Checkpoint, MetricsRow, Part
 
-LOGPROB_WARNING = 0.05
-"""In nats, mean over the tokens that were sampled by the trained weights themselves. If sampler and
-trainer differ by more, they are not the same policy."""
+DIAGNOSED_FIRST, DIAGNOSED_EVERY = (1, 5), 10
+"""The steps after which a run is diagnosed: what is wrong from the first step on is said soon, and
+later not each time, since all rows and two batches are read."""
 
 MAX_DETAIL_CHARS = 200
 """Most characters of the reason why a reward failed."""
@@ -110,6 +114,8 @@ class AfterStep:
             checkpoint = await self._checkpoint(number, metrics)
         metrics |= {"time/record": self._record_s, **self._clock.end()}
         await self._record(number, metrics, eta_s)
+        if last or number in DIAGNOSED_FIRST or _due(number, DIAGNOSED_EVERY):
+            await self._diagnose(number)
         return Ended(checkpoint, why, too_dear)
 
     def why_ended(self, row: MetricsRow) -> str | None:
@@ -171,7 +177,7 @@ class AfterStep:
         start = time.monotonic()
         if not serves:  # a budget ended the job between two syncs
             synced = await sync_weights(self.services, self.job, version, self.journal)
-            await to_disk(self.folder.append_sync, synced.row())
+            await to_disk(self.folder.append_sync, synced.row(), synced.proof)
         held_out = await asyncio.to_thread(self.prompts.held_out)
         with tracing.span("eval", version=version):
             metrics = await evaluate(self.job, held_out, self.services, version)
@@ -213,17 +219,23 @@ class AfterStep:
             )
         if failing := failing_texts(step.batch):
             await self.journal.warn(f"step {number}: {failing}", step=number)
-        difference = metrics.get("mismatch/current/logprob_diff_mean", 0.0)
-        if difference > LOGPROB_WARNING:
-            await self._warn_once(
-                "mismatch",
-                f"step {number}: the sampler's and the trainer's log-probs differ by "
-                f"{difference:.3f} nats on average (expected under {LOGPROB_WARNING}): the sampler "
-                "may not serve the trainer's weights, or in another precision",
-                mismatch=difference,
-            )
 
-    async def _warn_once(self, name: str, message: str, **data: float) -> None:
+    async def _diagnose(self, number: int) -> None:
+        """Reports what is wrong with the run, each kind once: the same findings as the API's."""
+        try:
+            found = await asyncio.to_thread(lambda: diagnose(of_folder(self.folder, self.job)))
+        except Exception as error:  # a fault of the diagnosis must not stop what it looks at
+            get_logger().error("the run was not diagnosed", step=number, reason=repr(error))
+            return
+        for finding in found:
+            if finding.level != "notice":
+                await self._warn_once(
+                    finding.code,
+                    f"step {number}: {finding.title}; probably {finding.cause}; {finding.remedy}",
+                    finding=finding.model_dump(mode="json"),
+                )
+
+    async def _warn_once(self, name: str, message: str, **data: Any) -> None:
         if self._is_new(name):
             await self.journal.warn(message, **data)
 

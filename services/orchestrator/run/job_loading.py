@@ -52,7 +52,7 @@ class Loading:
         state = await self._load_both()
         self.doing.begin("bringing the weights to the sampler", f"step {state.step + 1}")
         synced = await sync_weights(self.services, self.record.job, state.step, self.journal)
-        await to_disk(self.folder.append_sync, synced.row())
+        await to_disk(self.folder.append_sync, synced.row(), synced.proof)
         await self.journal.loaded(state)
         return state
 

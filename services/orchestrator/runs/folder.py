@@ -14,6 +14,7 @@
                evaluation.jsonl   the scores of a job of 0 steps: a line for each model and
                                   held-out set, with the metrics of each problem
                weights.jsonl      how each version reached the samplers
+               canary.json        the newest of them, and the trainer's log-probs of its canary
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
                rollouts/000012.groups/            finished groups of a step that has no batch yet
@@ -53,7 +54,7 @@ from shared.host import disk
 from shared.http import codec
 from shared.job import Job
 from shared.job.job import differences
-from shared.wire import Batch, MetricsRow
+from shared.wire import Batch, Canary, MetricsRow, Wire
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
 
@@ -61,6 +62,8 @@ REDIS = "redis"
 """The file with the identity of the Redis that has the job."""
 
 NOTE, JOB, SUBMITTED = "record.json", "job.json", ".job.json"
+
+PROOF = "canary.json"
 
 HOURS, COST = "hours", "cost"
 
@@ -70,6 +73,14 @@ DELETED = "deleted"
 """The file that says that the job was deleted."""
 
 SHOWN_DIFFERENCES = 3
+
+
+class Proof(Wire):
+    """The newest version that was synced, and what the trainer's weights give its canary."""
+
+    version: int
+    digest: str
+    canary: Canary
 
 
 class BatchExists(Exception):
@@ -256,10 +267,18 @@ class RunFolder:
                 found.append(json.loads(line))
         return found
 
-    def append_sync(self, row: dict[str, Any]) -> None:
-        """Notes in `weights.jsonl` how a version reached the samplers. No run depends on it."""
+    def append_sync(self, row: dict[str, Any], proof: Proof | None = None) -> None:
+        """Notes in `weights.jsonl` how a version reached the samplers, and replaces `canary.json`
+        by its proof. No run depends on either."""
         with self._writing(), (self.path / SYNCS).open("a") as file:
             file.write(json.dumps(row) + "\n")
+        if proof:
+            self._write(PROOF, _json(proof))
+
+    def proof(self) -> Proof | None:
+        """Returns `canary.json`; None if there is none."""
+        path = self.path / PROOF
+        return codec.decode_tolerantly(Proof, path.read_bytes()) if path.exists() else None
 
     def syncs(self) -> list[dict[str, Any]]:
         """Returns the rows of `weights.jsonl`, oldest first."""

@@ -171,6 +171,20 @@ JOBS: dict[str, Any] = {
         "names": ["eval/reward", "loss", "reward"],
         "num_steps": 2,
     },
+    "ExperimentReport": {
+        "job_id": ID,
+        "version": 40,
+        "experiments": [
+            {
+                "name": "same_tokens",
+                "sampler": "rollout-0",
+                "agrees": True,
+                "difference": 2.1e-06,
+                "allowed": 0.001,
+                "detail": "the trainer's and the sampler's log-probs of 63 tokens",
+            }
+        ],
+    },
     "RolloutList": {"step": 40, "rollouts": [GRADED], "next_after": 1},
     "GroupList": {"step": 40, "groups": [GROUP], "steps": [39, 40]},
     "ProblemHistory": {"prompt_index": 17, "steps": [{"step": 40, "group": GROUP}]},

@@ -60,7 +60,7 @@ def test_a_policy_that_one_step_ruins_is_a_finding_soon() -> None:
     metrics["frac_reward_zero_std"] = [0.06] + [1.0] * 23
     ruined = facts(metrics, job_with(sampling={"prompts_per_step": 48}))
     found = evaluated(ruined, held_out({0: 0.33, 6: 0.0, 12: 0.0}))
-    signal, fell, large = diagnose(found)
+    large, fell, signal = diagnose(found)
     assert (signal.code, signal.cause) == (
         "no_signal_hard",
         "the policy has lost what it could do, as its reward shows",
