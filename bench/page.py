@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.report import Figure, finish, repeated
 from bench.side import start, told
-from tests.support.browser import browser, tab
+from tests.support.browser import browser, tab, until
 
 JOBS, EVENTS = 200, 5000
 PAINT_GOAL_MS, LATENCY_GOAL_MS = 1000.0, 500.0
@@ -116,7 +116,7 @@ def followed(chrome: Any, side: Any, url: str, num_events: int) -> Sequence[Figu
         page.wait_for_timeout(2000)
         received.clear()
         steps = add(side, 50, 0.2)
-        page.wait_for_function(f"{steps['step']} in window.shown")
+        until(page, f"{steps['step']} in window.shown")
         shown = page.evaluate("window.shown")
         first = steps["step"] - len(steps["written"]) + 1
         late = [
@@ -127,7 +127,7 @@ def followed(chrome: Any, side: Any, url: str, num_events: int) -> Sequence[Figu
         size = sum(received) / len(steps["written"])
         before = heap_mb(protocol)
         steps = add(side, num_events, 0.005)
-        page.wait_for_function(f"{steps['step']} in window.shown", timeout=300_000)
+        until(page, f"{steps['step']} in window.shown", 300)
         after = heap_mb(protocol)
     return (
         repeated("update latency", late, "ms", LATENCY_GOAL_MS, "max"),
