@@ -115,7 +115,7 @@ def followed(chrome: Any, side: Any, url: str, num_events: int) -> Sequence[Figu
         protocol.send("Network.enable")
         page.wait_for_timeout(2000)
         received.clear()
-        steps = add(side, 50, 0.2)
+        steps = add(side, 30, 1, 0.2)
         until(page, f"{steps['step']} in window.shown")
         shown = page.evaluate("window.shown")
         first = steps["step"] - len(steps["written"]) + 1
@@ -126,7 +126,7 @@ def followed(chrome: Any, side: Any, url: str, num_events: int) -> Sequence[Figu
         ]
         size = sum(received) / len(steps["written"])
         before = heap_mb(protocol)
-        steps = add(side, num_events, 0.005)
+        steps = add(side, num_events, 50, 0.05)
         until(page, f"{steps['step']} in window.shown", 300)
         after = heap_mb(protocol)
     return (
@@ -137,9 +137,9 @@ def followed(chrome: Any, side: Any, url: str, num_events: int) -> Sequence[Figu
     )
 
 
-def add(side: Any, count: int, pause_s: float) -> dict[str, Any]:
+def add(side: Any, count: int, at_once: int, pause_s: float) -> dict[str, Any]:
     """Lets the run go on by so many steps; returns when each was written."""
-    side.stdin.write(json.dumps([count, pause_s]) + "\n")
+    side.stdin.write(json.dumps([count, at_once, pause_s]) + "\n")
     side.stdin.flush()
     found = told(side)
     assert found is not None, "the orchestrator ended"

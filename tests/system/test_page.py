@@ -171,7 +171,7 @@ def test_a_job_is_paused_resumed_with_changes_and_deleted(
     chrome: Any, stack: ServedStack, tmp_path: Path
 ) -> None:
     with tab(chrome) as page:
-        job = start(page, stack.url, job_text(tmp_path, "paused", steps=2000))
+        job = start(page, stack.url, job_text(tmp_path, "held", steps=2000))
         head = page.locator(".job-head")
         until(page, "/[1-9]\\d*\\/2000/.test(document.querySelector('.job-head')?.textContent)")
         head.get_by_role("button", name="pause").click()
@@ -231,8 +231,8 @@ def test_a_lost_connection_is_taken_up_again_without_a_gap(
     chrome: Any, stack: ServedStack, tmp_path: Path
 ) -> None:
     with tab(chrome) as page:
-        job = start(page, stack.url, job_text(tmp_path, "cut", steps=60))
-        until(page, "/[1-9]\\d*\\/60/.test(document.querySelector('.job-head')?.textContent)")
+        job = start(page, stack.url, job_text(tmp_path, "cut", steps=40))
+        until(page, "/[1-9]\\d*\\/40/.test(document.querySelector('.job-head')?.textContent)")
         page.context.set_offline(True)
         time.sleep(2)
         page.context.set_offline(False)
