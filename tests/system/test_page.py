@@ -1,6 +1,5 @@
 """The page in a browser, before the real orchestrator and Redis. The services behind are the fakes
-of the contract tests, which answer at once and say what a test wants them to say; the real ones are
-watched in `test_page_on_the_stack.py`."""
+of the contract tests, which answer at once and say what a test wants them to say."""
 
 from __future__ import annotations
 
