@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from pydantic import SecretStr
 
 from shared.wire import RolloutGroup
 from tests.support.browser import browser, tab, until
@@ -25,6 +26,7 @@ HOSTILE = (
     "\u202egnp.exe\u2066\x1b[31m"
 )
 LONG = "a" * 1_000_000
+TOKEN = "open-sesame"
 
 
 @pytest.fixture(scope="module")
@@ -260,3 +262,48 @@ def test_jobs_are_compared_in_one_chart(chrome: Any, stack: ServedStack, tmp_pat
         told = page.get_by_role("img", name=re.compile("^reward: "))
         told.wait_for()
         assert re.search(r"low from .*; high from ", told.get_attribute("aria-label"))
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStack]:
+    """A stack with a token, and a job that is paused."""
+    quiet_logs()
+    folder = tmp_path_factory.mktemp("locked")
+    with served_stack(folder, token=SecretStr(TOKEN)) as stack:
+        yield stack
+
+
+def test_a_key_that_may_only_read_sees_and_changes_nothing(
+    chrome: Any, locked: ServedStack, tmp_path: Path
+) -> None:
+    def ask(method: str, path: str, **options: Any) -> Any:
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        answer = httpx.request(method, f"{locked.url}{path}", headers=headers, **options)
+        assert answer.is_success, answer.text
+        return answer.json()
+
+    key = ask("POST", "/v1/keys", json={"name": "reader", "access": "read"})["secret"]
+    with tab(chrome) as page:
+        page.goto(f"{locked.url}/")
+        field = page.get_by_label("key", exact=True)
+        field.fill("wrong")
+        page.get_by_role("button", name="enter").click()
+        page.get_by_role("alert").wait_for()
+        field.fill(TOKEN)
+        page.get_by_role("button", name="enter").click()
+        job = start(page, locked.url, job_text(tmp_path, "kept", steps=3000))
+        until(page, "/[1-9]\\d*\\/3000/.test(document.querySelector('.job-head')?.textContent)")
+        assert TOKEN not in page.content() and TOKEN not in page.url
+        page.get_by_role("button", name="forget the key").click()
+        field.fill(key)
+        page.get_by_role("button", name="enter").click()
+        page.goto(f"{locked.url}/#/jobs/{job}")
+        page.locator(".job-head").get_by_role("button", name="cancel").click()
+        page.get_by_role("dialog").get_by_role("button", name="cancel").click()
+        said = page.get_by_role("dialog").get_by_role("alert").inner_text()
+        assert "key 'reader' may only read" in said
+        assert page.evaluate(
+            "Object.keys(localStorage).every(name => !localStorage[name].includes('hone_'))"
+        )
+    assert ask("GET", f"/v1/jobs/{job}")["status"] == "running"
+    ask("POST", f"/v1/jobs/{job}/cancel")
