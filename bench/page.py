@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.report import Figure, finish, repeated
 from bench.side import start, told
-from tests.support.browser import browser, tab
+from tests.support.browser import browser, tab, until
 
 JOBS, EVENTS = 200, 5000
 PAINT_GOAL_MS, LATENCY_GOAL_MS = 1000.0, 500.0
@@ -115,8 +115,8 @@ def followed(chrome: Any, side: Any, url: str, num_events: int) -> Sequence[Figu
         protocol.send("Network.enable")
         page.wait_for_timeout(2000)
         received.clear()
-        steps = add(side, 50, 0.2)
-        page.wait_for_function(f"{steps['step']} in window.shown")
+        steps = add(side, 30, 1, 0.2)
+        until(page, f"{steps['step']} in window.shown")
         shown = page.evaluate("window.shown")
         first = steps["step"] - len(steps["written"]) + 1
         late = [
@@ -126,8 +126,8 @@ def followed(chrome: Any, side: Any, url: str, num_events: int) -> Sequence[Figu
         ]
         size = sum(received) / len(steps["written"])
         before = heap_mb(protocol)
-        steps = add(side, num_events, 0.005)
-        page.wait_for_function(f"{steps['step']} in window.shown", timeout=300_000)
+        steps = add(side, num_events, 50, 0.05)
+        until(page, f"{steps['step']} in window.shown", 300)
         after = heap_mb(protocol)
     return (
         repeated("update latency", late, "ms", LATENCY_GOAL_MS, "max"),
@@ -137,9 +137,9 @@ def followed(chrome: Any, side: Any, url: str, num_events: int) -> Sequence[Figu
     )
 
 
-def add(side: Any, count: int, pause_s: float) -> dict[str, Any]:
+def add(side: Any, count: int, at_once: int, pause_s: float) -> dict[str, Any]:
     """Lets the run go on by so many steps; returns when each was written."""
-    side.stdin.write(json.dumps([count, pause_s]) + "\n")
+    side.stdin.write(json.dumps([count, at_once, pause_s]) + "\n")
     side.stdin.flush()
     found = told(side)
     assert found is not None, "the orchestrator ended"

@@ -137,23 +137,34 @@ async def main(given: dict[str, Any]) -> None:
 
 
 async def _add_steps(client: Any, folder: RunFolder, job_id: str) -> None:
-    """Reports the steps that stdin asks for, as a worker does."""
+    """Reports the steps that stdin asks for, so many at a time, as a worker does."""
     draws, step = random.Random(0), STEPS
     while line := await asyncio.to_thread(sys.stdin.readline):
-        count, pause_s = json.loads(line)
+        count, at_once, pause_s = json.loads(line)
         written: list[float] = []
-        for _ in range(count):
-            step += 1
-            row = row_of(step, draws)
-            folder.append_metrics(row)
-            await client.hset(keys.job(job_id), "step", step)
-            data = {"step": step, "steps": 10 * STEPS, "eta_s": 9.0, "metrics": row.metrics}
-            event = {"time": time.time(), "type": "step", "level": "info"}
-            event |= {"message": f"step {step}", "data": json.dumps(data)}
-            written.append(time.time())
-            await client.xadd(keys.events(job_id), event)
+        for _ in range(0, count, at_once):
+            rows = [row_of(step + 1 + at, draws) for at in range(at_once)]
+            step += at_once
+            folder.append_metrics(rows[-1])
+            pipeline = client.pipeline()
+            pipeline.hset(keys.job(job_id), "step", step)
+            for row in rows:
+                pipeline.xadd(keys.events(job_id), _event(row))
+            written += [time.time()] * at_once
+            await pipeline.execute()
             await asyncio.sleep(pause_s)
         print(json.dumps({"step": step, "written": written}), flush=True)
+
+
+def _event(row: MetricsRow) -> dict[str, Any]:
+    data = {"step": row.step, "steps": 10 * STEPS, "eta_s": 9.0, "metrics": row.metrics}
+    return {
+        "time": time.time(),
+        "type": "step",
+        "level": "info",
+        "message": f"step {row.step}",
+        "data": json.dumps(data),
+    }
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -59,3 +60,12 @@ def tab(chrome: Any, **options: Any) -> Generator[Any]:
         assert not faults, faults
     finally:
         context.close()
+
+
+def until(page: Any, expression: str, limit_s: float = 60.0) -> None:
+    """Waits until the JavaScript expression is true. The page's policy refuses the `eval` by which
+    Playwright's own `wait_for_function` polls."""
+    end = time.monotonic() + limit_s
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, f"not true within {limit_s} s: {expression}"
+        time.sleep(0.05)

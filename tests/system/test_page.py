@@ -1,6 +1,5 @@
 """The page in a browser, before the real orchestrator and Redis. The services behind are the fakes
-of the contract tests, which answer at once and say what a test wants them to say; the real ones are
-watched in `test_page_on_the_stack.py`."""
+of the contract tests, which answer at once and say what a test wants them to say."""
 
 from __future__ import annotations
 
@@ -16,12 +15,11 @@ import pytest
 from pydantic import SecretStr
 
 from shared.wire import RolloutGroup
-from tests.support.browser import AXE, ROOT, browser, tab
+from tests.support.browser import browser, tab, until
 from tests.support.served_stack import ServedStack, quiet_logs, served_stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-SHOTS = ROOT / "docs"
 STEPS = 24
 HOSTILE = (
     '<script>window.hacked=1</script><img src=x onerror="window.hacked=1">'
@@ -47,6 +45,15 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedStack]:
             "mismatch/logprob_diff_mean": 1e-6,
         }
         yield stack
+
+
+@pytest.fixture(autouse=True)
+def cancelled(stack: ServedStack) -> Iterator[None]:
+    """Leaves no job to the next test that would keep the only worker."""
+    yield
+    for job in httpx.get(f"{stack.url}/v1/jobs?limit=100", timeout=60).json()["jobs"]:
+        if job["status"] in ("queued", "running", "paused"):
+            httpx.post(f"{stack.url}/v1/jobs/{job['id']}/cancel", timeout=60)
 
 
 def job_text(folder: Path, name: str, **changes: Any) -> str:
@@ -99,10 +106,10 @@ def test_a_job_is_started_from_the_form_and_watched_to_its_end(
         page.get_by_label("the job, as TOML").fill(job_text(tmp_path, "first"))
         page.get_by_role("button", name="check it").click()
         page.get_by_text("the job is fine").wait_for()
-        assert "0 + 0?" in page.locator(".tried").inner_text()
+        assert re.search(r"\d+ \+ \d+\?", page.locator(".tried .prompt-box").first.inner_text())
         start(page, stack.url, job_text(tmp_path, "first"))
         page.get_by_text("succeeded").first.wait_for(timeout=120_000)
-        assert f"{STEPS}/{STEPS}" in page.locator(".job-head").inner_text()
+        assert f"{STEPS}/{STEPS}" in page.locator(".job-head").text_content()
         told = page.get_by_role("img", name=re.compile("^reward: ")).get_attribute("aria-label")
         assert "training reward" in told and f"held-out reward from 0 to 1 at step {STEPS}" in told
         loads = page.evaluate("performance.getEntriesByType('navigation').length")
@@ -154,13 +161,14 @@ def test_rollouts_are_opened_from_a_point_and_filtered_by_reward_and_text(
         ]
         assert spreads == sorted(spreads, reverse=True) and spreads[0] > 0
         page.get_by_role("button", name=re.compile(r"^reward 1: \d+ rollouts")).click()
-        page.wait_for_function(
-            "[...document.querySelectorAll('.completion .reward')].every(x => x.innerText === '1')"
+        until(
+            page,
+            "[...document.querySelectorAll('.completion .reward')].every(x => x.innerText === '1')",
         )
         page.get_by_role("button", name="all rewards").click()
         prompt = page.locator(".group-row .prompt").nth(3).inner_text()
         page.get_by_label("search the text of the step").fill(prompt)
-        page.wait_for_function("document.querySelectorAll('.group-row').length === 1")
+        until(page, "document.querySelectorAll('.group-row').length === 1")
         assert page.locator("mark").first.inner_text() == prompt
         page.goto(f"{stack.url}/#/jobs/{job}/rollouts?step=999")
         page.get_by_role("alert").filter(has_text="step 999 has no stored rollouts").wait_for()
@@ -170,11 +178,9 @@ def test_a_job_is_paused_resumed_with_changes_and_deleted(
     chrome: Any, stack: ServedStack, tmp_path: Path
 ) -> None:
     with tab(chrome) as page:
-        job = start(page, stack.url, job_text(tmp_path, "paused", steps=2000))
+        job = start(page, stack.url, job_text(tmp_path, "held", steps=2000))
         head = page.locator(".job-head")
-        page.wait_for_function(
-            "/[1-9]\\d*\\/2000/.test(document.querySelector('.job-head')?.innerText)"
-        )
+        until(page, "/[1-9]\\d*\\/2000/.test(document.querySelector('.job-head')?.textContent)")
         head.get_by_role("button", name="pause").click()
         dialog = page.get_by_role("dialog")
         assert "its trainer is free for the next job" in dialog.inner_text()
@@ -189,7 +195,7 @@ def test_a_job_is_paused_resumed_with_changes_and_deleted(
         dialog.get_by_role("button", name="resume").click()
         head.get_by_text("succeeded").wait_for(timeout=60_000)
         head.get_by_role("button", name="delete").click()
-        dialog.get_by_label(re.compile("^remove ")).check()
+        dialog.get_by_label(re.compile("with its checkpoints too")).check()
         dialog.get_by_role("button", name="delete").click()
         page.wait_for_url(re.compile("#/jobs$"))
         assert httpx.get(f"{stack.url}/v1/jobs/{job}").status_code == 404
@@ -232,10 +238,8 @@ def test_a_lost_connection_is_taken_up_again_without_a_gap(
     chrome: Any, stack: ServedStack, tmp_path: Path
 ) -> None:
     with tab(chrome) as page:
-        job = start(page, stack.url, job_text(tmp_path, "cut", steps=60))
-        page.wait_for_function(
-            "/[1-9]\\d*\\/60/.test(document.querySelector('.job-head')?.innerText)"
-        )
+        job = start(page, stack.url, job_text(tmp_path, "cut", steps=40))
+        until(page, "/[1-9]\\d*\\/40/.test(document.querySelector('.job-head')?.textContent)")
         page.context.set_offline(True)
         time.sleep(2)
         page.context.set_offline(False)
@@ -288,9 +292,7 @@ def test_a_key_that_may_only_read_sees_and_changes_nothing(
         field.fill(TOKEN)
         page.get_by_role("button", name="enter").click()
         job = start(page, locked.url, job_text(tmp_path, "kept", steps=3000))
-        page.wait_for_function(
-            "/[1-9]\\d*\\/3000/.test(document.querySelector('.job-head')?.innerText)"
-        )
+        until(page, "/[1-9]\\d*\\/3000/.test(document.querySelector('.job-head')?.textContent)")
         assert TOKEN not in page.content() and TOKEN not in page.url
         page.get_by_role("button", name="forget the key").click()
         field.fill(key)
@@ -305,42 +307,3 @@ def test_a_key_that_may_only_read_sees_and_changes_nothing(
         )
     assert ask("GET", f"/v1/jobs/{job}")["status"] == "running"
     ask("POST", f"/v1/jobs/{job}/cancel")
-
-
-@pytest.mark.parametrize("scheme", ("light", "dark"))
-def test_nobody_is_shut_out(chrome: Any, stack: ServedStack, tmp_path: Path, scheme: str) -> None:
-    if not AXE.is_file():
-        pytest.skip("needs axe-core: `make page` installs it")
-    with tab(chrome, color_scheme=scheme) as page:
-        job = start(page, stack.url, job_text(tmp_path, f"axe-{scheme}", steps=3))
-        page.get_by_text("succeeded").first.wait_for(timeout=120_000)
-        for view in ("jobs", f"jobs/{job}", f"jobs/{job}/rollouts", f"jobs/{job}/events", "new"):
-            page.goto(f"{stack.url}/#/{view}")
-            page.wait_for_timeout(1000)
-            page.evaluate(AXE.read_text())
-            found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
-            serious = [
-                (one["id"], [node["html"][:200] for node in one["nodes"]][:3])
-                for one in found
-                if one["impact"] in ("serious", "critical")
-            ]
-            assert not serious, (view, serious)
-
-
-def test_it_works_with_the_keyboard_and_on_a_phone(
-    chrome: Any, stack: ServedStack, tmp_path: Path
-) -> None:
-    with tab(chrome, viewport={"width": 390, "height": 844}) as page:
-        start(page, stack.url, job_text(tmp_path, "phone", steps=3))
-        page.get_by_text("succeeded").first.wait_for(timeout=120_000)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390
-        page.goto(f"{stack.url}/#/jobs")
-        page.get_by_role("link", name=re.compile("^phone")).first.focus()
-        page.keyboard.press("Enter")
-        page.wait_for_url(re.compile("#/jobs/phone-"))
-        page.locator("nav.tabs a", has_text="rollouts").focus()
-        page.keyboard.press("Enter")
-        page.locator(".group-row").nth(1).focus()
-        page.keyboard.press("Enter")
-        page.wait_for_url(re.compile("group="))
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -112,9 +112,10 @@ export async function remove(path) {
  * @param {string} path
  * @param {string} lastId
  * @param {AbortSignal} signal
+ * @param {() => void} heard is called whenever anything arrives, comments too
  * @returns {AsyncGenerator<{id: string, type: string, data: any}>}
  */
-export async function* stream(path, lastId, signal) {
+export async function* stream(path, lastId, signal, heard) {
   const headers = { ...credentials(), accept: "text/event-stream", ...(lastId ? { "last-event-id": lastId } : {}) };
   const response = await ask(path, { headers, signal });
   if (!response.body) return;
@@ -123,6 +124,7 @@ export async function* stream(path, lastId, signal) {
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
+    heard();
     const blocks = (rest + value).split("\n\n");
     rest = blocks.pop() ?? "";
     for (const block of blocks) {

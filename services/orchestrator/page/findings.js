@@ -21,7 +21,8 @@ export function Findings({ run }) {
   if (!found) return null;
   if (!found.length) return html`<p class="well"><span aria-hidden="true">✓</span> nothing is wrong, as far as this run's own data tells</p>`;
   return html`<section class="findings" aria-label="findings">${found.map((one) => html`<details key=${one.code} class=${one.level}>
-    <summary><strong>${one.level}: ${visible(one.title)}</strong> ${one.since_step !== null && html`<a href=${link(["jobs", run.id, "rollouts"], { step: one.since_step })}>since step ${one.since_step}</a>`}</summary>
+    <summary><strong>${one.level}: ${visible(one.title)}</strong></summary>
+    ${one.since_step !== null && html`<p><a href=${link(["jobs", run.id, "rollouts"], { step: one.since_step })}>since step ${one.since_step}</a></p>`}
     <ul>${one.evidence.map((/** @type {any} */ each) => html`<li><code>${visible(each.metric)}</code> ${visible(each.text)}
       ${each.values.map((/** @type {number} */ value, /** @type {number} */ index) => `${each.steps[index] === undefined ? "" : `step ${each.steps[index]}: `}${number(value)}`).join(", ")}</li>`)}</ul>
     <p><em>Cause:</em> ${visible(one.cause)}</p>

@@ -14,6 +14,9 @@ export const SHOWN = [
   "time/*", "total/*",
 ];
 
+/** The service says something every two seconds; a stream that is silent for so long is dead. */
+const SILENT_MS = 15_000;
+
 const MAX_POINTS = 2000;
 const MAX_EVENTS = 500;
 const ENDED = ["succeeded", "failed", "cancelled"];
@@ -156,16 +159,22 @@ export class Run {
     const cut = new AbortController();
     const end = () => cut.abort();
     const hide = () => document.hidden && end();
+    let silence = setTimeout(end, SILENT_MS);
+    const arrived = () => {
+      clearTimeout(silence);
+      silence = setTimeout(end, SILENT_MS);
+    };
     this.abort.signal.addEventListener("abort", end);
     document.addEventListener("visibilitychange", hide);
     try {
-      for await (const event of stream(`v1/jobs/${this.id}/events?progress=true`, this.lastId, cut.signal)) {
+      for await (const event of stream(`v1/jobs/${this.id}/events?progress=true`, this.lastId, cut.signal, arrived)) {
         heard();
         this.isConnected = true;
         if (event.type === "end") return;
         this.happened(event);
       }
     } finally {
+      clearTimeout(silence);
       this.abort.signal.removeEventListener("abort", end);
       document.removeEventListener("visibilitychange", hide);
     }
