@@ -135,8 +135,8 @@ class GroupSummary(Wire):
 
 
 class GroupList(Listing[GroupSummary]):
-    """`GET /v1/jobs/{id}/groups`: the groups of `step`. `steps` are the steps with stored rollouts,
-    and `dropped` how many groups without signal others replaced."""
+    """`GET /v1/jobs/{id}/rollouts/groups`: the groups of `step`. `steps` are the steps with stored
+    rollouts, and `dropped` how many groups without signal others replaced."""
 
     step: int
     groups: tuple[GroupSummary, ...]

@@ -182,7 +182,7 @@ async def test_groups_tell_in_brief_what_their_rollouts_have(
     monkeypatch.setattr(groups_of_steps, "LOOK_S", 60.0)
     record = await stack.until((await stack.submit()).id)
     at = f"/v1/jobs/{record.id}"
-    listed = (await stack.http.get(f"{at}/groups?step=4")).json()
+    listed = (await stack.http.get(f"{at}/rollouts/groups?step=4")).json()
     assert (listed["step"], len(listed["groups"])) == (4, 6) and listed["steps"] == [*range(1, 9)]
     group = listed["groups"][2]
     page = await stack.http.get(f"{at}/rollouts?step=4&after={group['first']}&limit=4&detail=true")
@@ -193,17 +193,17 @@ async def test_groups_tell_in_brief_what_their_rollouts_have(
     detail = rollouts[0]["detail"]
     assert detail["row"]["answer"] == group["prompt_index"] and detail["num_tokens"] == 2
     assert detail["tokens"] is None and "is not in the Hugging Face cache" in detail["no_tokens"]
-    searched = (await stack.http.get(f"{at}/groups?step=4&search=RIGHT")).json()["groups"]
+    searched = (await stack.http.get(f"{at}/rollouts/groups?step=4&search=RIGHT")).json()["groups"]
     rights = [[at for at, reward in enumerate(one["rewards"]) if reward] for one in searched]
     assert rights == [one["found"] for one in searched] and rights
-    of_prompt = (await stack.http.get(f"{at}/groups?step=4&search={group['prompt']}")).json()
+    of_prompt = (await stack.http.get(f"{at}/rollouts/groups?step=4&search={group['prompt']}")).json()
     assert [0, 1, 2, 3] in [one["found"] for one in of_prompt["groups"]]
     problem = (await stack.http.get(f"{at}/problems/{group['prompt_index']}")).json()
     steps = [one["step"] for one in problem["steps"]]
     assert 4 in steps and steps == sorted(steps, reverse=True) and problem["next_before"] is None
     first = (await stack.http.get(f"{at}/problems/{group['prompt_index']}?limit=1")).json()
     assert [one["step"] for one in first["steps"]] == steps[:1]
-    missing = await stack.http.get(f"{at}/groups?step=99")
+    missing = await stack.http.get(f"{at}/rollouts/groups?step=99")
     assert missing.status_code == 404 and "steps 1 to 8 have" in missing.json()["detail"]
 
 
@@ -220,7 +220,7 @@ async def test_run_folders_alone_give_the_same_answers_as_the_orchestrator(
         at = f"/v1/jobs/{record.id}"
         for path in (
             *(f"{at}/metrics", f"{at}/metrics/columns?names=reward", f"{at}/rollouts?step=3"),
-            *(f"{at}/groups?step=3", f"{at}/problems/1", f"{at}/syncs"),
+            *(f"{at}/rollouts/groups?step=3", f"{at}/problems/1", f"{at}/syncs"),
             f"{at}/findings",
         ):
             assert (await http.get(path)).json() == (await stack.http.get(path)).json(), path

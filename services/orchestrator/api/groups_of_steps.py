@@ -41,7 +41,7 @@ LOOK_S = 2.0
 
 
 def add_routes(service: Service, store: Readable) -> None:
-    @service.app.get("/v1/jobs/{job_id}/groups", responses=openapi.answers(GroupList))
+    @service.app.get("/v1/jobs/{job_id}/rollouts/groups", responses=openapi.answers(GroupList))
     async def groups(
         job_id: str,
         request: Request,

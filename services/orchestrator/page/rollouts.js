@@ -39,7 +39,7 @@ export function Rollouts({ run, parameters }) {
   const newest = isNewest ? run.record.step : asked;
   useEffect(() => {
     const stop = new AbortController();
-    get(`v1/jobs/${run.id}/groups`, { step: asked, search }, stop.signal).then((list) => {
+    get(`v1/jobs/${run.id}/rollouts/groups`, { step: asked, search }, stop.signal).then((list) => {
       setFound(list);
       setError(null);
     }).catch((problem) => stop.signal.aborted || setError(problem));

@@ -192,6 +192,11 @@ class Store(WorkerSide, Lists):
             return "; ".join([f"{record.status}, place {record.place} in the queue", *why])
         return record.doing if record.status == "running" else None
 
+    async def cut_off(self) -> dict[str, str]:
+        """Returns the trainer of each interrupted job (begun, without a worker now), by id. A
+        resumed job counts only once it has begun again."""
+        return json.loads(await self._call("cut_off"))
+
     async def cancel(self, job_id: str) -> JobState:
         """Returns the state of the job, which is cancelled now if it was queued or paused and soon
         if it runs. Cancelling again changes nothing. Raises Conflict if the job has ended

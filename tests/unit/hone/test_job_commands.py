@@ -41,6 +41,7 @@ class Orchestrator:
     """Answers as `hone.Client` does, for a job in one state."""
 
     waits: Mapping[str, object] = {}
+    url = "http://127.0.0.1:8000"
 
     def __init__(self, status: str) -> None:
         why = "gave up after 20 attempts" if status == "paused" else None
