@@ -196,7 +196,9 @@ async def test_groups_tell_in_brief_what_their_rollouts_have(
     searched = (await stack.http.get(f"{at}/rollouts/groups?step=4&search=RIGHT")).json()["groups"]
     rights = [[at for at, reward in enumerate(one["rewards"]) if reward] for one in searched]
     assert rights == [one["found"] for one in searched] and rights
-    of_prompt = (await stack.http.get(f"{at}/rollouts/groups?step=4&search={group['prompt']}")).json()
+    of_prompt = (
+        await stack.http.get(f"{at}/rollouts/groups?step=4&search={group['prompt']}")
+    ).json()
     assert [0, 1, 2, 3] in [one["found"] for one in of_prompt["groups"]]
     problem = (await stack.http.get(f"{at}/problems/{group['prompt_index']}")).json()
     steps = [one["step"] for one in problem["steps"]]
