@@ -49,7 +49,11 @@ def raising(error: Exception) -> Callable[[], None]:
 
 async def warnings(stack: Stack, job_id: str) -> list[str]:
     events: list[Event] = [*await stack.events(job_id)]
-    return [event.message for event in events if event.level == "warning"]
+    return [
+        event.message
+        for event in events
+        if event.level == "warning" and "finding" not in event.data
+    ]
 
 
 # --- weights that do not arrive
