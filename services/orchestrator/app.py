@@ -80,6 +80,14 @@ def create_service(
     )
     if workers:
         _add_gauges(service, workers)
+    _add_routes(service, settings, store, named, runs)
+    _add_agents_routes(service, settings, store, sessions, offered)
+    return service
+
+
+def _add_routes(
+    service: Service, settings: Settings, store: Store, named: access.Keys, runs: Writable
+) -> None:
     checks = Checks(settings)
     jobs.add_routes(service, settings, store, runs, checks)
     states.add_routes(service, settings, store, checks)
@@ -89,18 +97,22 @@ def create_service(
     regrade.add_route(service, settings, store)
     experiments.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
-    episodes.add_routes(service, store, offered)
     files.add_routes(service, settings, store)
     access.add_routes(service, settings, named)
     fine_tuning.add_routes(service, settings, store, runs, checks)
+    page.add_routes(service)
+
+
+def _add_agents_routes(
+    service: Service, settings: Settings, store: Store, sessions: Sessions, offered: Episodes
+) -> None:
+    episodes.add_routes(service, store, offered)
     calling.add_routes(service, settings, store, sessions)
     dialects.add_routes(service, sessions)
     pushing = Pushing(store)
     groups.add_routes(service, pushing)
     atropos.add_routes(service, settings, pushing)
     areal.add_routes(service, pushing, sessions)
-    page.add_routes(service)
-    return service
 
 
 def _add_gauges(service: Service, workers: Sequence[Worker]) -> None:
