@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
+from starlette.routing import Route
 
 from services.orchestrator.app import create_service as create_orchestrator
 from services.orchestrator.store.store import Store
@@ -64,6 +66,17 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             yield f"{method} {path}", operation
+
+
+def test_no_two_handlers_have_one_method_and_path(name: str, settings: Settings) -> None:
+    served = Counter(
+        (method, route.path)
+        for route in SERVICES[name](settings).app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+    )
+    assert [each for each, count in served.items() if count > 1] == []
+    assert served
 
 
 def test_every_reference_resolves(document: dict[str, Any]) -> None:
