@@ -67,7 +67,7 @@ check: $(VENV)/.ready ## lint, types and the fast tests (a few minutes)
 	$(BIN)/ruff format --check .
 	@sh requirements/page/types.sh
 	$(BIN)/pyright & types=$$!; \
-	$(BIN)/python -m pytest -q $(BESIDE) -m "not ($(ENGINES)) and not slow and not soak and not compat"; \
+	$(BIN)/python -m pytest -q $(BESIDE) -m "not ($(ENGINES) or slow or soak or compat or clients)"; \
 	tests=$$?; wait $$types && exit $$tests
 
 page: ## copy the page's libraries anew from npm, at the versions of requirements/page/ (docs/page.md)
@@ -81,7 +81,7 @@ format: $(VENV)/.ready ## put the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.ready ## write docs/graders.md and the picture of the rooms anew, from the code
+docs: $(VENV)/.ready ## write docs/ anew: graders, migrating, trainer's parameters, observability's metrics, the rooms
 	$(BIN)/python -m deploy.pages
 
 site: $(VENV)/.ready ## build the documentation as a site in site/, which loads nothing from elsewhere

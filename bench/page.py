@@ -7,7 +7,7 @@ one of them a run of 2,000 steps of 512 completions that goes on.
 - bytes per step: what the page receives for a step of a run that it shows;
 - memory: the heap of the tab after 5,000 further events, over its heap before them.
 
-Chromium and Playwright are those of the tests (`make browser`).
+It uses the Chromium and Playwright of the tests (`make browser`).
 """
 
 from __future__ import annotations

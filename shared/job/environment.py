@@ -81,8 +81,8 @@ class EnvironmentSpec(Section):
     """Containers of `image`. An episode goes to the one with the fewest."""
 
     variables: dict[str, str] = {}
-    """Environment variables of the containers of `image`. They are no place for secrets: whoever
-    may see the job or use Docker reads them."""
+    """Environment variables of the containers of `image`. They are no place for secrets:
+    anyone who may see the job or use Docker can read them."""
 
     max_turns: int = Field(default=16, ge=1, le=1024)
     """Most answers of the model in one conversation."""

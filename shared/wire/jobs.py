@@ -193,7 +193,7 @@ class MetricsList(Listing[MetricsRow]):
 class MetricsColumns(Wire):
     """The rows of a job's metrics by column, for charts: `columns` has for each metric a value at
     each of `steps`, None where the step lacks it, of 7 significant digits. `names` are all metrics
-    that the job has, also those that were not asked for. If the job has more steps than `points`,
+    that the job has, also metrics that were not asked for. If the job has more steps than `points`,
     `steps` are spread evenly over them, and the steps with an evaluation are among them;
     `num_steps` is how many there are."""
 

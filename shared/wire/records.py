@@ -115,9 +115,9 @@ class GradedRollout(Wire):
 
 
 class GroupSummary(Wire):
-    """A prompt's group of a step, in lists `[G]`. Its rollouts are those of the step from position
-    `first` on. `spread` is the standard deviation of its rewards, None for fewer than two. `prompt`
-    is the beginning of the prompt's last message; `num_tokens` counts sampled tokens, and
+    """A prompt's group of a step, in lists `[G]`. Its rollouts are the step's rollouts from
+    position `first` on. `spread` is the standard deviation of its rewards, None for fewer than two.
+    `prompt` is the beginning of the prompt's last message; `num_tokens` counts sampled tokens, and
     `versions` are the weights that sampled it. `found`: the positions in the group of the rollouts
     that were searched for."""
 

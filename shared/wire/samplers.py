@@ -129,7 +129,7 @@ class SamplerList(Wire):
 
 
 class SamplerSync(Wire):
-    """How one sampler got a version: seconds of its load, those of them in which it sampled
+    """How one sampler got a version: seconds of its load, the seconds in which it sampled
     nothing, and bytes that came over the network. `canary_difference` is the mean distance of its
     log-probs to the trainer's on the canary, in nats; None: not measured."""
 

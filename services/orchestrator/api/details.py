@@ -56,8 +56,8 @@ def detailed(
 
 
 def token_columns(rollout: Rollout, score: Score, reader: PromptReader) -> TokenColumns:
-    """Returns the tokens of the rollout's own row, and the teacher's log-probs of the sampled ones
-    among them: those of its branches come first."""
+    """Returns the tokens of the rollout's own row, and the teacher's log-probs of the sampled
+    tokens among them. The score has the log-probs of the branches first."""
     sampled = list(rollout.sampled) or [1] * len(rollout.token_ids)
     num_own = sum(sampled)
     own = list(score.teacher_logprobs)[-num_own:] if num_own else []

@@ -94,8 +94,8 @@ def summaries(batch: Batch, job: Job, search: str = "") -> list[GroupSummary]:
 def history_of(
     run: RunFolder, job: Job, index: int, before: int | None, limit: int
 ) -> ProblemHistory:
-    """Returns the steps before `before` with the problem `index`, newest first: at most `limit`,
-    and those that were found in LOOK_S seconds."""
+    """Returns the steps before `before` with the problem `index`, newest first: at most `limit`
+    steps, and only the steps found in LOOK_S seconds."""
     steps = [step for step in reversed(run.batch_steps()) if before is None or step < before]
     found, end = list[ProblemStep](), time.monotonic() + LOOK_S
     for at, step in enumerate(steps):

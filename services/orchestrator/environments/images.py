@@ -237,8 +237,8 @@ async def keep_swept(
 
 
 async def sweep(identity: str | None, status: Callable[[str], Awaitable[str | None]]) -> None:
-    """Removes such containers once; those of other Redises stay. Raises DockerFailed, and the
-    errors of `status`."""
+    """Removes such containers once; the containers of other Redises stay. Raises DockerFailed, and
+    the errors of `status`."""
     found = await _listed(f"label={JOB}", "name=^/?hone-", labels=(OWNER, JOB, UNTIL))
     for id, name, owner, job, until in found:
         if until.isdecimal():

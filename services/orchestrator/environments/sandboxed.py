@@ -31,7 +31,7 @@ R = TypeVar("R", bound=BaseModel)
 
 class Sandboxed:
     """Episodes of a job by the `client` of the reward service, which is waited for `patience_s`
-    seconds. `attributes`: reward functions need those of the environments."""
+    seconds. `attributes`: reward functions need the environments' attributes."""
 
     service = "reward"
 

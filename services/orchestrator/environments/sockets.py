@@ -1,5 +1,5 @@
-"""OpenEnv's WebSocket: one connection is one episode. The contract is that of the package `openenv`
-0.10: each message is answered by one message, in order."""
+"""OpenEnv's WebSocket: one connection is one episode. It follows the package `openenv` 0.10: each
+message is answered by one message, in order."""
 
 from __future__ import annotations
 

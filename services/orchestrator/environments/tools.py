@@ -114,7 +114,7 @@ class Tools:
     async def _connect(
         self, id: str, tools: tuple[dict[str, Any], ...]
     ) -> tuple[dict[str, Any], ...]:
-        """Begins the episode's sessions, and returns `tools` and those of the servers. Raises
+        """Begins the episode's sessions, and returns `tools` and the servers' tools. Raises
         BadRequest for a name that comes twice."""
         from services.orchestrator.environments.mcp_session import McpSession  # takes a second
 

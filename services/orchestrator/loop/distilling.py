@@ -11,7 +11,7 @@ tokens before. GKD, arXiv 2306.13649 (its reverse KL, all samples the policy's o
 https://thinkingmachines.ai/blog/on-policy-distillation/ has it in this form.
 
 Without c a token to which the teacher gives next to no probability would outweigh all others of its
-batch. The bound is that of verl's `loss_max_clamp`, which its recipes set to 10. It makes the
+batch. The bound is verl's `loss_max_clamp`, which its recipes set to 10. It makes the
 estimate biased; `teacher/clipped` is the share of tokens that it changes.
 """
 

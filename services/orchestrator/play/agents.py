@@ -9,8 +9,8 @@
 An episode that took `MAX_DIED` workers with it has failed. From `NUM_SUSPECT` on it is offered to a
 worker that has no other such episode, so that the ones that died with it are played in peace.
 
-The tokens are those of the session. What the worker reports is a claim about them: a reward. The
-offers are in the memory of the orchestrator that runs the job; when it dies, their groups are
+The tokens come from the session's record. What the worker reports is a claim about them: a reward.
+The offers are in the memory of the orchestrator that runs the job; when it dies, their groups are
 sampled again.
 """
 

@@ -1,6 +1,6 @@
 """The turns of a session as a tree, and the rows of tokens that they are. Pure.
 
-A request whose messages begin with those of an earlier turn and its answer goes on from that turn;
+A request whose messages begin with an earlier turn's messages and answer goes on from that turn;
 so does one whose token ids begin with that turn's. Any other request begins anew, as a root. A row
 is the way from a root to a leaf:
 

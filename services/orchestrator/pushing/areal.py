@@ -57,7 +57,7 @@ LOOK_S = 10.0
 
 @dataclass
 class Online:
-    """A session that is open: `rewards` are those of its answers, by their ids. Once it was idle
+    """A session that is open: `rewards` has the answers' rewards, by their ids. Once it was idle
     for `idle_s` it ends by itself. `is_ending`: it is being stored."""
 
     session: Session
