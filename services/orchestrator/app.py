@@ -17,6 +17,7 @@ from services.orchestrator.api import (
     jobs,
     regrade,
     samplers,
+    stack,
     states,
 )
 from services.orchestrator.api.checking import Checks
@@ -97,6 +98,7 @@ def _add_routes(
     regrade.add_route(service, settings, store)
     experiments.add_route(service, settings, store)
     samplers.add_routes(service, settings, store)
+    stack.add_route(service, settings, store)
     files.add_routes(service, settings, store)
     access.add_routes(service, settings, named)
     fine_tuning.add_routes(service, settings, store, runs, checks)

@@ -120,6 +120,9 @@ class _Counts:
         service.gauge("running_requests", "Completions under way in the engine").set_function(
             sampler.num_running
         )
+        service.gauge(
+            "running_tokens", "Tokens of these completions and of their prompts"
+        ).set_function(sampler.num_running_tokens)
         service.gauge("prompt_tokens", "Tokens of prompts since the engine's start").set_function(
             lambda: sampler.prompt_tokens()[0]
         )

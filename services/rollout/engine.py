@@ -223,6 +223,11 @@ class Engine(Protocol):
         """Returns how many completions are under way."""
         ...
 
+    def num_running_tokens(self) -> int:
+        """Returns the tokens of the completions under way and of their prompts: a prompt that
+        several share counts for each."""
+        ...
+
     async def stop(self) -> None: ...
 
 

@@ -156,6 +156,9 @@ class Sampler:
     def num_running(self) -> int:
         return self._running.engine.num_running() if self._running else 0
 
+    def num_running_tokens(self) -> int:
+        return self._running.engine.num_running_tokens() if self._running else 0
+
     def prompt_tokens(self) -> tuple[int, int]:
         """Returns how many tokens the engine's prompts had, and how many were cached."""
         return self._running.engine.prompt_tokens() if self._running else (0, 0)

@@ -7,17 +7,18 @@ DeepSpeed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from shared.wire import Canary, Example, StepTotals
+from shared.wire.packed import Logprobs
 
 
 @dataclass(frozen=True)
 class Update:
     """The result of one training step's optimizer steps. `grad_norm` is before clipping;
-    `num_updates` counts the optimizer steps.
+    `num_updates` counts the optimizer steps. `logprobs` and `entropies` are as in `StepResult`.
 
     `skipped`: some loss or gradient was not finite, and no weight changed.
     """
@@ -27,6 +28,8 @@ class Update:
     metrics: dict[str, float]
     num_updates: int = 1
     skipped: bool = False
+    logprobs: Logprobs = field(default_factory=Logprobs)
+    entropies: Logprobs = field(default_factory=Logprobs)
 
 
 class OutOfMemory(RuntimeError):

@@ -20,6 +20,7 @@ from shared.host.disk import run_for_volume
 from shared.settings import Settings
 from shared.weights.checkpoints import STATE, StoredFile
 from shared.wire import Canary, Checkpoint, CheckpointRequest, StepResult, TrainerJob
+from shared.wire.packed import Logprobs
 
 
 @dataclass
@@ -53,6 +54,9 @@ class Loaded:
     def manifest(self, num_ranks: int, files: dict[str, StoredFile]) -> Manifest:
         """Returns the manifest of a checkpoint written now, with these files."""
         last_body, last_result = self.last or (None, None)
+        if last_result:  # the run folder has what it says of single tokens
+            untold = {"logprobs": Logprobs(), "entropies": Logprobs()}
+            last_result = last_result.model_copy(update=untold)
         return Manifest(
             format=FORMAT,
             job_id=self.request.job_id,

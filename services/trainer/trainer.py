@@ -169,7 +169,9 @@ class Trainer:
         loaded.step, loaded.last = request.step, (fingerprint, result)
         loaded.skipped_steps += result.skipped
         get_logger().info(
-            "step applied", job=request.job_id, **result.model_dump(exclude={"metrics"})
+            "step applied",
+            job=request.job_id,
+            **result.model_dump(exclude={"metrics", "logprobs", "entropies"}),
         )
         return result
 
@@ -365,6 +367,8 @@ class Trainer:
             metrics=update.metrics,
             num_updates=update.num_updates,
             skipped=update.skipped,
+            logprobs=update.logprobs,
+            entropies=update.entropies,
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import secrets
 import select
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from shared.errors import BadRequest
@@ -58,6 +60,21 @@ def _asker(parent: int) -> Callable[[], None]:
             os.kill(os.getpid(), signal.SIGTERM)
 
     return ask
+
+
+def resident_bytes() -> float:
+    """Returns the resident memory of this process and its descendants; memory that they share
+    counts for each. NaN where the system does not tell, as on macOS."""
+    if not Path("/proc/self/statm").exists():
+        return math.nan
+    total, left = 0, [os.getpid()]
+    while left:
+        pid = left.pop()
+        with contextlib.suppress(OSError):  # it has ended
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                left += map(int, (thread / "children").read_text().split())
+    return float(total * os.sysconf("SC_PAGE_SIZE"))
 
 
 FREE = range(10_000, 32_768)

@@ -35,7 +35,7 @@ from starlette.exceptions import HTTPException
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
-from shared.host.processes import check_port
+from shared.host.processes import check_port, resident_bytes
 from shared.http import codec, openapi, rendering, streams
 from shared.http.gate import AcceptedKeys, Gate, HttpConnection, RequestMetrics
 from shared.http.health import Check, Draining, add_health_routes, hone_version
@@ -83,6 +83,9 @@ class Service:
         self._keys = keys
         self._public = public
         self._bodies: dict[tuple[str, str], Any] = {}
+        self.gauge("memory_bytes", "Resident memory of the process and its children").set_function(
+            resident_bytes
+        )
         self.app = self._make_app()
         add_health_routes(
             self.app, name, readiness or {}, self.registry, self.draining, version_info

@@ -72,13 +72,16 @@ class DryRun(Wire):
 class TokenColumns(Wire):
     """The tokens of a completion, `[T]` each: `texts`, the sampler's `logprobs` in nats (empty if
     not measured), `sampled` as in `Rollout`, and the `teacher_logprobs` where there are any, None
-    for a token that was not sampled. Those that were left out of a long completion come after
-    them."""
+    for a token that was not sampled. `trainer_logprobs` and `entropies` are as in `StepResult`,
+    None for a token that was not trained on; empty: not known. `num_left_out` counts the tokens
+    after them that a long completion has."""
 
     texts: tuple[str, ...]
     logprobs: Logprobs = Logprobs()
     sampled: Mask = Mask()
     teacher_logprobs: tuple[float | None, ...] = ()
+    trainer_logprobs: tuple[float | None, ...] = ()
+    entropies: tuple[float | None, ...] = ()
     num_left_out: int = 0
 
 

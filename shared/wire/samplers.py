@@ -11,6 +11,7 @@ from shared.http.urls import check_service_url
 from shared.job import MAX_SERVED_RANK
 from shared.wire.base import Fencing, JobId, Listing, Wire
 from shared.wire.packed import Logprobs
+from shared.wire.training import TrainerState
 
 
 class EngineSpec(Wire):
@@ -126,6 +127,27 @@ class SamplerList(Wire):
     """`GET /v1/samplers`: the registered samplers, by name."""
 
     samplers: tuple[RegisteredSampler, ...]
+
+
+class ServiceState(Wire):
+    """What a service says of itself. `error` says why it does not answer now; `answered_at` is when
+    it last did, in Unix seconds, as far as this orchestrator knows. A trainer's and a sampler's
+    states are as they tell them. `gauges` are its metrics without labels, by their names without
+    `hone_<service>_`, such as "running_requests" and "memory_bytes"."""
+
+    service: Literal["trainer", "rollout", "reward"]
+    url: str
+    error: str | None = None
+    answered_at: float | None = None
+    trainer: TrainerState | None = None
+    sampler: ServingWeights | None = None
+    gauges: dict[str, float] = {}
+
+
+class ServiceList(Wire):
+    """`GET /v1/services`: trainers, samplers and the reward service."""
+
+    services: tuple[ServiceState, ...]
 
 
 class SamplerSync(Wire):

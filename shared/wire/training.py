@@ -134,7 +134,10 @@ class StepResult(Wire):
     micro-batches.
 
     `num_updates` counts optimizer steps. `skipped`: some loss or gradient was not finite, and the
-    step changed no weight.
+    step changed no weight. `logprobs` and `entropies` `[N]` are of the sampled tokens of all
+    examples, one example after the other, at the sampling temperature and in nats: log-probs by the
+    weights before the step, entropies by the weights that the token was trained on last; empty
+    where they are not known any more.
     """
 
     step: int
@@ -147,6 +150,19 @@ class StepResult(Wire):
     num_tokens: int
     train_s: float
     metrics: dict[str, float] = {}
+    logprobs: Logprobs = Logprobs()
+    entropies: Logprobs = Logprobs()
+
+
+class TrainedTokens(Wire):
+    """What the trainer computed for the tokens of a step's rollouts, as stored in the run folder:
+    axes `[P]` prompts, `[P][G]` rollouts, `[P][G][T]` tokens of a rollout's own row. NaN for a
+    token that was not trained on; empty for such a row. `logprobs` and `entropies` are as in
+    `StepResult`."""
+
+    step: int
+    logprobs: tuple[tuple[Logprobs, ...], ...]
+    entropies: tuple[tuple[Logprobs, ...], ...]
 
 
 class CheckpointRequest(Fenced):

@@ -62,6 +62,19 @@ def tab(chrome: Any, **options: Any) -> Generator[Any]:
         context.close()
 
 
+def serious_faults(page: Any) -> list[str]:
+    """Returns what axe-core finds on the page that is serious or critical for people who use a
+    keyboard or a screen reader, or see no colours. Skips the test without axe-core."""
+    if not AXE.exists():
+        pytest.skip("needs axe-core: `make browser` installs it")
+    page.evaluate(AXE.read_text())
+    return page.evaluate(
+        """axe.run().then(({ violations }) => violations
+            .filter(({ impact }) => impact === "serious" || impact === "critical")
+            .map(({ id, nodes }) => `${id}: ${nodes.length} x ${nodes[0].html.slice(0, 200)}`))"""
+    )
+
+
 def until(page: Any, expression: str, limit_s: float = 60.0) -> None:
     """Waits until the JavaScript expression is true. The page's policy refuses the `eval` by which
     Playwright's own `wait_for_function` polls."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -305,6 +306,14 @@ class FakeServices:
 
     def _result(self, body: TrainStepRequest) -> StepResult:
         tokens = sum(len(example.token_ids) for example in body.examples)
+        sampled = [
+            logprob
+            for example in body.examples
+            for logprob, was_sampled in itertools.zip_longest(
+                example.old_logprobs, example.sampled, fillvalue=1
+            )
+            if was_sampled
+        ]
         return StepResult(
             step=body.step,
             skipped=body.step in self.skipped,
@@ -315,6 +324,8 @@ class FakeServices:
             num_tokens=tokens,
             train_s=0.0,
             metrics=self.trainer_metrics,
+            logprobs=Logprobs([one + 0.01 for one in sampled]),
+            entropies=Logprobs([0.25] * len(sampled)),
         )
 
     async def _publish(self, body: PublishRequest) -> WeightsRef:

@@ -222,6 +222,9 @@ class FakeEngine:
     async def failure(self) -> str | None:
         return "the engine process died" if self.dead else None
 
+    def num_running_tokens(self) -> int:
+        return 0
+
     def prompt_tokens(self) -> tuple[int, int]:
         return 20, 16
 

@@ -13,6 +13,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -48,6 +49,7 @@ from shared.wire import (
     TrainStepRequest,
     WeightsRef,
 )
+from tests.support.browser import browser, tab, until
 from tests.support.proxy import proxy
 from tests.support.running import lives, running_redis
 
@@ -57,6 +59,7 @@ ROOT = Path(__file__).parents[2]
 STEPS = 40
 FAST = (f"steps={STEPS}", "training.learning_rate=2e-4")
 """Enough to see learning: held-out accuracy is then about 0.9, from about a third."""
+TRAINED = ".trained.msgpack"
 FEW_STEPS = 25
 """Enough to see whether anything is learned."""
 
@@ -207,7 +210,10 @@ def test_the_run_folder_has_everything(stack: Stack, learned: dict[str, Any]) ->
     assert (run / "job.json").is_file() and len(
         (run / "metrics.jsonl").read_text().splitlines()
     ) == STEPS + 1
-    assert len(list((run / "rollouts").iterdir())) == STEPS
+    names = {path.name for path in (run / "rollouts").iterdir()}
+    steps = range(1, STEPS + 1)
+    assert {f"{step:06d}.msgpack" for step in steps} <= names
+    assert names <= {f"{step:06d}{end}" for step in steps for end in (".msgpack", TRAINED)}
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         "step-000020",
         "step-000040",
@@ -247,6 +253,63 @@ def test_every_command_shows_a_finished_job(stack: Stack, learned: dict[str, Any
     }
     refused = stack.hone("cancel", job_id, check=False)
     assert refused.returncode == 2 and "has succeeded" in refused.stderr
+
+
+def test_a_browser_follows_a_job_through_the_death_of_the_orchestrator(
+    stack: Stack, learned: dict[str, Any]
+) -> None:
+    """A job is started from the form, and the orchestrator killed; the page goes on by itself. Then
+    the weights are asked, and the tokens shown beside what the trainer said of them."""
+    text = (stack.folder / "job.toml").read_text()
+    text = text.replace("steps = 40", "steps = 12")
+    url = stack.urls["orchestrator"]
+    here = str(stack.folder / "task")
+    with browser() as chrome, tab(chrome) as page:
+        page.goto(f"{url}/#/jobs/{learned['id']}")
+        chart = page.get_by_role("img", name=re.compile("^reward: "))
+        told = chart.get_attribute("aria-label")
+        assert "training reward" in told and f"at step {STEPS}" in told
+        assert page.get_by_text("nothing is wrong").count() == 1
+        page.screenshot(path=stack.folder / "page.png")
+        page.goto(f"{url}/#/new")
+        page.get_by_label("the job, as TOML").fill(text.replace('"task/', f'"{here}/'))
+        page.get_by_role("button", name="start it").click()
+        page.wait_for_url(re.compile("#/jobs/.+"))
+        job = page.url.rpartition("/")[2]
+        until(page, "/[2-9]\\/12/.test(document.querySelector('.job-head')?.textContent)", 120)
+        os.kill(pid_of(stack, b"services.orchestrator"), signal.SIGKILL)
+        page.get_by_text("the connection is lost").wait_for()
+        page.locator(".job-head").get_by_text("succeeded").wait_for(timeout=240_000)
+        assert page.evaluate("performance.getEntriesByType('navigation').length") == 1
+        page.goto(f"{url}/#/jobs/{job}/talk")
+        page.get_by_label("what you say").fill("3 5 15")
+        page.get_by_role("button", name="ask").click()
+        page.locator(".turns .assistant").wait_for()
+        page.goto(f"{url}/#/services")
+        page.get_by_role("cell", name=re.compile("^✓ sampler")).wait_for()
+        assert page.locator(".bad").count() == 0
+        page.goto(f"{url}/#/jobs/{job}/rollouts?step=12")
+        page.get_by_role("button", name="trainer", exact=True).click()
+        titles = [one.get_attribute("title") for one in page.locator(".token").all()[:200]]
+        apart = [float(one.split(", ")[-1].split()[0]) for one in titles if "apart" in one]
+        assert apart and max(map(abs, apart)) < 1e-3
+        page.get_by_role("button", name="entropy", exact=True).click()
+        page.locator(".token[title*=entropy]").first.wait_for()
+    rows = [json.loads(line) for line in _lines(stack.folder / "runs" / job / "metrics.jsonl")]
+    assert [row["step"] for row in rows] == list(range(13))
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def pid_of(stack: Stack, module: bytes) -> int:
+    """Returns the process of the stack that runs the module itself."""
+    for pid in sorted(descendants(stack.launcher)):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            if module in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                return pid
+    raise AssertionError(f"no process of the stack runs {module!r}")
 
 
 def test_the_openai_client_samples_the_trained_policy(

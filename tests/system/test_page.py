@@ -15,7 +15,7 @@ import pytest
 from pydantic import SecretStr
 
 from shared.wire import RolloutGroup
-from tests.support.browser import browser, tab, until
+from tests.support.browser import browser, serious_faults, tab, until
 from tests.support.served_stack import ServedStack, quiet_logs, served_stack
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -262,6 +262,78 @@ def test_jobs_are_compared_in_one_chart(chrome: Any, stack: ServedStack, tmp_pat
         told = page.get_by_role("img", name=re.compile("^reward: "))
         told.wait_for()
         assert re.search(r"low from .*; high from ", told.get_attribute("aria-label"))
+
+
+VIEWS = ("", "/rollouts?step=4", "/events", "/weights", "/checkpoints", "/talk", "/job")
+"""The views of a job."""
+
+
+@pytest.fixture(scope="module")
+def ended(chrome: Any, stack: ServedStack, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A job that has ended."""
+    with tab(chrome) as page:
+        job = start(page, stack.url, job_text(tmp_path_factory.mktemp("ended"), "ended", steps=8))
+        page.get_by_text("succeeded").first.wait_for(timeout=120_000)
+    return job
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_is_accessible(chrome: Any, stack: ServedStack, ended: str, scheme: str) -> None:
+    with tab(chrome, color_scheme=scheme) as page:
+        for view in ("/jobs", "/new", "/services", *(f"/jobs/{ended}{view}" for view in VIEWS)):
+            page.goto(f"{stack.url}/#{view}")
+            page.locator("main").wait_for()
+            page.wait_for_timeout(300)
+            assert serious_faults(page) == [], (view, scheme)
+
+
+def test_a_phone_needs_no_scrolling_to_the_side(
+    chrome: Any, stack: ServedStack, ended: str
+) -> None:
+    with tab(chrome, viewport={"width": 390, "height": 800}) as page:
+        for view in ("/jobs", "/new", "/services", *(f"/jobs/{ended}{view}" for view in VIEWS)):
+            page.goto(f"{stack.url}/#{view}")
+            page.locator("main").wait_for()
+            page.wait_for_timeout(200)
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
+
+
+def test_a_job_is_opened_and_left_by_the_keyboard_alone(
+    chrome: Any, stack: ServedStack, ended: str
+) -> None:
+    with tab(chrome) as page:
+        page.goto(f"{stack.url}/#/jobs")
+        page.get_by_role("link", name="ended").first.wait_for()
+        told = "document.activeElement.getAttribute('href') ?? ''"
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate(told).endswith(f"#/jobs/{ended}"):
+                break
+        page.keyboard.press("Enter")
+        page.wait_for_url(re.compile(f"#/jobs/{ended}"))
+        delete = page.locator(".job-head").get_by_role("button", name="delete")
+        delete.focus()
+        page.keyboard.press("Enter")
+        page.get_by_role("dialog").wait_for()
+        page.keyboard.press("Escape")
+        page.get_by_role("dialog").wait_for(state="detached")
+
+
+def test_services_say_what_they_serve_and_tokens_what_the_trainer_said(
+    chrome: Any, stack: ServedStack, ended: str
+) -> None:
+    with tab(chrome) as page:
+        page.goto(f"{stack.url}/#/services")
+        page.get_by_role("cell", name=re.compile("^✓ trainer")).wait_for()
+        rows = page.locator("table").first.locator("tbody tr").all_inner_texts()
+        assert [row.split()[1] for row in rows] == ["trainer", "sampler", "reward"]
+        assert ended in rows[0] and ended in rows[1] and "MB" in rows[2]
+        page.goto(f"{stack.url}/#/jobs/{ended}/rollouts?step=4")
+        page.get_by_role("button", name="trainer", exact=True).click()
+        token = page.locator(".token").first
+        assert "trainer -0.49, sampler -0.5, 0.01 nats apart" in token.get_attribute("title")
+        page.get_by_role("button", name="entropy", exact=True).click()
+        assert "entropy 0.25 nats" in token.get_attribute("title")
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Sequence
 
 from services.orchestrator.data.fitting import reader_of
@@ -15,8 +17,11 @@ from shared.wire import (
     RolloutDetail,
     Score,
     TokenColumns,
+    TrainedTokens,
 )
 from shared.wire.packed import Logprobs, Mask
+
+NO_LOGPROBS = Logprobs()
 
 MAX_DETAILED = 100
 """Rollouts with detail in one answer."""
@@ -26,7 +31,11 @@ MAX_TOKENS = 8192
 
 
 def detailed(
-    rollouts: Sequence[GradedRollout], batch: Batch, first: int, job: Job
+    rollouts: Sequence[GradedRollout],
+    batch: Batch,
+    first: int,
+    job: Job,
+    trained: TrainedTokens | None = None,
 ) -> list[GradedRollout]:
     """Returns the `rollouts`, which stand in the batch from position `first` on, with detail."""
     reader, why_not = _reader(job)
@@ -35,6 +44,13 @@ def detailed(
         for prompt, group, scores in zip(batch.prompts, batch.groups, batch.scores, strict=True)
         for rollout, score in zip(group.rollouts, scores, strict=True)
     ]
+    untold = [NO_LOGPROBS] * len(stored)
+    columns_2S = [untold, untold]
+    if trained:
+        columns_2S = [
+            list(itertools.chain(*each)) for each in (trained.logprobs, trained.entropies)
+        ]
+    told = list(zip(*columns_2S, strict=True))[first : first + len(rollouts)]
     return [
         each.model_copy(
             update={
@@ -44,20 +60,27 @@ def detailed(
                     info=rollout.info,
                     row=row,
                     num_tokens=rollout.num_sampled,
-                    tokens=token_columns(rollout, score, reader) if reader else None,
+                    tokens=token_columns(rollout, score, reader, *of_trainer) if reader else None,
                     no_tokens=why_not,
                 )
             }
         )
-        for each, (row, rollout, score) in zip(
-            rollouts, stored[first : first + len(rollouts)], strict=True
+        for each, (row, rollout, score), of_trainer in zip(
+            rollouts, stored[first : first + len(rollouts)], told, strict=True
         )
     ]
 
 
-def token_columns(rollout: Rollout, score: Score, reader: PromptReader) -> TokenColumns:
+def token_columns(
+    rollout: Rollout,
+    score: Score,
+    reader: PromptReader,
+    trainer_logprobs: Logprobs = NO_LOGPROBS,
+    entropies: Logprobs = NO_LOGPROBS,
+) -> TokenColumns:
     """Returns the tokens of the rollout's own row, and the teacher's log-probs of the sampled
-    tokens among them. The score has the log-probs of the branches first."""
+    tokens among them. The score has the log-probs of the branches first. `trainer_logprobs` and `entropies` `[T]` are NaN
+    for a token that was not trained on."""
     sampled = list(rollout.sampled) or [1] * len(rollout.token_ids)
     num_own = sum(sampled)
     own = list(score.teacher_logprobs)[-num_own:] if num_own else []
@@ -69,8 +92,14 @@ def token_columns(rollout: Rollout, score: Score, reader: PromptReader) -> Token
         logprobs=Logprobs(rollout.logprobs[:MAX_TOKENS]),
         sampled=Mask(rollout.sampled[:MAX_TOKENS]),
         teacher_logprobs=tuple(columns[:MAX_TOKENS]),
+        trainer_logprobs=_without_nan(trainer_logprobs[:MAX_TOKENS]),
+        entropies=_without_nan(entropies[:MAX_TOKENS]),
         num_left_out=max(0, len(rollout.token_ids) - MAX_TOKENS),
     )
+
+
+def _without_nan(column: Sequence[float]) -> tuple[float | None, ...]:
+    return tuple(value if math.isfinite(value) else None for value in column)
 
 
 def _reader(job: Job) -> tuple[PromptReader | None, str]:

@@ -148,8 +148,9 @@ def _add_results(service: Service, store: Readable) -> None:
             batch = run.batch(number)
             found = graded(batch, record.job)
             page = found[after:end]
-            shown = detailed(page, batch, after, record.job) if detail else page
-            return shown, len(found)
+            if detail:
+                page = detailed(page, batch, after, record.job, run.trained(number))
+            return page, len(found)
 
         page, total = await asyncio.to_thread(read)
         return RolloutList(

@@ -1,4 +1,5 @@
-"""From scored rollouts to the trainer's input: examples, and the totals of their batch."""
+"""From scored rollouts to the trainer's input: examples, and the totals of their batch. And back:
+what the trainer says of tokens, to the rollouts that they are of."""
 
 from __future__ import annotations
 
@@ -11,8 +12,20 @@ from services.orchestrator.loop.advantages import Advantage, Advantages, is_mask
 from services.orchestrator.loop.distilling import Terms
 from services.orchestrator.loop.turns import Row, lengths, num_turns, of_rows, rows
 from shared.job import Job
-from shared.wire import Batch, Example, Rollout, RolloutGroup, Score, StepTotals
+from shared.wire import (
+    Batch,
+    Example,
+    Rollout,
+    RolloutGroup,
+    Score,
+    StepResult,
+    StepTotals,
+    TrainedTokens,
+)
 from shared.wire.packed import Logprobs, Mask, TokenIds
+
+Placed = tuple[tuple[int, int] | None, Example]
+"""An example with its prompt and rollout; without them if it is a branch."""
 
 
 def to_examples(
@@ -20,23 +33,48 @@ def to_examples(
     advantages_PG: Advantages,
     terms_PG: Sequence[Sequence[Terms]] | None = None,
 ) -> tuple[Example, ...]:
+    """Returns the examples of `placed_examples`."""
+    return tuple(example for _, example in placed_examples(groups_P, advantages_PG, terms_PG))
+
+
+def placed_examples(
+    groups_P: Sequence[RolloutGroup],
+    advantages_PG: Advantages,
+    terms_PG: Sequence[Sequence[Terms]] | None = None,
+) -> tuple[Placed, ...]:
     """Returns an example for each row with sampled tokens of each rollout that has an advantage,
     with the sampler's token ids, log-probs and versions as they came. Branches are rows too. The
     tokens of a turn without an advantage are context. With a teacher, its `terms_PG` are added, and
     a rollout without them is not trained on."""
     untaught_PG = [[()] * len(group.rollouts) for group in groups_P]
     return tuple(
-        example
-        for group, advantages_G, terms_G in zip(
-            groups_P, advantages_PG, terms_PG or untaught_PG, strict=True
+        ((prompt, number) if row is rollout else None, example)
+        for prompt, (group, advantages_G, terms_G) in enumerate(
+            zip(groups_P, advantages_PG, terms_PG or untaught_PG, strict=True)
         )
-        for rollout, advantage, terms in zip(group.rollouts, advantages_G, terms_G, strict=True)
+        for number, (rollout, advantage, terms) in enumerate(
+            zip(group.rollouts, advantages_G, terms_G, strict=True)
+        )
         if terms is not None
         for (prompt_token_ids, row, part), of_row in itertools.zip_longest(
             _rows(group, rollout, advantage), terms
         )
         if part is not None and (example := _example(prompt_token_ids, row, part, of_row))
     )
+
+
+def trained_tokens(batch: Batch, placed: Sequence[Placed], result: StepResult) -> TrainedTokens:
+    """Returns what the trainer says of the tokens of the batch's rollouts."""
+    found: dict[str, list[list[Logprobs]]] = {}
+    for name in ("logprobs", "entropies"):
+        values = iter(getattr(result, name))
+        found[name] = [[Logprobs()] * len(group.rollouts) for group in batch.groups]
+        for place, example in placed:
+            sampled = example.sampled or itertools.repeat(1, len(example.token_ids))
+            column = Logprobs([next(values, math.nan) if one else math.nan for one in sampled])
+            if place:
+                found[name][place[0]][place[1]] = column
+    return TrainedTokens(step=result.step, **found)
 
 
 def _rows(

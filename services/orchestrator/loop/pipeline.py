@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from services.orchestrator.loop.advantages import Advantages, batch_advantages
 from services.orchestrator.loop.batches import Batches, Sampled
 from services.orchestrator.loop.distilling import teacher_terms
-from services.orchestrator.loop.examples import step_totals, to_examples
+from services.orchestrator.loop.examples import placed_examples, step_totals, trained_tokens
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.runs.folder import RunFolder
@@ -101,11 +101,15 @@ class Pipeline:
         await to_disk(self.folder.write_batch, batch)
         await self.batches.note(batch)
         advantages_PG = batch_advantages(batch, self.job)
-        examples = to_examples(batch.groups, advantages_PG, teacher_terms(batch, self.job))
+        placed = placed_examples(batch.groups, advantages_PG, teacher_terms(batch, self.job))
+        examples = tuple(example for _, example in placed)
         totals = step_totals(batch, self.job)
         watch.lap("store")
         result = await self.services.train_step(batch.step, examples, totals)
         watch.lap("train")
+        if result.logprobs:
+            told = await asyncio.to_thread(trained_tokens, batch, placed, result)
+            await to_disk(self.folder.write_trained, told)
         moved = None
         if serves := syncs_after(self.job, batch.step):
             synced = await sync_weights(self.services, self.job, batch.step, self.journal)

@@ -9,7 +9,7 @@ import { isIn, mean } from "./rollouts.js";
 import { link, useChoice } from "./state.js";
 import { brief, number, plain, visible } from "./text.js";
 
-const COLOURS = ["text", "log-prob", "teacher"];
+const COLOURS = ["text", "log-prob", "entropy", "trainer", "teacher"];
 
 /** @param {{run: import("./live.js").Run, step: number, group: any, range: [number, number] | null, search: string}} props */
 export function Group({ run, step, group, range, search }) {

@@ -10,10 +10,11 @@ import { Fault, Progress, Status, Text } from "./parts.js";
 import { Rollouts } from "./rollouts.js";
 import { useRun } from "./live.js";
 import { Weights } from "./samplers.js";
+import { Talk } from "./talk.js";
 import { isReadOnly, link } from "./state.js";
 import { clock, duration, number, visible } from "./text.js";
 
-const TABS = ["charts", "rollouts", "events", "weights", "checkpoints", "job"];
+const TABS = ["charts", "rollouts", "events", "weights", "checkpoints", "talk", "job"];
 
 /** @param {{id: string, tab: string, parameters: URLSearchParams}} props */
 export function JobPage({ id, tab, parameters }) {
@@ -34,12 +35,13 @@ export function JobPage({ id, tab, parameters }) {
     </header>
     <${Doing} run=${run} />
     <${Findings} run=${run} />
-    <nav class="tabs" aria-label="views of the job">${TABS.map((name) =>
+    <nav class="tabs" aria-label="views of the job">${TABS.filter((name) => name !== "talk" || !isReadOnly()).map((name) =>
       html`<a href=${link(["jobs", id, name])} aria-current=${name === tab ? "page" : undefined}>${name}</a>`)}</nav>
     ${tab === "rollouts" ? html`<${Rollouts} run=${run} parameters=${parameters} />`
       : tab === "events" ? html`<${Events} run=${run} />`
       : tab === "weights" ? html`<${Weights} run=${run} />`
       : tab === "checkpoints" ? html`<${Checkpoints} run=${run} />`
+      : tab === "talk" ? html`<${Talk} run=${run} />`
       : tab === "job" ? html`<${Definition} record=${record} />`
       : html`<${Charts} run=${run} />`}
   </main>`;

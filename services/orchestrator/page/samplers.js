@@ -11,23 +11,44 @@ const LOOK_MS = 5000;
 
 export function Services() {
   const [ready, setReady] = useState(/** @type {any} */ (null));
-  const [samplers, setSamplers] = useState(/** @type {any[] | null} */ (null));
+  const [samplers, setSamplers] = useState(/** @type {any[]} */ ([]));
+  const [services, setServices] = useState(/** @type {any[] | null} */ (null));
   const [error, setError] = useState(/** @type {unknown} */ (null));
   useRepeated(() => {
     fetch("readyz").then((response) => response.json()).then(setReady).catch(setError);
-    get("v1/samplers").then((list) => setSamplers(list.samplers)).catch(() => setSamplers([]));
+    get("v1/services").then((list) => setServices(list.services)).catch(setError);
+    get("v1/samplers").then((list) => setSamplers(list.samplers)).catch(setError);
   }, LOOK_MS, []);
   return html`<main id="main"><h1>Services</h1><${Fault} error=${error} />
     ${ready?.dependencies && html`<h2>This orchestrator</h2><ul class="ready">${Object.entries(ready.dependencies).map(([name, one]) => {
       const { ok, detail } = /** @type {any} */ (one);
       return html`<li class=${ok ? "ok" : "bad"}><span aria-hidden="true">${ok ? "✓" : "✕"}</span> ${name}: ${visible(detail)}</li>`;
     })}</ul>`}
-    <h2>Samplers that registered themselves</h2>
-    ${samplers && !samplers.length && html`<p class="hint">none; samplers that HONE_ROLLOUT_URL names do not register. A job's page shows how its weights reach each sampler, under “weights”.</p>`}
-    ${samplers && samplers.length > 0 && html`<div class="scrolls"><table><thead><tr><th>sampler</th><th>address</th><th>job</th><th>version</th><th>last heartbeat</th></tr></thead>
+    <h2>Trainer, samplers, reward service</h2>
+    ${services && html`<div class="scrolls"><table><thead><tr><th>service</th><th>answered</th><th>job</th><th>version</th><th title="of the bytes that it read itself">digest, proven</th><th title="completions under way, of those that it samples at once">queue</th><th title="tokens of the prompts and completions under way, of those that the cache has room for">cache</th><th>memory</th><th>doing</th></tr></thead>
+      <tbody>${services.map((one) => html`<${ServiceRow} key=${one.service + one.url} one=${one} />`)}</tbody></table></div>`}
+    <p class="hint">A job's page shows how its weights reach each sampler, under “weights”.</p>
+    ${samplers.length > 0 && html`<h2>Samplers that registered themselves</h2><div class="scrolls"><table><thead><tr><th>sampler</th><th>address</th><th>job</th><th>version</th><th>last heartbeat</th></tr></thead>
       <tbody>${samplers.map((one) => html`<tr key=${one.replica}><td>${visible(one.replica)}</td><td>${visible(one.url)}</td>
         <td>${one.job_id && html`<a href=${link(["jobs", one.job_id])}>${one.job_id}</a>`}</td><td>${one.version ?? "–"}</td><td>${clock(one.expires_at - one.lease_s)}</td></tr>`)}</tbody></table></div>`}
   </main>`;
+}
+
+/** @param {{one: any}} props */
+function ServiceRow({ one }) {
+  const { sampler, trainer, gauges } = one;
+  const state = sampler ?? trainer;
+  const running = gauges.running_requests;
+  const cache = sampler?.kv_cache_tokens ? gauges.running_tokens / sampler.kv_cache_tokens : null;
+  return html`<tr><td class=${one.error ? "bad" : "ok"}><span aria-hidden="true">${one.error ? "✕" : "✓"}</span> ${one.service === "rollout" ? "sampler" : one.service} ${visible(sampler?.replica || one.url)}</td>
+    <td>${one.answered_at ? clock(one.answered_at) : "never"}</td>
+    <td>${state?.job_id && html`<a href=${link(["jobs", state.job_id])}>${state.job_id}</a>`}</td>
+    <td>${(sampler ? sampler.version : trainer?.step) ?? "–"}</td>
+    <td class="path">${sampler?.digest ?? "–"}</td>
+    <td>${sampler && running !== undefined ? `${running}${sampler.max_num_seqs ? ` of ${sampler.max_num_seqs}` : ""}` : "–"}</td>
+    <td>${cache === null || Number.isNaN(cache) ? "–" : `${number(100 * cache, 2)} %`}</td>
+    <td>${gauges.memory_bytes ? bytes(gauges.memory_bytes) : "–"}</td>
+    <td>${visible(one.error ?? state?.doing ?? state?.taken ?? "")}</td></tr>`;
 }
 
 /** @param {{run: import("./live.js").Run}} props */

@@ -17,6 +17,7 @@
                canary.json        the newest of them, and the trainer's log-probs of its canary
                rollouts/000012.msgpack            the scored batch of step 12 (wire.Batch)
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
+               rollouts/000012.trained.msgpack    what the trainer said of its tokens
                rollouts/000012.groups/            finished groups of a step that has no batch yet
                pushed/            groups that were sampled elsewhere, and in what order (pushed.py)
                checkpoints/       Hugging Face checkpoints, written by the trainer
@@ -54,7 +55,7 @@ from shared.host import disk
 from shared.http import codec
 from shared.job import Job
 from shared.job.job import differences
-from shared.wire import Batch, Canary, MetricsRow, Wire
+from shared.wire import Batch, Canary, MetricsRow, TrainedTokens, Wire
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
 
@@ -334,6 +335,19 @@ class RunFolder:
             for step, path in self._batch_files():
                 if step < first_step:
                     path.unlink(missing_ok=True)
+                    self._trained_path(step).unlink(missing_ok=True)
+
+    def write_trained(self, tokens: TrainedTokens) -> None:
+        """Stores what the trainer said of the step's tokens. No run depends on it."""
+        with self._writing():
+            disk.write_file(self._trained_path(tokens.step), codec.pack(tokens))
+
+    def trained(self, step: int) -> TrainedTokens | None:
+        """Returns what the trainer said of the step's tokens; None if it is not known."""
+        path = self._trained_path(step)
+        if not path.exists():
+            return None
+        return codec.decode_tolerantly(TrainedTokens, path.read_bytes(), codec.MSGPACK)
 
     def write_groups(self, step: int, groups: Mapping[Place, FinishedGroup]) -> None:
         """Stores finished groups of a step that has no batch yet."""
@@ -402,6 +416,9 @@ class RunFolder:
 
     def _batch_path(self, step: int) -> Path:
         return self.path / f"rollouts/{step:06d}.msgpack"
+
+    def _trained_path(self, step: int) -> Path:
+        return self.path / f"rollouts/{step:06d}.trained.msgpack"
 
     def _ungraded_path(self, step: int) -> Path:
         return self.path / f"rollouts/{step:06d}.ungraded.msgpack"

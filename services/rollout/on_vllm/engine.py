@@ -336,6 +336,12 @@ class VllmEngine:
     def num_running(self) -> int:
         return self._llm.get_num_unfinished_requests()
 
+    def num_running_tokens(self) -> int:
+        return sum(
+            state.prompt_len + (state.detokenizer.num_output_tokens() if state.detokenizer else 0)
+            for state in self._llm.output_processor.request_states.values()
+        )
+
     async def stop(self) -> None:
         """Ends the engine. Its listener ends first, or vLLM would log that the engine died."""
         if listener := self._llm.output_handler:

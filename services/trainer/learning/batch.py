@@ -34,7 +34,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -56,6 +56,8 @@ from shared.job import Job
 from shared.wire import Example, StepTotals
 from shared.wire.packed import TokenIds
 
+E = TypeVar("E")
+
 Positions = NDArray[np.intp]
 """Which of a completion's tokens the policy sampled."""
 
@@ -67,7 +69,8 @@ class MicroBatch:
 
     Token n is `targets_N[n]`; the hidden state that predicts it is at `[rows_N[n], columns_N[n]]`.
     It is in sequence `sequences_N[n]` of the micro-batch's `num_sequences` (never decreasing along
-    n), which has `lengths_N[n]` sampled tokens. `sampler_logprobs_N` is valid only where
+    n), which has `lengths_N[n]` sampled tokens. Among the sampled tokens of all the step's examples
+    it is number `places_N[n]`. `sampler_logprobs_N` is valid only where
     `measured_N`. Weights of version `versions_N[n]`, or `UNKNOWN`, sampled the token. `weight` is
     1, or 0 for the dummy that keeps ranks in step. `attention_mask_BT` is 1 at tokens and 0 at
     padding. `position_ids_BT` is set if the micro-batch is packed, and `kept` if not every token of
@@ -86,6 +89,7 @@ class MicroBatch:
     versions_N: Tensor
     advantages_N: Tensor
     lengths_N: Tensor
+    places_N: Tensor
     weight: float = 1.0
     position_ids_BT: Tensor | None = None
     kept: Kept | None = None
@@ -178,12 +182,15 @@ def micro_batches_of_rank(
     budget_tokens: int,
     *,
     packed: bool = False,
+    starts: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """Returns the micro-batches of `rank`, in order; every rank has as many."""
+    """Returns the micro-batches of `rank`, in order; every rank has as many. `starts` are as in
+    `collate`."""
+    starts = starts or _starts(examples)
     lengths = [len(example.prompt_token_ids) + len(example.token_ids) for example in examples]
     hand = pack(lengths, num_ranks, budget_tokens, packed=packed)[rank]
     return [
-        collate([examples[i] for i in indices], packed=packed)
+        collate([examples[i] for i in indices], packed=packed, starts=[starts[i] for i in indices])
         if indices
         else collate([DUMMY], weight=0.0, packed=packed)
         for indices in hand
@@ -191,9 +198,15 @@ def micro_batches_of_rank(
 
 
 def collate(
-    examples: Sequence[Example], weight: float = 1.0, *, packed: bool = False
+    examples: Sequence[Example],
+    weight: float = 1.0,
+    *,
+    packed: bool = False,
+    starts: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """Returns the examples as one micro-batch: right-padded rows, or one packed row."""
+    """Returns the examples as one micro-batch: right-padded rows, or one packed row. `starts` are
+    the places of the examples' first sampled tokens among those of the whole step; None: these
+    examples are the whole step."""
     sequences = [
         np.concatenate([integers(example.prompt_token_ids), integers(example.token_ids)])
         for example in examples
@@ -204,6 +217,10 @@ def collate(
     positions = [sampled_positions(example) for example in examples]
     lengths_S = torch.tensor([len(positions_t) for positions_t in positions])
     sequences_N = torch.repeat_interleave(torch.arange(len(examples)), lengths_S)
+    places = [
+        np.arange(len(positions_t)) + start
+        for positions_t, start in zip(positions, starts or _starts(examples), strict=True)
+    ]
     # A token is predicted by the hidden state of the token before it.
     columns = [
         positions_t + begin + len(example.prompt_token_ids) - 1
@@ -227,12 +244,18 @@ def collate(
         versions_N=_joined([versions(example)[at] for example, at in each], np.int64),
         advantages_N=_joined([_advantages(*one) for one in each], np.float32),
         lengths_N=lengths_S[sequences_N],
+        places_N=_joined(places, np.int64),
         weight=weight,
         position_ids_BT=torch.cat([torch.arange(length) for length in lengths])[None]
         if packed
         else None,
         kept=_kept(each),
     )
+
+
+def _starts(examples: Sequence[Example]) -> list[int]:
+    """Returns how many sampled tokens stand before each example."""
+    return list(accumulate(map(num_sampled, examples[:-1]), initial=0))
 
 
 def _sampler_logprobs(example: Example, positions: Positions) -> NDArray[np.float32]:
@@ -294,10 +317,17 @@ def plan(
     totals = check_totals(examples, totals)
     num_minibatches = job.training.minibatches
     num_without_signal = totals.num_tokens - sum(map(num_sampled, examples))
+    starts = _starts(examples)
     minibatches: list[Minibatch] = []
-    for share in deal(examples, num_minibatches, job.seed):
+    for indices in deal(range(len(examples)), num_minibatches, job.seed):
+        share = [examples[index] for index in indices]
         micro_batches = micro_batches_of_rank(
-            share, rank, num_ranks, job.memory.micro_batch_tokens, packed=packed
+            share,
+            rank,
+            num_ranks,
+            job.memory.micro_batch_tokens,
+            packed=packed,
+            starts=[starts[index] for index in indices],
         )
         denominators = Denominators(
             num_sequences=totals.num_sequences / num_minibatches,
@@ -322,9 +352,9 @@ def check_totals(examples: Sequence[Example], totals: StepTotals | None) -> Step
     return totals
 
 
-def deal(examples: Sequence[Example], num_minibatches: int, seed: int) -> list[list[Example]]:
-    """Returns the examples in `num_minibatches` shares whose sizes differ by at most one; fewer if
-    there are fewer examples.
+def deal(examples: Sequence[E], num_minibatches: int, seed: int) -> list[list[E]]:
+    """Returns the examples, or their indices, in `num_minibatches` shares whose sizes differ by at
+    most one; fewer if there are fewer examples.
 
     They are shuffled first, alike for the same seed, because a group's examples arrive one after
     another and each share should be a sample of all.

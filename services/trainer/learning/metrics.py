@@ -66,6 +66,7 @@ from services.trainer.learning.correction import Resolved, known_sampler_logprob
 from services.trainer.learning.examples import UNKNOWN
 from services.trainer.learning.loss import KL, LOSSES, LossInputs, importance_ratios
 from shared.job import TrainingSpec
+from shared.wire.packed import Logprobs
 
 MAX_RAW_LOG_RATIO = 300.0
 """Raw log ratios are clamped to this, so that the squared ratio, summed over any batch, is finite
@@ -107,8 +108,9 @@ class StepMetrics:
     """Running sums and maxima of one step on one rank, in float64 on the device; nothing waits for
     the device until `reduce`.
 
-    A dummy micro-batch counts only as a micro-batch. `version` is the version of the weights before
-    the step; None: it is unknown, and so is every token's staleness.
+    A dummy micro-batch counts only as a micro-batch. `num_tokens` are the step's sampled tokens, on
+    all ranks; log-probs and entropies are kept for each of them. `version` is the version of the
+    weights before the step; None: it is unknown, and so is every token's staleness.
     """
 
     def __init__(
@@ -117,7 +119,9 @@ class StepMetrics:
         training: TrainingSpec,
         correction: Resolved,
         version: int | None = None,
+        num_tokens: int = 0,
     ) -> None:
+        self._tokens_2N = torch.zeros((2, num_tokens), device=device)
         self._fractions = LOSSES[training.loss].fractions(training)
         with_reference = ("kl",) if training.beta else ()
         self._update = (*self._fractions, *UPDATE, *with_reference)
@@ -152,6 +156,7 @@ class StepMetrics:
             )
         for name, value in values.items():
             self._sums[name] += value.double().sum()
+        self._keep(batch, 1, entropy_N)
         self._sums["num_tokens"] += ratio_N.numel()
         self._sums["num_padded_tokens"] += batch.input_ids_BT.numel()
 
@@ -161,6 +166,7 @@ class StepMetrics:
         log-probs before any update."""
         if batch.weight == 0:
             return
+        self._keep(batch, 0, trainer_logprobs_N)
         sampler_N = known_sampler_logprobs(batch, trainer_logprobs_N)
         weighed_N = log_ratios(
             trainer_logprobs_N,
@@ -188,6 +194,17 @@ class StepMetrics:
         self._add_over(batch.measured_N, "num_mismatch_tokens", values)
         if self._version is not None:
             self._add_by_staleness(batch, self._version, diff_N, k3_N)
+
+    def _keep(self, batch: MicroBatch, row: int, values_N: Tensor) -> None:
+        if self._tokens_2N.shape[1]:
+            self._tokens_2N[row, batch.places_N] = values_N.float()
+
+    def of_tokens(self) -> tuple[Logprobs, Logprobs]:
+        """Returns the log-probs before the first update, and the entropies of the last pass, of
+        each of the step's sampled tokens, from all ranks: a collective."""
+        dist.all_reduce(self._tokens_2N, op=dist.ReduceOp.SUM)  # each is one rank's, else 0
+        logprobs_N, entropies_N = self._tokens_2N.cpu().numpy().astype("<f4")
+        return Logprobs(logprobs_N.tobytes()), Logprobs(entropies_N.tobytes())
 
     def _add_by_staleness(
         self, batch: MicroBatch, version: int, diff_N: Tensor, k3_N: Tensor

@@ -39,6 +39,7 @@ from torch import Tensor
 from services.trainer.engine import OutOfMemory, Update
 from services.trainer.learning.batch import MicroBatch, Minibatch, plan
 from services.trainer.learning.correction import loss_inputs, resolve
+from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.loss import total_loss
 from services.trainer.learning.metrics import StepMetrics
 from services.trainer.learning.policy import Policy, Reference
@@ -185,7 +186,8 @@ class Updater:
         )
         self._spare_host_memory(minibatches)
         progress = Progress(training.epochs * len(minibatches))
-        metrics = StepMetrics(self._device, training, self._correction, version)
+        num_tokens = sum(map(num_sampled, examples))
+        metrics = StepMetrics(self._device, training, self._correction, version, num_tokens)
         for group in self._zero.optimizer.param_groups:
             group["lr"] = learning_rate
         undo = Undo(random_state())
@@ -211,7 +213,15 @@ class Updater:
             raise self._out_of_memory(error, undo, progress) from None
         loss, values = metrics.reduce(training.epochs * training.minibatches)
         values["memory/micro_batch_tokens"] = float(self._job.memory.micro_batch_tokens)
-        return Update(loss, sum(norms) / len(norms), values, num_updates=len(norms))
+        logprobs, entropies = metrics.of_tokens()
+        return Update(
+            loss,
+            sum(norms) / len(norms),
+            values,
+            num_updates=len(norms),
+            logprobs=logprobs,
+            entropies=entropies,
+        )
 
     def _spare_host_memory(self, minibatches: list[Minibatch]) -> None:
         """Has activations given back as soon as they are freed, where that is worth its time."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,17 @@ from services.orchestrator.runs.finished import FinishedGroup
 from services.orchestrator.runs.folder import BatchExists, RunFolder
 from shared.errors import Conflict, Failed, NotFound
 from shared.job import CheckpointSpec, RolloutsSpec
-from shared.wire import Batch, MetricsRow, Prompt, Rollout, RolloutGroup, Score, Span
+from shared.wire import (
+    Batch,
+    MetricsRow,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Score,
+    Span,
+    TrainedTokens,
+)
+from shared.wire.packed import Logprobs
 from tests.support.job_records import JOB
 
 
@@ -49,6 +61,19 @@ def test_a_batch_comes_back_as_it_went(folder: RunFolder) -> None:
     assert folder.batch(12) == make_batch(12) and folder.batch_steps() == [12]
     with pytest.raises(NotFound, match="step 3 has no stored rollouts; steps 12 to 12 have"):
         folder.batch(3)
+
+
+def test_what_the_trainer_said_of_tokens_goes_with_its_batch(folder: RunFolder) -> None:
+    assert folder.trained(1) is None
+    for step in (1, 2):
+        folder.write_batch(make_batch(step))
+        column = ((Logprobs((-0.5, math.nan)),),)
+        folder.write_trained(TrainedTokens(step=step, logprobs=column, entropies=column))
+    told = folder.trained(1)
+    assert told and told.logprobs[0][0].data == struct.pack("<ff", -0.5, math.nan)
+    assert folder.batch_steps() == [1, 2]
+    folder.prune_batches(2)
+    assert folder.trained(1) is None and folder.trained(2)
 
 
 def test_the_name_points_at_the_newest_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -43,6 +44,13 @@ def test_a_teachers_log_probs_stand_at_the_tokens_that_were_sampled() -> None:
     """A branch's come first: here of one token."""
     found = columns((1, 0, 1), (-9.0, -0.5, -1.5))
     assert found.teacher_logprobs == (-0.5, None, -1.5)
+
+
+def test_what_the_trainer_said_is_missing_where_it_was_not_trained_on() -> None:
+    rollout = Rollout(text="one two", token_ids=TokenIds((1, 2)), finish_reason="stop")
+    said = Logprobs((math.nan, -0.5)), Logprobs((math.nan, 1.25))
+    found = token_columns(rollout, Score(value=1.0, parts={}), reader(), *said)
+    assert (found.trainer_logprobs, found.entropies) == ((None, -0.5), (None, 1.25))
 
 
 def test_tokens_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ from pydantic import ValidationError
 
 from services.orchestrator.api.history import graded
 from services.orchestrator.loop.advantages import batch_advantages, has_signal, returns_of
-from services.orchestrator.loop.examples import step_totals, to_examples
+from services.orchestrator.loop.examples import (
+    placed_examples,
+    step_totals,
+    to_examples,
+    trained_tokens,
+)
 from services.orchestrator.loop.groups import teaches
 from services.orchestrator.loop.metrics import reward_metrics
 from services.orchestrator.play.recording import branch
@@ -29,6 +35,7 @@ from shared.wire import (
     ScoredGroup,
     ScoreItem,
     Span,
+    StepResult,
 )
 from shared.wire.packed import Logprobs, TokenIds
 
@@ -168,6 +175,31 @@ def test_an_answer_before_a_fork_is_credited_with_what_both_rows_earn_later() ->
     assert own.advantages == [0.25, 0.25, 0.25, -1.0, -1.0, -1.0]
     totals = step_totals(batch, job)
     assert (totals.num_sequences, totals.num_tokens) == (3, 12)
+
+
+def test_what_the_trainer_says_of_tokens_stands_at_the_row_of_their_rollout() -> None:
+    """The branch's one token comes first, and is not shown."""
+    job = job_of(credit="turns", turn_discount=0.5)
+    batch = batch_of(job, [forked([1.0, 0.5, 0.0]), rollout([0.0, 0.0, 2.0])])
+    placed = placed_examples(batch.groups, batch_advantages(batch, job))
+    assert [place for place, _ in placed] == [None, (0, 0), (0, 1)]
+    numbers = [float(number) for number in range(12)]
+    result = StepResult(
+        step=1,
+        loss=0.0,
+        grad_norm=0.0,
+        learning_rate=0.0,
+        num_examples=3,
+        num_tokens=12,
+        train_s=0.0,
+        logprobs=Logprobs([-number for number in numbers]),
+        entropies=Logprobs(numbers),
+    )
+    told = trained_tokens(batch, placed, result)
+    own = told.logprobs[0][0]
+    assert own[:2] == (-1.0, -2.0) and math.isnan(own[2]) and own[3:] == (-3.0, -4.0, -5.0)
+    second = [each for each in told.entropies[0][1] if not math.isnan(each)]
+    assert second == [6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
 
 
 def test_a_row_of_turns_without_returns_is_no_sequence_of_the_loss() -> None:

@@ -141,11 +141,12 @@ def test_epochs_and_minibatches_equal_a_plain_torch_transcription(
     with torch.no_grad():
         before = {id(e): logprobs(policy, e.prompt_token_ids, e.token_ids) for e in examples}
         anchor = {id(e): logprobs(reference, e.prompt_token_ids, e.token_ids) for e in examples}
-    norms = []
+    norms, entropies = [], {}
     for _ in range(2):
         for share in shares:
             total = torch.zeros(())
             for e in share:
+                entropies[id(e)] = entropies_of(policy, e)
                 new, sampler = (
                     logprobs(policy, e.prompt_token_ids, e.token_ids),
                     torch.tensor(e.old_logprobs),
@@ -164,11 +165,24 @@ def test_epochs_and_minibatches_equal_a_plain_torch_transcription(
             norms.append(step(policy, adamw, total, LINEAR["max_grad_norm"]))
     assert update.num_updates == 6
     assert update.grad_norm == pytest.approx(sum(norms) / 6, rel=1e-5)
+    for told, of_example in ((update.logprobs, before), (update.entropies, entropies)):
+        expected = torch.cat([of_example[id(e)] for e in examples]).tolist()
+        assert list(told) == pytest.approx(expected, abs=1e-5)
     start = named(load(model))
     assert (
         relative(difference(weights(tmp_path / "ours"), start), difference(named(policy), start))
         < 1e-5
     )
+
+
+def entropies_of(network, example):
+    """Returns the entropies `[T]`, in nats, before each of the example's tokens."""
+    import torch
+
+    ids = torch.tensor([[*example.prompt_token_ids, *example.token_ids]])
+    with torch.no_grad():
+        logits_TV = network(ids).logits[0, len(example.prompt_token_ids) - 1 : -1]
+    return torch.distributions.Categorical(logits=logits_TV).entropy()
 
 
 def test_the_first_ratio_is_exactly_one_with_and_without_a_frozen_pass(
