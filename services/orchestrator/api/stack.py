@@ -13,38 +13,69 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.orchestrator.pool.discovery import sampler_urls
 from services.orchestrator.run.needs import ASKED
 from services.orchestrator.store.store import Store
-from shared.errors import from_problem
 from shared.http.connecting import proxy_headers, trusted_by
 from shared.http.service import Service
 from shared.http.urls import is_direct, without_password
 from shared.settings import Settings
 from shared.wire import ServiceList, ServiceState, ServingWeights, TrainerState
 
+FRESH_S = 2.0
+"""Seconds for which all callers get the same answer."""
+
 ANSWER_S = 3.0
 """Seconds for a service to answer. A service that computes answers too."""
 
 
 def add_route(service: Service, settings: Settings, store: Store) -> None:
-    answered: dict[str, float] = {}
+    stack = Stack(settings, store)
 
     @service.app.get("/v1/services")
     async def services() -> ServiceList:
         """Each trainer, sampler and reward service of this orchestrator: whether it answers, what
-        it serves, and its load."""
-        samplers = await sampler_urls(settings.rollout_urls, store.samplers.urls)
+        it serves, and its load, as of at most two seconds ago."""
+        return await stack.services()
+
+
+class Stack:
+    """Asks the services for all callers at once."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self._settings = settings
+        self._store = store
+        self._lock = asyncio.Lock()
+        self._found = ServiceList(services=())
+        self._looked_at: float | None = None
+
+    async def services(self) -> ServiceList:
+        async with self._lock:
+            now = time.monotonic()
+            if self._looked_at is None or now >= self._looked_at + FRESH_S:
+                self._found, self._looked_at = await self._look(), now
+            return self._found
+
+    async def _look(self) -> ServiceList:
+        settings = self._settings
+        samplers = await sampler_urls(settings.rollout_urls, self._store.samplers.urls)
         places = [("trainer", url) for url in settings.trainer_urls]
         places += [("rollout", url) for url in samplers] + [("reward", settings.reward_url)]
-        found = await asyncio.gather(*(_look(*place, settings, answered) for place in places))
-        return ServiceList(services=tuple(found))
+        answered = {one.url: one.answered_at for one in self._found.services}
+        found = await asyncio.gather(*(_look(*place, settings) for place in places))
+        return ServiceList(
+            services=tuple(
+                one
+                if one.answered_at
+                else one.model_copy(update={"answered_at": answered.get(one.url)})
+                for one in found
+            )
+        )
 
 
-async def _look(
-    name: str, url: str, settings: Settings, answered: dict[str, float]
-) -> ServiceState:
-    """Returns what the service says. Keeps when it `answered` last, by URL."""
+async def _look(name: str, url: str, settings: Settings) -> ServiceState:
+    """Returns what the service says now."""
     token = settings.bearer()
     own = {"authorization": f"Bearer {token}"} if token else {}
-    state, gauges, error = None, {}, None
+    state, error = None, None
+    gauges: dict[str, float] = {}
     try:
         async with (
             asyncio.timeout(ANSWER_S),
@@ -60,9 +91,8 @@ async def _look(
             if asked.status_code == 200:
                 state = kind.model_validate_json(asked.content, extra="ignore")
                 gauges = _gauges(metrics.text, name)
-                answered[url] = time.time()
             else:
-                error = from_problem(asked.status_code, asked.json(), name).detail
+                error = f"it answers with status {asked.status_code}"
     except TimeoutError:
         error = f"it gave no answer in {ANSWER_S:g} s"
     except (httpx.HTTPError, ValueError) as problem:
@@ -71,7 +101,7 @@ async def _look(
         service=name,
         url=without_password(url),
         error=error,
-        answered_at=answered.get(url),
+        answered_at=None if error else time.time(),
         trainer=state if isinstance(state, TrainerState) else None,
         sampler=state.model_copy(update={"canary_logprobs": ()})
         if isinstance(state, ServingWeights)

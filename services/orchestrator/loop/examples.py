@@ -67,14 +67,23 @@ def trained_tokens(batch: Batch, placed: Sequence[Placed], result: StepResult) -
     """Returns what the trainer says of the tokens of the batch's rollouts."""
     found: dict[str, list[list[Logprobs]]] = {}
     for name in ("logprobs", "entropies"):
-        values = iter(getattr(result, name))
+        values, start = getattr(result, name), 0
         found[name] = [[Logprobs()] * len(group.rollouts) for group in batch.groups]
         for place, example in placed:
-            sampled = example.sampled or itertools.repeat(1, len(example.token_ids))
-            column = Logprobs([next(values, math.nan) if one else math.nan for one in sampled])
+            num = sum(example.sampled) if example.sampled else len(example.token_ids)
+            own = values[start : start + num]
+            start += num
             if place:
-                found[name][place[0]][place[1]] = column
+                found[name][place[0]][place[1]] = _spread(own, example.sampled)
     return TrainedTokens(step=result.step, **found)
+
+
+def _spread(values: Sequence[float], sampled: Mask) -> Logprobs:
+    """Returns the values at the sampled tokens `[T]`, NaN at the others."""
+    if not sampled:
+        return Logprobs(values)
+    each = iter(values)
+    return Logprobs([next(each, math.nan) if one else math.nan for one in sampled])
 
 
 def _rows(

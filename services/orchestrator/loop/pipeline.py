@@ -26,19 +26,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from services.orchestrator.loop.advantages import Advantages, batch_advantages
 from services.orchestrator.loop.batches import Batches, Sampled
 from services.orchestrator.loop.distilling import teacher_terms
-from services.orchestrator.loop.examples import placed_examples, step_totals, trained_tokens
+from services.orchestrator.loop.examples import (
+    Placed,
+    placed_examples,
+    step_totals,
+    trained_tokens,
+)
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.journal import Journal
 from services.orchestrator.tasks import stop, to_disk
+from shared.errors import HoneError
 from shared.host import tracing
+from shared.host.logs import get_logger
 from shared.job import Job
 from shared.wire import Batch, StepResult
 
@@ -107,15 +114,14 @@ class Pipeline:
         watch.lap("store")
         result = await self.services.train_step(batch.step, examples, totals)
         watch.lap("train")
-        if result.logprobs:
-            told = await asyncio.to_thread(trained_tokens, batch, placed, result)
-            await to_disk(self.folder.write_trained, told)
         moved = None
         if serves := syncs_after(self.job, batch.step):
             synced = await sync_weights(self.services, self.job, batch.step, self.journal)
             moved = synced.moved
             await to_disk(self.folder.append_sync, synced.row(), synced.proof)
         watch.lap("sync")
+        if result.logprobs:
+            await asyncio.to_thread(self._keep_tokens, batch, placed, result)
         return Step(
             batch,
             advantages_PG,
@@ -128,6 +134,14 @@ class Pipeline:
             moved=moved,
             trace=sampled.trace,
         )
+
+    def _keep_tokens(self, batch: Batch, placed: Sequence[Placed], result: StepResult) -> None:
+        """Stores what the trainer said of the tokens. No run depends on it: where the disk refuses,
+        the writes that a run needs say so."""
+        try:
+            self.folder.write_trained(trained_tokens(batch, placed, result))
+        except (OSError, HoneError) as error:
+            get_logger().warning("no tokens were kept", step=batch.step, reason=str(error))
 
 
 def syncs_after(job: Job, step: int) -> bool:

@@ -65,6 +65,7 @@ async function ask(path, options) {
     response = await fetch(path, { ...options, cache: "no-store", credentials: "omit" });
   } catch (error) {
     if (error instanceof DOMException && error.name === "AbortError") throw error;
+    if (error instanceof DOMException && error.name === "TimeoutError") throw new Problem(0, "no answer in time");
     throw new Problem(0, "the orchestrator does not answer");
   }
   if (response.ok) return response;
@@ -87,13 +88,14 @@ export async function get(path, parameters, signal) {
 /**
  * @param {string} path
  * @param {unknown} [body]
+ * @param {AbortSignal} [signal]
  * @returns {Promise<any>}
  */
-export async function post(path, body) {
+export async function post(path, body, signal) {
   const headers = {
     ...credentials(), "content-type": "application/json", "idempotency-key": crypto.randomUUID?.() ?? String(Math.random()).slice(2),
   };
-  const response = await ask(path, { method: "POST", headers, body: body === undefined ? undefined : JSON.stringify(body) });
+  const response = await ask(path, { method: "POST", headers, body: body === undefined ? undefined : JSON.stringify(body), signal });
   return response.json();
 }
 

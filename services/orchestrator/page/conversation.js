@@ -10,12 +10,12 @@ export function Conversation({ messages, search = "" }) {
     <span class="role">${visible(String(message.role))}${message.name ? ` ${visible(String(message.name))}` : ""}</span>
     ${message.reasoning_content && html`<details><summary>reasoning</summary><${Text} text=${plain(message.reasoning_content)} marked=${search} /></details>`}
     <${Text} text=${plain(message.content)} marked=${search} />
-    ${(message.tool_calls ?? []).map((/** @type {any} */ call) => html`<code class="call">${visible(called(call))}</code>`)}
+    ${(Array.isArray(message.tool_calls) ? message.tool_calls : []).map((/** @type {any} */ call) => html`<code class="call">${visible(called(call))}</code>`)}
   </li>`)}</ol>`;
 }
 
 /** @param {any} call */
 function called(call) {
-  const { name, arguments: given } = call.function ?? call;
+  const { name, arguments: given } = call?.function ?? call ?? {};
   return `${name}(${typeof given === "string" ? given : JSON.stringify(given ?? {})})`;
 }

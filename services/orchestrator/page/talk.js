@@ -7,6 +7,7 @@ import { useRepeated } from "./state.js";
 import { visible } from "./text.js";
 
 const LOOK_MS = 5000;
+const ANSWER_MS = 120_000;
 
 /**
  * Returns the job's weights that can be asked: the adapter that has the job's name, and the weights
@@ -17,7 +18,9 @@ const LOOK_MS = 5000;
  * @returns {{name: string, told: string}[]}
  */
 export function askable(id, models, services) {
-  const serving = services.filter(({ sampler }) => sampler?.job_id === id && sampler.version !== null);
+  // A call for "policy" goes to any sampler.
+  const all = services.filter(({ sampler }) => sampler?.job_id && sampler.version !== null);
+  const serving = all.every(({ sampler }) => sampler.job_id === id) ? all : [];
   const versions = [...new Set(serving.map(({ sampler }) => sampler.version))].sort((a, b) => a - b);
   const found = [];
   if (versions.length && models.some((one) => one.id === "policy")) found.push({ name: "policy", told: `weights of step ${versions.join(" or ")}, which serve now` });
@@ -67,8 +70,8 @@ function Box({ models, isChat, setChat }) {
     setAsking(true);
     setError(null);
     try {
-      const answer = isChat ? await post("v1/chat/completions", { ...body, messages: [...before, asked] })
-        : await post("v1/completions", { ...body, prompt: said });
+      const answer = isChat ? await post("v1/chat/completions", { ...body, messages: [...before, asked] }, AbortSignal.timeout(ANSWER_MS))
+        : await post("v1/completions", { ...body, prompt: said }, AbortSignal.timeout(ANSWER_MS));
       const [choice] = answer.choices;
       const content = choice.text ?? choice.message?.content ?? "";
       const note = `${choice.finish_reason}, ${answer.usage?.completion_tokens ?? "?"} tokens`;

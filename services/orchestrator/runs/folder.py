@@ -50,7 +50,7 @@ from services.orchestrator.runs import finished, pushed
 from services.orchestrator.runs.finished import FinishedGroup, Place
 from services.orchestrator.runs.note import Note
 from services.orchestrator.runs.writable import writing
-from shared.errors import Conflict, Failed, NotFound
+from shared.errors import Conflict, Failed, HoneError, NotFound
 from shared.host import disk
 from shared.http import codec
 from shared.job import Job
@@ -334,8 +334,8 @@ class RunFolder:
         with self._writing():
             for step, path in self._batch_files():
                 if step < first_step:
-                    path.unlink(missing_ok=True)
                     self._trained_path(step).unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
 
     def write_trained(self, tokens: TrainedTokens) -> None:
         """Stores what the trainer said of the step's tokens. No run depends on it."""
@@ -344,10 +344,11 @@ class RunFolder:
 
     def trained(self, step: int) -> TrainedTokens | None:
         """Returns what the trainer said of the step's tokens; None if it is not known."""
-        path = self._trained_path(step)
-        if not path.exists():
+        try:
+            data = self._trained_path(step).read_bytes()
+            return codec.decode_tolerantly(TrainedTokens, data, codec.MSGPACK)
+        except (OSError, ValueError, HoneError):
             return None
-        return codec.decode_tolerantly(TrainedTokens, path.read_bytes(), codec.MSGPACK)
 
     def write_groups(self, step: int, groups: Mapping[Place, FinishedGroup]) -> None:
         """Stores finished groups of a step that has no batch yet."""
