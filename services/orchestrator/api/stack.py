@@ -58,13 +58,11 @@ class Stack:
         samplers = await sampler_urls(settings.rollout_urls, self._store.samplers.urls)
         places = [("trainer", url) for url in settings.trainer_urls]
         places += [("rollout", url) for url in samplers] + [("reward", settings.reward_url)]
-        answered = {one.url: one.answered_at for one in self._found.services}
+        before = {one.url: one.answered_at for one in self._found.services}
         found = await asyncio.gather(*(_look(*place, settings) for place in places))
         return ServiceList(
             services=tuple(
-                one
-                if one.answered_at
-                else one.model_copy(update={"answered_at": answered.get(one.url)})
+                one.model_copy(update={"answered_at": one.answered_at or before.get(one.url)})
                 for one in found
             )
         )
