@@ -13,14 +13,16 @@ import pytest
 from pydantic import SecretStr
 
 from services.orchestrator.api import groups_of_steps
+from services.orchestrator.api import stack as looking
 from services.orchestrator.api.columns import columns
 from services.orchestrator.app import create_service
 from services.orchestrator.page import routes
 from services.orchestrator.page.view import create_view
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest
+from shared.host.processes import free_port
 from shared.settings import Settings
-from shared.wire import MetricsRow
+from shared.wire import MetricsRow, ServiceList
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 
@@ -259,3 +261,21 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(BadRequest, match="has no run folder; expected runs/<job>, or runs"):
         run_folders([tmp_path])
+
+
+async def test_services_say_what_they_serve_and_since_when_they_are_away(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = await stack.until((await stack.submit()).id)
+    trainer, sampler, reward = (await stack.client.get("/v1/services", ServiceList)).services
+    assert trainer.trainer and trainer.trainer.step == record.steps
+    assert sampler.sampler and sampler.sampler.version == record.steps
+    assert reward.answered_at and reward.gauges["memory_bytes"] > 10e6
+    assert [one.error for one in (trainer, sampler, reward)] == [None] * 3
+    monkeypatch.setattr(looking, "FRESH_S", 0.0)
+    stack.settings.__dict__["reward_url"] = f"http://127.0.0.1:{free_port()}"
+    away = (await stack.client.get("/v1/services", ServiceList)).services[-1]
+    assert away.error == "it does not answer (ConnectError)" and away.answered_at is None
+    stack.settings.__dict__["reward_url"] = stack.settings.trainer_url
+    odd = (await stack.client.get("/v1/services", ServiceList)).services[-1]
+    assert odd.url == stack.settings.trainer_url and odd.gauges == {}
