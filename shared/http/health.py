@@ -5,6 +5,7 @@ at once that it will not finish their work."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from shared.errors import Unavailable
 from shared.http import openapi
@@ -84,6 +86,18 @@ def add_health_routes(
     async def version_() -> VersionInfo:
         """Versions of Hone and of the engine inside."""
         return VersionInfo(service=name, hone=hone_version(), **version_info())
+
+
+def own_metrics(text: str, service: str) -> dict[str, float]:
+    """Returns the service's own metrics without labels from the text of its `/metrics`, by their
+    names without `hone_<service>_`."""
+    prefix = f"hone_{service}_"
+    return {
+        sample.name.removeprefix(prefix): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith(prefix) and not sample.labels and math.isfinite(sample.value)
+    }
 
 
 class Draining:

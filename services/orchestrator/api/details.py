@@ -79,8 +79,8 @@ def token_columns(
     entropies: Logprobs = NO_LOGPROBS,
 ) -> TokenColumns:
     """Returns the tokens of the rollout's own row, and the teacher's log-probs of the sampled
-    tokens among them. The score has the log-probs of the branches first. `trainer_logprobs` and `entropies` `[T]` are NaN
-    for a token that was not trained on."""
+    tokens among them. The score has the log-probs of the branches first. `trainer_logprobs` and
+    `entropies` `[T]` are NaN for a token that was not trained on."""
     sampled = list(rollout.sampled) or [1] * len(rollout.token_ids)
     num_own = sum(sampled)
     own = list(score.teacher_logprobs)[-num_own:] if num_own else []

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from services.orchestrator.pool.discovery import sampler_urls
 from services.orchestrator.run.needs import ASKED
 from services.orchestrator.store.store import Store
 from shared.http.connecting import proxy_headers, trusted_by
+from shared.http.health import own_metrics
 from shared.http.service import Service
 from shared.http.urls import is_direct, without_password
 from shared.settings import Settings
@@ -88,7 +87,7 @@ async def _look(name: str, url: str, settings: Settings) -> ServiceState:
             asked, metrics = await asyncio.gather(http.get(path), http.get("/metrics"))
             if asked.status_code == 200:
                 state = kind.model_validate_json(asked.content, extra="ignore")
-                gauges = _gauges(metrics.text, name)
+                gauges = own_metrics(metrics.text, name)
             else:
                 error = f"it answers with status {asked.status_code}"
     except TimeoutError:
@@ -106,14 +105,3 @@ async def _look(name: str, url: str, settings: Settings) -> ServiceState:
         else None,
         gauges=gauges,
     )
-
-
-def _gauges(text: str, name: str) -> dict[str, float]:
-    """Returns the service's own metrics without labels, by their names without prefix."""
-    prefix = f"hone_{name}_"
-    return {
-        sample.name.removeprefix(prefix): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name.startswith(prefix) and not sample.labels and math.isfinite(sample.value)
-    }
