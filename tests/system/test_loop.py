@@ -286,7 +286,7 @@ def test_a_browser_follows_a_job_through_the_death_of_the_orchestrator(
         page.get_by_role("button", name="ask").click()
         page.locator(".turns .assistant").wait_for()
         page.goto(f"{url}/#/services")
-        page.get_by_role("cell", name=re.compile("^✓ sampler")).wait_for()
+        page.get_by_role("cell", name=re.compile("^sampler")).wait_for()
         assert page.locator(".bad").count() == 0
         page.goto(f"{url}/#/jobs/{job}/rollouts?step=12")
         page.get_by_role("button", name="trainer", exact=True).click()
@@ -339,6 +339,7 @@ def test_the_openai_client_samples_the_trained_policy(
     assert (said["model"], said["choices"][0]["text"]) == (model, texts[0])
 
 
+@pytest.mark.soak
 def test_models_are_compared_by_a_job_of_0_steps(stack: Stack, learned: dict[str, Any]) -> None:
     """The model that training began with and the last checkpoint, loaded as they are, get what the
     job's own evaluations said; the sampler serves a job's weights again afterwards."""
@@ -525,6 +526,7 @@ async def test_wandb_gets_the_metrics_offline(stack: Stack, tmp_path: Path) -> N
     assert kept.stat().st_size > 0
 
 
+@pytest.mark.soak
 def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(
     stack: Stack, learned: dict[str, Any]
 ) -> None:

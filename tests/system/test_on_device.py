@@ -22,7 +22,7 @@ from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_on_device import Shape, one_process, step_gap
 from tests.system.test_sync_methods import a_pair
 
-pytestmark = [pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.soak, pytest.mark.engine, pytest.mark.system, pytest.mark.timeout(1200)]
 
 CPU = torch.device("cpu")
 # vLLM on a CPU needs heads of 32

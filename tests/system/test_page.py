@@ -319,21 +319,13 @@ def test_a_job_is_opened_and_left_by_the_keyboard_alone(
         page.get_by_role("dialog").wait_for(state="detached")
 
 
-def test_services_say_what_they_serve_and_tokens_what_the_trainer_said(
-    chrome: Any, stack: ServedStack, ended: str
-) -> None:
+def test_services_say_what_they_serve(chrome: Any, stack: ServedStack, ended: str) -> None:
     with tab(chrome) as page:
         page.goto(f"{stack.url}/#/services")
-        page.get_by_role("cell", name=re.compile("^✓ trainer")).wait_for()
+        page.get_by_role("cell", name=re.compile("^trainer")).wait_for()
         rows = page.locator("table").first.locator("tbody tr").all_inner_texts()
         assert [row.split()[1] for row in rows] == ["trainer", "sampler", "reward"]
-        assert ended in rows[0] and ended in rows[1] and "MB" in rows[2]
-        page.goto(f"{stack.url}/#/jobs/{ended}/rollouts?step=4")
-        page.get_by_role("button", name="trainer", exact=True).click()
-        token = page.locator(".token").first
-        assert "trainer -0.49, sampler -0.5, 0.01 nats apart" in token.get_attribute("title")
-        page.get_by_role("button", name="entropy", exact=True).click()
-        assert "entropy 0.25 nats" in token.get_attribute("title")
+        assert ended in rows[0] and ended in rows[1] and rows[2].split()[-1] in ("MB", "GB")
 
 
 @pytest.fixture(scope="module")

@@ -90,6 +90,7 @@ def rank_of(service: Service) -> psutil.Process:
     return service.processes()[2]
 
 
+@pytest.mark.soak
 def test_two_nodes_give_the_update_of_one_and_come_back_when_one_dies(
     cluster, trainers, tiny_model
 ):

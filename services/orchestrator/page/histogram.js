@@ -38,7 +38,7 @@ export function Histogram({ values, range, choose }) {
       const isChosen = range !== null && range[0] === low && range[1] === high;
       return html`<button key=${name} aria-pressed=${isChosen} title=${`reward ${name}: ${bin.count} rollouts`} aria-label=${`reward ${name}: ${bin.count} rollouts`}
         onClick=${() => choose(isChosen ? null : bin.range)}>
-        <span class="count">${bin.count}</span><span class="column" style=${{ height: `${4 + (bin.count / most) * 46}px` }}></span><small>${number(low, 2)}</small></button>`;
+        <span class="count" data-text=${bin.count}></span><span class="column" style=${{ height: `${4 + (bin.count / most) * 46}px` }}></span><small data-text=${number(low, 2)}></small></button>`;
     })}
     ${missing > 0 && html`<span class="hint">${missing} without a reward</span>`}
   </div>`;

@@ -109,7 +109,7 @@ function StepChoice({ found, isNewest, go }) {
 /** @param {{group: GroupSummary, isChosen: boolean, onChoose: () => void}} props */
 function GroupRow({ group, isChosen, onChoose }) {
   const told = `problem ${group.prompt_index}, mean reward ${number(mean(group.rewards))}, spread ${number(group.spread)}`;
-  return html`<button class="group-row" aria-current=${isChosen ? "true" : undefined} aria-label=${told} onClick=${onChoose}>
+  return html`<button class="group-row" aria-current=${isChosen ? "true" : undefined} title=${told} onClick=${onChoose}>
     <span class="prompt"><bdi>${visible(group.prompt.trim().replace(/\s+/g, " "))}</bdi></span>
     <span class="dots" aria-hidden="true">${group.rewards.slice(0, 32).map((/** @type {number | null} */ reward) =>
       html`<i class=${reward === null ? "missing" : ""} style=${{ height: `${reward === null ? 3 : 3 + 13 * Math.min(1, Math.max(0, reward))}px` }}></i>`)}</span>
