@@ -269,7 +269,7 @@ def test_a_browser_follows_a_job_through_the_death_of_the_orchestrator(
         chart = page.get_by_role("img", name=re.compile("^reward: "))
         told = chart.get_attribute("aria-label")
         assert "training reward" in told and f"at step {STEPS}" in told
-        assert page.get_by_text("nothing is wrong").count() == 1
+        page.locator(".well").wait_for()
         page.screenshot(path=stack.folder / "page.png")
         page.goto(f"{url}/#/new")
         page.get_by_label("the job, as TOML").fill(text.replace('"task/', f'"{here}/'))

@@ -68,10 +68,9 @@ function Doing({ run }) {
   const obstacles = Object.entries(record.waits_for ?? {}).map(([trainer, why]) =>
     `${trainer} ${/** @type {any} */ (why).job ? `is taken by ${/** @type {any} */ (why).job}` : `takes no job: ${/** @type {any} */ (why).away}`}`);
   const said = [run.doing || record.doing || record.waits, record.stopped, record.error, ...obstacles, ...(record.warnings ?? [])].filter(Boolean);
-  const isLost = !run.isConnected && ["running", "queued"].includes(record.status) && Boolean(run.error);
   return html`<div class="doing" aria-live="polite">
     ${said.map((one) => html`<p>${visible(one)}</p>`)}
-    ${isLost && html`<p class="warning">the connection is lost; this page goes on by itself once the orchestrator answers</p>`}
+    ${run.isLost && html`<p class="warning">the connection is lost; this page goes on by itself once the orchestrator answers</p>`}
   </div>`;
 }
 

@@ -57,7 +57,8 @@ export class Run {
     /** @type {any[]} oldest first */
     this.events = [];
     this.doing = "";
-    this.isConnected = false;
+    /** Whether a connection ended by itself and none has taken its place yet. */
+    this.isLost = false;
     /** @type {unknown} */
     this.error = null;
     /** @type {Set<() => void>} */
@@ -136,7 +137,8 @@ export class Run {
         await this.refresh();
       } catch (error) {
         if (signal.aborted) return;
-        this.isConnected = false;
+        this.isLost = true;
+        this.tell();
         if (error instanceof Problem && [401, 403, 404].includes(error.status)) {
           this.error = error;
           this.tell();
@@ -147,7 +149,7 @@ export class Run {
       await new Promise((resolve) => setTimeout(resolve, pause_ms));
       pause_ms = Math.min(pause_ms * 2, 10_000);
     }
-    this.isConnected = false;
+    this.isLost = false;
     this.tell();
   }
 
@@ -163,13 +165,16 @@ export class Run {
     const arrived = () => {
       clearTimeout(silence);
       silence = setTimeout(end, SILENT_MS);
+      if (this.isLost) {
+        this.isLost = false;
+        this.tell();
+      }
     };
     this.abort.signal.addEventListener("abort", end);
     document.addEventListener("visibilitychange", hide);
     try {
       for await (const event of stream(`v1/jobs/${this.id}/events?progress=true`, this.lastId, cut.signal, arrived)) {
         heard();
-        this.isConnected = true;
         if (event.type === "end") return;
         this.happened(event);
       }

@@ -33,7 +33,7 @@ export function Talk({ run }) {
   const [models, setModels] = useState(/** @type {{name: string, told: string}[] | null} */ (null));
   const [error, setError] = useState(/** @type {unknown} */ (null));
   const [checkpoint, setCheckpoint] = useState(/** @type {any} */ (null));
-  const [isChat, setChat] = useState(true);
+  const [isChat, setChat] = useState(/** @type {boolean | null} */ (null));
   useRepeated(() => {
     Promise.all([get("v1/models"), get("v1/services")])
       .then(([list, { services }]) => setModels(askable(run.id, list.data, services)))
@@ -41,22 +41,22 @@ export function Talk({ run }) {
     get(`v1/jobs/${run.id}/checkpoints`).then(({ checkpoints }) => setCheckpoint(checkpoints[checkpoints.length - 1] ?? null)).catch(setError);
   }, LOOK_MS, [run.id]);
   useEffect(() => {
-    get(`v1/jobs/${run.id}/rollouts`, { limit: 1 }).then((list) => setChat(typeof list.rollouts[0]?.prompt !== "string")).catch(() => {});
+    get(`v1/jobs/${run.id}/rollouts`, { limit: 1 }).then((list) => setChat(typeof list.rollouts[0]?.prompt !== "string")).catch(() => setChat(true));
   }, [run.id]);
   return html`<div class="talk">
     <${Fault} error=${error} />
     ${!models && html`<p class="none">looking for a sampler that has the job's weights</p>`}
     ${models && !models.length && html`<p class="none">no sampler has this job's weights now${checkpoint ? html`; the checkpoint of step ${checkpoint.step} can be served anywhere: <code>vllm serve ${visible(checkpoint.path)}</code>` : ""}</p>`}
-    ${models && models.length > 0 && html`<${Box} models=${models} isChat=${isChat} setChat=${setChat} />`}
+    ${models && models.length > 0 && isChat !== null && html`<${Box} models=${models} isChat=${isChat} setChat=${setChat} most=${run.record.job.sampling.max_tokens} />`}
   </div>`;
 }
 
-/** @param {{models: {name: string, told: string}[], isChat: boolean, setChat: (value: boolean) => void}} props */
-function Box({ models, isChat, setChat }) {
+/** @param {{models: {name: string, told: string}[], isChat: boolean, setChat: (value: boolean) => void, most: number}} props */
+function Box({ models, isChat, setChat, most }) {
   const [name, setName] = useState(models[0].name);
   const [said, setSaid] = useState("");
   const [temperature, setTemperature] = useState("1");
-  const [limit, setLimit] = useState("256");
+  const [limit, setLimit] = useState(String(most));
   const [isAsking, setAsking] = useState(false);
   const [error, setError] = useState(/** @type {unknown} */ (null));
   const [turns, setTurns] = useState(/** @type {{role: string, content: string, note?: string}[]} */ ([]));
