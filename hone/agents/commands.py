@@ -26,6 +26,10 @@ END_S = 2.0
 MAX_VARIABLE = 100_000
 """Bytes of a row that fit into one variable of an environment, which Linux bounds."""
 
+COLLECTOR = ("HONE_OTEL_ENDPOINT", "OTEL_EXPORTER_OTLP_")
+"""How the variables begin that name the collector of Hone's traces: its headers are secrets, and
+its URL may have a password."""
+
 
 class Command:
     """An agent that runs `argv` for each episode."""
@@ -46,10 +50,14 @@ class Command:
 
 
 def environment(row: str, base_url: str, api_key: str) -> dict[str, str]:
-    """Returns the variables of a command: the worker's own without Hone's secrets and the files
-    that hold them, and how the model is called."""
+    """Returns the variables of a command: the worker's own without Hone's secrets, the files that
+    hold them and the collector, and how the model is called."""
     secrets = {name + suffix for name in secret_variables().values() for suffix in ("", FILE)}
-    inherited = {name: value for name, value in os.environ.items() if name not in secrets}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in secrets and not name.startswith(COLLECTOR)
+    }
     return inherited | {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
