@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -40,6 +41,12 @@ AGENT_S, BUILD_S, TESTS_S = 900.0, 600.0, 600.0
 
 DOCKER_S = 120.0
 """Seconds that Docker has for anything else."""
+
+SLACK_S = 10 * DOCKER_S
+"""Seconds that a container has beside its agent and tests: more than all other commands have."""
+
+LABEL = "hone.agent=harbor"
+"""The label of the containers, by which people find them."""
 
 TIMED_OUT = 124
 """The exit code of `timeout`."""
@@ -99,10 +106,12 @@ class Tasks:
         env = commands.environment("", base_url, api_key)
         image = task.image or await self._built(task, env)
         given = [word for key in GIVEN for word in ("--env", key)]
-        run = ["run", "--detach", "--name", name, "--network", self._network, *given]
+        run = ["run", "--detach", "--rm", "--name", name, "--label", LABEL]
+        limit_s = task.seconds("agent", "timeout_sec", AGENT_S)
+        life_s = limit_s + task.seconds("verifier", "timeout_sec", TESTS_S) + SLACK_S
         try:
-            await docker(env, *run, image, "sleep", "infinity")
-            limit_s = task.seconds("agent", "timeout_sec", AGENT_S)
+            where = ("--network", self._network, *given, image)
+            await docker(env, *run, *where, "sleep", str(math.ceil(life_s)))
             limited = f"timeout {limit_s:g} sh -c {shlex.quote(self._command)}"
             ended = f"{limited} || test $? = {TIMED_OUT}"  # the tests grade what there is by then
             agent = ("exec", "--interactive", name, "sh", "-c", ended)

@@ -71,6 +71,15 @@ def test_a_task_gives_the_reward_that_its_tests_wrote(inside: Path, tmp_path: Pa
     assert calls.endswith(f"rm --force {name}\n")
 
 
+def test_a_container_ends_by_itself_if_its_worker_is_killed(inside: Path, tmp_path: Path) -> None:
+    config = "[agent]\ntimeout_sec = 0.5\n[verifier]\ntimeout_sec = 30\n"
+    written = "echo 1 >/logs/verifier/reward.txt"
+    assert played("true", task(tmp_path / "one", written, config)) == 1
+    (run,) = [call for call in (inside / "calls").read_text().splitlines() if "--name" in call]
+    assert run.startswith("run --detach --rm ") and " --label hone.agent=harbor " in run
+    assert run.endswith(" sha256:made sleep 1231"), "0.5 + 30 seconds, and 1200 for Docker"
+
+
 def test_a_late_agent_is_graded_and_a_failed_one_is_not(inside: Path, tmp_path: Path) -> None:
     config = '[agent]\ntimeout_sec = 0.5\n[environment]\ndocker_image = "debian:12"\n'
     written = """echo '{"reward": 0.25, "other": 1}' >/logs/verifier/reward.json"""
