@@ -6,7 +6,8 @@ Dockerfile and a test script. The agent is a command in the task's container.
     python -m hone.agents.harbor FOLDER... > rows.jsonl         # the rows of the job
 
 The command finds the model as any command of `hone work` does, and the instruction on its stdin.
-Then the tests run, and write the reward.
+Then the container is restarted, so that nothing which the agent began still runs, and the tests
+run, and write the reward.
 """
 
 from __future__ import annotations
@@ -128,7 +129,9 @@ class Tasks:
         return (await docker(env, *build, limit_s=limit_s)).split()[-1]
 
     async def _earned(self, task: Task, name: str, env: dict[str, str]) -> Any:
-        """Runs the tests. What the agent put into their place goes first."""
+        """Runs the tests. The agent's processes end first, so that none of them changes the tests
+        or the reward; then what the agent put into their place is removed."""
+        await docker(env, "restart", "-t", "0", name)
         await docker(env, "exec", name, "rm", "-rf", "/tests", VERIFIER)
         await docker(env, "exec", name, "mkdir", "-p", VERIFIER)
         await docker(env, "cp", str(task.folder / "tests"), f"{name}:/tests")

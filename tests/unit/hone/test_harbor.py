@@ -19,6 +19,7 @@ echo "$*" >>$INSIDE/calls
 inside() { printf %s "$1" | sed "s#/tests#$INSIDE/tests#g; s#/logs#$INSIDE/logs#g"; }
 case $1 in
     build) echo sha256:made ;;
+    restart) [ ! -f "$INSIDE/left" ] || kill -9 $(cat "$INSIDE/left") ;;
     cp) cp -r "$2" "$INSIDE/tests"; sed -i "s#/logs#$INSIDE/logs#g" "$INSIDE/tests/test.sh" ;;
     exec)
         shift; [ "$1" != --interactive ] || shift; shift
@@ -78,6 +79,16 @@ def test_a_container_ends_by_itself_if_its_worker_is_killed(inside: Path, tmp_pa
     (run,) = [call for call in (inside / "calls").read_text().splitlines() if "--name" in call]
     assert run.startswith("run --detach --rm ") and " --label hone.agent=harbor " in run
     assert run.endswith(" sha256:made sleep 1231"), "0.5 + 30 seconds, and 1200 for Docker"
+
+
+def test_what_the_agent_left_running_cannot_write_the_reward(
+    inside: Path, tmp_path: Path
+) -> None:
+    folder = task(tmp_path / "one", "echo 0 >/logs/verifier/reward.txt; sleep 0.5")
+    cheats = "mkdir -p /logs/verifier; echo 1 >/logs/verifier/reward.txt; sleep 0.02"
+    goes_on = f"echo \\$\\$ >left; for _ in \\$(seq 100); do {cheats}; done"
+    begun = f'setsid sh -c "{goes_on}" >/dev/null 2>&1 </dev/null &'
+    assert played(f"{begun} while [ ! -s left ]; do sleep 0.02; done", folder) == 0
 
 
 def test_a_late_agent_is_graded_and_a_failed_one_is_not(inside: Path, tmp_path: Path) -> None:
