@@ -1,7 +1,7 @@
 """Task folders of Harbor as episodes, as they are published: a description, an instruction, a
 Dockerfile and a test script. The agent is a command in the task's container.
 
-    run = tasks("my-agent --say-nothing")        # in agent.py, for `hone work agent.py`
+    run = tasks("my-agent --say-nothing", root="tasks")   # in agent.py, for `hone work agent.py`
 
     python -m hone.agents.harbor FOLDER... > rows.jsonl         # the rows of the job
 
@@ -33,7 +33,7 @@ from hone.agents.results import AgentFailed
 from shared.errors import BadRequest
 
 TASK = "task"
-"""The column of a row that has the path of the folder."""
+"""The column of a row that has the path of the folder, absolute or from the root on."""
 
 VERIFIER = "/logs/verifier"
 WHOLE = ("task.toml", "instruction.md", "tests/test.sh")
@@ -93,17 +93,18 @@ def read(folder: Path) -> Task:
 
 
 class Tasks:
-    """An agent that runs `command` in a container of each episode's task. `network` is Docker's,
-    by which the container reaches the orchestrator."""
+    """An agent that runs `command` in a container of each episode's task, which is below `root`.
+    `network` is Docker's, by which the container reaches the orchestrator."""
 
-    def __init__(self, command: str, network: str) -> None:
+    def __init__(self, command: str, root: Path, network: str) -> None:
         self._command = command
+        self._root = root
         self._network = network
 
     async def __call__(self, row: dict[str, Any], base_url: str, api_key: str) -> Any:
         """Returns the reward that the tests wrote. Raises AgentFailed where Docker, the command or
         the tests failed."""
-        task, name = read(Path(str(row.get(TASK)))), f"hone-{uuid.uuid4().hex}"
+        task, name = read(self._folder(str(row.get(TASK)))), f"hone-{uuid.uuid4().hex}"
         env = commands.environment("", base_url, api_key)
         image = task.image or await self._built(task, env)
         given = [word for key in GIVEN for word in ("--env", key)]
@@ -121,6 +122,17 @@ class Tasks:
         finally:
             with contextlib.suppress(AgentFailed):  # it may not have been made
                 await docker(env, "rm", "--force", name)
+
+    def _folder(self, named: str) -> Path:
+        """Returns the folder that a row names. Raises BadRequest for one that is not the worker's
+        own: whoever submits a job writes its rows, and the folder's Dockerfile runs here."""
+        folder = (self._root / named).resolve()
+        if self._root not in folder.parents:
+            raise BadRequest(
+                f"the row's {TASK!r} is {named!r}; expected a folder below {str(self._root)!r}, "
+                "the root that the worker's `tasks` names"
+            )
+        return folder
 
     async def _built(self, task: Task, env: dict[str, str]) -> str:
         """Returns the image of the task's Dockerfile; Docker's cache builds it once."""
@@ -175,9 +187,13 @@ async def docker(
     return out
 
 
-def tasks(command: str, *, network: str = "host") -> Tasks:
-    """Returns the agent that runs a shell command in the container of each task. Raises BadRequest
-    on a machine without Docker."""
+def tasks(command: str, *, root: str | Path, network: str = "host") -> Tasks:
+    """Returns the agent that runs a shell command in the container of each task. Rows name folders
+    below `root`, the worker's own tasks. Raises BadRequest where it is no folder, and on a machine
+    without Docker."""
+    found_root = Path(root).resolve()
+    if not found_root.is_dir():
+        raise BadRequest(f"'root' is {str(root)!r}; expected the folder that has the tasks")
     try:
         found = subprocess.run(["docker", "info"], capture_output=True, text=True, timeout=DOCKER_S)
         why = "" if found.returncode == 0 else found.stderr.strip().rpartition("\n")[2]
@@ -188,7 +204,7 @@ def tasks(command: str, *, network: str = "host") -> Tasks:
             f"'docker info' says {why!r}, and Harbor's tasks run in containers; expected a worker "
             "on a machine whose Docker daemon answers"
         )
-    return Tasks(command, network)
+    return Tasks(command, found_root, network)
 
 
 def rows(folders: Sequence[Path]) -> Generator[dict[str, Any]]:

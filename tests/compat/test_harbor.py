@@ -124,7 +124,7 @@ async def test_an_agent_in_its_container_solves_one_of_two_tasks(
         write_task(tmp_path / "sum", base, "What is 2 + 2?", "4"),
         write_task(tmp_path / "product", base, "What is 2 * 3?", "6", wrote=TABLE),
     ]
-    run = tasks("python3 /app/agent.py")
+    run = tasks("python3 /app/agent.py", root=tmp_path)
     every = [*rows(folders)]
     assert [row["prompt"] for row in every] == ["What is 2 + 2?", "What is 2 * 3?"]
     earned = await asyncio.gather(*(run(row, url, "a key") for row in every))
@@ -141,7 +141,7 @@ async def test_what_a_late_agent_did_is_graded(
     url, _ = model
     folder = write_task(tmp_path / "sum", base, "What is 2 + 2?", "4", agent_s=2)
     (row,) = rows([folder])
-    run = tasks("echo 4 > answer.txt; sleep 600")
+    run = tasks("echo 4 > answer.txt; sleep 600", root=tmp_path)
     assert await run(row, url, "a key") == 1.0
     assert hones_containers() == ""
 
@@ -151,10 +151,10 @@ async def test_an_agent_that_fails_is_no_reward(
 ) -> None:
     (row,) = rows([write_task(tmp_path / "sum", base, "What is 2 + 2?", "4")])
     with pytest.raises(AgentFailed, match=r"docker exec exited with 1: .*it gives up"):
-        await tasks("echo it gives up >&2; exit 3")(row, model[0], "a key")
+        await tasks("echo it gives up >&2; exit 3", root=tmp_path)(row, model[0], "a key")
     (tmp_path / "sum/environment/Dockerfile").write_text(f"FROM {base}\nRUN exit 7\n")
     with pytest.raises(AgentFailed, match=r"(?s)docker build exited with 7: .*returned a non-zero"):
-        await tasks("true")(row, model[0], "a key")
+        await tasks("true", root=tmp_path)(row, model[0], "a key")
     assert hones_containers() == ""
 
 
@@ -166,5 +166,5 @@ async def test_an_agent_that_writes_the_reward_itself_earns_nothing(
         "mkdir -p /tests /logs/verifier; echo 1 > /logs/verifier/reward.txt; "
         "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; echo 5 > answer.txt"
     )
-    assert await tasks(cheats)(row, model[0], "a key") == 0.0
+    assert await tasks(cheats, root=tmp_path)(row, model[0], "a key") == 0.0
     assert hones_containers() == ""

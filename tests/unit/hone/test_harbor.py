@@ -54,7 +54,7 @@ def task(folder: Path, test: str, config: str = 'schema_version = "1.4"\n') -> P
 
 
 def played(command: str, folder: Path) -> Any:
-    agent = harbor.tasks(command)
+    agent = harbor.tasks(command, root=folder.parent)
     return asyncio.run(agent({"task": str(folder)}, "http://h:1/v1", "sk-hone-1"))
 
 
@@ -104,6 +104,26 @@ def test_a_late_agent_is_graded_and_a_failed_one_is_not(inside: Path, tmp_path: 
         played("true", silent)
 
 
+def test_a_row_names_only_tasks_below_the_workers_root(inside: Path, tmp_path: Path) -> None:
+    written = "echo 1 >/logs/verifier/reward.txt"
+    task(tmp_path / "tasks/one", written)
+    elsewhere = task(tmp_path / "elsewhere", written)
+    (tmp_path / "tasks/link").symlink_to(elsewhere)
+    agent = harbor.tasks("true", root=tmp_path / "tasks")
+
+    def earned(named: str) -> Any:
+        return asyncio.run(agent({"task": named}, "http://h:1/v1", "sk-hone-1"))
+
+    assert earned("one") == earned(str(tmp_path / "tasks/one")) == 1
+    begun = (inside / "calls").read_text()
+    for named in (str(elsewhere), "../elsewhere", "link", "."):
+        with pytest.raises(BadRequest, match=rf"'task' is '{named}'; expected a folder below '.*"):
+            earned(named)
+    assert (inside / "calls").read_text() == begun, "Docker builds nothing of them"
+    with pytest.raises(BadRequest, match=r"'root' is 'no/tasks'; expected the folder that has"):
+        harbor.tasks("true", root="no/tasks")
+
+
 def test_what_is_no_task_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = task(tmp_path / "one", "true")
     (folder / "environment/Dockerfile").unlink()
@@ -114,4 +134,4 @@ def test_what_is_no_task_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         harbor.read(folder)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BadRequest, match=r"^'docker info' says .*docker.*, and Harbor's tasks run"):
-        harbor.tasks("agent")
+        harbor.tasks("agent", root=tmp_path)
