@@ -23,7 +23,15 @@ from hone import stack
 from hone.agents.results import AgentFailed, failure, result_of
 from hone.async_client import AsyncClient
 from hone.background import Background
-from shared.errors import BadRequest, Forbidden, HoneError, NotFound, Unauthorized, Unavailable
+from shared.errors import (
+    BadRequest,
+    Forbidden,
+    HoneError,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+    first_line,
+)
 from shared.wire import TERMINAL, EpisodeResult, JobRecord, LeasedEpisode
 
 Agent = Callable[[dict[str, Any], str, str], Any]
@@ -43,8 +51,8 @@ MAX_PAUSE_S = 10.0
 @dataclass
 class Progress:
     """What a worker has done: episodes `done` with a result, `failed` of them without a reward
-    because the agent failed, and those `lost` to another worker or a deadline. `why` is the newest
-    failure."""
+    because the agent failed, and those `lost` to another worker or a deadline, or whose result was
+    refused. `why` is the newest failure."""
 
     done: int = 0
     failed: int = 0
@@ -86,7 +94,8 @@ def work(
     """Runs `agent` for episodes, `concurrency` at a time, until it is interrupted; of one job, also
     until that has ended. Returns what was done. Without `url` the orchestrator is the
     commands': HONE_ORCHESTRATOR_URL, or the stack of this folder. `tell` gets a sentence when the
-    orchestrator is away, and `progress` the numbers after each episode. Raises BadRequest."""
+    orchestrator is away or takes no result, and `progress` the numbers after each episode. Raises
+    BadRequest."""
     if concurrency < 1:
         raise BadRequest(f"'concurrency' is {concurrency}; expected 1 or more")
     found, found_token = stack.orchestrator() if url is None else (url, None)
@@ -189,6 +198,11 @@ class Worker:
             await self._report(episode.id, result)
         except (asyncio.CancelledError, TimeoutError):
             self.progress.lost += 1
+        except Exception as error:  # told and counted; another try may have more luck
+            self.progress.lost += 1
+            self._tell(f"an episode's result was not taken: {first_line(error)}")
+            with contextlib.suppress(HoneError):  # the lease ends by itself
+                await self._client.renew_leases(self._name, (), returned=(episode.id,))
         finally:
             self._tasks.pop(episode.id, None)
             self._count()
@@ -200,17 +214,23 @@ class Worker:
         try:
             value = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called, loop))
             return result_of(value)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                raise
+            return failure(AgentFailed("the agent ended with CancelledError of its own"))
         except Exception as error:  # the agent's own code
             return failure(error)
 
     async def _report(self, id: str, result: EpisodeResult) -> None:
-        """Reports a result. One that does not fit the answers is reported as a failure."""
+        """Reports a result. One that is refused, such as rewards that do not fit the answers, is
+        reported as a failure."""
         try:
             answer = await self._until_answered(self._client.end_episode, id, result)
         except (Unauthorized, Forbidden):
             raise
-        except BadRequest as error:
-            result = EpisodeResult(error=error.detail)
+        except HoneError as error:
+            result = failure(AgentFailed(error.detail))
             answer = await self._until_answered(self._client.end_episode, id, result)
         if not answer.taken:
             self.progress.lost += 1

@@ -14,8 +14,10 @@ import pytest
 from hone.agents.commands import Command
 from hone.agents.loading import agent_of
 from hone.agents.results import AgentFailed, failure, result_of
-from hone.agents.working import called_with
-from shared.errors import BadRequest
+from hone.agents.working import Agent, Worker, called_with
+from hone.background import Background
+from shared.errors import BadRequest, Failed, Forbidden, HoneError
+from shared.wire import EpisodeResult, LeasedEpisode, LeasesRenewed, ResultTaken
 
 ROOT = Path(__file__).parents[3]
 ROW = {"secret": 7, "prompt": "Guess."}
@@ -156,3 +158,90 @@ def test_what_an_agent_returns_is_its_result() -> None:
         with pytest.raises(AgentFailed, match=why):
             result_of(value)
     assert failure(ValueError("no such page")).error == "ValueError: no such page"
+
+
+class Offering:
+    """A client whose orchestrator has one episode, and refuses the first results with `errors`."""
+
+    url = "http://h:1"
+
+    def __init__(self, *errors: HoneError) -> None:
+        self.errors = [*errors]
+        self.offered = [
+            LeasedEpisode(
+                id="e1", job_id="j", row={}, prompt="?", api_key="k", deadline_s=60.0, lease_s=60.0
+            )
+        ]
+        self.results: list[EpisodeResult] = []
+        self.returned: list[str] = []
+
+    async def lease_episodes(self, *_: Any, **__: Any) -> tuple[LeasedEpisode, ...]:
+        found, self.offered = tuple(self.offered), []
+        if not found:
+            await asyncio.sleep(0.01)
+        return found
+
+    async def end_episode(self, id: str, result: EpisodeResult) -> ResultTaken:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.results.append(result)
+        return ResultTaken(id=id, taken=True)
+
+    async def renew_leases(self, *_: Any, returned: tuple[str, ...] = ()) -> LeasesRenewed:
+        self.returned += returned
+        return LeasesRenewed()
+
+
+def worked(agent: Agent, client: Any) -> tuple[Worker, list[str]]:
+    """Returns a worker that has played the client's episode, and what it told."""
+    told: list[str] = []
+    playing = Background()
+    worker = Worker(agent, client, playing, 1, told.append, lambda _: None)
+
+    async def until_ended() -> None:
+        working = asyncio.create_task(worker.run(None))
+        async with asyncio.timeout(20):
+            while not worker.progress.done + worker.progress.lost:
+                await asyncio.sleep(0.01)
+        working.cancel()
+        await asyncio.wait({working})
+
+    try:
+        asyncio.run(until_ended())
+    finally:
+        playing.close()
+    return worker, told
+
+
+async def cancels_itself(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    task = asyncio.current_task()
+    assert task
+    task.cancel()
+    await asyncio.sleep(60)
+    return 1.0
+
+
+async def raises_cancelled(row: dict[str, Any], base_url: str, api_key: str) -> float:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("agent", [cancels_itself, raises_cancelled])
+def test_an_agent_that_is_cancelled_by_itself_has_failed(agent: Agent) -> None:
+    client = Offering()
+    worker, _ = worked(agent, client)
+    (result,) = client.results
+    assert result.error == "the agent ended with CancelledError of its own"
+    assert (worker.progress.failed, worker.progress.lost) == (1, 0)
+
+
+def test_a_result_that_is_refused_is_a_failure_and_never_lost_silently() -> None:
+    client = Offering(Failed("no such column"))
+    worker, _ = worked(lambda row, base_url, api_key: 1.0, client)
+    assert [result.error for result in client.results] == ["no such column"]
+    assert worker.progress.failed == 1 and client.returned == []
+    for errors in ([Failed("a"), Failed("it broke")], [Forbidden("it broke")]):
+        client = Offering(*errors)
+        worker, told = worked(lambda row, base_url, api_key: 1.0, client)
+        assert told == ["an episode's result was not taken: it broke"]
+        assert worker.progress.lost == 1 and worker.progress.done == 0
+        assert client.returned == ["e1"] and client.results == []
