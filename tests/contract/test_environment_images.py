@@ -155,8 +155,14 @@ async def test_submitting_tries_one_container_and_removes_it(docker: FakeDocker)
             Unreachable,
             r"did not answer GET /health on port 8000 within 1.5 s \(boot_s\)",
         ),
+        (
+            {"refuses": "network hone-environments not found"},
+            Unreachable,
+            r"^'docker run' says 'docker: Error response from daemon: network hone-environments "
+            r"not found\.'$",
+        ),
     ],
-    ids=["no daemon", "no image", "it ends", "out of memory", "it never answers"],
+    ids=["no daemon", "no image", "it ends", "out of memory", "it never answers", "refused"],
 )
 async def test_what_keeps_containers_from_starting_is_said(
     docker: FakeDocker, fault: dict[str, Any], error: type[Exception], reason: str
@@ -164,7 +170,7 @@ async def test_what_keeps_containers_from_starting_is_said(
     with docker.state() as state:
         state |= fault
         state["ports"] = [9] if not state["ports"] or "ends" in fault else state["ports"]
-    async with environment(boot_s=60 if "ends" in fault else 1.5) as made:
+    async with environment(boot_s=1.5 if "ports" in fault else 60) as made:
         with pytest.raises(error, match=reason):
             await made.validate(ROW)
         assert "away" in fault or len(docker.names) < 2, "one that failed is made anew next time"

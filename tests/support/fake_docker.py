@@ -54,9 +54,14 @@ def changed(folder: Path) -> Generator[dict[str, Any]]:
             (folder / "state.json").write_text(json.dumps(state))
 
 
-def fail(said: str) -> None:
-    sys.stderr.write(f"a line before\n{said}\n")
+def fail(said: str, *hint: str) -> None:
+    sys.stderr.write("\n".join([said, *hint, ""]))
     sys.exit(1)
+
+
+def refuse(words: list[str], why: str) -> None:
+    hint = f"See 'docker {words[0]} --help'."
+    fail("WARNING: a line before", f"docker: Error response from daemon: {why}.", hint)
 
 
 def pairs(words: list[str], option: str) -> list[str]:
@@ -66,7 +71,9 @@ def pairs(words: list[str], option: str) -> list[str]:
 def run(state: dict[str, Any], words: list[str]) -> None:
     (name,) = pairs(words, "--name")
     if name in state["all"]:
-        fail(f"Conflict. The container name {name!r} is in use")
+        refuse(words, f"Conflict. The container name {name!r} is in use")
+    if why := state.get("refuses"):
+        refuse(words, why)
     labels = dict(label.split("=", 1) for label in pairs(words, "--label"))
     number = state["made"] = state.get("made", 0) + 1
     ends = state.get("ends")

@@ -262,8 +262,15 @@ async def docker(*words: str) -> str:
     """Returns what the command printed. Raises DockerFailed if it failed, or was late."""
     out, err, code = await _ran(words)
     if code:
-        raise DockerFailed(words, err.rpartition("\n")[2] or f"exit code {code}")
+        raise DockerFailed(words, _reason(err) or f"exit code {code}")
     return out
+
+
+def _reason(err: str) -> str:
+    """Returns the daemon's answer among what `docker` said, which may end with a hint on its use;
+    or else all of it."""
+    lines = err.splitlines()
+    return next((line for line in lines if "Error response from daemon" in line), " | ".join(lines))
 
 
 async def _ran(words: tuple[str, ...]) -> tuple[str, str, int | None]:
