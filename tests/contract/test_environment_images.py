@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from pydantic import ValidationError
 
 from services.orchestrator.environments import images
 from services.orchestrator.environments.environment import Lost, Unreachable
-from services.orchestrator.environments.images import Containers, check_image_allowed, sweep
+from services.orchestrator.environments.images import (
+    Containers,
+    check_image_allowed,
+    keep_swept,
+    sweep,
+)
 from services.orchestrator.environments.openenv import OpenEnv
 from shared.errors import BadRequest
 from shared.job import EnvironmentSpec
@@ -232,6 +238,53 @@ async def test_a_sweep_removes_what_no_running_or_waiting_job_has(docker: FakeDo
     await sweep("redis", known)
     left = ["hone-runs-1-0", "hone-theirs-1-0", "hone-trial-b", "hone-waits-1-0", "somebody-elses"]
     assert docker.names == left
+
+
+def left_behind(docker: FakeDocker, *names: str) -> None:
+    """Makes containers of a job that ended."""
+    labels = {"hone.owner": "redis", "hone.job": "ended", "hone.until": ""}
+    with docker.state() as state:
+        for name in names:
+            state["all"][name] = {"id": f"id-{name}", "labels": labels, "port": 1, "ends": None}
+
+
+async def test_a_container_that_stays_does_not_end_the_sweep(
+    docker: FakeDocker,
+) -> None:
+    left_behind(docker, "hone-ended-1-0", "hone-ended-1-1")
+    with docker.state() as state:
+        state["stuck"] = ["id-hone-ended-1-0"]
+    with structlog.testing.capture_logs() as logged:
+        await sweep("redis", statuses(ended="succeeded"))
+    assert docker.names == ["hone-ended-1-0"]
+    said = [(each["event"], each["container"]) for each in logged]
+    assert said == [
+        ("container not swept", "hone-ended-1-0"),
+        ("container swept", "hone-ended-1-1"),
+    ]
+    assert "removal of container id-hone-ended-1-0 failed" in logged[0]["reason"]
+
+
+async def test_sweeping_goes_on_after_any_error(
+    docker: FakeDocker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "SWEEP_S", 0.02)
+    left_behind(docker, "hone-ended-1-0")
+    asked: list[str] = []
+
+    async def status(job: str) -> str | None:
+        asked.append(job)
+        if len(asked) == 1:
+            raise RuntimeError("a fault")
+        return "succeeded"
+
+    settings = Settings(allowed_environment_images="game:*")  # pyright: ignore[reportArgumentType]
+    sweeping = asyncio.create_task(keep_swept(lambda: "redis", status, settings))
+    async with asyncio.timeout(30):
+        while docker.names:
+            await asyncio.sleep(0.02)
+    assert not sweeping.done()
+    sweeping.cancel()
 
 
 async def test_a_command_that_hangs_is_killed(

@@ -109,6 +109,8 @@ def main(folder: Path, words: list[str]) -> None:
             old = next(name for name in every if words[1] in (name, every[name]["id"]))
             every[words[2]] = every.pop(old)
         elif kind == "rm":
+            if stuck := {*state.get("stuck", [])} & {*words}:
+                refuse(words, f"removal of container {stuck.pop()} failed")
             for name in [name for name in every if {name, every[name]["id"]} & set(words)]:
                 every.pop(name)
         elif kind == "start":

@@ -19,7 +19,7 @@ import xxhash
 
 from services.orchestrator.environments.environment import Unreachable
 from services.orchestrator.tasks import all_of, to_the_end
-from shared.errors import BadRequest, HoneError
+from shared.errors import BadRequest, HoneError, first_line
 from shared.host.logs import get_logger
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
@@ -231,23 +231,27 @@ async def keep_swept(
     while settings.allowed_environment_images:
         try:
             await sweep(identity(), status)
-        except HoneError as error:
-            get_logger().warning("containers not swept", reason=error.detail)
+        except Exception as error:  # whatever it was, later sweeps may do better
+            get_logger().warning("containers not swept", reason=first_line(error))
         await asyncio.sleep(SWEEP_S)
 
 
 async def sweep(identity: str | None, status: Callable[[str], Awaitable[str | None]]) -> None:
-    """Removes such containers once; the containers of other Redises stay. Raises DockerFailed, and
-    the errors of `status`."""
+    """Removes such containers once; the containers of other Redises stay, and what Docker does not remove.
+    Raises DockerFailed where it lists none, and the errors of `status`."""
     found = await _listed(f"label={JOB}", "name=^/?hone-", labels=(OWNER, JOB, UNTIL))
     for id, name, owner, job, until in found:
         if until.isdecimal():
             is_left = int(until) < time.time()
         else:
             is_left = owner == identity and await status(job) in {None, "paused", *TERMINAL}
-        if is_left:
-            get_logger().info("container swept", container=name, job=job)
+        if not is_left:
+            continue
+        try:
             await _remove([id])
+            get_logger().info("container swept", container=name, job=job)
+        except DockerFailed as error:
+            get_logger().warning("container not swept", container=name, reason=error.detail)
 
 
 class DockerFailed(Unreachable):
