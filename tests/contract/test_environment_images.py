@@ -287,6 +287,26 @@ async def test_sweeping_goes_on_after_any_error(
     sweeping.cancel()
 
 
+async def test_containers_are_swept_after_the_setting_was_emptied(
+    docker: FakeDocker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(images, "SWEEP_S", 0.02)
+    left_behind(docker, "hone-ended-1-0", "hone-ended-1-1")
+    with docker.state() as state:
+        state["away"] = True
+    sweeping = asyncio.create_task(keep_swept(lambda: "redis", statuses(), Settings()))
+    async with asyncio.timeout(60):
+        while not docker.calls("ps"):
+            await asyncio.sleep(0.02)
+        with docker.state() as state:
+            state["away"] = False
+        await sweeping
+    assert docker.names == []
+    (tmp_path / "docker").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    await asyncio.wait_for(keep_swept(lambda: "redis", statuses(), Settings()), 10)
+
+
 async def test_a_command_that_hangs_is_killed(
     docker: FakeDocker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -226,19 +227,25 @@ async def keep_swept(
     settings: Settings,
 ) -> None:
     """Removes, again and again, the containers that no running or waiting job has, because an
-    orchestrator died, or Docker was away when the job ended. `identity` is the jobs' Redis's, and
-    `status` tells a job's, None for none."""
-    while settings.allowed_environment_images:
+    orchestrator died, or Docker was away when the job ended. If jobs may name no images, it ends
+    once there are no containers. `identity` is the jobs' Redis's, and `status` tells a job's, None
+    for none."""
+    may_come, told = bool(settings.allowed_environment_images), ""
+    while may_come or shutil.which("docker"):
         try:
-            await sweep(identity(), status)
+            if not await sweep(identity(), status) and not may_come:
+                return
         except Exception as error:  # whatever it was, later sweeps may do better
-            get_logger().warning("containers not swept", reason=first_line(error))
+            if (why := first_line(error)) != told:
+                get_logger().warning("containers not swept", reason=why)
+            told = why
         await asyncio.sleep(SWEEP_S)
 
 
-async def sweep(identity: str | None, status: Callable[[str], Awaitable[str | None]]) -> None:
+async def sweep(identity: str | None, status: Callable[[str], Awaitable[str | None]]) -> int:
     """Removes such containers once; the containers of other Redises stay, and what Docker does not remove.
-    Raises DockerFailed where it lists none, and the errors of `status`."""
+    Returns how many containers there were, whoever has them. Raises DockerFailed where Docker lists
+    none, and the errors of `status`."""
     found = await _listed(f"label={JOB}", "name=^/?hone-", labels=(OWNER, JOB, UNTIL))
     for id, name, owner, job, until in found:
         if until.isdecimal():
@@ -252,6 +259,7 @@ async def sweep(identity: str | None, status: Callable[[str], Awaitable[str | No
             get_logger().info("container swept", container=name, job=job)
         except DockerFailed as error:
             get_logger().warning("container not swept", container=name, reason=error.detail)
+    return len(found)
 
 
 class DockerFailed(Unreachable):
