@@ -91,6 +91,32 @@ async def test_the_next_attempt_takes_the_containers_over(docker: FakeDocker) ->
         assert docker.names == [] and len(docker.calls("run")) == 2
 
 
+async def test_a_superseded_attempt_takes_no_container_back(docker: FakeDocker) -> None:
+    async with environment(1, replicas=1) as killed:
+        await killed.validate(ROW)
+        async with environment(2, replicas=1) as made:
+            await made.validate(ROW)
+            containers = killed._containers
+            assert containers
+            with pytest.raises(Unreachable, match="a newer attempt than 1 has the job's container"):
+                await containers.up(0, killed._client)
+            await killed.shut()
+            assert docker.names == ["hone-j-2-0"] and len(docker.calls("run")) == 1
+
+
+@pytest.mark.parametrize("command", ["rename", "start"])
+async def test_a_container_that_cannot_be_taken_over_is_made_anew(
+    docker: FakeDocker, command: str
+) -> None:
+    async with environment(1, replicas=1) as killed:
+        await killed.validate(ROW)
+        with docker.state() as state:
+            state["fails"] = [command]
+        async with environment(2, replicas=1) as made:
+            await made.validate(ROW)
+            assert docker.names == ["hone-j-2-0"] and len(docker.calls("run")) == 2
+
+
 async def test_containers_of_another_image_are_not_taken_over(docker: FakeDocker) -> None:
     async with environment(1) as killed:
         await killed.validate(ROW)

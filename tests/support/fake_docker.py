@@ -12,7 +12,7 @@ import sys
 from collections.abc import Generator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 NO_DAEMON = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock."
 
@@ -54,18 +54,26 @@ def changed(folder: Path) -> Generator[dict[str, Any]]:
             (folder / "state.json").write_text(json.dumps(state))
 
 
-def fail(said: str, *hint: str) -> None:
+def fail(said: str, *hint: str) -> NoReturn:
     sys.stderr.write("\n".join([said, *hint, ""]))
     sys.exit(1)
 
 
-def refuse(words: list[str], why: str) -> None:
+def refuse(words: list[str], why: str) -> NoReturn:
     hint = f"See 'docker {words[0]} --help'."
     fail("WARNING: a line before", f"docker: Error response from daemon: {why}.", hint)
 
 
 def pairs(words: list[str], option: str) -> list[str]:
     return [after for word, after in pairwise(words) if word == option]
+
+
+def named(every: dict[str, Any], words: list[str]) -> str:
+    """Returns the container's name, given by name or id."""
+    for name in every:
+        if words[1] in (name, every[name]["id"]):
+            return name
+    refuse(words, f"No such container: {words[1]}")
 
 
 def run(state: dict[str, Any], words: list[str]) -> None:
@@ -106,7 +114,9 @@ def main(folder: Path, words: list[str]) -> None:
         elif kind == "image" and words[-1] not in state["images"]:
             fail(f"Error: No such image: {words[-1]}")
         elif kind == "rename":
-            old = next(name for name in every if words[1] in (name, every[name]["id"]))
+            old = named(every, words)
+            if words[2] in every or "rename" in state.get("fails", []):
+                refuse(words, f"name {words[2]!r} is in use")
             every[words[2]] = every.pop(old)
         elif kind == "rm":
             if stuck := {*state.get("stuck", [])} & {*words}:
@@ -114,7 +124,10 @@ def main(folder: Path, words: list[str]) -> None:
             for name in [name for name in every if {name, every[name]["id"]} & set(words)]:
                 every.pop(name)
         elif kind == "start":
-            every[words[1]]["ends"] = None
+            started = every[named(every, words)]
+            if "start" in state.get("fails", []):
+                refuse(words, "port is already allocated")
+            started["ends"] = None
         elif kind == "port":
             sys.stdout.write(f"127.0.0.1:{every[words[1]]['port']}\n")
         elif kind == "inspect":

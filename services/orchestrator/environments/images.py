@@ -76,7 +76,8 @@ class Containers:
         self._identity = identity
         self._num = spec.replicas if identity else 1
         self._job = who.job_id if identity else f"trial-{uuid.uuid4().hex}"
-        self._prefix = f"hone-{self._job}-{who.attempt}-"
+        self._attempt = who.attempt
+        self._prefix = f"hone-{self._job}-{self._attempt}-"
         self._starting = asyncio.Lock()
         self._urls: tuple[str, ...] = ()
 
@@ -95,13 +96,12 @@ class Containers:
 
     async def up(self, number: int, http: aiohttp.ClientSession) -> str:
         """Returns the URL of a replica once it is healthy: its container is made, or started again
-        if it ended. Raises Unreachable if it is not healthy within `boot_s`, and removes it."""
+        if it ended. Raises Unreachable if it is not healthy within `boot_s`, and removes it; also
+        if a newer attempt of the job has a container of the replica."""
         name, limit_s = f"{self._prefix}{number}", self._spec.boot_s
         try:
             async with asyncio.timeout(limit_s):
-                if await self._take_over(number, name):
-                    await docker("start", name)
-                else:
+                if not await self._take_over(number, name):
                     await docker("run", *self._run(number, name))
                 while (url := await _healthy_url(http, name)) is None:
                     await self._check_runs(name)
@@ -121,7 +121,7 @@ class Containers:
         later."""
         try:
             filters = (f"label={JOB}={self._job}", f"name=^/?{self._prefix}")
-            await _remove([id for id, *_ in await _listed(*filters)])
+            await _remove([name for _, name in await _listed(*filters)])
         except HoneError as error:
             get_logger().warning("containers not removed", job=self._job, reason=error.detail)
 
@@ -148,17 +148,20 @@ class Containers:
             await docker("network", "create", *NETWORK_OPTIONS, NETWORK)
 
     async def _take_over(self, number: int, name: str) -> bool:
-        """Returns whether there is a container of the replica, which has the name now. One that was
-        made of something else is removed."""
+        """Returns whether there was a container of the replica, which has the name now and runs.
+        All others are removed: made of something else, or such that Docker cannot start. They are
+        called by name: one that a newer attempt took over meanwhile has another name. Raises
+        Unreachable if one has been taken over already."""
         filters = (f"label={JOB}={self._job}", f"label={REPLICA}={number}")
+        every = await _listed(*filters, labels=(MADE_OF,))
+        if any(_attempt_of(found) > self._attempt for _, found, _ in every):
+            raise Unreachable(f"a newer attempt than {self._attempt} has the job's containers")
         is_there = False
-        for id, found, made_of in await _listed(*filters, labels=(MADE_OF,)):
+        for _, found, made_of in every:
             if is_there or made_of != self._made_of:
-                await _remove([id])
-                continue
-            if found != name:
-                await docker("rename", id, name)
-            is_there = True
+                await _remove([found])
+            else:
+                is_there = await _started(found, name)
         return is_there
 
     def _run(self, number: int, name: str) -> tuple[str, ...]:
@@ -313,6 +316,28 @@ async def _listed(*filters: str, labels: tuple[str, ...] = ()) -> list[tuple[str
     shown = ["{{.ID}}", "{{.Names}}", *(f'{{{{.Label "{label}"}}}}' for label in labels)]
     words = ("ps", "--all", "--no-trunc", *asked, "--format", "|".join(shown))
     return [tuple(line.split("|")) for line in (await docker(*words)).splitlines()]
+
+
+def _attempt_of(name: str) -> int:
+    """Returns the attempt that has the container. A label could not change when it is taken
+    over."""
+    *_, attempt, _ = ("0", *name.split("-"))
+    return int(attempt) if attempt.isdecimal() else 0
+
+
+async def _started(found: str, name: str) -> bool:
+    """Returns whether the container `found` has the name now and runs; else it is removed."""
+    now = found
+    try:
+        if now != name:
+            await docker("rename", now, name)
+            now = name
+        await docker("start", now)
+    except DockerFailed as error:
+        get_logger().warning("container not started again", container=now, reason=error.detail)
+        await _remove([now])
+        return False
+    return True
 
 
 async def _remove(ids: list[str]) -> None:
