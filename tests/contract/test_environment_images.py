@@ -151,6 +151,23 @@ async def test_a_container_that_somebody_removed_is_made_again(docker: FakeDocke
         assert docker.names == ["hone-j-1-0"] and len(docker.calls("run")) == 2
 
 
+async def test_docker_is_asked_seldom_while_a_few_containers_start(
+    docker: FakeDocker, servers: list[GuessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "MAX_STARTING", 1)
+    monkeypatch.setattr(images, "LOOK_S", 0.01)
+    for server in servers:
+        server.unhealthy = 20
+    async with environment() as made:
+        await made.validate(ROW)
+        assert [server.unhealthy for server in servers] == [0, 0]
+        with docker.state() as state:
+            kinds = [call[0] for call in state["calls"]]
+    assert kinds.count("port") == 2 and kinds.count("inspect") <= 4
+    begun = [kind for kind in kinds if kind in ("run", "port")]
+    assert begun == ["run", "port", "run", "port"], "the second one waits for the first"
+
+
 async def test_submitting_tries_one_container_and_removes_it(docker: FakeDocker) -> None:
     async with environment(identity=None) as made:
         found = await made.validate(ROW)

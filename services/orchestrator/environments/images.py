@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
 import time
 import uuid
@@ -54,7 +55,13 @@ ANSWER_S = 2.0
 """Seconds that a container has to say that it is healthy."""
 
 LOOK_S = 0.3
-"""Seconds between two looks at a container that starts."""
+"""Seconds between two requests whether a container that starts is healthy."""
+
+INSPECT_S = 3.0
+"""Seconds between two questions to Docker whether it still runs; each is a process."""
+
+MAX_STARTING = 4
+"""Containers of a job that start at a time."""
 
 SWEEP_S = 60.0
 """Seconds between two sweeps."""
@@ -79,6 +86,7 @@ class Containers:
         self._attempt = who.attempt
         self._prefix = f"hone-{self._job}-{self._attempt}-"
         self._starting = asyncio.Lock()
+        self._turns = asyncio.Semaphore(MAX_STARTING)
         self._urls: tuple[str, ...] = ()
 
     async def start(self, http: aiohttp.ClientSession) -> tuple[str, ...]:
@@ -98,15 +106,16 @@ class Containers:
         """Returns the URL of a replica once it is healthy: its container is made, or started again
         if it ended. Raises Unreachable if it is not healthy within `boot_s`, and removes it; also
         if a newer attempt of the job has a container of the replica."""
+        async with self._turns:
+            return await self._up(number, http)
+
+    async def _up(self, number: int, http: aiohttp.ClientSession) -> str:
         name, limit_s = f"{self._prefix}{number}", self._spec.boot_s
         try:
             async with asyncio.timeout(limit_s):
                 if not await self._take_over(number, name):
                     await docker("run", *self._run(number, name))
-                while (url := await _healthy_url(http, name)) is None:
-                    await self._check_runs(name)
-                    await asyncio.sleep(LOOK_S)
-                return url
+                return await self._until_healthy(name, http)
         except TimeoutError:
             why = f"did not answer GET /health on port {PORT} within {limit_s:g} s (boot_s)"
         except _Ended as error:
@@ -115,6 +124,18 @@ class Containers:
         with contextlib.suppress(DockerFailed):  # it may not have been made
             await _remove([name])  # the next try makes another one
         raise Unreachable(f"the container of environment.image {self._image!r} {why}{said}")
+
+    async def _until_healthy(self, name: str, http: aiohttp.ClientSession) -> str:
+        """Returns the URL of the container's server. Raises _Ended."""
+        url, inspected_at = None, -math.inf
+        while not (url and await _is_healthy(http, url)):
+            if time.monotonic() - inspected_at >= INSPECT_S:
+                await self._check_runs(name)
+                inspected_at = time.monotonic()
+                url = url or await _url_of(name)
+            else:
+                await asyncio.sleep(LOOK_S)
+        return url
 
     async def remove(self) -> None:
         """Removes the containers that this attempt has. What Docker does not remove now is swept
@@ -345,15 +366,20 @@ async def _remove(ids: list[str]) -> None:
         await docker("rm", "--force", "--volumes", *ids)
 
 
-async def _healthy_url(http: aiohttp.ClientSession, name: str) -> str | None:
-    """Returns the URL of the container's server; None while it is not healthy."""
+async def _url_of(name: str) -> str | None:
+    """Returns the URL of the container's server; None once it has ended and has no port."""
     try:
-        published = (await docker("port", name, f"{PORT}/tcp")).splitlines()[0]
-        limit = aiohttp.ClientTimeout(ANSWER_S)
-        async with http.get(f"http://{published}/health", timeout=limit) as answer:
-            return f"http://{published}" if answer.status == 200 else None
-    except (DockerFailed, aiohttp.ClientError, OSError):  # it has no port before it runs
+        return f"http://{(await docker('port', name, f'{PORT}/tcp')).splitlines()[0]}"
+    except (DockerFailed, IndexError):
         return None
+
+
+async def _is_healthy(http: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with http.get(f"{url}/health", timeout=aiohttp.ClientTimeout(ANSWER_S)) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, OSError):
+        return False
 
 
 async def _log_of(name: str) -> str:
