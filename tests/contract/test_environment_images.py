@@ -141,6 +141,21 @@ async def test_a_container_that_ended_is_started_again(
         assert servers[1].resets == [ROW] and len(docker.calls("start")) == 1
 
 
+async def test_a_container_that_stays_full_without_an_episode_is_restarted(
+    docker: FakeDocker, servers: list[GuessServer]
+) -> None:
+    servers[0].capacity = 0
+    async with environment(replicas=1) as made:
+        await made.validate(ROW)
+        made._spec = made._spec.model_copy(update={"boot_s": 0.5})
+        with pytest.raises(Lost, match=r"no room: full; this has lasted 0.5 s \(boot_s\)"):
+            await asyncio.wait_for(made.open("a", ROW), 60)
+        made._spec = made._spec.model_copy(update={"boot_s": 60.0})
+        servers[0].capacity = 1  # as if the restarted one had let its episodes go
+        await asyncio.wait_for(made.open("b", ROW), 60)
+        assert servers[0].resets == [ROW] and docker.calls("restart")
+
+
 async def test_a_container_that_somebody_removed_is_made_again(docker: FakeDocker) -> None:
     async with environment(replicas=1) as made:
         await made.validate(ROW)

@@ -147,6 +147,25 @@ async def test_a_full_server_is_waited_for_and_a_closed_episode_makes_room() -> 
         assert server.refused < 30, "an episode that ends lets exactly one in"
 
 
+async def test_a_server_that_stays_full_without_an_episode_loses_those_that_wait() -> None:
+    async with GuessServer(0).running() as server, environment(server.url, boot_s=0.3) as made:
+        waiting = [made.open(str(number), ROW) for number in range(4)]
+        async with asyncio.timeout(20):
+            found = await asyncio.gather(*waiting, return_exceptions=True)
+        told = {f"{type(each).__name__}: {each}" for each in found}
+        assert told == {
+            f"Lost: the environment at {server.url} has no room: full; this has lasted 0.3 s "
+            "(boot_s), and no episode of this job is open there"
+        }
+        server.capacity = 1
+        await made.open("a", ROW)
+        waits = asyncio.create_task(made.open("b", ROW))
+        await asyncio.wait({waits}, timeout=1.5)
+        assert not waits.done(), "the job has an episode there, which will end"
+        await made.close("a", rewarded=True)
+        await asyncio.wait_for(waits, 20)
+
+
 async def test_episodes_go_to_the_replica_with_the_fewest() -> None:
     servers = GuessServer().running(), GuessServer().running()
     async with servers[0] as one, servers[1] as two, environment(one.url, two.url) as made:

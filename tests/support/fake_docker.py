@@ -50,8 +50,9 @@ def changed(folder: Path) -> Generator[dict[str, Any]]:
         state = json.loads((folder / "state.json").read_text())
         try:
             yield state
-        finally:
-            (folder / "state.json").write_text(json.dumps(state))
+        finally:  # at once: the command may be killed
+            (folder / "next.json").write_text(json.dumps(state))
+            (folder / "next.json").replace(folder / "state.json")
 
 
 def fail(said: str, *hint: str) -> NoReturn:
@@ -123,9 +124,9 @@ def main(folder: Path, words: list[str]) -> None:
                 refuse(words, f"removal of container {stuck.pop()} failed")
             for name in [name for name in every if {name, every[name]["id"]} & set(words)]:
                 every.pop(name)
-        elif kind == "start":
+        elif kind in ("start", "restart"):
             started = every[named(every, words)]
-            if "start" in state.get("fails", []):
+            if kind in state.get("fails", []):
                 refuse(words, "port is already allocated")
             started["ends"] = None
         elif kind == "port":

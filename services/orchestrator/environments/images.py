@@ -102,18 +102,19 @@ class Containers:
                 )
             return self._urls
 
-    async def up(self, number: int, http: aiohttp.ClientSession) -> str:
+    async def up(self, number: int, http: aiohttp.ClientSession, *, restarted: bool = False) -> str:
         """Returns the URL of a replica once it is healthy: its container is made, or started again
-        if it ended. Raises Unreachable if it is not healthy within `boot_s`, and removes it; also
-        if a newer attempt of the job has a container of the replica."""
+        if it ended, or `restarted` even if it runs. Raises Unreachable if it is not healthy within
+        `boot_s`, and removes it; also if a newer attempt of the job has a container of the
+        replica."""
         async with self._turns:
-            return await self._up(number, http)
+            return await self._up(number, http, "restart" if restarted else "start")
 
-    async def _up(self, number: int, http: aiohttp.ClientSession) -> str:
+    async def _up(self, number: int, http: aiohttp.ClientSession, command: str) -> str:
         name, limit_s = f"{self._prefix}{number}", self._spec.boot_s
         try:
             async with asyncio.timeout(limit_s):
-                if not await self._take_over(number, name):
+                if not await self._take_over(number, name, command):
                     await docker("run", *self._run(number, name))
                 return await self._until_healthy(name, http)
         except TimeoutError:
@@ -168,7 +169,7 @@ class Containers:
         with contextlib.suppress(DockerFailed):  # there is one: else `docker run` says so
             await docker("network", "create", *NETWORK_OPTIONS, NETWORK)
 
-    async def _take_over(self, number: int, name: str) -> bool:
+    async def _take_over(self, number: int, name: str, command: str) -> bool:
         """Returns whether there was a container of the replica, which has the name now and runs.
         All others are removed: made of something else, or such that Docker cannot start. They are
         called by name: one that a newer attempt took over meanwhile has another name. Raises
@@ -182,7 +183,7 @@ class Containers:
             if is_there or made_of != self._made_of:
                 await _remove([found])
             else:
-                is_there = await _started(found, name)
+                is_there = await _started(found, name, command)
         return is_there
 
     def _run(self, number: int, name: str) -> tuple[str, ...]:
@@ -346,14 +347,15 @@ def _attempt_of(name: str) -> int:
     return int(attempt) if attempt.isdecimal() else 0
 
 
-async def _started(found: str, name: str) -> bool:
-    """Returns whether the container `found` has the name now and runs; else it is removed."""
+async def _started(found: str, name: str, command: str) -> bool:
+    """Returns whether the container `found` has the name now and runs, by `command`; else it is
+    removed."""
     now = found
     try:
         if now != name:
             await docker("rename", now, name)
             now = name
-        await docker("start", now)
+        await docker(command, now)
     except DockerFailed as error:
         get_logger().warning("container not started again", container=now, reason=error.detail)
         await _remove([now])

@@ -92,7 +92,8 @@ class OpenEnv:
         self._mending: dict[int, asyncio.Task[None]] = {}
 
     async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
-        """Waits for room as long as it takes, and for a server that can be reached `boot_s`."""
+        """Waits for room as long as it takes, and for a server that can be reached `boot_s`.
+        Raises Lost."""
         loop, away_since = asyncio.get_running_loop(), None
         await self._start()
         while True:
@@ -193,7 +194,8 @@ class OpenEnv:
 
     async def _mended(self, containers: Containers, replica: Replica) -> None:
         try:
-            url = await containers.up(self._replicas.number_of(replica), self._client)
+            number, is_full = self._replicas.number_of(replica), replica.full_since is not None
+            url = await containers.up(number, self._client, restarted=is_full)
         except HoneError as error:  # the next episode that meets it tries again
             get_logger().warning("environment not started again", reason=error.detail)
         else:
@@ -219,11 +221,32 @@ class OpenEnv:
         except Refused as error:
             await socket.drop()
             raise Lost(f"{url} refused to reset with the row: {error}") from error
+        except Full as error:
+            await socket.drop()
+            self._check_has_room(replica, error)
+            raise
         except BaseException:  # raised again
             await socket.drop()
             raise
+        replica.full_since = None
         self._episodes[id] = _Episode(socket, replica)
         return EpisodeOpened(observation=_shown(seen) or None, tools=self._offer.tools)
+
+    def _check_has_room(self, replica: Replica, error: Full) -> None:
+        """Raises Away if a replica has been full for `boot_s` with no episode of this job: it
+        keeps places for episodes that have ended, or others have them all. Other requests of the
+        job under way may be resets that it let in, unless it has counted as away already."""
+        if any(episode.replica is replica for episode in self._episodes.values()):
+            replica.full_since = None
+            return
+        now = asyncio.get_running_loop().time()
+        since = replica.full_since = replica.full_since or now
+        may_reset = replica.num_open > 1 and replica.away_until < since
+        if now - since >= self._spec.boot_s and not may_reset:
+            raise Away(
+                f"{error}; this has lasted {self._spec.boot_s:g} s (boot_s), and no episode of "
+                "this job is open there"
+            ) from error
 
     async def _offered(self, http: aiohttp.ClientSession, url: str, socket: Socket) -> _Offer:
         actions = await schema_of_actions(http, url)

@@ -14,14 +14,16 @@ RETRY_S = 0.5
 
 @dataclass
 class Replica:
-    """`num_open` are this job's episodes. `most`: how many of them there were when it refused
-    another one. Times are of the event loop's clock."""
+    """`num_open` are this job's episodes, with those that are asked for. `most`: how many of them
+    there were when it refused another one. `full_since`: since when it has refused episodes while
+    none of the job was open there; None: it has not. Times are of the event loop's clock."""
 
     url: str
     num_open: int = 0
     most: float = math.inf
     full_until: float = 0.0
     away_until: float = 0.0
+    full_since: float | None = None
 
 
 class Replicas:
@@ -66,12 +68,12 @@ class Replicas:
     def away(self, replica: Replica) -> None:
         """The replica could not be reached."""
         replica.num_open -= 1
-        replica.away_until = _now() + self._skip_s
+        replica.away_until, replica.most = _now() + self._skip_s, math.inf
         self._changed.set()
 
     def back(self, replica: Replica, url: str) -> None:
         """The replica can be reached again, at `url`."""
-        replica.url, replica.away_until = url, 0.0
+        replica.url, replica.away_until, replica.full_since = url, 0.0, None
         self._changed.set()
 
     def _free(self) -> Replica | None:

@@ -81,9 +81,7 @@ def test_a_container_ends_by_itself_if_its_worker_is_killed(inside: Path, tmp_pa
     assert run.endswith(" sha256:made sleep 1231"), "0.5 + 30 seconds, and 1200 for Docker"
 
 
-def test_what_the_agent_left_running_cannot_write_the_reward(
-    inside: Path, tmp_path: Path
-) -> None:
+def test_what_the_agent_left_running_cannot_write_the_reward(inside: Path, tmp_path: Path) -> None:
     folder = task(tmp_path / "one", "echo 0 >/logs/verifier/reward.txt; sleep 0.5")
     cheats = "mkdir -p /logs/verifier; echo 1 >/logs/verifier/reward.txt; sleep 0.02"
     goes_on = f"echo \\$\\$ >left; for _ in \\$(seq 100); do {cheats}; done"
