@@ -14,6 +14,9 @@ import pytest
 import structlog
 from pydantic import ValidationError
 
+from services.orchestrator.api import jobs
+from services.orchestrator.api.checking import Checks
+from services.orchestrator.api.looking import Looked
 from services.orchestrator.environments import images
 from services.orchestrator.environments.environment import Lost, Unreachable
 from services.orchestrator.environments.images import (
@@ -23,10 +26,14 @@ from services.orchestrator.environments.images import (
     sweep,
 )
 from services.orchestrator.environments.openenv import OpenEnv
+from services.orchestrator.pool.services import Services
+from services.orchestrator.tasks import stop
 from shared.errors import BadRequest
-from shared.job import EnvironmentSpec
+from shared.http.gate import caller
+from shared.job import EnvironmentSpec, Job
+from shared.job.file import make_job
 from shared.settings import Settings
-from shared.wire import Fenced
+from shared.wire import ApiKey, Fenced, Prompt
 from tests.support.fake_docker import FakeDocker
 from tests.support.openenv_server import GuessServer
 
@@ -181,6 +188,53 @@ async def test_docker_is_asked_seldom_while_a_few_containers_start(
     assert kinds.count("port") == 2 and kinds.count("inspect") <= 4
     begun = [kind for kind in kinds if kind in ("run", "port")]
     assert begun == ["run", "port", "run", "port"], "the second one waits for the first"
+
+
+def job_of_an_image(**environment: Any) -> Job:
+    given = {"kind": "openenv", "image": "game:1", **environment}
+    table = {"name": "game", "model": "m", "steps": 1, "data": {"train": "rows"}}
+    return make_job({**table, "environment": given}, (), "test")
+
+
+async def test_an_image_that_is_slow_is_tried_for_a_while_and_not_refused(
+    docker: FakeDocker, servers: list[GuessServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "TRIAL_S", 5.0)
+    for server in servers:
+        server.unhealthy = 10_000
+    job = job_of_an_image(boot_s=3600)
+    settings = Settings(allowed_environment_images="game:*")  # pyright: ignore[reportArgumentType]
+    looked = Looked((), 1, 0, {}, (Prompt(index=0, content="?", row=ROW),), ())
+    services = Services(job, settings)
+    try:
+        found = await asyncio.wait_for(jobs._with_environment(job, looked, services), 60)
+    finally:
+        await services.close()
+    assert found.warnings == (
+        "environment.image 'game:1' was not tried to the end: it was not reset within 5 s; what is "
+        "wrong with it shows only when the job begins",
+    )
+    assert docker.names == []
+    (run,) = docker.calls("run")
+    (until,) = (int(word.partition("=")[2]) for word in run if word.startswith("hone.until="))
+    assert until - time.time() <= 240, "nobody needs it longer, whatever boot_s is"
+
+
+async def test_a_key_that_tries_slow_images_delays_no_other(settings: Settings) -> None:
+    checks, order = Checks(settings), list[str]()
+
+    async def tried(key: str) -> None:
+        caller.set(ApiKey(name=key, access="full", created_at=0))
+        async with checks.turn_to_try(job_of_an_image()):
+            order.append(key)
+            await asyncio.sleep(60)
+
+    trying = [asyncio.create_task(tried(key)) for key in ("slow", "slow", "quick")]
+    await asyncio.wait(trying, timeout=0.2)
+    assert order == ["slow", "quick"]
+    await stop(*trying)
+    async with checks.turn_to_try(job_of_an_image()):
+        pass
 
 
 async def test_submitting_tries_one_container_and_removes_it(docker: FakeDocker) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from services.orchestrator.api import looking
@@ -57,13 +57,13 @@ class Checks:
         self._fetches = RoundRobin(MAX_FETCHES)
         self._models = RoundRobin(MAX_FETCHES)
         self._away: tuple[float, str] | None = None
-        self._trials = asyncio.Semaphore(MAX_TRIALS)
+        self._trials = RoundRobin(MAX_TRIALS)
 
-    def turn_to_try(self, job: Job) -> contextlib.AbstractAsyncContextManager[object]:
+    def turn_to_try(self, job: Job) -> contextlib.AbstractAsyncContextManager[None]:
         """Returns the job's turn to ask the services about it. One that starts a container may wait
         for it."""
         has_image = bool(job.environment and job.environment.image)
-        return self._trials if has_image else contextlib.nullcontext()
+        return _turn(self._trials, 0) if has_image else contextlib.nullcontext()
 
     async def look(self, job: Job, *, showing: bool = False) -> Looked:
         """Returns the findings about the job's data and models, as `looking.look`."""
@@ -109,15 +109,21 @@ class Checks:
         return why_not
 
 
-async def _apart(
-    turns: RoundRobin, size_bytes: int, work: Callable[..., T], *args: Any, deadline_s: float
-) -> T:
+@contextlib.asynccontextmanager
+async def _turn(turns: RoundRobin, size_bytes: int) -> AsyncGenerator[None]:
     who = _who()
     began = await turns.begin(who, size_bytes)
     try:
-        return await apart(work, *args, deadline_s=deadline_s)
+        yield
     finally:
         turns.end(who, began)
+
+
+async def _apart(
+    turns: RoundRobin, size_bytes: int, work: Callable[..., T], *args: Any, deadline_s: float
+) -> T:
+    async with _turn(turns, size_bytes):
+        return await apart(work, *args, deadline_s=deadline_s)
 
 
 async def _in_thread(turns: RoundRobin, size_bytes: int, work: Callable[[], T]) -> T:

@@ -11,6 +11,7 @@ from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.looking import Looked
 from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.environments.environment import Unreachable
+from services.orchestrator.environments.images import TRIAL_S
 from services.orchestrator.loop.prompts import with_steps
 from services.orchestrator.pool.abilities import on_cpu
 from services.orchestrator.pool.services import Services
@@ -115,7 +116,7 @@ async def _checked_by_services(job: Job, looked: Looked, settings: Settings) -> 
     services = Services(job, settings.per_trainer[0])
     try:
         await services.validate_rewards(looked.columns, looked.first)
-        await services.validate_environment(looked.first)
+        looked = await _with_environment(job, looked, services)
         if not looked.cpu_limit:
             return looked
         said = await on_cpu(job, looked.cpu_limit, settings.per_trainer[0])
@@ -126,6 +127,24 @@ async def _checked_by_services(job: Job, looked: Looked, settings: Settings) -> 
         raise Unavailable(error.detail) from error
     finally:
         await services.close()
+
+
+async def _with_environment(job: Job, looked: Looked, services: Services) -> Looked:
+    """Returns the findings after the environment was tried. An image that takes longer than
+    `TRIAL_S` is not refused: it may be slow and right."""
+    image = job.environment and job.environment.image
+    try:
+        async with asyncio.timeout(TRIAL_S if image else None) as limit:
+            await services.validate_environment(looked.first)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        said = (
+            f"environment.image {image!r} was not tried to the end: it was not reset within "
+            f"{TRIAL_S:g} s; what is wrong with it shows only when the job begins"
+        )
+        return replace(looked, warnings=(*looked.warnings, said))
+    return looked
 
 
 async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tuple[str, ...]:

@@ -63,6 +63,9 @@ INSPECT_S = 3.0
 MAX_STARTING = 4
 """Containers of a job that start at a time."""
 
+TRIAL_S = 120.0
+"""Seconds that trying a job's image may take when the job is submitted, whatever its `boot_s`."""
+
 SWEEP_S = 60.0
 """Seconds between two sweeps."""
 
@@ -187,7 +190,7 @@ class Containers:
         return is_there
 
     def _run(self, number: int, name: str) -> tuple[str, ...]:
-        until = time.time() + self._spec.boot_s + self._spec.step_s + COMMAND_S
+        until = time.time() + TRIAL_S + COMMAND_S
         labels = {
             OWNER: self._identity or "",
             UNTIL: "" if self._identity else f"{until:.0f}",
@@ -268,9 +271,9 @@ async def keep_swept(
 
 
 async def sweep(identity: str | None, status: Callable[[str], Awaitable[str | None]]) -> int:
-    """Removes such containers once; the containers of other Redises stay, and what Docker does not remove.
-    Returns how many containers there were, whoever has them. Raises DockerFailed where Docker lists
-    none, and the errors of `status`."""
+    """Removes such containers once; the containers of other Redises stay, and what Docker does not
+    remove. Returns how many containers there were, whoever has them. Raises DockerFailed where
+    Docker lists none, and the errors of `status`."""
     found = await _listed(f"label={JOB}", "name=^/?hone-", labels=(OWNER, JOB, UNTIL))
     for id, name, owner, job, until in found:
         if until.isdecimal():
