@@ -16,6 +16,7 @@ from services.orchestrator.findings import (
     updates,
 )
 from services.orchestrator.findings.facts import Facts
+from shared.host.logs import get_logger
 from shared.wire import Finding, FindingList, JobRecord
 
 Check = Callable[[Facts], Iterator[Finding]]
@@ -59,9 +60,17 @@ LEVELS = ("problem", "warning", "notice")
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
-    """Returns the findings, the worst first."""
-    found = [finding for check in CHECKS for finding in check(facts)]
+    """Returns the findings, the worst first. A check that fails is logged and finds nothing."""
+    found = [finding for check in CHECKS for finding in _found_by(check, facts)]
     return tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
+
+
+def _found_by(check: Check, facts: Facts) -> list[Finding]:
+    try:
+        return list(check(facts))
+    except Exception as error:  # the other checks may still say what is wrong
+        get_logger().error("a check of the run failed", check=check.__name__, reason=repr(error))
+        return []
 
 
 def findings_of(facts: Facts, record: JobRecord) -> FindingList:

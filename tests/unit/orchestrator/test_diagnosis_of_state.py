@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import structlog
+
 from services.orchestrator.findings.diagnosing import findings_of
 from shared.wire import JobRecord, Obstacle
 from tests.support import job_records
@@ -124,6 +126,15 @@ def test_models_that_cannot_be_told_apart_are_a_notice() -> None:
     assert "to tell 'after' from 'before': +0.050, between -0.100 and +0.200" in found.title
     clear = record("succeeded", summary={"evaluation": report(0.05, 0.35)})
     assert not codes(facts({}, record=clear))
+
+
+def test_a_check_that_fails_is_logged_and_takes_no_other_along() -> None:
+    wrong = record("succeeded", summary={"evaluation": {"mean": "no report"}})
+    with structlog.testing.capture_logs() as logs:
+        assert codes(facts({"total/passes": [12.0]}, record=wrong)) == ["data_repeated"]
+    (said,) = logs
+    assert said["event"] == "a check of the run failed" and "EvaluationReport" in said["reason"]
+    assert said["check"] == "evaluation_too_small"
 
 
 def test_the_worst_comes_first_and_a_notice_leaves_a_job_well() -> None:
