@@ -14,8 +14,7 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from services.orchestrator.api.details import MAX_DETAILED, detailed
-from services.orchestrator.findings import gathering
-from services.orchestrator.findings.diagnosing import findings_of
+from services.orchestrator.findings.known import Findings
 from services.orchestrator.loop.advantages import batch_advantages
 from services.orchestrator.loop.examples import of_all_tokens
 from services.orchestrator.runs.checkpoint_files import files_of, path_of
@@ -107,7 +106,7 @@ def _add_events(service: Service, store: Readable) -> None:
 
 
 def _add_results(service: Service, store: Readable) -> None:
-    app = service.app
+    app, known = service.app, Findings(store)
 
     @app.get("/v1/jobs/{job_id}/metrics")
     async def metrics(
@@ -125,8 +124,7 @@ def _add_results(service: Service, store: Readable) -> None:
     @app.get("/v1/jobs/{job_id}/findings")
     async def findings(job_id: str) -> FindingList:
         """What is wrong with the job, or probably is, the worst first; empty if nothing is."""
-        facts, record = await gathering.gather(store, job_id)
-        return await asyncio.to_thread(findings_of, facts, record)
+        return await known.of(job_id)
 
     @app.get("/v1/jobs/{job_id}/rollouts")
     async def rollouts(

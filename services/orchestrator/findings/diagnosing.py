@@ -4,7 +4,7 @@ job's events say the same. docs/diagnosis.md has the table of all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from services.orchestrator.findings import (
     completions,
@@ -21,11 +21,15 @@ from shared.wire import Finding, FindingList, JobRecord
 
 Check = Callable[[Facts], Iterator[Finding]]
 
-CHECKS: tuple[Check, ...] = (
+OF_STATE: tuple[Check, ...] = (
     state.ended_badly,
     state.waits,
     state.stalled,
     state.recovers_often,
+)
+"""Checks of the job's state at this moment."""
+
+OF_RUN: tuple[Check, ...] = (
     updates.steps_skipped,
     updates.updates,
     suspects.reward_fell,
@@ -53,16 +57,20 @@ CHECKS: tuple[Check, ...] = (
     speed.samplers_wait,
     speed.sampler_idle,
 )
-"""Of equal level, an earlier one is shown first: what holds a run up, then what ruins it, then what
-follows from that."""
+"""Checks of what the run's files say, and its summary. Of equal level, the state is shown first and
+then an earlier check: what holds a run up, then what ruins it, then what follows from that."""
 
 LEVELS = ("problem", "warning", "notice")
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
-    """Returns the findings, the worst first. A check that fails is logged and finds nothing."""
-    found = [finding for check in CHECKS for finding in _found_by(check, facts)]
-    return tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
+    """Returns the findings, the worst first."""
+    return _worst_first(found_by(OF_STATE, facts) + found_by(OF_RUN, facts))
+
+
+def found_by(checks: Sequence[Check], facts: Facts) -> list[Finding]:
+    """Returns what the checks find. One that fails is logged and finds nothing."""
+    return [finding for check in checks for finding in _found_by(check, facts)]
 
 
 def _found_by(check: Check, facts: Facts) -> list[Finding]:
@@ -73,9 +81,16 @@ def _found_by(check: Check, facts: Facts) -> list[Finding]:
         return []
 
 
-def findings_of(facts: Facts, record: JobRecord) -> FindingList:
-    """Returns the findings as the API has them."""
-    found = diagnose(facts)
+def _worst_first(found: Sequence[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(found, key=lambda finding: LEVELS.index(finding.level)))
+
+
+def findings_of(
+    facts: Facts, record: JobRecord, of_run: Sequence[Finding] | None = None
+) -> FindingList:
+    """Returns the findings as the API has them. `of_run` are those of the run if they are known."""
+    of_run = found_by(OF_RUN, facts) if of_run is None else of_run
+    found = _worst_first([*found_by(OF_STATE, facts), *of_run])
     return FindingList(
         job_id=record.id,
         status=record.status,

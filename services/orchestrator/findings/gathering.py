@@ -1,8 +1,7 @@
-"""Reads a run's facts: from its folder, and the record and events from Redis."""
+"""Reads a run's facts from its folder."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 from services.orchestrator.findings.facts import Facts
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.found import FoundRun, find_run
-from services.orchestrator.store.reading import Readable
 from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
@@ -23,14 +21,6 @@ windows, and a bound for the time that it takes."""
 
 TRIES = 8
 """Most stored batches that are tried for one that is graded."""
-
-
-async def gather(store: Readable, job_id: str) -> tuple[Facts, JobRecord]:
-    """Returns the facts of a job, and its record. Raises NotFound."""
-    record = await store.get(job_id)
-    newest = await store.newest_events(job_id, None, 1)
-    facts = await asyncio.to_thread(of_folder, RunFolder(Path(record.run_dir)), record.job)
-    return facts.about(record, newest[0].time if newest else None, time.time()), record
 
 
 def of_folder(folder: RunFolder, job: Job, rows: Sequence[MetricsRow] | None = None) -> Facts:

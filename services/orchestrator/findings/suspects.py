@@ -4,7 +4,7 @@ better is taken for learning, and nothing is said."""
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
 from services.orchestrator.findings.facts import (
@@ -204,22 +204,25 @@ def one_text(facts: Facts) -> Iterator[Finding]:
 def _shares(batch: Batch) -> dict[str, float]:
     """Returns the share of completions with each phrase, of phrases in half of the groups at least
     and in no prompt of these. A text that is shorter than a phrase is one itself."""
-    found: defaultdict[str, int] = defaultdict(int)
-    groups: defaultdict[str, int] = defaultdict(int)
-    total = 0
-    for prompt, group in zip(batch.prompts, batch.groups, strict=True):
-        asked = prompt.content if isinstance(prompt.content, str) else repr(prompt.content)
-        own: defaultdict[str, int] = defaultdict(int)
-        for rollout in group.rollouts:
-            for phrase in _phrases(rollout.text):
-                own[phrase] += 1
-        total += len(group.rollouts)
-        for phrase, count in own.items():
-            if phrase not in asked:
-                found[phrase] += count
-                groups[phrase] += 1
-    enough = math.ceil(len(batch.groups) / 2)
-    return {text: found[text] / total for text, count in groups.items() if count >= enough}
+    counts_P = [
+        Counter(phrase for rollout in group.rollouts for phrase in _phrases(rollout.text))
+        for group in batch.groups
+    ]
+    total, enough = sum(len(group.rollouts) for group in batch.groups), math.ceil(len(counts_P) / 2)
+    num_groups = Counter(phrase for counts in counts_P for phrase in counts)
+    asked_P = [each.content for each in batch.prompts]
+    asked_P = [asked if isinstance(asked, str) else repr(asked) for asked in asked_P]
+    found: dict[str, float] = {}
+    for phrase, num in num_groups.items():
+        if num < enough:  # of nearly all phrases: prompts are long to search
+            continue
+        pairs = zip(asked_P, counts_P, strict=True)
+        own = [
+            counts[phrase] for asked, counts in pairs if phrase in counts and phrase not in asked
+        ]
+        if len(own) >= enough:
+            found[phrase] = sum(own) / total
+    return found
 
 
 def _phrases(text: str) -> set[str]:

@@ -291,6 +291,15 @@ class RunFolder:
         rows = MetricsRow.stored(path) if path.exists() else []
         return [row for row in rows if row.step > after_step]
 
+    def stamp(self) -> tuple[object, ...]:
+        """Returns what differs once the metrics, the syncs or the stored batches have changed."""
+        found = list[object](sorted(path.name for _, path in self._batch_files()))
+        for name in ("metrics.jsonl", SYNCS):
+            with contextlib.suppress(FileNotFoundError):
+                stat = (self.path / name).stat()
+                found.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return tuple(found)
+
     def write_batch(self, batch: Batch) -> None:
         """Stores the step's batch. A graded batch replaces an ungraded one. Raises BatchExists if
         another graded batch is stored; storing the same batch again changes nothing."""

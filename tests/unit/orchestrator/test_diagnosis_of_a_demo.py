@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from services.orchestrator.findings import gathering
+from services.orchestrator.findings import gathering, known
 from services.orchestrator.findings.diagnosing import diagnose, findings_of
+from services.orchestrator.findings.facts import Facts
+from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.note import Note
+from services.orchestrator.store.reading import Readable
 from shared.errors import BadRequest
+from shared.job import Job
 from shared.job.file import load_job
-from shared.wire import MetricsRow
+from shared.wire import Event, JobRecord, MetricsRow
 from tests.support.run_facts import codes
 
 ROOT = Path(__file__).parents[3]
@@ -43,6 +49,36 @@ def test_a_demo_that_learned_has_no_findings(run_folder: Path) -> None:
     listed = findings_of(facts, record)
     assert (listed.status, listed.step, listed.well) == ("succeeded", 40, True)
     assert not listed.findings
+
+
+async def test_pages_that_ask_at_once_read_a_run_once_until_it_changes(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts, record = gathering.alone(run_folder)
+    read = list[Path]()
+
+    def of_folder(folder: RunFolder, job: Job) -> Facts:
+        read.append(folder.path)
+        return gathering.of_folder(folder, job)
+
+    class OneJob:
+        async def get(self, _: str) -> JobRecord:
+            return record
+
+        async def newest_events(self, *_: object) -> list[Event]:
+            return []
+
+    monkeypatch.setattr(known, "of_folder", of_folder)
+    findings = known.Findings(cast(Readable, OneJob()))
+    first, *others = await asyncio.gather(*(findings.of("demo-1") for _ in range(3)))
+    assert first == findings_of(facts, record) and others == [first, first]
+    assert read == [run_folder]
+    flat = {"frac_reward_zero_std": 1.0, "reward": 0.0}
+    RunFolder(run_folder).append_metrics(MetricsRow(step=41, metrics=flat))
+    assert (await findings.of("demo-1")).step == 41 and len(read) == 2
+    record = record.model_copy(update={"status": "failed", "error": "the disk is full"})
+    assert [finding.code for finding in await findings.of("demo-1")] == ["failed"]
+    assert len(read) == 2
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 11, 21, 31])

@@ -8,6 +8,7 @@ import pytest
 
 from services.orchestrator.findings.diagnosing import diagnose
 from services.orchestrator.findings.facts import Facts, Series
+from services.orchestrator.findings.suspects import _shares
 from shared.wire import MetricsRow
 from tests.support.run_facts import batch, codes, facts, job_with, only
 
@@ -120,6 +121,19 @@ def test_words_that_spread_through_completions_are_a_finding() -> None:
         update={"prompts": tuple(p.model_copy(update={"content": trick}) for p in after.prompts)}
     )
     assert not codes(facts({}, batches=[before, asked])), "the problems have these words"
+
+
+def test_prompts_are_searched_for_phrases_of_half_of_the_groups_alone() -> None:
+    class Searched(str):
+        def __contains__(self, phrase: str) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+            searched.append(phrase)
+            return super().__contains__(phrase)
+
+    searched = list[str]()
+    found = batch([[f"{i} the words of them all", f"what group {i} says by itself"] for i in "abc"])
+    prompts = [each.model_copy(update={"content": Searched("long")}) for each in found.prompts]
+    shares = _shares(found.model_copy(update={"prompts": tuple(prompts)}))
+    assert searched == ["the words of them all"] * 3 and shares == {searched[0]: 0.5}
 
 
 def test_entropy_that_collapses_before_all_is_learned_is_a_finding() -> None:
