@@ -40,7 +40,7 @@ CODES = {
     "foreign": "a proxy or another program answered in place of the service, and refused",
     "gone": "a session that is closed, with its rollout",
     "context_length_exceeded": "a session has no room for another answer; the detail says why",
-    "too_large": "more than is allowed; the detail says which setting does",
+    "too_large": "more than is allowed; the detail says how much is, or which setting says so",
     # Conflict
     "conflict": "not possible in the present state",
     "body_differs": "the same key came before with another body",

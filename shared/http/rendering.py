@@ -6,7 +6,8 @@ import asyncio
 import gzip
 import json
 import re
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -15,11 +16,22 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from shared.errors import MEDIA_TYPE, BadRequest, Busy, HoneError, Malformed, NotFound, from_problem
+from shared.errors import (
+    MEDIA_TYPE,
+    BadRequest,
+    Busy,
+    HoneError,
+    Malformed,
+    NotFound,
+    TooLarge,
+    from_problem,
+)
 from shared.explain import nearest, refused
 from shared.http import codec
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 MAX_WAIT_S = 60.0
 
@@ -29,6 +41,9 @@ GZIP_BYTES = 1024
 THREAD_BYTES = 1 << 17
 """Larger answers take more than a millisecond to compress, so a thread does it and other requests
 go on."""
+
+READ_BYTES = 1 << 20
+"""Larger bodies take milliseconds to read, so a thread does it."""
 
 GZIP_LEVEL = 1
 """The fastest. Token ids are mostly zero bits, so higher levels gain little."""
@@ -98,6 +113,28 @@ def media_type(request: Request, data: bytes) -> str:
     if given in (codec.JSON, codec.MSGPACK) or is_empty:
         return given or codec.JSON
     raise BadRequest(f"Content-Type is {given!r}; expected {codec.JSON} or {codec.MSGPACK}")
+
+
+async def body_of(request: Request, most_bytes: int) -> bytes:
+    """Returns the body. Raises TooLarge for more than `most_bytes`, which are never held."""
+    parts, size = list[bytes](), 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most_bytes:
+            raise TooLarge(
+                f"{request.method} {request.url.path} with a body of {size} bytes or more; "
+                f"expected at most {most_bytes}"
+            )
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def reading(size: int, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Returns what `read` makes of a body of `size` bytes, if it is large in a thread, so that
+    other requests go on."""
+    if size <= READ_BYTES:
+        return read(*args, **kwargs)
+    return await asyncio.to_thread(read, *args, **kwargs)
 
 
 async def render(result: BaseModel, request: Request) -> Response:

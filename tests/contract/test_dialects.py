@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import anthropic
@@ -14,9 +15,10 @@ import pytest
 from pydantic import SecretStr
 
 from services.orchestrator.app import create_service
-from services.orchestrator.play.sessions import Session
+from services.orchestrator.play.sessions import MAX_BODY_BYTES, Session
 from services.orchestrator.store.store import Store
 from shared.host import logs
+from shared.http.rendering import READ_BYTES, reading
 from shared.settings import Settings
 from tests.support.rendering_sampler import RenderingSampler, Reply, call, open_session
 
@@ -379,7 +381,7 @@ async def test_a_body_of_other_types_is_refused_with_a_sentence(
         ("/v1/completions", '{"prompt": [2147483648]}', "'prompt' is [2147483648]"),
         (
             "/v1/chat/completions",
-            '{"messages": [{"role": "user", "x": ' + "[" * 300 + "]" * 300 + "}]}",
+            '{"messages": [{"role": "user", "tool_calls": ' + "[" * 300 + "]" * 300 + "}]}",
             "depth",
         ),
     ],
@@ -392,6 +394,31 @@ async def test_json_that_no_sampler_reads_is_refused(
         headers = {"x-api-key": refusing.session.api_key, "content-type": "application/json"}
         answer = await http.post(path, content=text, headers=headers)
     assert answer.status_code == 422 and sentence in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/rl/end_session"])
+async def test_a_body_beyond_16_mib_is_refused_with_a_sentence(refusing: Bench, path: str) -> None:
+    async with refusing.http() as http:
+        headers = {"x-api-key": refusing.session.api_key, "content-type": "application/json"}
+        answer = await http.post(path, content=b" " * (MAX_BODY_BYTES + 1), headers=headers)
+    assert answer.status_code == 413
+    assert "a body of 16777217 bytes or more; expected at most 16777216" in answer.json()["detail"]
+
+
+async def test_a_large_body_is_read_in_a_thread() -> None:
+    here = threading.get_ident()
+    assert await reading(READ_BYTES, threading.get_ident) == here
+    assert await reading(READ_BYTES + 1, threading.get_ident) != here
+
+
+async def test_a_session_keeps_of_a_message_what_templates_read(settings: Settings) -> None:
+    bench = Bench(settings, Reply("a"))
+    said = {"role": "user", "content": "Go.", "reasoning": "I may.", "x": "y" * 99}
+    answer = await bench.post("/v1/chat/completions", {"messages": [said], "tools": []})
+    assert answer.status_code == 200, answer.text
+    (turn,) = bench.session.recording().turns
+    assert turn.asked.messages == ({"role": "user", "content": "Go.", "reasoning": "I may."},)
+    assert len(turn.asked.name) == 64
 
 
 async def test_deep_arguments_of_a_call_are_compared_as_text(settings: Settings) -> None:

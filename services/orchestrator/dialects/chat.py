@@ -19,7 +19,7 @@ from services.orchestrator.dialects.dialect import (
     tool_choice,
     usage_of,
 )
-from services.orchestrator.play.recording import Asked
+from services.orchestrator.play.recording import Asked, digest
 from services.orchestrator.play.sessions import Answer, Limits, Session
 from shared.errors import BadRequest
 
@@ -148,7 +148,7 @@ def given_turn(prompt: Any, name: str, limits: Body) -> tuple[Asked, Limits]:
         stop=stops(limits),
         stop_token_ids=limits.get("stop_token_ids"),
     )
-    same = f"{prompt}{bounds}"
+    same = digest(f"{prompt}{bounds}")
     asked = Asked(same, token_ids=tuple(prompt)) if is_ids else Asked(same, text=str(prompt))
     return asked, bounds
 

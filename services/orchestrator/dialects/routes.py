@@ -19,13 +19,21 @@ from services.orchestrator.dialects.dialect import Dialect
 from services.orchestrator.dialects.messages import MESSAGES
 from services.orchestrator.dialects.responses import RESPONSES
 from services.orchestrator.dialects.tokens import TOKENS
-from services.orchestrator.play.sessions import KEY, Answer, Session, Sessions
+from services.orchestrator.play.recording import Asked
+from services.orchestrator.play.sessions import (
+    KEY,
+    MAX_BODY_BYTES,
+    Answer,
+    Limits,
+    Session,
+    Sessions,
+)
 from services.orchestrator.pushing.areal import OF_SESSIONS
 from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http import codec, openapi
 from shared.http.gate import AcceptedKeys, given_token
 from shared.http.operations import client_went_away, done_or
-from shared.http.rendering import media_type, render
+from shared.http.rendering import body_of, media_type, reading, render
 from shared.http.service import Service
 from shared.http.streams import client_gone
 from shared.wire import ApiKey, CallAnswer, CallRequest, SessionRecord
@@ -89,11 +97,10 @@ def _no_session(name: str) -> NotFound:
 async def answer_turn(request: Request, session: Session, dialect: Dialect) -> Response:
     """Answers a call of a session. A client that goes away leaves its turn under way, for its
     retry."""
-    data = await request.body()
+    data = await body_of(request, MAX_BODY_BYTES)
     if media_type(request, data) != codec.JSON:
         raise BadRequest(f"POST {dialect.path}: expected JSON")
-    body = _document(data)
-    asked, limits = dialect.read(body, session)
+    body, (asked, limits) = await reading(len(data), _read, data, dialect, session)
     turn = session.turn(
         asked,
         limits,
@@ -104,6 +111,13 @@ async def answer_turn(request: Request, session: Session, dialect: Dialect) -> R
     if body.get("stream"):
         return Response(dialect.stream(answer, body), media_type=STREAM)
     return JSONResponse(dialect.body(answer, body))
+
+
+def _read(
+    data: bytes, dialect: Dialect, session: Session
+) -> tuple[dict[str, Any], tuple[Asked, Limits]]:
+    document = _document(data)
+    return document, dialect.read(document, session)
 
 
 def _document(data: bytes) -> dict[str, Any]:

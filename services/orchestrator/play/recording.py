@@ -12,6 +12,7 @@ Each answer is sampled in one row: in the other rows it is a part of the prompt.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,14 @@ from shared.wire.packed import TokenIds
 COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id")
 """The fields in which two equal messages agree. Clients add and drop other fields."""
 
+READ = (*COMPARED, "reasoning", "reasoning_content", "task")
+"""The fields of a message that vLLM gives to templates."""
+
 
 @dataclass(frozen=True)
 class Asked:
-    """What a turn answers: messages, a text, or token ids. `name` is equal for equal requests."""
+    """What a turn answers: messages, a text, or token ids. `name` is equal for equal requests, a
+    `digest` of each."""
 
     name: str
     messages: tuple[Message, ...] = ()
@@ -84,6 +89,16 @@ class Turn:
     def added(self) -> tuple[TokenIds, TokenIds]:
         """Its tokens: given, and sampled."""
         return self.given, self.rollout.token_ids
+
+
+def digest(request: str) -> str:
+    """Returns a name of constant length that no other request has."""
+    return hashlib.sha256(request.encode(errors="surrogatepass")).hexdigest()
+
+
+def read_fields(message: Message) -> Message:
+    """Returns the message without what no template reads: a session keeps all its messages."""
+    return {name: value for name, value in message.items() if name in READ}
 
 
 class Recording:

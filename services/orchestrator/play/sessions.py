@@ -22,7 +22,14 @@ from typing import Any
 from pydantic_core import PydanticSerializationError
 
 from services.orchestrator.play.conversation import SEEDS_PER_TURN, failed, with_info
-from services.orchestrator.play.recording import Asked, Recording, Turn, group_of
+from services.orchestrator.play.recording import (
+    Asked,
+    Recording,
+    Turn,
+    digest,
+    group_of,
+    read_fields,
+)
 from services.orchestrator.pool.services import Services
 from shared.errors import BadRequest, Conflict, Failed, Gone, HoneError, Malformed
 from shared.host.logs import get_logger
@@ -35,6 +42,9 @@ KEY = "sk-hone-"
 
 MAX_CLOSED = 65_536
 """The newest closed sessions whose names and keys are known, to refuse them with a reason."""
+
+MAX_BODY_BYTES = 16 << 20
+"""Largest request of an agent: some megabytes of text are more than any model's window."""
 
 FULL = "context_length_exceeded"
 """The error's code of a turn for which there is no room."""
@@ -128,13 +138,14 @@ class Session:
     @staticmethod
     def asked(request: ChatRequest) -> tuple[Asked, Limits]:
         """Returns the turn that the messages ask for. Raises BadRequest for what is no JSON."""
+        messages = tuple(map(read_fields, request.messages))
         try:
-            name = request.model_dump_json()
+            name = request.model_copy(update={"messages": messages}).model_dump_json()
         except PydanticSerializationError as error:  # too deep
             raise BadRequest(f"the request cannot be recorded: {error}") from error
         asked = Asked(
-            name=name,
-            messages=request.messages,
+            name=digest(name),
+            messages=messages,
             tools=request.tools or (),
             tool_choice=request.tool_choice or "auto",
             template_args=request.chat_template_kwargs or {},

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from services.orchestrator.play.conversation import failed
 from services.orchestrator.play.group import joined
-from services.orchestrator.play.sessions import Session, Sessions
+from services.orchestrator.play.sessions import MAX_BODY_BYTES, Session, Sessions
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pushing.checking import scored
 from services.orchestrator.pushing.groups import Pushing
@@ -257,7 +257,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 async def _read(request: Request, kind: type[M]) -> M:
-    data = await request.body()
+    data = await rendering.body_of(request, MAX_BODY_BYTES)
     return codec.decode(kind, data, rendering.media_type(request, data))
 
 
