@@ -1,8 +1,9 @@
 """The queue of a job whose groups are pushed: files in its run folder, so that every orchestrator
 that shares the folder accepts groups.
 
-    pushed/journal.jsonl     a line for each group that was accepted, and for each round of a step
-                             that took groups, wants some, or dropped stale ones
+    pushed/journal.jsonl     a line for each group that was accepted, for each round of a step that
+                             took groups, wants some, or dropped stale ones, and for each session
+                             that ended, or was dropped
     pushed/000017.msgpack    group 17, until the batch of its step is stored
     pushed/session-*.msgpack the rollout of a session that has ended, until its group is whole
     pushed/lock              held by the process that reads or writes
@@ -27,6 +28,7 @@ from services.orchestrator.runs.finished import CHECKSUM_BYTES, checksum
 from services.orchestrator.runs.writable import writing
 from shared.errors import Conflict, Failed
 from shared.host import disk
+from shared.host.logs import get_logger
 from shared.http import codec
 from shared.wire import ScoredGroup
 
@@ -45,10 +47,11 @@ Versions = tuple[int, int] | None
 class Ledger:
     """What the journal says. `versions` are of the groups that no step has taken, by number; `took`
     and `wants` are by step and round. `programs` have registered to push groups. `ended` are the
-    sessions that are of no group yet, by task; `sessions` are all that ended."""
+    sessions that wait for others of their task, by task; `sessions` are all that ended."""
 
     num_accepted: int = 0
     num_dropped: int = 0
+    num_dropped_sessions: int = 0
     keys: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     versions: dict[int, Versions] = field(default_factory=dict[int, Versions])
     took: dict[tuple[int, int], list[int]] = field(default_factory=dict[tuple[int, int], list[int]])
@@ -63,10 +66,14 @@ class Ledger:
             self.ended.setdefault(line["task"], []).append(line["ended"])
             self.sessions.add(line["ended"])
             return
+        if dropped := line.get("dropped_sessions"):
+            self.num_dropped_sessions += len(dropped)
+            self._leave(line["task"], dropped)
+            return
         if number := line.get("accepted"):
             self.num_accepted = number
-            for id in line.get("sessions", ()):
-                self.ended[line["task"]].remove(id)
+            if ids := line.get("sessions"):
+                self._leave(line["task"], ids)
             self.keys[line["key"]] = number, line["digest"]
             self.versions[number] = tuple(line["versions"]) if line["versions"] else None
             return
@@ -81,6 +88,13 @@ class Ledger:
             self.took[place] = line["took"]
         if "wants" in line:
             self.wants[place] = line["wants"]
+
+    def _leave(self, task: str, ids: list[str]) -> None:
+        """Takes in that sessions of a task wait no more."""
+        for id in ids:
+            self.ended[task].remove(id)
+        if not self.ended[task]:
+            del self.ended[task]
 
     def num_trained(self, last_step: int) -> int:
         """Returns how many groups the steps up to `last_step` took."""
@@ -157,17 +171,33 @@ class PushedQueue:
         self, part: ScoredGroup, id: str, task: str, count: int, together: Together
     ) -> None:
         """Stores the rollout of a session, a group of one. `count` sessions of the same task
-        become a group by `together`. Ending a session again changes nothing."""
+        become a group by `together`. One that is damaged is dropped. Ending a session again changes
+        nothing."""
         with self._locked() as ledger:
             if id not in ledger.sessions:
                 self._write(self._session(id), part)
                 self._append(ended=id, task=task)
-            for task, ids in [*ledger.ended.items()]:
-                if len(ids) >= count:
-                    self._join(task, ids[:count], together)
+            for task in [*ledger.ended]:
+                while len(ids := ledger.ended.get(task, [])[:count]) == count:
+                    parts = [found for id in ids if (found := self._part(task, id))]
+                    if len(parts) == count:
+                        self._join(task, ids, together(parts))
 
-    def _join(self, task: str, ids: list[str], together: Together) -> None:
-        group = together([self._stored(self._session(id)) for id in ids])
+    def _part(self, task: str, id: str) -> ScoredGroup | None:
+        """Returns the rollout of a session that ended. Drops one that cannot be read."""
+        try:
+            return self._stored(self._session(id))
+        except (Failed, FileNotFoundError) as error:
+            self._drop_sessions(task, [id], str(error))
+            return None
+
+    def _drop_sessions(self, task: str, ids: list[str], why: str) -> None:
+        self._append(dropped_sessions=ids, task=task, why=why)
+        for id in ids:
+            self._session(id).unlink(missing_ok=True)
+        get_logger().warning("sessions dropped", run=str(self._run), sessions=ids, reason=why)
+
+    def _join(self, task: str, ids: list[str], group: ScoredGroup) -> None:
         number = self._ledger.num_accepted + 1
         self._write(self._file(number), group)
         versions, key = _versions_of(group), f"sessions {number}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import structlog
 
 from services.orchestrator.runs.pushed import Ledger, PushedQueue, Round, Sent, forget_up_to
 from shared.errors import Failed
@@ -104,10 +105,11 @@ def test_an_empty_ledger_has_nothing_ahead() -> None:
     assert Ledger().num_ahead(5) == 0 and Ledger().num_trained(5) == 0
 
 
-def test_sessions_that_ended_become_a_group(tmp_path: Path) -> None:
-    def together(parts: list[ScoredGroup]) -> ScoredGroup:
-        return parts[0].model_copy(update={"scores": tuple(p.scores[0] for p in parts)})
+def together(parts: list[ScoredGroup]) -> ScoredGroup:
+    return parts[0].model_copy(update={"scores": tuple(p.scores[0] for p in parts)})
 
+
+def test_sessions_that_ended_become_a_group(tmp_path: Path) -> None:
     def end(id: str, task: str) -> int:
         queue = PushedQueue(tmp_path)  # as after a crash each time
         queue.end_session(scored(4), id, task, 2, together)
@@ -118,3 +120,25 @@ def test_sessions_that_ended_become_a_group(tmp_path: Path) -> None:
     queue = PushedQueue(tmp_path)
     assert queue.take(Round(5, 0, 2, 4, 4)) == ([1, 2], True) and len(queue.group(2).scores) == 2
     assert not [*(tmp_path / "pushed").glob("session-*")]
+
+
+def test_a_damaged_session_is_dropped_and_the_others_go_on(tmp_path: Path) -> None:
+    def end(id: str, task: str, count: int = 2) -> None:
+        PushedQueue(tmp_path).end_session(scored(4), id, task, count, together)
+
+    for id in "abc":
+        end(id, "one", 9)
+    folder = tmp_path / "pushed"
+    for path, change in zip(sorted(folder.glob("session-*")), ("flip", "lose"), strict=False):
+        path.write_bytes(path.read_bytes()[:-1] + b"x") if change == "flip" else path.unlink()
+    with structlog.testing.capture_logs() as logs:
+        end("d", "two")
+    assert [line["event"] for line in logs] == ["sessions dropped"] * 2
+    reasons = {line["reason"] for line in logs}
+    assert any("is damaged: its checksum is" in why for why in reasons)
+    assert any("No such file" in why for why in reasons)
+    end("e", "two")
+    queue = PushedQueue(tmp_path)
+    counts = queue.look(lambda found: (found.num_accepted, found.num_dropped_sessions))
+    assert counts == (1, 2) and [*queue.look(lambda found: found.ended)] == ["one"]
+    assert len(queue.group(1).scores) == 2 and len([*folder.glob("session-*")]) == 1
