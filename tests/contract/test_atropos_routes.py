@@ -12,8 +12,10 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from services.orchestrator.pushing import atropos
+from services.orchestrator.pushing import atropos, checking, groups
+from services.orchestrator.pushing.checking import Model
 from shared.job import Job
+from shared.wire import PushedGroup, ScoredGroup
 from tests.contract.test_pushed import pushed_job
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
@@ -104,6 +106,30 @@ async def test_data_that_cannot_be_trained_on_is_refused(stack: Stack) -> None:
         answer = await stack.http.post(f"{url}/scored_data", json=scored(7, **change))
         assert answer.status_code == 422 and detail in answer.json()["detail"]
     await stack.post(f"{url.split('/')[3]}/cancel")
+
+
+async def test_a_group_that_waits_for_room_is_checked_once(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = list[PushedGroup]()
+
+    def scored_group(group: PushedGroup, model: Model) -> ScoredGroup:
+        checked.append(group)
+        return checking.scored_group(group, model)
+
+    monkeypatch.setattr(groups, "scored_group", scored_group)
+    monkeypatch.setattr(atropos, "LOOK_S", 0.01)
+    may_train = asyncio.Event()
+    stack.fakes.fault["train_step"] = lambda _: may_train.wait()
+    url = await running(stack)
+    job_id = url.split("/")[3]
+    assert (await stack.http.post(f"{url}/scored_data", json=scored(7))).status_code == 200
+    waiting = asyncio.create_task(stack.http.post(f"{url}/scored_data", json=scored(8)))
+    await asyncio.sleep(0.3)
+    assert not waiting.done() and len(checked) == 2
+    may_train.set()
+    assert (await waiting).json() == {"status": "received", "groups_processed": 1}
+    assert (await stack.until(job_id)).status == "succeeded" and len(checked) == 2
 
 
 async def test_a_job_has_so_many_environments_and_silent_ones_do_not_count(

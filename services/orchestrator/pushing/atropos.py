@@ -70,6 +70,9 @@ UNSUPPORTED = ("images", "distill_token_ids", "distill_logprobs")
 
 T = TypeVar("T")
 
+Converted = tuple[int | None, PushedGroup]
+"""A group, and the number of the environment that sent it."""
+
 
 def add_routes(service: Service, settings: Settings, pushing: Pushing) -> None:
     api = Atropos(pushing)
@@ -82,14 +85,13 @@ def add_routes(service: Service, settings: Settings, pushing: Pushing) -> None:
 
     async def scored_data(job_id: str, request: Request) -> Response:
         """Stores a group before it answers. Waits while the job has no room for it."""
-        data = codec.decode(ScoredData, await _body(request, limit_bytes))
-        return await rendering.render(await api.push(job_id, [data]), request)
+        sent = await _sent(request, ScoredData, limit_bytes)
+        return await rendering.render(await api.push(job_id, sent), request)
 
     async def scored_data_list(job_id: str, request: Request) -> Response:
         """Stores groups, each as `/scored_data` does."""
-        listed = await _body(request, limit_bytes)
-        groups = codec.decode(ScoredDataList, listed).root
-        return await rendering.render(await api.push(job_id, groups), request)
+        sent = await _sent(request, ScoredDataList, limit_bytes)
+        return await rendering.render(await api.push(job_id, sent), request)
 
     async def status_env(job_id: str, request: Request) -> Response:
         """How far the job is, for the environment that the body names."""
@@ -175,20 +177,21 @@ class Atropos:
             num_steps=record.job.steps,
         )
 
-    async def push(self, job_id: str, groups: Sequence[ScoredData]) -> DataReceived:
+    async def push(self, job_id: str, sent: Sequence[Converted]) -> DataReceived:
         """Returns once all groups are on disk."""
         end = time.monotonic() + HOLD_S
         heard = self._heard.get(job_id, {})
-        for number in heard.keys() & {group.env_id for group in groups}:
+        for number in heard.keys() & {env_id for env_id, _ in sent}:
             heard[number] = time.monotonic()
-        for group in [pushed_group(each) for each in groups]:
+        for _, group in sent:
             await self._push(job_id, group, end)
-        return DataReceived(groups_processed=len(groups))
+        return DataReceived(groups_processed=len(sent))
 
     async def _push(self, job_id: str, group: PushedGroup, end: float) -> None:
+        checked = await self._pushing.checked(job_id, group)
         while True:
             try:
-                await self._pushing.push(job_id, group)
+                await self._pushing.store(job_id, checked)
                 return
             except Busy as error:
                 if time.monotonic() >= end:
@@ -330,6 +333,20 @@ def _check(data: ScoredData) -> None:
                 )
 
 
+async def _sent(
+    request: Request, kind: type[ScoredData | ScoredDataList], limit_bytes: int
+) -> list[Converted]:
+    """Returns the groups of a body in Hone's form."""
+    data = await _body(request, limit_bytes)
+
+    def read() -> list[Converted]:
+        sent = codec.decode(kind, data)
+        groups = sent.root if isinstance(sent, ScoredDataList) else (sent,)
+        return [(each.env_id, pushed_group(each)) for each in groups]
+
+    return await rendering.reading(len(data), read)
+
+
 async def _body(request: Request, limit_bytes: int) -> bytes:
     """Returns the body, which an environment may compress by gzip."""
     data = await request.body()
@@ -338,7 +355,7 @@ async def _body(request: Request, limit_bytes: int) -> bytes:
         return data
     unzip = zlib.decompressobj(wbits=31)
     try:
-        found = unzip.decompress(data, limit_bytes)
+        found = await asyncio.to_thread(unzip.decompress, data, limit_bytes)
     except zlib.error as error:
         raise BadRequest(f"the body is no gzip: {error}") from error
     if unzip.unconsumed_tail:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,14 @@ from shared.errors import Busy, Conflict
 from shared.http import codec, openapi, rendering
 from shared.http.service import Service
 from shared.job import Job
-from shared.wire import TERMINAL, GroupAccepted, GroupCounts, JobRecord, PushedGroup
+from shared.wire import (
+    TERMINAL,
+    GroupAccepted,
+    GroupCounts,
+    JobRecord,
+    PushedGroup,
+    ScoredGroup,
+)
 
 FULL_S = 2
 """Seconds after which a refused pusher is to ask again."""
@@ -44,7 +52,8 @@ def add_routes(service: Service, pushing: Pushing) -> None:
         """Stores a group of a job with `[environment] kind = "pushed"`, to be trained on in the
         order in which groups came. 429: the job has as many as `max_staleness` allows."""
         data = await request.body()
-        group = codec.decode(PushedGroup, data, rendering.media_type(request, data))
+        kind = rendering.media_type(request, data)
+        group = await rendering.reading(len(data), codec.decode, PushedGroup, data, kind)
         return await rendering.render(await pushing.push(job_id, group), request)
 
     service.body(PushedGroup, "POST", path)
@@ -58,6 +67,15 @@ def add_routes(service: Service, pushing: Pushing) -> None:
         return await pushing.counts(job_id)
 
 
+@dataclass(frozen=True)
+class Checked:
+    """A pushed group without a fault: as it was sent, and as it is stored."""
+
+    group: PushedGroup
+    scored: ScoredGroup
+    digest: str
+
+
 class Pushing:
     """Accepts groups for the jobs of a store."""
 
@@ -69,8 +87,18 @@ class Pushing:
     async def push(self, job_id: str, group: PushedGroup) -> GroupAccepted:
         """Returns the group's number once it is on disk. Raises BadRequest for a group that cannot
         be trained on, Busy while there is no room, and Conflict for a job that takes no groups."""
+        return await self.store(job_id, await self.checked(job_id, group))
+
+    async def checked(self, job_id: str, group: PushedGroup) -> Checked:
+        """Returns the group as it is trained on. Raises BadRequest for one that cannot be, and
+        Conflict for a job that takes no groups."""
         record = await self.record(job_id)
-        number = await asyncio.to_thread(self._accept, record, self.queue(record), group)
+        return await asyncio.to_thread(self._checked, record, group)
+
+    async def store(self, job_id: str, checked: Checked) -> GroupAccepted:
+        """Returns the group's number once it is on disk. Raises Busy while there is no room."""
+        record = await self.record(job_id)
+        number = await asyncio.to_thread(self._accept, record, self.queue(record), checked)
         return GroupAccepted(job_id=record.id, number=number)
 
     async def counts(self, job_id: str) -> GroupCounts:
@@ -104,11 +132,15 @@ class Pushing:
             )
         return record
 
-    def _accept(self, record: JobRecord, queue: PushedQueue, group: PushedGroup) -> int:
-        RunFolder(Path(record.run_dir)).check_there()
+    def _checked(self, record: JobRecord, group: PushedGroup) -> Checked:
         scored = scored_group(group, self.model(record.job))
         check_ratio(group, record.job.training)
         digest = hashlib.sha256(codec.pack(group.model_copy(update={"key": None}))).hexdigest()
+        return Checked(group, scored, digest)
+
+    def _accept(self, record: JobRecord, queue: PushedQueue, checked: Checked) -> int:
+        RunFolder(Path(record.run_dir)).check_there()
+        group = checked.group
 
         def admit(ledger: Ledger) -> None:
             check_room(record, ledger)
@@ -116,7 +148,8 @@ class Pushing:
             oldest = found.next_step - 1 - record.job.max_staleness
             check_versions(group, max(oldest, 0), record.step + 1, found.next_step)
 
-        return queue.accept(scored, Sent(digest, group.key, record.step), admit)
+        sent = Sent(checked.digest, group.key, record.step)
+        return queue.accept(checked.scored, sent, admit)
 
     def queue(self, record: JobRecord) -> PushedQueue:
         """Returns the job's queue, which remembers what it has read."""
