@@ -9,6 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request
@@ -20,7 +21,8 @@ from services.orchestrator.play.group import joined
 from services.orchestrator.play.sessions import MAX_BODY_BYTES, Session, Sessions
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pushing.checking import scored
-from services.orchestrator.pushing.groups import Pushing
+from services.orchestrator.pushing.groups import Pushing, oldest_version
+from services.orchestrator.runs.pushed import Joining
 from shared.errors import BadRequest, Busy, Conflict, Gone, HoneError
 from shared.host.logs import get_logger
 from shared.http import codec, openapi, rendering
@@ -217,8 +219,8 @@ class Areal:
         )
         by_task = job.environment is None or job.environment.group_by == "task"
         task = online.task if by_task else f"prompts that begin with {group.prompt_token_ids[:1]}"
-        queue = self._pushing.queue(record)
-        queue.end_session(part, online.session.id, task, job.sampling.group_size, together)
+        joining = Joining(job.sampling.group_size, together, partial(oldest_version, record))
+        self._pushing.queue(record).end_session(part, online.session.id, task, joining)
 
     def _online(self, key: str) -> Online:
         if (found := self._open.get(key)) is None:

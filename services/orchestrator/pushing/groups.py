@@ -144,9 +144,8 @@ class Pushing:
 
         def admit(ledger: Ledger) -> None:
             check_room(record, ledger)
-            found = counts_of(record, ledger)
-            oldest = found.next_step - 1 - record.job.max_staleness
-            check_versions(group, max(oldest, 0), record.step + 1, found.next_step)
+            next_step = counts_of(record, ledger).next_step
+            check_versions(group, oldest_version(record, ledger), record.step + 1, next_step)
 
         sent = Sent(checked.digest, group.key, record.step)
         return queue.accept(checked.scored, sent, admit)
@@ -186,6 +185,11 @@ def counts_of(record: JobRecord, ledger: Ledger) -> GroupCounts:
         next_step=record.step + 1 + ahead // per_step,
         room=0 if record.status in TERMINAL else max(room, 0),
     )
+
+
+def oldest_version(record: JobRecord, ledger: Ledger) -> int:
+    """Returns the oldest version that may have sampled a group which is accepted now."""
+    return max(counts_of(record, ledger).next_step - 1 - record.job.max_staleness, 0)
 
 
 def check_room(record: JobRecord, ledger: Ledger) -> None:

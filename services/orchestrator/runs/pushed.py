@@ -47,7 +47,8 @@ Versions = tuple[int, int] | None
 class Ledger:
     """What the journal says. `versions` are of the groups that no step has taken, by number; `took`
     and `wants` are by step and round. `programs` have registered to push groups. `ended` are the
-    sessions that wait for others of their task, by task; `sessions` are all that ended."""
+    sessions that wait for others of their task, by task, with their versions; `sessions` are all
+    that ended."""
 
     num_accepted: int = 0
     num_dropped: int = 0
@@ -57,13 +58,14 @@ class Ledger:
     took: dict[tuple[int, int], list[int]] = field(default_factory=dict[tuple[int, int], list[int]])
     wants: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     programs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    ended: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    ended: dict[str, dict[str, Versions]] = field(default_factory=dict[str, dict[str, Versions]])
     sessions: set[str] = field(default_factory=set[str])
 
     def add(self, line: dict[str, Any]) -> None:
         """Takes in a line of the journal."""
         if "ended" in line:
-            self.ended.setdefault(line["task"], []).append(line["ended"])
+            versions = tuple(line["versions"]) if line.get("versions") else None
+            self.ended.setdefault(line["task"], {})[line["ended"]] = versions
             self.sessions.add(line["ended"])
             return
         if dropped := line.get("dropped_sessions"):
@@ -92,7 +94,7 @@ class Ledger:
     def _leave(self, task: str, ids: list[str]) -> None:
         """Takes in that sessions of a task wait no more."""
         for id in ids:
-            self.ended[task].remove(id)
+            del self.ended[task][id]
         if not self.ended[task]:
             del self.ended[task]
 
@@ -125,6 +127,16 @@ class Sent:
     digest: str
     key: str | None
     last_step: int
+
+
+@dataclass(frozen=True)
+class Joining:
+    """How sessions become groups: `count` of a task, by `together`. `oldest` returns the oldest
+    version that may have sampled a group which is accepted now."""
+
+    count: int
+    together: Together
+    oldest: Callable[[Ledger], int]
 
 
 @dataclass(frozen=True)
@@ -167,21 +179,29 @@ class PushedQueue:
             self._append(accepted=number, key=key, digest=digest, versions=versions)
             return number
 
-    def end_session(
-        self, part: ScoredGroup, id: str, task: str, count: int, together: Together
-    ) -> None:
-        """Stores the rollout of a session, a group of one. `count` sessions of the same task
-        become a group by `together`. One that is damaged is dropped. Ending a session again changes
+    def end_session(self, part: ScoredGroup, id: str, task: str, joining: Joining) -> None:
+        """Stores the rollout of a session, a group of one. Sessions of the same task become groups.
+        One that is damaged, or too old for a group, is dropped. Ending a session again changes
         nothing."""
         with self._locked() as ledger:
             if id not in ledger.sessions:
                 self._write(self._session(id), part)
-                self._append(ended=id, task=task)
+                self._append(ended=id, task=task, versions=_versions_of(part))
             for task in [*ledger.ended]:
-                while len(ids := ledger.ended.get(task, [])[:count]) == count:
+                while len(ids := self._fresh(task, joining)) == joining.count:
                     parts = [found for id in ids if (found := self._part(task, id))]
-                    if len(parts) == count:
-                        self._join(task, ids, together(parts))
+                    if len(parts) == len(ids):
+                        self._join(task, ids, joining.together(parts))
+
+    def _fresh(self, task: str, joining: Joining) -> list[str]:
+        """Returns the sessions of the task's next group, fewer if it is not whole. Drops older
+        ones: the step would drop their group, and fresh sessions with it."""
+        oldest = joining.oldest(self._ledger)
+        waiting = self._ledger.ended.get(task, {})
+        if old := [id for id, versions in waiting.items() if versions and versions[0] < oldest]:
+            why = f"older weights than version {oldest} sampled them, and max_staleness allows none"
+            self._drop_sessions(task, old, why)
+        return [*self._ledger.ended.get(task, {})][: joining.count]
 
     def _part(self, task: str, id: str) -> ScoredGroup | None:
         """Returns the rollout of a session that ended. Drops one that cannot be read."""

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import structlog
 
-from services.orchestrator.runs.pushed import Ledger, PushedQueue, Round, Sent, forget_up_to
+from services.orchestrator.runs.pushed import (
+    Joining,
+    Ledger,
+    PushedQueue,
+    Round,
+    Sent,
+    forget_up_to,
+)
 from shared.errors import Failed
 from shared.wire import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span
 from shared.wire.packed import TokenIds
@@ -112,7 +119,7 @@ def together(parts: list[ScoredGroup]) -> ScoredGroup:
 def test_sessions_that_ended_become_a_group(tmp_path: Path) -> None:
     def end(id: str, task: str) -> int:
         queue = PushedQueue(tmp_path)  # as after a crash each time
-        queue.end_session(scored(4), id, task, 2, together)
+        queue.end_session(scored(4), id, task, Joining(2, together, lambda _: 0))
         return queue.look(lambda ledger: ledger.num_accepted)
 
     assert [end("a", "one"), end("b", "two"), end("a", "one"), end("c", "one")] == [0, 0, 0, 1]
@@ -124,7 +131,8 @@ def test_sessions_that_ended_become_a_group(tmp_path: Path) -> None:
 
 def test_a_damaged_session_is_dropped_and_the_others_go_on(tmp_path: Path) -> None:
     def end(id: str, task: str, count: int = 2) -> None:
-        PushedQueue(tmp_path).end_session(scored(4), id, task, count, together)
+        joining = Joining(count, together, lambda _: 0)
+        PushedQueue(tmp_path).end_session(scored(4), id, task, joining)
 
     for id in "abc":
         end(id, "one", 9)
@@ -142,3 +150,22 @@ def test_a_damaged_session_is_dropped_and_the_others_go_on(tmp_path: Path) -> No
     counts = queue.look(lambda found: (found.num_accepted, found.num_dropped_sessions))
     assert counts == (1, 2) and [*queue.look(lambda found: found.ended)] == ["one"]
     assert len(queue.group(1).scores) == 2 and len([*folder.glob("session-*")]) == 1
+
+
+def test_a_session_too_old_for_a_group_takes_no_fresh_one_along(tmp_path: Path) -> None:
+    def end(id: str, version: int | None) -> None:
+        joining = Joining(2, together, lambda ledger: 3 + ledger.num_accepted)
+        PushedQueue(tmp_path).end_session(scored(version), id, "one", joining)
+
+    end("old", 2)
+    end("fresh", 3)
+    with structlog.testing.capture_logs() as logs:
+        end("newer", 4)  # makes group 1, beyond which version 3 is too old
+        end("again", 3)
+        end("unknown", None)
+    assert [line["sessions"] for line in logs] == [["again"]]
+    assert "older weights than version 4 sampled them" in logs[0]["reason"]
+    queue = PushedQueue(tmp_path)
+    counts = queue.look(lambda found: (found.num_accepted, found.num_dropped_sessions))
+    assert counts == (1, 2) and queue.take(Round(4, 0, 1, 3, 4)) == ([1], True)
+    assert [*queue.look(lambda found: found.ended["one"])] == ["unknown"]
