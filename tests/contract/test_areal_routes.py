@@ -140,6 +140,33 @@ async def test_a_job_has_so_many_open_sessions(
     await stack.post(f"{record.id}/cancel")
 
 
+async def test_sessions_of_tasks_that_do_not_repeat_fill_the_room_and_are_told(
+    stack: Stack,
+) -> None:
+    record = await stack.submit()  # room for 2 groups of 2 sessions
+    for task in ("a", "b", "c", "d"):
+        key = (await start(stack, task))["api_key"]
+        await ask(stack, key)
+        await post(stack, key, "/v1/rl/set_reward", reward=1.0)
+        assert (await post(stack, key, "/v1/rl/end_session"))[0] == 200
+    refused = await stack.http.post("/v1/rl/start_session", json={"task_id": "e"})
+    assert refused.status_code == 429
+    assert (
+        "has 4 sessions that wait for others of their tasks, expected fewer than 4"
+        in (refused.json()["detail"])
+    )
+    told = (
+        "0 of the 1 that step 1 needs are here; 4 sessions wait in 4 tasks, none of which has "
+        "sampling.group_size of them yet (see environment.group_by)"
+    )
+    async with asyncio.timeout(20):
+        while told not in ((await stack.get(record.id)).doing or ""):
+            await asyncio.sleep(0.05)
+    again = await stack.http.post("/v1/rl/start_session", json={"task_id": "a"})
+    assert again.status_code == 200, "it may make a group whole"
+    await stack.post(f"{record.id}/cancel")
+
+
 async def test_an_idle_session_is_stored_if_it_has_a_reward(
     stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

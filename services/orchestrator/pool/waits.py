@@ -42,14 +42,19 @@ class Waits:
         self.progress_at = clock()
 
     @contextlib.contextmanager
-    def on(self, service: str, what: str) -> Generator[None]:
+    def on(self, service: str, what: str) -> Generator[Callable[[str], None]]:
         """Notes that the job waits for the service in this block, and that the service answered if
-        the block raises nothing. `what` is as in "sampling a group"."""
-        call = object()
-        self._under_way[call] = service, what, self._clock()
+        the block raises nothing. `what` is as in "sampling a group". Yields a function that says it
+        in other words while it waits."""
+        call, since = object(), self._clock()
+
+        def say(what: str) -> None:
+            self._under_way[call] = service, what, since
+
+        say(what)
         self._count(service, 1)
         try:
-            yield
+            yield say
             self.progress_at = self._clock()
             self._last[service] = what, self.progress_at
         finally:

@@ -83,7 +83,8 @@ def add_routes(service: Service, pushing: Pushing, sessions: Sessions) -> None:
 
     async def start_session(request: Request, job: str | None = None) -> Response:
         """Opens a session of the job that runs here; `job` names it where several do. 429: the job
-        has as many groups as `max_staleness` allows, or as many open sessions as it may."""
+        has as many groups as `max_staleness` allows, as many sessions that wait for others of their
+        tasks, or as many open sessions as it may."""
         return await _render(await areal.start(job, await _read(request, StartSession)), request)
 
     async def set_reward(request: Request) -> Response:
@@ -121,7 +122,7 @@ class Areal:
         if asked.api_key in self._open:
             await self.end(str(asked.api_key))
         record = await self._pushing.record(services.job_id)
-        await self._pushing.check_room(record)
+        await self._pushing.check_session_room(record, asked.task_id)
         environment = record.job.environment
         assert environment is not None, "a job of kind pushed has one"
         self._check_number(record.id, environment.episode_s)

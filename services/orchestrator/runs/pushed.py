@@ -98,6 +98,11 @@ class Ledger:
         if not self.ended[task]:
             del self.ended[task]
 
+    def num_waiting(self, oldest: int) -> int:
+        """Returns how many sessions wait for others, but for those that older weights sampled."""
+        waiting = (versions for of_task in self.ended.values() for versions in of_task.values())
+        return sum(versions is None or versions[0] >= oldest for versions in waiting)
+
     def num_trained(self, last_step: int) -> int:
         """Returns how many groups the steps up to `last_step` took."""
         return sum(len(took) for (step, _), took in self.took.items() if step <= last_step)
