@@ -49,6 +49,13 @@ TRAINER = {
     "num_parameters": 494032768,
 }
 SAMPLER = {"url": "http://10.0.0.7:8001", "job_id": ID, "version": 41, "boot_id": "5f2a"}
+STATE = {
+    "service": "rollout",
+    "url": "http://127.0.0.1:8001",
+    "answered_at": TIME,
+    "sampler": SERVING,
+    "gauges": {"running_requests": 96.0, "running_tokens": 41210.0, "memory_bytes": 6.1e9},
+}
 REGISTERED = {"replica": "sampler-1", **SAMPLER, "lease_s": 15.0, "expires_at": TIME + 15}
 
 SAMPLERS: dict[str, Any] = {
@@ -56,6 +63,8 @@ SAMPLERS: dict[str, Any] = {
     "RegisteredSampler": REGISTERED,
     "SamplerList": {"samplers": [REGISTERED]},
     "Unregistered": {"replica": "sampler-1"},
+    "ServiceState": STATE,
+    "ServiceList": {"services": [STATE]},
     "GenerateRequest": {
         **FENCED,
         "min_version": 40,
