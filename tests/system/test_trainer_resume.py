@@ -14,6 +14,7 @@ import pytest
 from services.trainer.disk import checkpoints
 from shared.errors import Conflict, HoneError
 from shared.wire import Example, StepResult, TrainerState
+from shared.wire.packed import Logprobs
 from tests.support.trainer_reference import some_examples
 from tests.support.trainer_service import Service, a_job
 
@@ -74,8 +75,9 @@ def test_a_rank_killed_at_step_7_of_12_changes_no_bit_of_the_final_weights(
         state.last_failure
         == f"rank {ranks - 1} was killed by SIGKILL, as the kernel does when memory runs out"
     )
-    assert service.step("killed", 6, batches[0]) == before[5], (
-        "the checkpoint's step is answered, not applied"
+    untold = {"logprobs": Logprobs(), "entropies": Logprobs()}
+    assert service.step("killed", 6, batches[0]) == before[5].model_copy(update=untold), (
+        "the checkpoint's step is answered, not applied, without what it said of tokens"
     )
     with pytest.raises(Conflict, match="got step 8, expected 7"):
         service.step("killed", 8, batches[2])
