@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Literal
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
@@ -17,6 +18,8 @@ from shared.http.service import Service
 from shared.http.urls import is_direct, without_password
 from shared.settings import Settings
 from shared.wire import ServiceList, ServiceState, ServingWeights, TrainerState
+
+Name = Literal["trainer", "rollout", "reward"]
 
 FRESH_S = 2.0
 """Seconds for which all callers get the same answer."""
@@ -55,10 +58,12 @@ class Stack:
     async def _look(self) -> ServiceList:
         settings = self._settings
         samplers = await sampler_urls(settings.rollout_urls, self._store.samplers.urls)
-        places = [("trainer", url) for url in settings.trainer_urls]
-        places += [("rollout", url) for url in samplers] + [("reward", settings.reward_url)]
         before = {one.url: one.answered_at for one in self._found.services}
-        found = await asyncio.gather(*(_look(*place, settings) for place in places))
+        found = await asyncio.gather(
+            *(_look("trainer", url, settings) for url in settings.trainer_urls),
+            *(_look("rollout", url, settings) for url in samplers),
+            _look("reward", settings.reward_url, settings),
+        )
         return ServiceList(
             services=tuple(
                 one.model_copy(update={"answered_at": one.answered_at or before.get(one.url)})
@@ -67,7 +72,7 @@ class Stack:
         )
 
 
-async def _look(name: str, url: str, settings: Settings) -> ServiceState:
+async def _look(name: Name, url: str, settings: Settings) -> ServiceState:
     """Returns what the service says now."""
     token = settings.bearer()
     own = {"authorization": f"Bearer {token}"} if token else {}

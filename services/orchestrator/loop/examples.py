@@ -65,16 +65,17 @@ def placed_examples(
 
 def trained_tokens(batch: Batch, placed: Sequence[Placed], result: StepResult) -> TrainedTokens:
     """Returns what the trainer says of the tokens of the batch's rollouts."""
-    found: dict[str, list[list[Logprobs]]] = {}
+    found: dict[str, tuple[tuple[Logprobs, ...], ...]] = {}
     for name in ("logprobs", "entropies"):
         values, start = getattr(result, name), 0
-        found[name] = [[Logprobs()] * len(group.rollouts) for group in batch.groups]
+        columns = [[Logprobs()] * len(group.rollouts) for group in batch.groups]
         for place, example in placed:
             num = sum(example.sampled) if example.sampled else len(example.token_ids)
             own = values[start : start + num]
             start += num
             if place:
-                found[name][place[0]][place[1]] = _spread(own, example.sampled)
+                columns[place[0]][place[1]] = _spread(own, example.sampled)
+        found[name] = tuple(map(tuple, columns))
     return TrainedTokens(step=result.step, **found)
 
 
@@ -95,7 +96,8 @@ def _rows(
     if isinstance(advantage, tuple):
         parts = [tuple(part) for part in of_rows(rollout, advantage)]
     for row, part in zip(found, parts, strict=True):
-        yield group.prompt_token_ids if row is rollout else row.prompt_token_ids, row, part
+        ids = group.prompt_token_ids if isinstance(row, Rollout) else row.prompt_token_ids
+        yield ids, row, part
 
 
 def _example(
