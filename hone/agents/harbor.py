@@ -125,7 +125,7 @@ class Tasks:
 
     def _folder(self, named: str) -> Path:
         """Returns the folder that a row names. Raises BadRequest for one that is not the worker's
-        own: whoever submits a job writes its rows, and the folder's Dockerfile runs here."""
+        own: the job's author writes its rows, and the folder's Dockerfile runs here."""
         folder = (self._root / named).resolve()
         if self._root not in folder.parents:
             raise BadRequest(

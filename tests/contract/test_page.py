@@ -276,6 +276,6 @@ async def test_services_say_what_they_serve_and_since_when_they_are_away(
     stack.settings.__dict__["reward_url"] = f"http://127.0.0.1:{free_port()}"
     away = (await stack.client.get("/v1/services", ServiceList)).services[-1]
     assert away.error == "it does not answer (ConnectError)" and away.answered_at is None
-    stack.settings.__dict__["reward_url"] = stack.settings.trainer_url
-    odd = (await stack.client.get("/v1/services", ServiceList)).services[-1]
-    assert odd.url == stack.settings.trainer_url and odd.gauges == {}
+    stack.settings.__dict__["trainer_url"] = stack.settings.rollout_urls[0]
+    odd = (await stack.client.get("/v1/services", ServiceList)).services[0]
+    assert (odd.error, odd.trainer) == ("it answers with status 404", None)

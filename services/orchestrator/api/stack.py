@@ -97,8 +97,10 @@ async def _look(name: Name, url: str, settings: Settings) -> ServiceState:
                 error = f"it answers with status {asked.status_code}"
     except TimeoutError:
         error = f"it gave no answer in {ANSWER_S:g} s"
-    except (httpx.HTTPError, ValueError) as problem:
+    except httpx.HTTPError as problem:
         error = f"it does not answer ({type(problem).__name__})"
+    except ValueError:
+        error = f"it answers GET {ASKED[name][0]} as no {name} service does"
     return ServiceState(
         service=name,
         url=without_password(url),

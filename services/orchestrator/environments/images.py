@@ -272,7 +272,7 @@ async def keep_swept(
 
 async def sweep(identity: str | None, status: Callable[[str], Awaitable[str | None]]) -> int:
     """Removes such containers once; the containers of other Redises stay, and what Docker does not
-    remove. Returns how many containers there were, whoever has them. Raises DockerFailed where
+    remove. Returns how many containers there were, of all owners. Raises DockerFailed where
     Docker lists none, and the errors of `status`."""
     found = await _listed(f"label={JOB}", "name=^/?hone-", labels=(OWNER, JOB, UNTIL))
     for id, name, owner, job, until in found:

@@ -14,8 +14,8 @@ RETRY_S = 0.5
 
 @dataclass
 class Replica:
-    """`num_open` are this job's episodes, with those that are asked for. `most`: how many of them
-    there were when it refused another one. `full_since`: since when it has refused episodes while
+    """`num_open` counts this job's episodes, open or being opened. `most`: how many of them there
+    were when it refused another one. `full_since`: since when it has refused episodes while
     none of the job was open there; None: it has not. Times are of the event loop's clock."""
 
     url: str

@@ -88,7 +88,7 @@ def _worst_first(found: Sequence[Finding]) -> tuple[Finding, ...]:
 def findings_of(
     facts: Facts, record: JobRecord, of_run: Sequence[Finding] | None = None
 ) -> FindingList:
-    """Returns the findings as the API has them. `of_run` are those of the run if they are known."""
+    """Returns the findings as the API has them. `of_run`: the run's findings; None: unknown."""
     of_run = found_by(OF_RUN, facts) if of_run is None else of_run
     found = _worst_first([*found_by(OF_STATE, facts), *of_run])
     return FindingList(

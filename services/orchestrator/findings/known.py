@@ -1,5 +1,6 @@
-"""The findings of jobs, for the API. Several pages ask for those of one job every few seconds, and
-reading a run takes seconds: it is read again once its files have changed, by one of them."""
+"""The findings of jobs, for the API. Several pages ask for the same job's findings every few
+seconds, and reading a run takes seconds: one request reads it again, once its files have
+changed."""
 
 from __future__ import annotations
 

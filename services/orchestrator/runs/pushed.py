@@ -99,7 +99,7 @@ class Ledger:
             del self.ended[task]
 
     def num_waiting(self, oldest: int) -> int:
-        """Returns how many sessions wait for others, but for those that older weights sampled."""
+        """Returns how many sessions wait for others and are of version `oldest` or newer."""
         waiting = (versions for of_task in self.ended.values() for versions in of_task.values())
         return sum(versions is None or versions[0] >= oldest for versions in waiting)
 
