@@ -33,6 +33,7 @@ from safetensors.numpy import load_file, save_file
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.host.processes import free_port
 from shared.http.client import Client
+from shared.http.health import own_metrics
 from shared.wire import (
     Aborted,
     AbortRequest,
@@ -561,6 +562,9 @@ async def test_a_newer_epoch_ends_what_the_older_has_under_way(
 async def test_an_abort_ends_what_a_job_has_under_way(service: Running, client: Client) -> None:
     who = {"job_id": "job", "attempt": 1, "epoch": 2}
     long = await sample_held(service, client, **who)
+    async with httpx.AsyncClient(base_url=service.url) as metrics:
+        told = own_metrics((await metrics.get("/metrics")).text, "rollout")
+    assert told["running_tokens"] == 3 * told["running_requests"] > 0, "prompts of 3 tokens"
     abort = client.call("POST", "/abort", AbortRequest(**who), Aborted, deadline_s=60)
     ended = await sent_and_let_go(service, abort)
     with pytest.raises(Conflict):
