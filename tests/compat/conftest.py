@@ -20,7 +20,7 @@ from deploy.machine import on_free_ports
 from deploy.tool_model import write_demo
 from tests.compat.packages import ROOT
 
-STEPS = 6
+STEPS = 8
 WAIT_S = 900.0
 
 

@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.compat, pytest.mark.timeout(1800)]
 ROW = {"secret": 7, "prompt": "Find the number."}
 STEPS = 6
 WAIT_S = 1200.0
+MEND_S = 60.0
 
 DOCKERFILE = """
 FROM {base}
@@ -133,8 +134,11 @@ async def test_its_containers_are_confined_and_taken_over(image: str) -> None:
             await play(made, "b")
             assert containers_of(mine) == ids, "they were started again"
             docker("rm", "--force", *ids)
-            await play(made, "c")
-            assert len(containers_of(mine)) == 2 and not {*containers_of(mine)} & {*ids}
+            until = time.monotonic() + MEND_S
+            while len(containers_of(mine)) < 2:  # an episode that meets it has it made again
+                assert time.monotonic() < until
+                await asyncio.gather(play(made, "c"), play(made, "d"))
+            assert not {*containers_of(mine)} & {*ids}
     assert containers_of(mine) == []
 
 
@@ -171,7 +175,11 @@ def test_a_model_learns_though_the_orchestrator_is_killed(image: str, tmp_path: 
             assert containers_of(f"hone.job={record.id}") == before and len(before) == 2
             assert [inspected(id)["State"]["StartedAt"] for id in before] == began
             ended = client.wait(record.id, timeout_s=WAIT_S)
-            assert ended.status == "succeeded" and containers_of("hone.job") == []
+            assert ended.status == "succeeded"
+            until = time.monotonic() + MEND_S
+            while containers_of("hone.job"):
+                assert time.monotonic() < until
+                time.sleep(0.5)
         summary = stack.summary("image")
     print(f"held out {summary['eval_before']:.3f} -> {summary['eval_after']:.3f}")
     assert summary["steps"] == STEPS
