@@ -92,6 +92,17 @@ def conversations(metrics: dict[str, float]) -> str:
     return f"  {', '.join(parts)}"
 
 
+SHOWN_SHARE = 0.1
+"""Least share of tokens that a shared prefix saved for a step's line to say so."""
+
+
+def shared(metrics: dict[str, float]) -> str:
+    """Returns how much of the step's tokens were computed once for several sequences; "" if
+    little."""
+    share = metrics.get("tokens/shared_fraction", 0.0)
+    return f"  {share:.0%} of tokens shared" if share >= SHOWN_SHARE else ""
+
+
 def time_split(metrics: dict[str, float]) -> str:
     """Returns the seconds of a step by stage, for example `generate 0.6 reward 0.2 train 0.3 sync
     0.1 s`."""
@@ -332,7 +343,7 @@ class Follower:
         eta = event.data.get("eta_s")
         left = f"  ETA {duration(eta)}" if eta is not None else ""
         step = f"step {event.data['step']}/{event.data['steps']}"
-        played = conversations(metrics)
+        played = conversations(metrics) + shared(metrics)
         return f"{step}  reward {shown}{curve}{played}  {time_split(metrics)}{left}"
 
 

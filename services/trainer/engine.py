@@ -49,13 +49,15 @@ class Engine(Protocol):
     The `save_` methods get an existing folder that all ranks see. `save_weights`, `save_adapter`
     (of a job with LoRA) and `save_checkpoint` gather tensors from the ranks and write on rank 0;
     `save_state` writes each rank's share, and `load_state` reads it into a new engine
-    (`zero/state.py`).
+    (`zero/state.py`). `without` says what the model cannot do that saves time with others ("":
+    nothing).
     """
 
     dtype: str
     device: str
     num_parameters: int
     num_trainable: int
+    without: str
     weights_bytes: int
 
     def update(

@@ -255,6 +255,7 @@ class Trainer:
             device=engine.device,
             num_parameters=engine.num_parameters,
             num_trainable=engine.num_trainable,
+            without=engine.without,
             skipped_steps=loaded.skipped_steps,
             resumed_step=loaded.resumed_step,
             damaged=loaded.damaged,

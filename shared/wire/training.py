@@ -76,8 +76,9 @@ class TrainerState(Fencing):
     """`GET /state`: `step` is the last applied step, which is also the weights' version. None: no
     job yet.
 
-    `num_trainable` counts the parameters that change (fewer under LoRA). `skipped_steps` counts
-    steps that changed no weight, because a loss or gradient was not finite. `resumed_step` is the
+    `num_trainable` counts the parameters that change (fewer under LoRA). `without` says
+    what the model cannot do that saves time with others ("": nothing). `skipped_steps` counts steps
+    that changed no weight, because a loss or gradient was not finite. `resumed_step` is the
     checkpoint that the job resumed from, and `damaged` names newer checkpoints that could not be
     used. `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest
     failure. `boot_id` identifies this start of the ranks. `doing` says what takes long now, if it
@@ -93,6 +94,7 @@ class TrainerState(Fencing):
     device: str
     num_parameters: int
     num_trainable: int = 0
+    without: str = ""
     skipped_steps: int = 0
     resumed_step: int | None = None
     damaged: tuple[str, ...] = ()

@@ -33,6 +33,7 @@ class FakeEngine:
     makes it a skipped one."""
 
     dtype, device, num_parameters, num_trainable, weights_bytes = "float32", "cpu", 10, 4, 40
+    without = ""
     gpu = None
 
     def __init__(self, job: Job, rank: int = 0) -> None:

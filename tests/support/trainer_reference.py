@@ -20,14 +20,16 @@ LEARNING_RATE, MAX_GRAD_NORM = 1e3, 1e-9
 of elements whose gradient is rounding noise."""
 
 
-def some_examples(model: Path, num: int = 12, seed: int = 5) -> tuple[Example, ...]:
-    """Examples of very different lengths; old log-probs are the model's own, disturbed, so that
-    some ratios are clipped."""
+def some_examples(
+    model: Path, num: int = 12, seed: int = 5, prefix: tuple[int, ...] = ()
+) -> tuple[Example, ...]:
+    """Examples of very different lengths, which all begin with `prefix`; old log-probs are the
+    model's own, disturbed, so that some ratios are clipped."""
     rng = random.Random(seed)
     policy = load(model)
     examples = []
     for _ in range(num):
-        prompt = [rng.randrange(64) for _ in range(rng.randrange(1, 9))]
+        prompt = [*prefix, *(rng.randrange(64) for _ in range(rng.randrange(1, 9)))]
         completion = [rng.randrange(64) for _ in range(rng.randrange(1, 24))]
         old = [value + rng.gauss(0, 0.2) for value in logprobs(policy, prompt, completion).tolist()]
         examples.append(

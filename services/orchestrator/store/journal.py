@@ -54,6 +54,8 @@ class Journal:
             message += f"; going on after step {state.step}"
         for sentence in state.damaged:
             await self.warn(sentence)
+        if state.without:
+            await self.log(state.without)
         await self._store.report(self._lease, "log", message, step=state.step)
 
     async def recovering(self, message: str, recoveries: int) -> None:

@@ -19,12 +19,19 @@ has the same denominators, counted over every rollout because it trains on all o
 fewer examples than M, empty minibatches have a loss of 0 and no optimizer step.
 
 A micro-batch is bounded by its tokens, padding included, because memory depends on tokens and not
-on rows. Sequences are distributed to the ranks by cost, so that all finish together. Every rank
-gets the same number of micro-batches, because each backward pass is a collective.
+on rows (`packing.py`). Every rank gets the same number of micro-batches, because each backward pass
+is a collective.
 
-A micro-batch is either padded, a sequence a row, or packed: one row with all its sequences end to
-end, whose positions begin again with each, and no padding at all. Padding is on the right and known
-from lengths: a token equal to the padding id, or to the end of the text, is an ordinary token.
+A micro-batch has one of three layouts:
+
+    "shared"   one row, a forest: what sequences have in common at their beginning is in it once,
+               and tokens that only a loss needs as targets are not in it (`forest.py`)
+    "packed"   one row with all sequences end to end, whose positions begin again with each
+    "padded"   a sequence a row. Padding is on the right and known from lengths: a token equal to
+               the padding id, or to the end of the text, is an ordinary token
+
+Log-probs, weights and losses are per sequence in all of them: a token that two sequences share and
+train is in the row once, and has both losses.
 """
 
 from __future__ import annotations
@@ -33,8 +40,8 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, TypeVar
+from itertools import accumulate, chain
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +49,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from services.trainer.learning.attention import ForestAttention
 from services.trainer.learning.examples import (
     floats,
     integers,
@@ -49,14 +57,20 @@ from services.trainer.learning.examples import (
     sampled_positions,
     versions,
 )
-from services.trainer.learning.head import Kept
+from services.trainer.learning.forest import grow, sorted_by_tokens
+from services.trainer.learning.head import Kept, sent
 from services.trainer.learning.loss import Denominators
+from services.trainer.learning.packing import MicroBatches, pack_padded, pack_shared
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.wire import Example, StepTotals
 from shared.wire.packed import TokenIds
 
 E = TypeVar("E")
+
+Layout = Literal["padded", "packed", "shared"]
+
+CPU = torch.device("cpu")
 
 Positions = NDArray[np.intp]
 """Which of a completion's tokens the policy sampled."""
@@ -73,8 +87,9 @@ class MicroBatch:
     it is number `places_N[n]`. `sampler_logprobs_N` is valid only where
     `measured_N`. Weights of version `versions_N[n]`, or `UNKNOWN`, sampled the token. `weight` is
     1, or 0 for the dummy that keeps ranks in step. `attention_mask_BT` is 1 at tokens and 0 at
-    padding. `position_ids_BT` is set if the micro-batch is packed, and `kept` if not every token of
-    the vocabulary could be sampled.
+    padding. `position_ids_BT` and `forest` are set if the micro-batch is one row, and `kept` if not
+    every token of the vocabulary could be sampled. `num_tokens`: the tokens of all its sequences,
+    which is more than the row has if they share some.
     """
 
     input_ids_BT: Tensor
@@ -90,15 +105,17 @@ class MicroBatch:
     advantages_N: Tensor
     lengths_N: Tensor
     places_N: Tensor
+    num_tokens: int
     weight: float = 1.0
     position_ids_BT: Tensor | None = None
+    forest: ForestAttention | None = None
     kept: Kept | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {
-            name: value.to(device)
+            name: sent(value, device) if isinstance(value, Tensor) else value.to(device)
             for name, value in vars(self).items()
-            if isinstance(value, Tensor | Kept)
+            if isinstance(value, Tensor | Kept | ForestAttention)
         }
         return dataclasses.replace(self, **moved)
 
@@ -106,114 +123,68 @@ class MicroBatch:
 DUMMY = Example(prompt_token_ids=TokenIds([0]), token_ids=TokenIds([0]), advantage=0.0)
 """One token that reaches every parameter, with a gradient of exactly zero."""
 
-ATTENTION_TOKENS = 16384
-"""Length of a sequence at which attention costs as much as the rest of the model: about 12 hidden
-sizes of a transformer."""
+
+JOIN = 2
+"""Micro-batches that a pass without gradient computes together. It holds less of two than a pass
+with gradient holds of one: nothing but the layer that it is in."""
 
 
-def cost(length: int) -> float:
-    """Returns the work of a sequence, in tokens: attention compares each token with all tokens
-    before it, everything else is done once per token."""
-    return length * (1 + length / ATTENTION_TOKENS)
-
-
-def pack(
-    lengths: Sequence[int], num_ranks: int, budget_tokens: int, *, packed: bool = False
-) -> list[list[list[int]]]:
-    """Returns `[rank][micro-batch][index into lengths]`, longest first; the empty micro-batch is
-    `[]`.
-
-    From the longest on, each sequence goes to the rank with the least work so far. No rank then has
-    more than 4/3 of the work in the best distribution (Graham 1969). The ranks fill their
-    micro-batches in that order too, so they meet rows of about the same length at the same time. A
-    micro-batch stays within `budget_tokens`, except that a longer sequence gets one of its own.
-    """
-    by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    hands: list[list[int]] = [[] for _ in range(num_ranks)]
-    work = [0.0] * num_ranks
-    for index in by_length:
-        rank = work.index(min(work))
-        hands[rank].append(index)
-        work[rank] += cost(lengths[index])
-    fill = _fill_packed if packed else _fill_padded
-    filled = [fill(hand, lengths, budget_tokens) for hand in hands]
-    most = max(len(micro_batches) for micro_batches in filled)
-    return [micro_batches + [[]] * (most - len(micro_batches)) for micro_batches in filled]
-
-
-def _fill_padded(
-    by_length: list[int], lengths: Sequence[int], budget_tokens: int
-) -> list[list[int]]:
-    """Fills one micro-batch after the other: neighbours in length need the least padding."""
-    micro_batches: list[list[int]] = []
-    for index in by_length:
-        if (
-            micro_batches
-            and (len(micro_batches[-1]) + 1) * lengths[micro_batches[-1][0]] <= budget_tokens
-        ):
-            micro_batches[-1].append(index)
-        else:
-            micro_batches.append([index])
-    return micro_batches
-
-
-def _fill_packed(
-    by_length: list[int], lengths: Sequence[int], budget_tokens: int
-) -> list[list[int]]:
-    """Puts each sequence into the first micro-batch that has room for it (first fit decreasing)."""
-    micro_batches: list[list[int]] = []
-    room: list[int] = []
-    for index in by_length:
-        place = next(
-            (place for place, free in enumerate(room) if lengths[index] <= free), len(room)
-        )
-        if place == len(room):
-            micro_batches.append([])
-            room.append(budget_tokens)
-        micro_batches[place].append(index)
-        room[place] -= lengths[index]
-    return micro_batches
-
-
-def micro_batches_of_rank(
+def _collated(
     examples: Sequence[Example],
-    rank: int,
-    num_ranks: int,
-    budget_tokens: int,
-    *,
-    packed: bool = False,
-    starts: Sequence[int] | None = None,
+    hand: Sequence[Sequence[int]],
+    layout: Layout,
+    starts: Sequence[int],
 ) -> list[MicroBatch]:
-    """Returns the micro-batches of `rank`, in order; every rank has as many. `starts` are as in
-    `collate`."""
-    starts = starts or _starts(examples)
-    lengths = [len(example.prompt_token_ids) + len(example.token_ids) for example in examples]
-    hand = pack(lengths, num_ranks, budget_tokens, packed=packed)[rank]
+    """Returns a rank's micro-batches, in order; a dummy where it only keeps the others company."""
     return [
-        collate([examples[i] for i in indices], packed=packed, starts=[starts[i] for i in indices])
+        collate([examples[i] for i in indices], layout=layout, starts=[starts[i] for i in indices])
         if indices
-        else collate([DUMMY], weight=0.0, packed=packed)
+        else collate([DUMMY], weight=0.0, layout=layout)
         for indices in hand
     ]
+
+
+def _pack(
+    examples: Sequence[Example], num_ranks: int, budget_tokens: int, layout: Layout
+) -> MicroBatches:
+    """Returns which examples are computed together."""
+    sequences = _sequences(examples, layout)
+    lengths = [len(ids) for ids in sequences]
+    if layout == "padded":
+        return pack_padded(lengths, num_ranks, budget_tokens)
+    if layout == "packed":
+        return pack_shared(lengths, [0] * len(lengths), num_ranks, budget_tokens)
+    order, common = sorted_by_tokens(sequences)
+    ranks = pack_shared([lengths[i] for i in order], common, num_ranks, budget_tokens)
+    return [[[order[place] for place in batch] for batch in batches] for batches in ranks]
+
+
+def _sequences(examples: Sequence[Example], layout: Layout) -> list[NDArray[np.int32]]:
+    """Returns the tokens of each example that the model is given: all of them, or those that a
+    target or a sampled token comes after."""
+    sequences = [
+        np.concatenate([integers(example.prompt_token_ids), integers(example.token_ids)])
+        for example in examples
+    ]
+    if layout != "shared":
+        return sequences
+    ends = [
+        len(example.prompt_token_ids) + int(sampled_positions(example)[-1]) for example in examples
+    ]
+    return [ids[:end] for ids, end in zip(sequences, ends, strict=True)]
 
 
 def collate(
     examples: Sequence[Example],
     weight: float = 1.0,
     *,
-    packed: bool = False,
+    layout: Layout = "padded",
     starts: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """Returns the examples as one micro-batch: right-padded rows, or one packed row. `starts` are
-    the places of the examples' first sampled tokens among those of the whole step; None: these
-    examples are the whole step."""
-    sequences = [
-        np.concatenate([integers(example.prompt_token_ids), integers(example.token_ids)])
-        for example in examples
-    ]
-    lengths = [len(ids) for ids in sequences]
-    # Where each sequence begins in its row.
-    begins = list(accumulate(lengths[:-1], initial=0)) if packed else [0] * len(sequences)
+    """Returns the examples as one micro-batch. `starts` are the places of the examples' first
+    sampled tokens among those of the whole step; None: these examples are the whole step."""
+    sequences = _sequences(examples, layout)
+    forest = None if layout == "padded" else grow(sequences, share=layout == "shared")
     positions = [sampled_positions(example) for example in examples]
     lengths_S = torch.tensor([len(positions_t) for positions_t in positions])
     sequences_N = torch.repeat_interleave(torch.arange(len(examples)), lengths_S)
@@ -222,20 +193,21 @@ def collate(
         for positions_t, start in zip(positions, starts or _starts(examples), strict=True)
     ]
     # A token is predicted by the hidden state of the token before it.
-    columns = [
-        positions_t + begin + len(example.prompt_token_ids) - 1
-        for example, begin, positions_t in zip(examples, begins, positions, strict=True)
+    before = [
+        positions_t + len(example.prompt_token_ids) - 1
+        for example, positions_t in zip(examples, positions, strict=True)
     ]
+    if forest is None:
+        rows = [torch.from_numpy(row.astype(np.int64)) for row in sequences]
+    else:
+        rows = [torch.from_numpy(forest.tokens_T.astype(np.int64))]
+        before = [of_row[at] for of_row, at in zip(forest.columns, before, strict=True)]
     each = list(zip(examples, positions, strict=True))
-    rows = [
-        torch.from_numpy(row.astype(np.int64))
-        for row in ([np.concatenate(sequences)] if packed else sequences)
-    ]
     return MicroBatch(
         input_ids_BT=pad_sequence(rows, batch_first=True),
         attention_mask_BT=pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
-        rows_N=torch.zeros_like(sequences_N) if packed else sequences_N,
-        columns_N=_joined(columns, np.int64),
+        rows_N=sequences_N if forest is None else torch.zeros_like(sequences_N),
+        columns_N=_joined(before, np.int64),
         targets_N=_joined([integers(example.token_ids)[at] for example, at in each], np.int64),
         sequences_N=sequences_N,
         num_sequences=len(examples),
@@ -245,10 +217,10 @@ def collate(
         advantages_N=_joined([_advantages(*one) for one in each], np.float32),
         lengths_N=lengths_S[sequences_N],
         places_N=_joined(places, np.int64),
+        num_tokens=sum(map(len, sequences)),
         weight=weight,
-        position_ids_BT=torch.cat([torch.arange(length) for length in lengths])[None]
-        if packed
-        else None,
+        position_ids_BT=None if forest is None else torch.from_numpy(forest.positions_T)[None],
+        forest=None if forest is None else ForestAttention(forest, CPU),
         kept=_kept(each),
     )
 
@@ -285,9 +257,7 @@ def _kept(each: Sequence[tuple[Example, Positions]]) -> Kept | None:
         is_target[positions] = True
         ids.append(integers(example.kept_ids)[np.repeat(is_target, of_token)])
         counts.append(of_token[positions])
-    counts_N = _joined(counts, np.int64)
-    tokens_K = torch.repeat_interleave(torch.arange(len(counts_N)), counts_N)
-    return Kept(ids_K=_joined(ids, np.int64), tokens_K=tokens_K)
+    return Kept.of(np.concatenate(ids), np.concatenate(counts).tolist())
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
@@ -297,10 +267,12 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
 @dataclass(frozen=True)
 class Minibatch:
     """This rank's micro-batches in one optimizer step, and the denominators of the step's loss,
-    which are the same on all ranks."""
+    which are the same on all ranks. `joined` are the same examples in half as many micro-batches,
+    for passes without gradient."""
 
     micro_batches: tuple[MicroBatch, ...]
     denominators: Denominators
+    joined: tuple[MicroBatch, ...] = ()
 
 
 def plan(
@@ -310,10 +282,11 @@ def plan(
     *,
     rank: int,
     num_ranks: int,
-    packed: bool,
+    layout: Layout,
+    joined: bool = False,
 ) -> list[Minibatch]:
-    """Returns the minibatches of an epoch for `rank`. `totals` None: the examples are the whole
-    batch as sampled."""
+    """Returns the minibatches of an epoch for `rank`, with or without `joined`. `totals` None: the
+    examples are the whole batch as sampled."""
     totals = check_totals(examples, totals)
     num_minibatches = job.training.minibatches
     num_without_signal = totals.num_tokens - sum(map(num_sampled, examples))
@@ -321,13 +294,11 @@ def plan(
     minibatches: list[Minibatch] = []
     for indices in deal(range(len(examples)), num_minibatches, job.seed):
         share = [examples[index] for index in indices]
-        micro_batches = micro_batches_of_rank(
-            share,
-            rank,
-            num_ranks,
-            job.memory.micro_batch_tokens,
-            packed=packed,
-            starts=[starts[index] for index in indices],
+        hand = _pack(share, num_ranks, job.memory.micro_batch_tokens, layout)[rank]
+        pairs = [[*chain(*hand[at : at + JOIN])] for at in range(0, len(hand), JOIN)]
+        micro_batches, of_pairs = (
+            tuple(_collated(share, each, layout, [starts[index] for index in indices]))
+            for each in (hand, pairs if joined else [])
         )
         denominators = Denominators(
             num_sequences=totals.num_sequences / num_minibatches,
@@ -335,7 +306,7 @@ def plan(
             step_tokens=sum(map(num_sampled, share)) + num_without_signal / num_minibatches,
             max_tokens=job.sampling.max_tokens,
         )
-        minibatches.append(Minibatch(tuple(micro_batches), denominators))
+        minibatches.append(Minibatch(micro_batches, denominators, of_pairs))
     return minibatches
 
 

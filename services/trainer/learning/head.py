@@ -29,10 +29,13 @@ sampled distribution.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -56,28 +59,52 @@ MULTIPLIES = "hyperclovax"
 @dataclass(frozen=True)
 class Kept:
     """The candidates of each token: `ids_K[k]` is a candidate of token `tokens_K[k]` (ascending). A
-    token that is not in `tokens_K` could be any of the vocabulary."""
+    token that is not in `tokens_K` could be any of the vocabulary. Token n's candidates are from
+    `firsts[n]` to before `firsts[n + 1]`, which the host knows, so that no chunk waits for a GPU.
+    """
 
     ids_K: Tensor
     tokens_K: Tensor
+    firsts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ids: Sequence[int] | NDArray[Any], counts: Sequence[int]) -> Kept:
+        """Returns the candidates of tokens that have so many of `ids` each, 0 for any."""
+        counts_N = torch.tensor(counts, dtype=torch.long)
+        return cls(
+            ids_K=torch.as_tensor(ids, dtype=torch.long),
+            tokens_K=torch.repeat_interleave(torch.arange(len(counts_N)), counts_N),
+            firsts=tuple(accumulate(counts, initial=0)),
+        )
 
     def to(self, device: torch.device) -> Kept:
-        return Kept(self.ids_K.to(device), self.tokens_K.to(device))
+        return Kept(sent(self.ids_K, device), sent(self.tokens_K, device), self.firsts)
 
     def chunk(self, start: int, end: int) -> Kept:
         """Returns the part of the tokens `start` to before `end`, counted from `start`."""
-        bounds = torch.tensor([start, end], device=self.tokens_K.device)
-        first, last = torch.searchsorted(self.tokens_K, bounds).tolist()
-        return Kept(self.ids_K[first:last], self.tokens_K[first:last] - start)
+        first, last = self.firsts[start], self.firsts[min(end, len(self.firsts) - 1)]
+        firsts = tuple(each - first for each in self.firsts[start : end + 1])
+        return Kept(self.ids_K[first:last], self.tokens_K[first:last] - start, firsts)
 
     def apply(self, logits_CV: Tensor, part: slice) -> None:
         """Sets a tile's logits of tokens that could not be sampled to `LOWEST`, in place."""
         restricted_C = torch.zeros(len(logits_CV), dtype=torch.bool, device=logits_CV.device)
         restricted_C[self.tokens_K] = True
-        out_CV = restricted_C[:, None].expand_as(logits_CV).clone()
-        here_K = (self.ids_K >= part.start) & (self.ids_K < part.stop)
-        out_CV[self.tokens_K[here_K], self.ids_K[here_K] - part.start] = False
-        logits_CV.masked_fill_(out_CV, LOWEST)
+        width = logits_CV.shape[1]
+        # A candidate outside of this part goes into one more column, which nobody reads.
+        out_CV = restricted_C[:, None].repeat(1, width + 1)
+        columns_K = self.ids_K - part.start
+        columns_K = torch.where((columns_K >= 0) & (columns_K < width), columns_K, width)
+        out_CV[self.tokens_K, columns_K] = False
+        logits_CV.masked_fill_(out_CV[:, :width], LOWEST)
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor of the host on the device. From pinned memory, so that the host does not
+    wait for a GPU that computes."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class ScoringHead(nn.Linear):

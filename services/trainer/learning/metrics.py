@@ -18,6 +18,11 @@ sequence's tokens counts, there the sequence once.
     entropy                 mean entropy of the policy at each token, in nats, at the sampling
                             temperature
     padding_fraction        share of the padded tokens that are padding
+    tokens/trained          sampled tokens, of all passes
+    tokens/computed         tokens that went through the model for them, of all passes, with prompts
+                            and without padding; a shared prefix counts once
+    tokens/shared_fraction  share of the sequences' tokens that needed no computing, because another
+                            sequence of the micro-batch begins with them too
     num_micro_batches       passes through a micro-batch, of each rank
 
 Which of the first five a loss has is in `LOSSES` (loss.py).
@@ -99,6 +104,7 @@ COUNTS = (
     "num_tokens",
     "num_padded_tokens",
     "num_real_tokens",
+    "num_sequence_tokens",
     "squared_ratios",
     *MEANS,
 )
@@ -159,6 +165,7 @@ class StepMetrics:
         self._keep(batch, 1, entropy_N)
         self._sums["num_tokens"] += ratio_N.numel()
         self._sums["num_padded_tokens"] += batch.input_ids_BT.numel()
+        self._sums["num_sequence_tokens"] += batch.num_tokens
 
     @torch.no_grad()
     def add_mismatch(self, batch: MicroBatch, trainer_logprobs_N: Tensor) -> None:
@@ -244,6 +251,11 @@ class StepMetrics:
         )
         metrics = {name: sums[name] / sums["num_tokens"] for name in self._update}
         metrics["padding_fraction"] = 1 - sums["num_real_tokens"] / sums["num_padded_tokens"]
+        metrics["tokens/trained"] = sums["num_tokens"]
+        metrics["tokens/computed"] = sums["num_real_tokens"]
+        metrics["tokens/shared_fraction"] = (
+            1 - sums["num_real_tokens"] / sums["num_sequence_tokens"]
+        )
         metrics["num_micro_batches"] = float(self._num_micro_batches)
         for count, names in MEANS.items():
             if sums[count]:

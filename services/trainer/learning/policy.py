@@ -7,13 +7,14 @@ layer, for example with an adapter, is called chunk by chunk instead, and each c
 in the backward pass: as little memory, about twice the time.
 
 The body gets no attention mask. Attention is causal and padding is on the right, so no real token
-sees padding; and without a mask attention takes its fast path. In packed rows, `position_ids` that
-restart separate the sequences.
+sees padding; and without a mask attention takes its fast path. In a row of several sequences, the
+forest says what each token sees (`attention.py`), or, to flash attention, `position_ids` that
+restart.
 
 Its assumptions about a model are checked when a job starts, because training would go on with
 silently wrong log-probs: that the head and the model's `LogitRule` give its logits, that neither
-padding nor packing changes a hidden state (`check_head`, `choose_packing`), that recomputing its
-layers does not either (`checkpoint_body`).
+padding nor what is beside a sequence changes a hidden state (`check_head`, `choose_layout`), that
+recomputing its layers does not either (`checkpoint_body`).
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from services.trainer.learning.batch import MicroBatch, collate
+from services.trainer.learning import attention
+from services.trainer.learning.batch import Layout, MicroBatch, collate
 from services.trainer.learning.head import AS_THEY_ARE, Kept, LogitRule, as_scoring_head, rule_of
 from shared.errors import BadRequest
-from shared.host.logs import get_logger
+from shared.job.running import MemorySpec
 from shared.wire import Example
 from shared.wire.packed import TokenIds
 
@@ -41,7 +43,7 @@ MAX_CHUNK_LOGITS = 1 << 26
 LOUD = 60.0
 """Magnitude of the logits for checking a model's rule: a cap of 30 hardly shows at 1."""
 
-CANARY_LENGTHS = (5, 8)
+CANARY_LENGTHS = (5, 24, 5, 8)
 CLOSE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 """How much two computations of the same hidden state may differ, relative to its norm, by rounding
 through all layers. A token that attends to a wrong position changes by more."""
@@ -99,10 +101,12 @@ def causal_lm(model: Any) -> Any:
 
 def hidden_states(model: Any, batch: MicroBatch) -> Tensor:
     """Returns the body's last hidden states `[B, T, H]`; states at padding are meaningless."""
-    packed = {} if batch.position_ids_BT is None else {"position_ids": batch.position_ids_BT}
-    return model.base_model(
-        input_ids=batch.input_ids_BT, use_cache=False, **packed
-    ).last_hidden_state
+    row: dict[str, Any] = {}
+    if batch.position_ids_BT is not None:
+        row["position_ids"] = batch.position_ids_BT
+    if attention.is_used_by(model):
+        row["forest"] = batch.forest
+    return model.base_model(input_ids=batch.input_ids_BT, use_cache=False, **row).last_hidden_state
 
 
 def chunked_logprobs(
@@ -165,7 +169,7 @@ def check_head(model: Any, name: str) -> None:
             f"the model {name!r} ({type(model).__name__}) has no output head apart from its body; "
             "one is needed"
         )
-    batch = _canary(model, packed=False)
+    batch = _canary(model, "padded")
     ids_1T = batch.input_ids_BT[-1:]
     hidden_1TH = model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state
     rule, loudness = rule_of(model.config), LOUD / max(1e-6, head(hidden_1TH).abs().max().item())
@@ -181,7 +185,7 @@ def check_head(model: Any, name: str) -> None:
             f"(by up to {difference:.3g}) otherwise than by the scale or the cap that its "
             "config.json says; this trainer takes models whose logits these give"
         )
-    padded = _difference_from_alone(model, batch)
+    padded = _difference(model, batch, _states_alone(model))
     if padded > CLOSE.get(model.dtype, 1e-3):
         raise BadRequest(
             f"the model {name!r} ({type(model).__name__}) lets a token see what comes after it: "
@@ -199,31 +203,91 @@ def _multiplied_input(module: nn.Module, factor: float) -> Iterator[None]:
         hook.remove()
 
 
+class Chosen(NamedTuple):
+    """A layout, and what the model cannot do that "auto" would have it do ("": nothing)."""
+
+    layout: Layout
+    without: str = ""
+
+
 @torch.no_grad()
-def choose_packing(model: Any, name: str, packing: Literal["auto", "on", "off"]) -> bool:
-    """Returns whether several sequences go into one row. "auto": if the model runs flash attention,
-    which separates sequences at no cost; other kinds compute and mask all pairs, at quadratic cost.
-    Raises BadRequest for "on" if the model cannot."""
+def choose_layout(model: Any, name: str, memory: MemorySpec) -> Chosen:
+    """Returns how sequences go into a micro-batch, and gives the model the attention for it, from
+    then on for all its passes. Raises BadRequest for "on" if the model cannot."""
     model = causal_lm(model)
-    flash = "flash" in (getattr(model.config, "_attn_implementation", None) or "")
-    if packing == "off" or (packing == "auto" and not flash):
-        return False
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        why = "takes no position_ids, by which packed sequences are told apart"
-    else:
-        difference = _difference_from_alone(model, _canary(model, packed=True))
-        if difference <= CLOSE.get(model.dtype, 1e-3):
-            return True
-        why = (
-            "mixes the sequences of a row: a neighbour changes a token's hidden state by "
-            f"{difference:.2g} of its norm"
-        )
-    if packing == "auto":
-        get_logger().warning("sequences are padded, not packed", model=name, why=why)
-        return False
-    raise BadRequest(
+    if memory.packing == "off" and memory.shared_prefix != "on":
+        return Chosen("padded")
+    why = _why_not_forest(model)
+    if why is None:
+        return Chosen("packed" if memory.shared_prefix == "off" else "shared")
+    if memory.shared_prefix == "on":
+        raise _cannot(model, name, why, "shared_prefix")
+    without = (
+        f"each completion's prompt is computed with it, because the model {why}"
+        if memory.shared_prefix == "auto"
+        else ""
+    )
+    if memory.packing == "auto" and "flash" not in _implementation(model):
+        return Chosen("padded", without)  # others compute and mask all pairs, at quadratic cost
+    why = _why_not_packed(model)
+    if why is None:
+        return Chosen("packed", without)
+    if memory.packing == "on":
+        raise _cannot(model, name, why, "packing")
+    return Chosen("padded", f"sequences are padded and not packed, because the model {why}")
+
+
+def _implementation(model: Any) -> str:
+    return getattr(model.config.get_text_config(), "_attn_implementation", None) or ""
+
+
+def _cannot(model: Any, name: str, why: str, key: str) -> BadRequest:
+    return BadRequest(
         f"the model {name!r} ({type(model).__name__}) {why}; "
-        'memory.packing is "on", expected "off" or "auto" here'
+        f'memory.{key} is "on", expected "off" or "auto" here'
+    )
+
+
+def _why_not_forest(model: Any) -> str | None:
+    """Returns why the model's attention cannot be computed over a forest; None, with that attention
+    in the model, if it can."""
+    why = _why_no_positions(model) or attention.why_not(model.config.get_text_config())
+    if why is not None:
+        return why
+    alone, batch = _states_alone(model), _canary(model, "shared")
+    attention.use(model)
+    try:
+        difference = _difference(model, batch, alone)
+        if difference > CLOSE.get(model.dtype, 1e-3):
+            why = _mixes(difference)
+        elif not attention.has_its_windows(model, batch.forest):
+            why = "does not tell its attention of its sliding window"
+    except (attention.CannotShare, TypeError, ValueError, RuntimeError) as error:
+        why = f"cannot compute a forest of sequences: {error}"
+    if why is not None:
+        attention.leave(model)
+    return why
+
+
+def _why_not_packed(model: Any) -> str | None:
+    """Returns why restarting positions do not keep the sequences of a row apart; None if they
+    do."""
+    if why := _why_no_positions(model):
+        return why
+    difference = _difference(model, _canary(model, "packed"), _states_alone(model))
+    return None if difference <= CLOSE.get(model.dtype, 1e-3) else _mixes(difference)
+
+
+def _why_no_positions(model: Any) -> str | None:
+    if "position_ids" in inspect.signature(model.base_model.forward).parameters:
+        return None
+    return "takes no position_ids, by which the sequences of a row are told apart"
+
+
+def _mixes(difference: float) -> str:
+    return (
+        "mixes the sequences of a row: a neighbour changes a token's hidden state by "
+        f"{difference:.2g} of its norm"
     )
 
 
@@ -242,7 +306,7 @@ def checkpoint_body(model: Any, name: str) -> None:
             f"the model {name!r} ({type(model).__name__}) cannot do memory.gradient_checkpointing; "
             "expected false"
         )
-    batch = _canary(model, packed=False)
+    batch = _canary(model, "shared" if attention.is_used_by(model) else "padded")
     before = hidden_states(model, batch)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
@@ -258,42 +322,43 @@ def checkpoint_body(model: Any, name: str) -> None:
         )
 
 
-def _canary(model: Any, *, packed: bool) -> MicroBatch:
-    """Returns a micro-batch of a shorter and a longer sequence, the longer one last."""
+def _canary(model: Any, layout: Layout) -> MicroBatch:
+    """Returns a micro-batch of three sequences, of which the longer two begin alike."""
+    return collate(_canaries(model), layout=layout).to(model.device)
+
+
+def _canaries(model: Any) -> list[Example]:
     vocab_size = model.config.get_text_config().vocab_size
-    examples = []
-    for length in CANARY_LENGTHS:
-        ids = tuple((7 * length + position) % vocab_size for position in range(length))
-        examples.append(
-            Example(
-                prompt_token_ids=TokenIds(ids[:2]),
-                token_ids=TokenIds(ids[2:]),
-                advantage=0.0,
-            )
-        )
-    return collate(examples, packed=packed).to(model.device)
+    alone, shared, rest, other = (
+        [(7 * length + position) % vocab_size for position in range(length)]
+        for length in CANARY_LENGTHS
+    )
+    return [
+        Example(prompt_token_ids=TokenIds(ids[:2]), token_ids=TokenIds(ids[2:]), advantage=0.0)
+        for ids in (alone, shared + rest, shared + other)
+    ]
 
 
-def _difference_from_alone(model: Any, batch: MicroBatch) -> float:
+def _states_alone(model: Any) -> list[Tensor]:
+    """Returns the hidden states that predict the canaries' completions, of each computed alone."""
+    return [
+        model.base_model(
+            input_ids=torch.tensor(
+                [[*example.prompt_token_ids, *example.token_ids]], device=model.device
+            ),
+            use_cache=False,
+        ).last_hidden_state[0, 1:-1]
+        for example in _canaries(model)
+    ]
+
+
+def _difference(model: Any, batch: MicroBatch, alone: list[Tensor]) -> float:
     """Returns the largest difference, relative to the norm, between hidden states of the batch's
-    sequences and of each sequence computed alone."""
+    sequences together and of each alone."""
     together_NH = hidden_states(model, batch)[batch.rows_N, batch.columns_N].float()
-    differences = []
-    for sequence, length in enumerate(CANARY_LENGTHS):
-        mine_N = batch.sequences_N == sequence
-        last = int(batch.columns_N[mine_N][-1]) + 1
-        row, columns = int(batch.rows_N[mine_N][0]), slice(last + 1 - length, last + 1)
-        alone_1TH = model.base_model(
-            input_ids=batch.input_ids_BT[row : row + 1, columns], use_cache=False
-        ).last_hidden_state
-        alone_NH = alone_1TH[0, 1:-1].float()
-        differences.append(
-            (
-                (together_NH[mine_N] - alone_NH).norm(dim=-1)
-                / alone_NH.norm(dim=-1).clamp(min=1e-9)
-            ).max()
-        )
-    return float(torch.stack(differences).max())
+    alone_NH = torch.cat(alone).float()
+    norms_N = alone_NH.norm(dim=-1).clamp(min=1e-9)
+    return float(((together_NH - alone_NH).norm(dim=-1) / norms_N).max())
 
 
 def _vocab_size(head: nn.Module) -> int:

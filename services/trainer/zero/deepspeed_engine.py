@@ -21,16 +21,18 @@ from torch import Tensor
 
 from services.trainer.disk import tensor_file
 from services.trainer.engine import Update
-from services.trainer.learning.batch import collate
+from services.trainer.learning import attention
+from services.trainer.learning.batch import Layout, collate
 from services.trainer.learning.examples import allowed_versions, check
 from services.trainer.learning.noise import rounding_noise
 from services.trainer.learning.policy import (
     Policy,
     Reference,
     adapters_off,
+    causal_lm,
     check_head,
     checkpoint_body,
-    choose_packing,
+    choose_layout,
     frozen_copy,
 )
 from services.trainer.zero import internals, lora, state
@@ -68,6 +70,8 @@ class Parts:
     wrapped: Any
     zero: Any
     updater: Any
+    layout: Layout
+    without: str
     dtype: torch.dtype
     num_parameters: int
     num_trainable: int
@@ -98,7 +102,7 @@ def assemble(job: Job, device: torch.device) -> Parts:
     policy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
     engine: Any = zero.start(policy, job, dtype)
     check_head(model, job.model)
-    packed = choose_packing(model, job.model, job.memory.packing)
+    layout, without = choose_layout(model, job.model, job.memory)
     if job.memory.gradient_checkpointing:
         checkpoint_body(model, job.model)
     reference = start_reference(job, policy, wrapped, dtype, device)
@@ -108,8 +112,10 @@ def assemble(job: Job, device: torch.device) -> Parts:
         wrapped=wrapped,
         zero=engine,
         updater=Updater(
-            job, engine, policy, reference, packed=packed, device=device, planned=planned
+            job, engine, policy, reference, layout=layout, device=device, planned=planned
         ),
+        layout=layout,
+        without=without,
         dtype=dtype,
         num_parameters=num_parameters,
         num_trainable=num_trainable,
@@ -142,6 +148,8 @@ def start_reference(
     copy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
     if spread:
         zero.start_frozen(copy, job, dtype)
+    if attention.is_used_by(causal_lm(policy.model)):
+        attention.use(model)
     return frozen_copy(copy)
 
 
@@ -156,6 +164,7 @@ class DeepSpeedEngine:
         self.device = str(device)
         self.num_parameters = parts.num_parameters
         self.num_trainable = parts.num_trainable
+        self.without = parts.without
         self.weights_bytes = parts.weights_bytes
 
     def update(
@@ -183,7 +192,7 @@ class DeepSpeedEngine:
             prompt_token_ids=TokenIds(ids[:1]), token_ids=TokenIds(ids[1:]), advantage=0.0
         )
         chunk_tokens = self._job.memory.chunk_tokens
-        batch = collate([whole]).to(self._device)
+        batch = collate([whole], layout=self._parts.layout).to(self._device)
         logprobs_N, _ = Policy(model, temperature=1.0, chunk_tokens=chunk_tokens)(batch)
         noise = rounding_noise(model, batch, logprobs_N, chunk_tokens)
         if not (logprobs_N.isfinite().all() and math.isfinite(noise)):

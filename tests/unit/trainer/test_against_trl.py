@@ -220,7 +220,7 @@ def our_gradient(x: LossInputs, batch: Batch, job: Job, *, with_totals: bool = T
     assert len(examples) == sum(kept)
     trainer_job = a_job("m", training={"loss": x.training.loss}, sampling={"max_tokens": 16})
     totals = step_totals(batch, job) if with_totals else None
-    (minibatch,) = plan(examples, totals, trainer_job, rank=0, num_ranks=1, packed=False)
+    (minibatch,) = plan(examples, totals, trainer_job, rank=0, num_ranks=1, layout="padded")
     mine_N = torch.tensor(kept)[x.sequences_N]
     tensors = {name: value[mine_N] for name, value in vars(x).items() if isinstance(value, Tensor)}
     tensors["sequences_N"] = (torch.tensor(kept).cumsum(0) - 1)[tensors["sequences_N"]]

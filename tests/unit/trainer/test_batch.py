@@ -1,18 +1,17 @@
-"""Packing and collating, by hand and by property."""
+"""Collating, by hand."""
 
 import math
 import struct
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from services.trainer.learning.batch import collate, cost, micro_batches_of_rank, pack
+from services.trainer.learning.batch import collate, plan
 from services.trainer.learning.examples import UNKNOWN, allowed_versions, check
 from shared.errors import BadRequest
 from shared.wire import Example, Span
 from shared.wire.packed import Logprobs
+from tests.support.engine_ranks import a_job
 
 
 def example(prompt, completion, advantage=1.0) -> Example:
@@ -22,44 +21,6 @@ def example(prompt, completion, advantage=1.0) -> Example:
         old_logprobs=[-1.0] * len(completion),
         advantage=advantage,
     )
-
-
-def test_sequences_go_to_the_rank_with_the_least_work_and_fill_to_the_budget():
-    # By length: 9(i1) 7(i3) 5(i0) 4(i4) 2(i2). Rank 0 gets 9; rank 1 gets 7, then 5 (7 < 9); rank 0
-    # gets 4 (9 < 12); rank 1 gets 2 (12 < 13). Budget 14: 9 alone (2 x 9 > 14), then 4; 7 and 5
-    # together (2 x 7 = 14), then 2.
-    assert pack([5, 9, 2, 7, 4], 2, 14) == [[[1], [4]], [[3, 0], [2]]]
-    assert pack([], 2, 14) == [[], []]
-
-
-def test_work_and_not_tokens_is_balanced():
-    # One of 16384 tokens costs 32768; five of 4096 are more tokens, and cost 25600.
-    assert cost(16384) == 32768 and cost(4096) == 5120
-    ranks = pack([16384, 4096, 4096, 4096, 4096, 4096], 2, 1 << 20)
-    assert ranks == [[[0]], [[1, 2, 3, 4, 5]]]
-
-
-def test_packed_sequences_go_where_there_is_room_first():
-    # By length: 9 7 5 4 2. Budget 12: 9 | 7 5 | then 4 opens a third, and 2 fits beside the 9.
-    assert pack([5, 9, 2, 7, 4], 1, 12, packed=True) == [[[1, 2], [3, 0], [4]]]
-
-
-@given(
-    st.lists(st.integers(1, 50), max_size=60), st.integers(1, 5), st.integers(1, 200), st.booleans()
-)
-def test_packing_keeps_every_row_once_within_the_budget_and_the_ranks_in_step(
-    lengths, num_ranks, budget, packed
-):
-    ranks = pack(lengths, num_ranks, budget, packed=packed)
-    assert sorted(index for rank in ranks for batch in rank for index in batch) == list(
-        range(len(lengths))
-    )
-    assert len({len(rank) for rank in ranks}) == 1
-    for batch in (batch for rank in ranks for batch in rank):
-        tokens = [lengths[index] for index in batch]
-        assert len(batch) <= 1 or (sum(tokens) if packed else len(tokens) * max(tokens)) <= budget
-    work = [sum(cost(lengths[index]) for batch in rank for index in batch) for rank in ranks]
-    assert max(work) - min(work) <= max(map(cost, lengths), default=0)
 
 
 def test_collate_points_at_the_states_that_predict_each_completion_token():
@@ -79,7 +40,7 @@ def test_collate_points_at_the_states_that_predict_each_completion_token():
 def test_a_packed_row_holds_the_sequences_end_to_end_and_positions_begin_again():
     batch = collate(
         [example((5, 6, 7), (8, 9), advantage=2.0), example((1,), (0, 3, 4), advantage=-1.0)],
-        packed=True,
+        layout="packed",
     )
     assert batch.input_ids_BT.tolist() == [[5, 6, 7, 8, 9, 1, 0, 3, 4]]
     assert batch.position_ids_BT.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
@@ -92,13 +53,26 @@ def test_a_packed_row_holds_the_sequences_end_to_end_and_positions_begin_again()
     assert batch.to(torch.device("cpu")).position_ids_BT is not None
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_passes_without_gradient_compute_two_micro_batches_together(layout):
+    job = a_job("m", memory={"micro_batch_tokens": 6})
+    examples = [example((number, 2), (3, 4, 5)) for number in range(3)]
+    (minibatch,) = plan(examples, None, job, rank=0, num_ranks=1, layout=layout, joined=True)
+    assert [batch.num_sequences for batch in minibatch.micro_batches] == [1, 1, 1]
+    assert [batch.num_sequences for batch in minibatch.joined] == [2, 1]
+    places = torch.cat([batch.places_N for batch in minibatch.joined])
+    assert sorted(places.tolist()) == [*range(9)]
+
+
 def test_trap_pad_equal_to_eos_masks_neither():
     batch = collate([example((0, 0), (0, 0)), example((0,), (0,))])
     assert batch.attention_mask_BT.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
 
 
 def test_a_rank_without_rows_gets_a_dummy_of_weight_zero():
-    batches = micro_batches_of_rank([example((1, 2), (3,))], rank=1, num_ranks=2, budget_tokens=100)
+    job, only = a_job("m"), [example((1, 2), (3,))]
+    (minibatch,) = plan(only, None, job, rank=1, num_ranks=2, layout="padded")
+    batches = minibatch.micro_batches
     assert [batch.to(torch.device("cpu")).weight for batch in batches] == [0.0]
     assert batches[0].advantages_N.tolist() == [0.0]
     assert batches[0].targets_N.numel() == 1
@@ -121,7 +95,7 @@ def test_a_conversation_trains_on_what_the_policy_sampled_and_sees_the_rest():
     assert batch.sampler_logprobs_N.tolist() == [-1, -2, -3, -1]
     assert batch.advantages_N.tolist() == [0.5, 0.5, 0.5, -1]
     assert batch.lengths_N.tolist() == [3, 3, 3, 1]
-    packed = collate([example((1,), (2,)), turns], packed=True)
+    packed = collate([example((1,), (2,)), turns], layout="packed")
     assert packed.input_ids_BT.tolist() == [[1, 2, 5, 6, 7, 8, 20, 21, 9]]
     assert (packed.targets_N.tolist(), packed.columns_N.tolist()) == ([2, 7, 8, 9], [0, 3, 4, 7])
 

@@ -62,12 +62,12 @@ def loss_of(policy: Policy, batch: MicroBatch, num_tokens: float) -> Tensor:
     return total_loss(inputs_of(batch, logprobs_N, num_tokens))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_a_token_of_mask_0_has_no_gradient_and_no_share_of_the_loss(packed):
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_token_of_mask_0_has_no_gradient_and_no_share_of_the_loss(layout):
     # All logits are 0, so each token has the log-prob -ln 3; the first update's ratio is 1. Two
     # tokens were sampled: loss -(0.5 + 0.5) / 2, and by the logits of each -(0.5 / 2) (1 - p).
     hidden_1TH = torch.zeros(1, 5, 3, requires_grad=True)
-    loss = loss_of(Policy(Blind(hidden_1TH), 1.0), collate([TURNS], packed=packed), num_tokens=2)
+    loss = loss_of(Policy(Blind(hidden_1TH), 1.0), collate([TURNS], layout=layout), num_tokens=2)
     assert loss.item() == pytest.approx(-0.5)
     loss.backward()
     of_sampled = [0.25 / 3, -0.5 / 3, 0.25 / 3]

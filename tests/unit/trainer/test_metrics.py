@@ -86,6 +86,9 @@ def test_metrics_are_over_all_tokens_of_all_micro_batches(one_rank):
         ),
         "mismatch/out_of_range_fraction": pytest.approx(1 / 5),
         "padding_fraction": pytest.approx(1 / 9),
+        "tokens/trained": 5.0,
+        "tokens/computed": 8.0,
+        "tokens/shared_fraction": 0.0,
         "num_micro_batches": 2.0,
     }
 

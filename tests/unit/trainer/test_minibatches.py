@@ -18,7 +18,7 @@ def example(length: int, num_sampled: int | None = None) -> Example:
 
 def denominators(examples, totals=None, minibatches=1) -> list[Denominators]:
     job = a_job("m", training={"minibatches": minibatches}, sampling={"max_tokens": 40})
-    planned = plan(examples, totals, job, rank=0, num_ranks=1, packed=False)
+    planned = plan(examples, totals, job, rank=0, num_ranks=1, layout="padded")
     return [minibatch.denominators for minibatch in planned]
 
 

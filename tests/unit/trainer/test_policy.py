@@ -2,6 +2,7 @@
 model's own log-probs."""
 
 import copy
+import types
 
 import peft
 import pytest
@@ -11,8 +12,9 @@ from torch import nn
 
 from services.trainer.learning import policy as policy_module
 from services.trainer.learning.batch import collate
-from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_packing
+from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_layout
 from shared.errors import BadRequest
+from shared.job.running import MemorySpec
 from shared.wire import Example
 
 SIZES = {
@@ -63,14 +65,14 @@ def by_hand(model, example: Example, temperature: float) -> torch.Tensor:
     return logprobs[start - 1 : -1].gather(1, ids[0, start:, None])[:, 0]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", CONFIGS)
 def test_a_micro_batch_gives_the_logprobs_and_gradients_of_each_sequence_alone(
-    architecture, attention, packed
+    architecture, attention, layout
 ):
     model, examples = make_model(CONFIGS[architecture](), attention), make_examples()
-    logprobs, _ = Policy(model, 0.8, chunk_tokens=7)(collate(examples, packed=packed))
+    logprobs, _ = Policy(model, 0.8, chunk_tokens=7)(collate(examples, layout=layout))
     weights = torch.linspace(-1, 1, len(logprobs))
     ours = torch.autograd.grad((logprobs * weights).sum(), list(model.parameters()))
     expected = torch.cat([by_hand(model, example, 0.8) for example in examples])
@@ -132,14 +134,27 @@ def test_lora_adapters_are_seen_by_the_body_and_the_head(monkeypatch, modules):
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
-def test_packing_is_chosen_where_attention_takes_rows_apart(architecture):
-    model = make_model(CONFIGS[architecture]())
-    check_head(model, "plain")
-    assert choose_packing(model, "plain", "on")
-    assert not choose_packing(
-        model, "plain", "auto"
-    )  # sdpa: what is between the sequences would be computed and masked
-    assert not choose_packing(model, "plain", "off")
+def test_prefixes_are_shared_and_rows_packed_by_torchs_own_attention(architecture):
+    def chosen(**memory):
+        model = make_model(CONFIGS[architecture]())
+        check_head(model, "plain")
+        return choose_layout(model, "plain", MemorySpec(**memory)).layout
+
+    assert chosen() == chosen(shared_prefix="on", packing="off") == "shared"
+    assert chosen(shared_prefix="off") == chosen(shared_prefix="off", packing="on") == "packed"
+    assert chosen(packing="off") == "padded"
+
+
+def test_eager_attention_packs_only_when_told_because_it_computes_all_pairs():
+    model = make_model(CONFIGS["qwen2"](), "eager")
+    assert choose_layout(model, "eager", MemorySpec()).layout == "padded"
+    assert choose_layout(model, "eager", MemorySpec(packing="on")).layout == "packed"
+    with pytest.raises(
+        BadRequest,
+        match=r"has the attention 'eager', and only \"sdpa\" is computed over a forest; "
+        'memory.shared_prefix is "on", expected "off" or "auto" here',
+    ):
+        choose_layout(model, "eager", MemorySpec(shared_prefix="on"))
 
 
 class Body(nn.Module):
@@ -160,6 +175,11 @@ class Body(nn.Module):
         return type("Output", (), {"last_hidden_state": states})
 
 
+class Config(types.SimpleNamespace):
+    def get_text_config(self):
+        return self
+
+
 class Model(nn.Module):
     """The few methods of a Hugging Face causal LM that the policy uses. `scale` multiplies the
     logits after the head."""
@@ -168,9 +188,7 @@ class Model(nn.Module):
         super().__init__()
         self.base_model, self.head, self.scale = Body(mix), nn.Linear(4, 7), scale
         self.device, self.dtype = torch.device("cpu"), torch.float32
-        self.config = type(
-            "Config", (), {"get_text_config": lambda _: type("Text", (), {"vocab_size": 7})}
-        )()
+        self.config = Config(vocab_size=7, _attn_implementation="eager")
 
     def get_output_embeddings(self):
         return self.head
@@ -206,19 +224,19 @@ def test_a_model_that_mixes_packed_sequences_is_refused_or_padded_where_auto():
         match=r"'mixing' \(Model\) mixes the sequences of a row.*"
         r"memory.packing is \"on\", expected \"off\"",
     ):
-        choose_packing(model, "mixing", "on")
+        choose_layout(model, "mixing", MemorySpec(packing="on"))
     model.config._attn_implementation = "flash_attention_2"
-    assert not choose_packing(model, "mixing", "auto")
+    assert choose_layout(model, "mixing", MemorySpec()).layout == "padded"
     apart = Model()
     apart.config._attn_implementation = "flash_attention_2"
-    assert choose_packing(apart, "apart", "auto")
+    assert choose_layout(apart, "apart", MemorySpec()).layout == "packed"
 
 
 def test_a_model_without_positions_cannot_pack():
     model = Model()
     model.base_model.forward = lambda input_ids, use_cache: None
     with pytest.raises(BadRequest, match="takes no position_ids"):
-        choose_packing(model, "recurrent", "on")
+        choose_layout(model, "recurrent", MemorySpec(packing="on"))
 
 
 def test_recomputing_the_layers_changes_no_bit_and_wakes_no_dropout():

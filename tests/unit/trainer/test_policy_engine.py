@@ -21,18 +21,20 @@ from tests.support.trainer_reference import (
 pytestmark = pytest.mark.engine
 
 PLAIN = {"zero_stage": 0, "packing": "off", "micro_batch_tokens": 10_000}
+PACKED = {"packing": "on", "shared_prefix": "off"}
 SPREAD = {
     "zero_stage": 3,
     "deepspeed": SPREAD_SMALL,
 }
 KNOBS = {
-    "packed": {"packing": "on", "micro_batch_tokens": 64},
-    "eager, packed": {"packing": "on", "attention": "eager", "zero_stage": 1},
+    "packed": {**PACKED, "micro_batch_tokens": 64},
+    "eager, packed": {**PACKED, "attention": "eager", "zero_stage": 1},
+    "shared": {"packing": "auto", "shared_prefix": "on", "micro_batch_tokens": 64},
     "three tokens a chunk": {"chunk_tokens": 3},
     "layers recomputed": {"gradient_checkpointing": True},
     "everything": {
         **SPREAD,
-        "packing": "on",
+        "packing": "auto",
         "micro_batch_tokens": 64,
         "gradient_checkpointing": True,
     },
@@ -63,11 +65,14 @@ def ranks(tmp_path_factory) -> Iterator[Ranks]:
 )
 def test_no_memory_setting_changes_the_update(ranks, tmp_path, tied, names):
     model = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
-    examples, before, updates = some_examples(model), weights(model), {}
+    examples = some_examples(model, prefix=tuple(range(20)))
+    before, updates = weights(model), {}
     for name, knobs in {"plain": {}, **{name: KNOBS[name] for name in names}}.items():
         metrics = ranks.call(train, tmp_path / name, model, examples, {**PLAIN, **knobs})
         updates[name] = difference(weights(tmp_path / name), before)
         assert (metrics["padding_fraction"] == 0) == ("packing" in knobs)
+        shared = ("packing" in knobs and "shared_prefix" not in knobs) or name == "shared"
+        assert (metrics["tokens/shared_fraction"] > 0.3) == shared
     for name in names:
         distance = relative(updates[name], updates["plain"])
         assert distance < 1e-6, (name, distance)

@@ -165,10 +165,7 @@ def test_log_probs_are_renormalized_over_the_tokens_that_could_be_sampled(monkey
     torch.manual_seed(3)
     head, hidden, targets = nn.Linear(4, 11), 2 * torch.randn(5, 4), torch.tensor([0, 10, 3, 3, 7])
     kept_ids = [[0, 5, 10], [10], [], [1, 2, 3, 4], [6, 7]]
-    kept = Kept(
-        ids_K=torch.tensor([i for ids in kept_ids for i in ids]),
-        tokens_K=torch.tensor([row for row, ids in enumerate(kept_ids) for _ in ids]),
-    )
+    kept = Kept.of([i for ids in kept_ids for i in ids], [len(ids) for ids in kept_ids])
     results = []
     for score in (
         lambda leaf: restricted(head, leaf, targets, 0.7, kept_ids),

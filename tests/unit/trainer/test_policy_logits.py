@@ -198,7 +198,7 @@ def test_capped_gradients_are_those_of_the_values_to_double_precision(monkeypatc
     torch.manual_seed(1)
     head, targets = as_scoring_head(torch.nn.Linear(3, 9).double()), torch.tensor([0, 8, 4, 4])
     hidden = 20 * torch.randn(4, 3, dtype=torch.float64)
-    kept = Kept(ids_K=torch.tensor([0, 5, 4, 7]), tokens_K=torch.tensor([0, 0, 2, 2]))
+    kept = Kept.of([0, 5, 4, 7], [2, 0, 2, 0])
 
     def logprobs(hidden, weight, bias):
         return torch.func.functional_call(

@@ -1,0 +1,230 @@
+"""The forest of sequences: its nodes by hand, and a model's log-probs and gradients over random
+forests beside the same sequences padded."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from services.trainer.learning import attention, forest
+from services.trainer.learning.batch import collate
+from services.trainer.learning.forest import Node, calls, grow, sorted_by_tokens
+from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_layout
+from shared.job.running import MemorySpec
+from shared.wire import Example
+from shared.wire.packed import TokenIds
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+CONFIGS = {
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=24),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SIZES, head_dim=16, sliding_window=24, layer_types=KINDS
+    ),
+}
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array([ord(letter) for letter in text], np.int32)
+
+
+@pytest.fixture
+def every_prefix(monkeypatch):
+    monkeypatch.setattr(forest, "MIN_SAVED", 1)
+
+
+def test_a_group_has_its_prompt_once(every_prefix):
+    grown = grow([ids("ABCDxy"), ids("PQ"), ids("ABCDz")])
+    assert grown.nodes == (Node(0, 4), Node(4, 2, 4, (0,)), Node(6, 1, 4, (0,)), Node(7, 2))
+    assert grown.tokens_T.tobytes() == ids("ABCDxyzPQ").tobytes()
+    assert grown.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 4, 0, 1]
+    assert [columns.tolist() for columns in grown.columns] == [
+        [0, 1, 2, 3, 4, 5],
+        [7, 8],
+        [0, 1, 2, 3, 6],
+    ]
+    # Roots of unlike length are two calls, and so are x y and z: 1 is less than 3/4 of 2.
+    assert [(call.queries_NQ.tolist(), call.keys_NK.tolist()) for call in calls(grown)] == [
+        ([[0, 1, 2, 3]], [[0, 1, 2, 3]]),
+        ([[7, 8]], [[7, 8]]),
+        ([[4, 5]], [[0, 1, 2, 3, 4, 5]]),
+        ([[6]], [[0, 1, 2, 3, 6]]),
+    ]
+
+
+def test_a_prefix_of_another_the_same_again_and_a_deeper_branch(every_prefix):
+    grown = grow([ids("AB"), ids("ABCx"), ids("ABCy"), ids("ABCx")])
+    assert grown.nodes == (
+        Node(0, 2),
+        Node(2, 1, 2, (0,)),
+        Node(3, 1, 3, (0, 1)),
+        Node(4, 1, 3, (0, 1)),
+    )
+    assert [columns.tolist() for columns in grown.columns] == [
+        [0, 1],
+        [0, 1, 2, 3],
+        [0, 1, 2, 4],
+        [0, 1, 2, 3],
+    ]
+    (siblings,) = calls(grown)[2:]  # x and y are computed together
+    assert siblings.queries_NQ.tolist() == [[3], [4]]
+    assert siblings.keys_NK.tolist() == [[0, 1, 2, 3], [0, 1, 2, 4]]
+
+
+def test_a_prefix_is_shared_only_where_that_saves_enough():
+    five = [ids("ABCD" + letter) for letter in "vwxyz"]
+    assert len(grow(five).nodes) == 6  # 4 tokens x 4 sequences are 16
+    assert len(grow(five[:4]).nodes) == 4 and len(grow(five, share=False).nodes) == 5
+    # Too little in common for a node of all three, and enough for one of the two.
+    grown = grow([ids("AB" + 20 * "C" + "x"), ids("AB" + 20 * "C" + "y"), ids("ABz")])
+    assert [node.length for node in grown.nodes] == [22, 1, 1, 3]
+
+
+def test_neighbours_in_order_share_the_most():
+    order, common = sorted_by_tokens([ids(20 * "A" + "z"), ids("P"), ids(20 * "A" + "b")])
+    assert (order, common) == ([2, 0, 1], [0, 20, 0])
+    assert sorted_by_tokens([ids("AB"), ids("AC")]) == ([0, 1], [0, 0])
+
+
+def test_no_mask_has_the_size_of_the_row(every_prefix, monkeypatch):
+    monkeypatch.setattr(forest, "BLOCK", 3)
+    of_leaf = calls(grow([ids("AB"), ids("ABcdefg")]))[1:]
+    assert [call.queries_NQ.tolist() for call in of_leaf] == [[[2, 3, 4]], [[5, 6]]]
+    assert [call.keys_NK.tolist() for call in of_leaf] == [[[*range(5)]], [[*range(7)]]]
+    # A window of 2: each block's first query sees itself and the one before it.
+    windowed = calls(grow([ids("AB"), ids("ABcdefg")]), 2)
+    assert [call.keys_NK.tolist() for call in windowed] == [
+        [[0, 1]],
+        [[1, 2, 3, 4]],
+        [[4, 5, 6]],
+    ]
+
+
+def make(architecture: str):
+    torch.manual_seed(0)
+    config = CONFIGS[architecture]()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def some_forest(draw: random.Random) -> list[Example]:
+    """Returns conversations that branch, with prefixes of one another and twice the same, of which
+    some tokens are trained."""
+    sequences: list[list[int]] = []
+
+    def branch(prefix: list[int], depth: int) -> None:
+        for _ in range(draw.randint(1, 3)):
+            length = draw.choice([1, 2, 5, 17, 40])
+            ids = prefix + [draw.randrange(draw.choice([3, 64])) for _ in range(length)]
+            if draw.random() < 0.6:
+                sequences.append(ids)
+            if depth < 3 and draw.random() < 0.6:
+                branch(ids, depth + 1)
+
+    while not sequences:
+        branch([], 0)
+        branch([], 0)
+    sequences.append([*draw.choice(sequences)])
+    return [_example(ids if len(ids) > 1 else [*ids, 1], draw) for ids in sequences[-12:]]
+
+
+def _example(ids: list[int], draw: random.Random) -> Example:
+    start = draw.randint(1, len(ids) - 1)
+    sampled = [int(draw.random() < 0.7) for _ in ids[start:]]
+    sampled[draw.randrange(len(sampled))] = 1
+    return Example(
+        prompt_token_ids=TokenIds(ids[:start]),
+        token_ids=TokenIds(ids[start:]),
+        sampled=sampled,
+        advantage=1.0,
+    )
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_log_probs_and_gradients_are_those_of_padded_rows(architecture, monkeypatch):
+    padded, shared = make(architecture), make(architecture)
+    assert choose_layout(shared, architecture, MemorySpec(shared_prefix="on")).layout == "shared"
+    draw, distances, num_saved = random.Random(3), [], 0
+    for trial in range(30):
+        monkeypatch.setattr(forest, "BLOCK", 8 if trial % 2 else 512)
+        examples = some_forest(draw)
+        batch = collate(examples, layout="shared")
+        num_saved += batch.num_tokens - batch.input_ids_BT.numel()
+        expected, expected_gradients = _trained(padded, collate(examples))
+        found, gradients = _trained(shared, batch)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        norm = _norm(expected_gradients)
+        apart = [a - b for a, b in zip(gradients, expected_gradients, strict=True)]
+        if norm > 1e-3:  # else one token, at its optimum
+            distances.append(_norm(apart) / norm)
+    assert max(distances) < 1e-5 and sorted(distances)[len(distances) // 2] < 1e-6
+    assert num_saved > 3000
+
+
+def _trained(model, batch):
+    logprobs, _ = Policy(model, 0.8)(batch)
+    weights = torch.linspace(-1, 1, len(logprobs)) + 0.3
+    return logprobs, torch.autograd.grad((logprobs * weights).sum(), list(model.parameters()))
+
+
+def _norm(tensors) -> float:
+    return float(sum(tensor.square().sum() for tensor in tensors).sqrt())
+
+
+def test_recomputed_layers_share_too():
+    model, recomputed = make("qwen2"), make("qwen2")
+    batch = collate(some_forest(random.Random(5)), layout="shared")
+    for each in (model, recomputed):
+        check_head(each, "tiny")
+        assert choose_layout(each, "tiny", MemorySpec()).layout == "shared"
+    checkpoint_body(recomputed, "tiny")
+    for mine, other in zip(_trained(recomputed, batch)[1], _trained(model, batch)[1], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6)
+
+
+def test_a_token_that_two_sequences_train_has_both_losses():
+    """The gradient of a shared turn is the sum of its gradients in either sequence alone."""
+    turns = [5, 9, 11, 3] * 6
+    both = [
+        Example(prompt_token_ids=TokenIds([7]), token_ids=TokenIds([*turns, last]), advantage=1.0)
+        for last in (1, 2)
+    ]
+    model = make("qwen2")
+    choose_layout(model, "tiny", MemorySpec())
+
+    def gradient(examples):
+        logprobs, _ = Policy(model, 1.0)(collate(examples, layout="shared"))
+        return torch.autograd.grad(logprobs.sum(), list(model.parameters()))
+
+    assert collate(both, layout="shared").input_ids_BT.shape == (1, 25)  # 1 and 2 are targets only
+    alone = [a + b for a, b in zip(gradient(both[:1]), gradient(both[1:]), strict=True)]
+    for mine, other in zip(gradient(both), alone, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_what_attention_does_not_know_is_refused_or_done_without():
+    unlike = make("gemma3")
+    unlike.config.layer_types = ["full_attention"] * 3  # the layers go on with their windows
+    assert choose_layout(unlike, "unlike", MemorySpec()).layout == "padded"
+    assert unlike.config._attn_implementation == "sdpa"
+    chunked = make("llama")
+    chunked.config.attention_chunk_size = 8
+    assert "within chunks" in str(attention.why_not(chunked.config))
+    hybrid = make("qwen2")
+    hybrid.config.layer_types = ["linear_attention", "full_attention", "full_attention"]
+    assert attention.why_not(hybrid.config) == "has layers of another kind: 'linear_attention'"
