@@ -8,7 +8,9 @@ with s sequences at once:
                   it reads all weights and the cache of k bytes per token, and adds one token to
                   each sequence
     sampling      ceil(R / S / s) c iterations, and 2 P p R / (group f t F S) for the prompts
-    training      E R (p + c) (2 P + 2 L A D (p + c)) / (m N F)
+    training      E (R (f(p + c) - f(p)) + Q f(p)) / (m N F), with f(n) = 2 P n + 2 L A D n n for
+                  n tokens and Q = R / group prompts, or R without `memory.shared_prefix`, and
+                  `training.minibatches` times as many prompts where these take a group apart;
                   E passes of the model: 1 forward and 2 backward (1 with LoRA), times
                   `training.epochs`; 1 more with gradient checkpointing; 1 for each of the
                   reference and, where a batch is trained on in several steps or with dropout, the
@@ -20,8 +22,8 @@ with s sequences at once:
 The shares w, f and m of the data sheets' numbers are assumed; `hone plan --measured RUN` takes a
 run's measured rates. Operations per token are counted as in arXiv 2001.08361, section 2.1: 2 for
 each parameter forward, and for attention 2 L A D for each token before, (p + c) / 2 on average, for
-scores and for values. For a mixture of experts P counts a token's own experts; an iteration reads
-the experts of all its tokens.
+scores and for values, so that n tokens take f(n). For a mixture of experts P counts a token's own
+experts; an iteration reads the experts of all its tokens.
 """
 
 from __future__ import annotations
@@ -73,10 +75,6 @@ class StepSize:
     prompt_tokens: int
     completion_tokens: int
 
-    @property
-    def tokens(self) -> int:
-        return self.completions * (self.prompt_tokens + self.completion_tokens)
-
 
 @dataclass(frozen=True)
 class SamplingRate:
@@ -122,7 +120,7 @@ def tabled(
         return None
     trained = model.num_trainable(job.lora)
     synced = trained if job.served_rank is not None else model.num_parameters
-    flops = passes(job) * load.tokens * _forward_flops(model, load)
+    flops = passes(job) * _forward_flops(model, job, load)
     train_s = flops / (ranks * TRAINING_SHARE * gpu.tflops(size) * 1e12)
     if job.memory.offload_optimizer:
         num_updates = job.training.epochs * job.training.minibatches
@@ -196,11 +194,19 @@ def _sample_s(model: Model, load: StepSize, sampling: SamplingRate) -> float:
     )
 
 
-def _forward_flops(model: Model, load: StepSize) -> float:
-    """Returns the operations of a forward pass for one token."""
-    length = load.prompt_tokens + load.completion_tokens
-    attention = 2 * model.num_layers * model.heads * model.head_size * length
-    return 2 * model.num_read() + attention
+def _forward_flops(model: Model, job: Job, load: StepSize) -> float:
+    """Returns the operations of a forward pass over a step's tokens, those of shared prompts once
+    for each minibatch that has some of the group."""
+    attention = 2 * model.num_layers * model.heads * model.head_size
+
+    def of(tokens: int) -> float:
+        return tokens * (2 * model.num_read() + attention * tokens)
+
+    prompt, whole = of(load.prompt_tokens), of(load.prompt_tokens + load.completion_tokens)
+    times = min(job.training.minibatches, load.group)
+    if "off" in (job.memory.shared_prefix, job.memory.packing):
+        times = load.group
+    return load.completions * (whole - prompt + prompt * times / load.group)
 
 
 def _step(sample_s: float, train_s: float, sync_s: float, *, beside: bool) -> StepTime:

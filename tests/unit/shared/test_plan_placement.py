@@ -228,9 +228,11 @@ def test_a_steps_time_is_as_worked_out_by_hand() -> None:
     read_s = (2 * count + 32 * 100 * 28_672) / (0.6 * 2039e9)
     prompts_s = 2 * count * 8 * 50 / (0.5 * 312e12)
     assert found.sample_s == pytest.approx(200 * (read_s + 0.005) + prompts_s, abs=1e-3)
-    # 4 passes (checkpointing is on) over 64 x 150 tokens, of 2 x 1.54e9 and 2 x 28 x 12 x 128 x 150
-    per_token = 2 * count + 2 * 28 * 12 * 128 * 150
-    assert found.train_s == pytest.approx(4 * 9600 * per_token / (0.35 * 312e12), abs=1e-3)
+    # 4 passes (checkpointing is on) over 64 x 100 tokens after 8 prompts of 50, of 2 x 1.54e9 each;
+    # and 2 x 28 x 12 x 128 for each token and each one that it sees, twice their mean
+    seen = 64 * (150 * 150 - 50 * 50) + 8 * 50 * 50
+    operations = 2 * count * (64 * 100 + 8 * 50) + 2 * 28 * 12 * 128 * seen
+    assert found.train_s == pytest.approx(4 * operations / (0.35 * 312e12), abs=1e-3)
     assert found.sync_s == pytest.approx(2 * count / 5e9, abs=1e-3)
     assert found.step_s == pytest.approx(found.sample_s + found.train_s + found.sync_s, abs=2e-3)
 
@@ -242,20 +244,42 @@ def test_time_is_by_the_number_of_updates_and_by_the_samplers_own_dtype() -> Non
 
     def time(itemsize: int, **sections: Any) -> StepTime:
         sampling = SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=itemsize)
-        wanted = job(memory={"offload_optimizer": True}, **sections)
+        wanted = job(**({"memory": {"offload_optimizer": True}} | sections))
         found = tabled(model("Qwen2.5-1.5B"), wanted, load, sampling, training, "split")
         assert found is not None
         return found
 
     # 1,543,714,304 parameters at 1e9 per second: 1.544 s for each of the updates after the first,
-    # and a pass more of the model, a fourth of the 4 that the one update takes, beside its Adam
-    one, several = time(2), time(2, training={"minibatches": 3})
+    # and a pass more of the model, a fourth of the 4 that the one update takes, beside its Adam.
+    # Nothing is shared, or three minibatches would have most prompts three times.
+    off = {"memory": {"offload_optimizer": True, "shared_prefix": "off"}}
+    one, several = time(2, **off), time(2, training={"minibatches": 3}, **off)
     a_pass = (one.train_s - 1.544) / 4
     assert several.train_s == pytest.approx(one.train_s + 2 * 1.544 + a_pass, abs=5e-3)
     # at 19.5e12 products per second those of 32 sequences take longer than reading the weights:
     # 2 x 100 iterations of 10.1 and 5 ms, and 8 prompts of 50 tokens
     products_s = 2 * 1_543_714_304 * (200 * 32 + 400) / (0.5 * 19.5e12)
     assert time(4).sample_s == pytest.approx(products_s + 200 * 0.005, abs=1e-3)
+
+
+def test_prompts_count_once_for_each_minibatch_with_some_of_their_group() -> None:
+    load = StepSize(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
+    gpu = parse_gpus("1xA100-80GB")[0].gpu
+    sampling = SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=2)
+    training = Training(num_ranks=1, gpu=gpu, itemsize=2)
+
+    def train_s(**sections: Any) -> float:
+        found = tabled(model("Qwen2.5-1.5B"), job(**sections), load, sampling, training, "split")
+        assert found is not None
+        return found.train_s
+
+    # Attention apart 64 x 100 + 8 x 50 tokens, in 4 passes; 64 x 150 with nothing shared; and in 2
+    # minibatches 64 x 100 + 16 x 50, in 5 passes.
+    once = train_s()
+    assert train_s(memory={"shared_prefix": "off"}) / once == pytest.approx(9600 / 6800, rel=2e-3)
+    assert train_s(memory={"packing": "off"}) == train_s(memory={"shared_prefix": "off"})
+    twice = train_s(training={"minibatches": 2})
+    assert twice / once == pytest.approx(5 * 7200 / (4 * 6800), rel=2e-3)
 
 
 @pytest.mark.parametrize(
