@@ -33,7 +33,8 @@ def reward(completions, **_):
 class Task:
     """A model of Qwen2's shape and the steps that it is trained by. Every prompt has the same
     length, and every completion `max_tokens`: the token that would end it is beyond the
-    vocabulary."""
+    vocabulary. All prompts begin with the same `worked` tokens of examples, before a question of
+    `question`; without, a prompt is a sum. TRL's micro-batch has `rows` sequences, or all."""
 
     num_layers: int
     hidden_size: int
@@ -41,6 +42,14 @@ class Task:
     num_prompts: int
     group_size: int = 8
     max_tokens: int = 64
+    worked: int = 0
+    question: int = 0
+    rows: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the model takes."""
+        return 512 if not self.worked else self.worked + self.question + self.max_tokens + 8
 
     @property
     def num_samples(self) -> int:
@@ -57,7 +66,7 @@ def write_task(folder: Path, task: Task) -> int:
     from deploy.tiny_model import PAD_ID, make_tokenizer
 
     tokenizer: Any = make_tokenizer()
-    tokenizer.model_max_length = 512
+    tokenizer.model_max_length = task.longest
     tokenizer.add_special_tokens({"eos_token": "<never>"})
     ends = {"pad_token_id": PAD_ID, "eos_token_id": tokenizer.eos_token_id}
     torch.manual_seed(0)
@@ -68,7 +77,7 @@ def write_task(folder: Path, task: Task) -> int:
         num_hidden_layers=task.num_layers,
         num_attention_heads=task.hidden_size // 64,
         num_key_value_heads=max(task.hidden_size // 128, 1),
-        max_position_embeddings=512,
+        max_position_embeddings=task.longest,
         tie_word_embeddings=False,
         dtype="float32",
         **ends,
@@ -78,15 +87,22 @@ def write_task(folder: Path, task: Task) -> int:
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "train.jsonl").write_text(
-        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in _prompts())
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in _prompts(task))
     )
     (folder / "reward.py").write_text(REWARD)
     return model.num_parameters()
 
 
-def _prompts() -> list[str]:
+def _prompts(task: Task) -> list[str]:
     drawn = random.Random(0)
-    return [f"{drawn.randint(10, 99)}+{drawn.randint(10, 99)}=" for _ in range(NUM_PROBLEMS)]
+    if not task.worked:
+        return [f"{drawn.randint(10, 99)}+{drawn.randint(10, 99)}=" for _ in range(NUM_PROBLEMS)]
+
+    def text(length: int) -> str:
+        return "".join(drawn.choices("0123456789+-*", k=length))
+
+    examples = text(task.worked)
+    return [f"{examples}{text(task.question)}" for _ in range(NUM_PROBLEMS)]
 
 
 # --- TRL -----------------------------------------------------------------------------------------
@@ -188,7 +204,8 @@ def train(generation: str, folder: Path, task: Task, out: TextIO) -> None:
         args=GRPOConfig(
             output_dir=str(folder / "trl"),
             max_steps=100_000,
-            per_device_train_batch_size=task.num_samples,
+            per_device_train_batch_size=task.rows or task.num_samples,
+            gradient_accumulation_steps=task.num_samples // (task.rows or task.num_samples),
             num_generations=task.group_size,
             max_completion_length=task.max_tokens,
             temperature=1.0,

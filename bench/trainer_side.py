@@ -1,7 +1,7 @@
 """One side of `bench.trainer`, in a process of its own: a step's forward and backward passes, by
-Hone's parts or by TRL's.
+Hone's parts, with or without shared prefixes, or by TRL's.
 
-    python -m bench.trainer_side hone|trl '{"vocab_size": 32768, ...}'
+    python -m bench.trainer_side hone|off|trl '{"vocab_size": 32768, ...}'
 
 prints one JSON object: seconds, peak memory above the loaded model, the loss, the gradient's norm,
 and what was computed.
@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,14 @@ from shared.wire import Example
 from shared.wire.packed import Logprobs, TokenIds
 
 PAD, EOS = 0, 1
-MAX_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Task:
-    """What both sides get. `rows` sequences make one of TRL's micro-batches (its default is 8);
-    with `same_length`, nothing needs padding."""
+    """What all sides get. `rows` sequences make one of TRL's micro-batches (its default is 8);
+    with `same_length`, nothing needs padding. Prompts have `prompt` tokens, from the least to the
+    most; completions a log-normal length of median `completion`, up to `max_tokens`. `in_common`
+    tokens are the same in all prompts. `shared`: Hone computes a shared prefix once."""
 
     vocab_size: int
     num_prompts: int
@@ -46,6 +47,11 @@ class Task:
     hidden_size: int = 256
     num_layers: int = 4
     same_length: bool = False
+    prompt: tuple[int, int] = (32, 96)
+    in_common: int = 0
+    completion: int = 90
+    max_tokens: int = 256
+    shared: bool = False
     seed: int = 0
 
 
@@ -80,7 +86,7 @@ def make_model(task: Task) -> Any:
         num_hidden_layers=task.num_layers,
         num_attention_heads=task.hidden_size // 64,
         num_key_value_heads=max(1, task.hidden_size // 128),
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         pad_token_id=PAD,
         eos_token_id=EOS,
@@ -89,20 +95,23 @@ def make_model(task: Task) -> Any:
 
 
 def make_examples(task: Task) -> list[Example]:
-    """Returns groups that share a prompt of 32 to 96 tokens; completions have a log-normal length
-    (median 90, up to 256), as completions do. Sampler's log-probs are near a random model's, `-log
-    V`, so that ratios are near 1 and some are clipped."""
+    """Returns groups that share a prompt; completions have a log-normal length, as completions do.
+    Sampler's log-probs are near a random model's, `-log V`, so that ratios are near 1 and some are
+    clipped."""
     random = torch.Generator().manual_seed(task.seed + 1)
 
     def ids(count: int) -> TokenIds:
         return TokenIds(torch.randint(2, task.vocab_size, (count,), generator=random).tolist())
 
     examples: list[Example] = []
+    least, most = task.prompt
+    few_shot = [*ids(task.in_common)]
     for _ in range(task.num_prompts):
-        prompt = ids(64 if task.same_length else int(torch.randint(32, 97, (1,), generator=random)))
+        drawn = int(torch.randint(least, most + 1, (1,), generator=random))
+        prompt = TokenIds([*few_shot, *ids(64 if task.same_length else drawn)])
         for _ in range(task.group_size):
-            drawn = 90 * math.exp(0.7 * float(torch.randn((), generator=random)))
-            length = 128 if task.same_length else int(min(max(drawn, 8), MAX_TOKENS))
+            drawn = task.completion * math.exp(0.7 * float(torch.randn((), generator=random)))
+            length = 128 if task.same_length else int(min(max(drawn, 8), task.max_tokens))
             noise = 0.1 * torch.randn(length, generator=random)
             examples.append(
                 Example(
@@ -123,7 +132,7 @@ def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
     from services.trainer.learning.head import _Score  # pyright: ignore[reportPrivateUsage]
     from services.trainer.learning.loss import total_loss
     from services.trainer.learning.metrics import StepMetrics
-    from services.trainer.learning.policy import Policy
+    from services.trainer.learning.policy import Policy, choose_layout
 
     budget = task.rows * (longest(examples, "prompt_token_ids") + longest(examples, "token_ids"))
     job = Job.model_validate(
@@ -133,21 +142,25 @@ def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
             "steps": 1,
             "data": {"train": "none"},
             "rewards": [{"grader": "none"}],
-            "sampling": {"max_tokens": MAX_TOKENS},
+            "sampling": {"max_tokens": task.max_tokens},
             "training": {"loss": "dapo", "clip_low": 0.2, "clip_high": 0.28},
             "correction": {"ratio_base": "sampler"},
-            "memory": {"micro_batch_tokens": budget},
+            "memory": {
+                "micro_batch_tokens": budget,
+                "shared_prefix": "on" if task.shared else "off",
+            },
         }
     )
     work = Work()
     correction = resolve(job.correction, 0)
     policy = Policy(model, 1.0)
+    layout = choose_layout(model, "random", job.memory).layout
     time_head(_Score, work)
 
     def run() -> float:
         metrics = StepMetrics(torch.device("cpu"), job.training, correction)
         total = 0.0
-        (minibatch,) = plan(examples, None, job, rank=0, num_ranks=1, packed=False)
+        (minibatch,) = plan(examples, None, job, rank=0, num_ranks=1, layout=layout)
         for batch in minibatch.micro_batches:
             logprobs_N, entropies_N = policy(batch)
             x = loss_inputs(
@@ -198,7 +211,7 @@ def trl_step(task: Task, model: Any, examples: list[Example]) -> Step:
                 loss_type="dapo",
                 temperature=1.0,
                 beta=0.0,
-                max_completion_length=MAX_TOKENS,
+                max_completion_length=task.max_tokens,
                 gradient_checkpointing=False,
                 bf16=False,
                 use_cpu=True,
@@ -290,7 +303,8 @@ def measure(side: str, task: Task) -> dict[str, Any]:
     """Returns what one step took, after a step on two short sequences that loads what is loaded
     late."""
     model = make_model(task)
-    make_step = {"hone": hone_step, "trl": trl_step}[side]
+    make_step = trl_step if side == "trl" else hone_step
+    task = replace(task, shared=side == "hone")
     short = [
         e.model_copy(
             update={
@@ -301,6 +315,8 @@ def measure(side: str, task: Task) -> dict[str, Any]:
         for e in make_examples(task)
     ]
     make_step(task, model, short[: task.rows]).run()
+    if side != "trl":
+        model.set_attn_implementation("sdpa")  # a step chooses anew
     model.zero_grad(set_to_none=True)
     examples = make_examples(task)
     step = make_step(task, model, examples)
