@@ -655,6 +655,26 @@ async def test_generate_continues_the_tokens_of_all_turns_so_far(
     assert_sampled_by(service.models / "tied", second)
 
 
+async def test_a_prompt_is_prefilled_once_for_its_group_and_what_is_few_shot_for_all(
+    service: Running, client: Client
+) -> None:
+    # 180 tokens, of which vLLM shares whole blocks, 128 tokens on a CPU.
+    few_shot = tuple(3 + i * 7 % 61 for i in range(140))
+    one, other = ((*few_shot, *(3 + (i + of) % 61 for i in range(40))) for of in (0, 20))
+
+    async def cached_by(*prompts: tuple[int, ...], n: int = 1) -> float:
+        sampling, before = Sampling(n=n, max_tokens=2), await cached_tokens(service)
+        asked = [generate(client, prompt_token_ids=each, sampling=sampling) for each in prompts]
+        await asyncio.gather(*asked)
+        return await cached_tokens(service) - before
+
+    assert await cached_by(one, one, one, one) == 3 * 128, "all but the first, though all at once"
+    assert [await cached_by(one) for _ in range(2)] == [128, 128], "one that comes apart"
+    assert await cached_by(other, other) == 2 * 128, "another question after the same examples"
+    # Of rollouts that one request asks for, vLLM tells what the last to end had.
+    assert await cached_by(tuple(reversed(one)), n=4) == 128
+
+
 async def test_the_openai_client_completes_streams_and_counts(service: Running) -> None:
     import openai
 
