@@ -20,7 +20,7 @@ from services.trainer.trainer import Seams, Trainer
 
 class Engine:
     dtype, device, gpu, weights_bytes = "float32", "cpu", None, 1
-    num_parameters, num_trainable = 1, 1
+    num_parameters, num_trainable, without = 1, 1, ""
     def __init__(self, job): pass
     def live_weights(self): return {}
     def offload(self): pass

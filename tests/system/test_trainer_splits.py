@@ -29,7 +29,10 @@ from tests.support.trainer_reference import (
 
 LOSSES = ("dapo", "grpo", "gspo")  # three ways to average, two kinds of ratio
 STAGES = {"dapo": (0, 1, 2, 3), "grpo": (2,), "gspo": (0, 3)}
-OF_THE_SPLIT = {"padding_fraction", "num_micro_batches", "memory/micro_batch_tokens"}
+OF_THE_SPLIT = {
+    *("padding_fraction", "num_micro_batches", "memory/micro_batch_tokens"),
+    *("tokens/computed", "tokens/shared_fraction"),
+}
 """Metrics that tell how a batch was split."""
 
 RECIPES = {
@@ -43,6 +46,9 @@ RECIPES = {
     },
 }
 """Jobs of several optimizer steps, with a reference."""
+
+PREFIX = tuple(range(20))
+"""What all examples begin with, so that micro-batches share it."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.system]
 
@@ -98,7 +104,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def results(one, two, model, tmp_path_factory) -> dict:
     """`[ranks, loss, stage, budget]` -> folder of weights and Update."""
-    folder, examples = tmp_path_factory.mktemp("splits"), some_examples(model)
+    folder, examples = tmp_path_factory.mktemp("splits"), some_examples(model, prefix=PREFIX)
     one.submit(train, folder / "one", model, examples, cases(1))
     two.submit(train, folder / "two", model, examples, cases(2))
     return {
@@ -114,10 +120,12 @@ def test_any_split_at_any_zero_stage_gives_the_update_of_one_big_batch(results, 
     folder, whole = results[1, loss, 2, 10_000]
     assert whole.metrics["num_micro_batches"] == 1
     expected = difference(weights(folder), before)
-    for num_ranks, num_micro_batches in ((1, 4), (2, 2)):
+    for num_ranks, num_micro_batches in ((1, 5), (2, 3)):
         for stage in STAGES[loss]:
             folder, other = results[num_ranks, loss, stage, 64]
             assert other.metrics["num_micro_batches"] == num_micro_batches
+            assert other.metrics["tokens/shared_fraction"] > 0.2
+            assert whole.metrics["tokens/shared_fraction"] > other.metrics["tokens/shared_fraction"]
             distance = relative(difference(weights(folder), before), expected)
             print(
                 f"{loss}, ZeRO-{stage}, {num_ranks} ranks: relative difference of the update "
@@ -134,7 +142,7 @@ def test_any_split_at_any_zero_stage_gives_the_update_of_one_big_batch(results, 
 def test_one_big_batch_gives_the_update_of_plain_torch(results, model, loss):
     policy = load(model)
     before = named(policy)
-    expected_loss = reference_loss(policy, some_examples(model), loss)
+    expected_loss = reference_loss(policy, some_examples(model, prefix=PREFIX), loss)
     expected_norm = step(policy, optimizer(policy, LEARNING_RATE), expected_loss, MAX_GRAD_NORM)
     folder, update = results[1, loss, 2, 10_000]
     assert update.loss == pytest.approx(expected_loss.item(), rel=1e-5)
@@ -174,7 +182,7 @@ def test_several_steps_with_reference_and_adapters_are_the_same_on_two_ranks(
 ):
     """Each step begins where the one before ended, so differences add up, and the update is only so
     long beside float32's grid."""
-    examples, before = some_examples(model), weights(model)
+    examples, before = some_examples(model, prefix=PREFIX), weights(model)
     one.submit(follow, tmp_path / "one", model, examples, (2,))
     two.submit(follow, tmp_path / "two", model, examples, (2, 3))
     alone, together = one.result(), two.result()

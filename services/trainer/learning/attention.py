@@ -155,7 +155,7 @@ def attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Returns the attention `[1, T, A, D]` of queries `[1, A, T, D]` to keys and values
-    `[1, K, T, D]`, K dividing A, as transformers asks for it. Raises CannotShare for attention of
+    `[1, H, T, D]`, H dividing A, as transformers asks for it. Raises CannotShare for attention of
     another kind."""
     unknown = [repr(name) for name in OF_OTHERS if others.get(name) is not None]
     if attention_mask is not None:
@@ -168,62 +168,66 @@ def attend(
         unknown.append("no forest")
     if unknown or forest is None:
         raise CannotShare(f"{type(module).__name__} gives its attention {', '.join(unknown)}")
-    q_TAD, k_TKD, v_TKD = (each[0].transpose(0, 1) for each in (query, key, value))
+    q_TAD, k_THD, v_THD = (each[0].transpose(0, 1) for each in (query, key, value))
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         out_TAD = _attend_ragged(
-            q_TAD, k_TKD, v_TKD, forest.ragged(sliding_window), scaling, sliding_window
+            q_TAD, k_THD, v_THD, forest.ragged(sliding_window), scaling, sliding_window
         )
     else:
-        out_TAD = _attend_dense(q_TAD, k_TKD, v_TKD, forest.dense(sliding_window), scaling)
+        out_TAD = _attend_dense(q_TAD, k_THD, v_THD, forest.dense(sliding_window), scaling)
     return out_TAD[None], None
 
 
 def _attend_dense(
-    q_TAD: Tensor, k_TKD: Tensor, v_TKD: Tensor, row: _Dense, scaling: float | None
+    q_TAD: Tensor, k_THD: Tensor, v_THD: Tensor, row: _Dense, scaling: float | None
 ) -> Tensor:
-    repeats = q_TAD.shape[1] // k_TKD.shape[1]
     done: list[Tensor] = []
     for batch in row.batches:
         q_NAQD = _at(q_TAD, batch.queries_NQ)
-        k_NAKD, v_NAKD = (
-            _at(each, batch.keys_NK).repeat_interleave(repeats, 1) for each in (k_TKD, v_TKD)
-        )
+        k_NHKD, v_NHKD = _at(k_THD, batch.keys_NK), _at(v_THD, batch.keys_NK)
+        if q_TAD.is_cuda:  # the kernels there that take a mask want as many keys as queries
+            repeats = q_TAD.shape[1] // k_THD.shape[1]
+            k_NHKD, v_NHKD = (each.repeat_interleave(repeats, 1) for each in (k_NHKD, v_NHKD))
         out_NAQD = scaled_dot_product_attention(
             q_NAQD,
-            k_NAKD,
-            v_NAKD,
+            k_NHKD,
+            v_NHKD,
             attn_mask=batch.mask_QK,
             is_causal=batch.mask_QK is None,
             scale=scaling,
+            enable_gqa=not q_TAD.is_cuda,
         )
         done.append(out_NAQD.transpose(1, 2).flatten(0, 1))
     return torch.cat(done).index_select(0, row.outputs_T)
 
 
 def _at(each_THD: Tensor, columns_NQ: Tensor) -> Tensor:
-    """Returns the row's heads at the columns, `[N, H, Q, D]`."""
-    chosen = each_THD.index_select(0, columns_NQ.flatten())
+    """Returns the row's heads at the columns, `[N, H, Q, D]`. On a GPU the gradient of
+    `index_select` is added up in another order each time; on a CPU the gradient of an index is
+    slow."""
+    flat = columns_NQ.flatten()
+    chosen = each_THD[flat] if each_THD.is_cuda else each_THD.index_select(0, flat)
     return chosen.unflatten(0, columns_NQ.shape).transpose(1, 2)
 
 
 def _attend_ragged(
     q_TAD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
     row: _Ragged,
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
     attended = varlen_attn(
         q_TAD,
-        k_TKD[row.keys_K],
-        v_TKD[row.keys_K],
+        k_THD[row.keys_K],
+        v_THD[row.keys_K],
         row.query_bounds,
         row.key_bounds,
         *row.longest,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q_TAD.shape[1] != k_TKD.shape[1],
+        enable_gqa=q_TAD.shape[1] != k_THD.shape[1],
     )
     assert isinstance(attended, Tensor)
     return attended

@@ -40,7 +40,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -122,11 +122,6 @@ class MicroBatch:
 
 DUMMY = Example(prompt_token_ids=TokenIds([0]), token_ids=TokenIds([0]), advantage=0.0)
 """One token that reaches every parameter, with a gradient of exactly zero."""
-
-
-JOIN = 2
-"""Micro-batches that a pass without gradient computes together. It holds less of two than a pass
-with gradient holds of one: nothing but the layer that it is in."""
 
 
 def _collated(
@@ -267,12 +262,10 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:
 @dataclass(frozen=True)
 class Minibatch:
     """This rank's micro-batches in one optimizer step, and the denominators of the step's loss,
-    which are the same on all ranks. `joined` are the same examples in half as many micro-batches,
-    for passes without gradient."""
+    which are the same on all ranks."""
 
     micro_batches: tuple[MicroBatch, ...]
     denominators: Denominators
-    joined: tuple[MicroBatch, ...] = ()
 
 
 def plan(
@@ -283,10 +276,9 @@ def plan(
     rank: int,
     num_ranks: int,
     layout: Layout,
-    joined: bool = False,
 ) -> list[Minibatch]:
-    """Returns the minibatches of an epoch for `rank`, with or without `joined`. `totals` None: the
-    examples are the whole batch as sampled."""
+    """Returns the minibatches of an epoch for `rank`. `totals` None: the examples are the whole
+    batch as sampled."""
     totals = check_totals(examples, totals)
     num_minibatches = job.training.minibatches
     num_without_signal = totals.num_tokens - sum(map(num_sampled, examples))
@@ -295,18 +287,14 @@ def plan(
     for indices in deal(range(len(examples)), num_minibatches, job.seed):
         share = [examples[index] for index in indices]
         hand = _pack(share, num_ranks, job.memory.micro_batch_tokens, layout)[rank]
-        pairs = [[*chain(*hand[at : at + JOIN])] for at in range(0, len(hand), JOIN)]
-        micro_batches, of_pairs = (
-            tuple(_collated(share, each, layout, [starts[index] for index in indices]))
-            for each in (hand, pairs if joined else [])
-        )
+        micro_batches = _collated(share, hand, layout, [starts[index] for index in indices])
         denominators = Denominators(
             num_sequences=totals.num_sequences / num_minibatches,
             num_tokens=totals.num_tokens / num_minibatches,
             step_tokens=sum(map(num_sampled, share)) + num_without_signal / num_minibatches,
             max_tokens=job.sampling.max_tokens,
         )
-        minibatches.append(Minibatch(micro_batches, denominators, of_pairs))
+        minibatches.append(Minibatch(tuple(micro_batches), denominators))
     return minibatches
 
 

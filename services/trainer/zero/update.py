@@ -13,9 +13,10 @@ batch.
 
 Frozen passes, before the first optimizer step and without dropout, are made for what they alone can
 tell: the trainer's log-probs before the first of several steps, or apart from dropout; and the
-reference's. They keep no activations, so they compute two micro-batches at a time. With one step
-and no dropout, the pass that trains tells the former by itself. The ratio of the first step is
-taken to the pass that trains, dropout included, and is exactly 1.
+reference's. They have the same micro-batches as the passes that train, so that their bits are the
+same: a reference that equals the policy has a KL of exactly 0. With one step and no dropout, the
+pass that trains tells the former by itself. The ratio of the first step is taken to the pass that
+trains, dropout included, and is exactly 1.
 
 All or nothing: where a loss or gradient is not finite, or memory runs out, weights, optimizer and
 random numbers become what they were. After running out of memory in a micro-batch of several
@@ -38,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.engine import OutOfMemory, Update
-from services.trainer.learning.batch import JOIN, Layout, MicroBatch, Minibatch, plan
+from services.trainer.learning.batch import Layout, MicroBatch, Minibatch, plan
 from services.trainer.learning.correction import loss_inputs, resolve
 from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.loss import total_loss
@@ -65,43 +66,31 @@ from shared.wire import Example, StepTotals
 
 @dataclass(frozen=True)
 class Frozen:
-    """What is known of an optimizer step's tokens before the first one, by their places in the
-    step; None where nothing needs it."""
+    """What is known of a micro-batch before the first optimizer step, `[N]`; None where nothing
+    needs it."""
 
-    before: Tensor | None = None
-    reference: Tensor | None = None
-
-    def of(self, batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the policy's log-probs before the first update and the reference's, `[N]`."""
-        before, reference = (
-            None if values is None else values[batch.places_N]
-            for values in (self.before, self.reference)
-        )
-        return before, reference
+    before_N: Tensor | None = None
+    reference_N: Tensor | None = None
 
 
 @dataclass
 class Progress:
     """Where an update is, for its errors. `stepping`: the optimizer is at work, and weights may be
-    half changed. `shape`: sequences and tokens, padding included, of the present micro-batch, in
-    which `num_joined` are computed together."""
+    half changed. `shape`: sequences and tokens, padding included, of the present micro-batch."""
 
     num_updates: int
     update: int = 0
     passing: str = "the copy of weights and optimizer that several optimizer steps need"
     shape: tuple[int, int] | None = None
-    num_joined: int = 1
     stepping: bool = False
 
-    def enter(self, passing: str, batch: MicroBatch, num_joined: int = 1) -> None:
+    def enter(self, passing: str, batch: MicroBatch) -> None:
         self.passing, self.shape = passing, (batch.num_sequences, batch.input_ids_BT.numel())
-        self.num_joined = num_joined
 
     @property
     def half(self) -> int | None:
         """Half the tokens of the present micro-batch; None if fewer would not help."""
-        half = None if self.stepping else half_budget(self.shape)
-        return half and max(1, half // self.num_joined)
+        return None if self.stepping else half_budget(self.shape)
 
     def __str__(self) -> str:
         step = (
@@ -196,7 +185,6 @@ class Updater:
             rank=dist.get_rank(),
             num_ranks=dist.get_world_size(),
             layout=self._layout,
-            joined=self._asks_policy or self._reference is not None,
         )
         self._spare_host_memory(minibatches)
         progress = Progress(training.epochs * len(minibatches))
@@ -208,7 +196,7 @@ class Updater:
         try:
             if progress.num_updates > 1:
                 undo = dataclasses.replace(undo, snapshot=Snapshot.take(self._zero, self._copies))
-            norms = self._train(minibatches, num_tokens, metrics, progress)
+            norms = self._train(minibatches, metrics, progress)
         except NotFinite:
             undo.apply(self._zero)
             loss, values = metrics.reduce(progress.update)
@@ -251,14 +239,10 @@ class Updater:
             host_memory.give_back_large_blocks()
 
     def _train(
-        self,
-        minibatches: list[Minibatch],
-        num_tokens: int,
-        metrics: StepMetrics,
-        progress: Progress,
+        self, minibatches: list[Minibatch], metrics: StepMetrics, progress: Progress
     ) -> list[float]:
         """Returns the gradient's norm of each optimizer step, before clipping. Raises NotFinite."""
-        frozen = [self._ask(minibatch, num_tokens, metrics, progress) for minibatch in minibatches]
+        frozen = [self._ask(minibatch, metrics, progress) for minibatch in minibatches]
         norms: list[float] = []
         try:
             set_dropout(self._policy, self._dropout)
@@ -276,68 +260,53 @@ class Updater:
             set_dropout(self._policy, False)
         return norms
 
-    @property
-    def _asks_policy(self) -> bool:
-        """Whether the passes that train do not tell the log-probs before the first update."""
-        training = self._job.training
-        return self._dropout or training.epochs * training.minibatches > 1
-
-    def _ask(
-        self, minibatch: Minibatch, num_tokens: int, metrics: StepMetrics, progress: Progress
-    ) -> Frozen:
-        """Returns what frozen passes tell of the minibatch's tokens, of `num_tokens` in the
-        step."""
-
-        def nothing(asked: bool) -> Tensor | None:
-            return torch.zeros(num_tokens, device=self._device) if asked else None
-
-        known = Frozen(nothing(self._asks_policy), nothing(self._reference is not None))
-        for batch in minibatch.joined:
-            progress.enter("the frozen pass over micro-batches", batch, JOIN)
+    def _ask(self, minibatch: Minibatch, metrics: StepMetrics, progress: Progress) -> list[Frozen]:
+        """Returns what frozen passes tell of each micro-batch."""
+        ask_policy = progress.num_updates > 1 or self._dropout
+        known: list[Frozen] = []
+        for batch in minibatch.micro_batches:
+            if not ask_policy and self._reference is None:
+                known.append(Frozen())
+                continue
+            progress.enter("the frozen pass over a micro-batch", batch)
             on_device = batch.to(self._device)
             with torch.no_grad():
-                told = (
-                    self._policy(on_device)[0] if self._asks_policy else None,
-                    self._reference(on_device) if self._reference else None,
-                )
-            if batch.weight == 0:
-                continue
-            for kept, values_N in zip((known.before, known.reference), told, strict=True):
-                if kept is not None and values_N is not None:
-                    kept[on_device.places_N] = values_N.to(kept.dtype)
-            if told[0] is not None:
-                metrics.add_mismatch(on_device, told[0])
+                before_N = self._policy(on_device)[0] if ask_policy else None
+            if before_N is not None:
+                metrics.add_mismatch(on_device, before_N)
+            known.append(Frozen(before_N, self._reference(on_device) if self._reference else None))
         return known
 
     def _accumulate(
         self,
         minibatch: Minibatch,
-        frozen: Frozen,
+        known: list[Frozen],
         metrics: StepMetrics,
         progress: Progress,
     ) -> None:
         """Adds up the gradient of an optimizer step: one forward and one backward pass for each
         micro-batch."""
         num = len(minibatch.micro_batches)
-        for position, batch in enumerate(minibatch.micro_batches, start=1):
+        for position, (batch, frozen) in enumerate(
+            zip(minibatch.micro_batches, known, strict=True), start=1
+        ):
             progress.enter(f"micro-batch {position} of {num}", batch)
             self._zero.set_gradient_accumulation_boundary(position == num)
             on_device = batch.to(self._device)
-            before_N, reference_N = frozen.of(on_device)
             logprobs_N, entropy_N = self._zero(on_device)
             x = loss_inputs(
                 on_device,
                 logprobs_N,
-                before_N=before_N,
+                before_N=frozen.before_N,
                 first=progress.update == 1,
-                reference_N=reference_N,
+                reference_N=frozen.reference_N,
                 correction=self._correction,
                 denominators=minibatch.denominators,
                 training=self._job.training,
             )
             loss = total_loss(x)
             metrics.add(on_device, x, entropy_N, loss)
-            if before_N is None:
+            if frozen.before_N is None:
                 metrics.add_mismatch(on_device, logprobs_N.detach())
             self._zero.backward(
                 _refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size())

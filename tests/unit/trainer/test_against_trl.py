@@ -258,9 +258,15 @@ def test_completions_that_are_cut_off_and_masked_count_as_in_trl(trl, loss):
 
 def test_both_sides_of_the_trainers_benchmark_do_the_same_step(trl, monkeypatch):
     monkeypatch.setattr(trainer_side, "time_head", lambda *_: None)
-    monkeypatch.setattr(trainer_side, "MAX_TOKENS", 40)
     task = trainer_side.Task(
-        vocab_size=97, num_prompts=2, group_size=4, rows=4, hidden_size=64, num_layers=1
+        vocab_size=97,
+        num_prompts=2,
+        group_size=4,
+        rows=4,
+        hidden_size=64,
+        num_layers=1,
+        max_tokens=40,
+        shared=True,
     )
     examples, losses, gradients = trainer_side.make_examples(task), [], []
     with warnings.catch_warnings():

@@ -53,17 +53,6 @@ def test_a_packed_row_holds_the_sequences_end_to_end_and_positions_begin_again()
     assert batch.to(torch.device("cpu")).position_ids_BT is not None
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
-def test_passes_without_gradient_compute_two_micro_batches_together(layout):
-    job = a_job("m", memory={"micro_batch_tokens": 6})
-    examples = [example((number, 2), (3, 4, 5)) for number in range(3)]
-    (minibatch,) = plan(examples, None, job, rank=0, num_ranks=1, layout=layout, joined=True)
-    assert [batch.num_sequences for batch in minibatch.micro_batches] == [1, 1, 1]
-    assert [batch.num_sequences for batch in minibatch.joined] == [2, 1]
-    places = torch.cat([batch.places_N for batch in minibatch.joined])
-    assert sorted(places.tolist()) == [*range(9)]
-
-
 def test_trap_pad_equal_to_eos_masks_neither():
     batch = collate([example((0, 0), (0, 0)), example((0,), (0,))])
     assert batch.attention_mask_BT.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
