@@ -300,7 +300,7 @@ def _host() -> str:
 def _total(result: EpisodeResult) -> float | None:
     """Returns the reward as one number, None if there is none."""
     reward = result.reward
-    if reward is None or isinstance(reward, float):
+    if reward is None or isinstance(reward, int | float):
         return reward
     entries = reward.values() if isinstance(reward, dict) else reward
     numbers = [each for each in entries if each is not None]

@@ -115,7 +115,8 @@ class ChatRequest(Wire):
             content = message.get("content")
             parts = cast(list[Any], content if isinstance(content, list) else [])
             if not (content is None or isinstance(content, str | list)) or not all(
-                isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts
+                isinstance(part, dict) and isinstance(cast(dict[str, Any], part).get("text"), str)
+                for part in parts
             ):
                 raise ValueError(
                     f"the 'content' of message {index} is no text; a session records text only"

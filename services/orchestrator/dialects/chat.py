@@ -139,8 +139,9 @@ def given_turn(prompt: Any, name: str, limits: Body) -> tuple[Asked, Limits]:
     """Returns the turn of a text or of token ids, as it is."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
-    is_ids = isinstance(prompt, list) and all(_is_token_id(id) for id in prompt)
-    if not prompt or not (isinstance(prompt, str) or is_ids):
+    listed: list[Any] = prompt if isinstance(prompt, list) else []
+    ids = tuple(listed) if all(_is_token_id(id) for id in listed) else ()
+    if not prompt or not (isinstance(prompt, str) or ids):
         raise BadRequest(f"{name!r} is {prompt!r:.80}; expected one text, or the token ids of one")
     _, bounds = chat_turn(  # which checks the limits
         messages=[{"role": "user"}],
@@ -149,7 +150,7 @@ def given_turn(prompt: Any, name: str, limits: Body) -> tuple[Asked, Limits]:
         stop_token_ids=limits.get("stop_token_ids"),
     )
     same = digest(f"{prompt}{bounds}")
-    asked = Asked(same, token_ids=tuple(prompt)) if is_ids else Asked(same, text=str(prompt))
+    asked = Asked(same, token_ids=ids) if ids else Asked(same, text=str(prompt))
     return asked, bounds
 
 

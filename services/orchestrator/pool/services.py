@@ -294,10 +294,10 @@ class Services:
         self, prompt: str | TokenIds, min_version: int, *, key: str, sampling: Sampling
     ) -> RolloutGroup:
         """Returns what follows a text or token ids, as a group of one. Keys are as in `answer`."""
-        given = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
         body = GenerateRequest(
             **self._fence(),
-            **given,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=None if isinstance(prompt, str) else prompt,
             deadline_s=self.settings.generate_deadline_s,
             fit=True,
             sampling=sampling,
