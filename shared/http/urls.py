@@ -64,7 +64,7 @@ def check_samplers(text: str, trainers: str) -> None:
     if len(groups) != (num_trainers := len(trainer_urls(trainers))):
         raise ValueError(
             f"{text!r} has the samplers of {len(groups)} trainer(s), and HONE_TRAINER_URL names "
-            f"{num_trainers}; expected those of each, with semicolons between them"
+            f"{num_trainers}; expected the samplers of each trainer, with semicolons between them"
         )
     _check_apart([set(group) for group in groups])
 

@@ -148,7 +148,7 @@ def _notes(
     if known.measured is None and placement.time is not None:
         notes.append(
             f"completions are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
-            "), and the times are from data sheets; `hone plan --measured RUN` takes those of a run"
+            "), and times are from data sheets; `hone plan --measured RUN` takes the times of a run"
         )
     host = placement.trainer_ranks * placement.trainer.host_gib
     if host >= LEAST_HOST_GIB:

@@ -89,7 +89,7 @@ def _causes(experiments: Sequence[Experiment]) -> Iterator[str]:
     if "version" in differs:
         yield "stale weights: a sampler does not serve the newest version"
     if "tensors" in differs:
-        yield "a load went wrong: the engine's tensors are not those that were published"
+        yield "a load went wrong: the engine's tensors differ from the published ones"
     if "dtype" in differs:
         yield 'another dtype: name one for both by training.dtype, in place of "auto"'
     if "same_tokens" in differs and not differs & {"version", "tensors", "dtype"}:

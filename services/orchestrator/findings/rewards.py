@@ -57,7 +57,7 @@ def no_signal(facts: Facts) -> Iterator[Finding]:
             if had
             else "the problems are too easy for the model",
             remedy="stop here (stop.target), or take harder problems: difficulty.skip_right skips "
-            "those that are always right",
+            "problems that are always solved",
             keys=("stop.target", "difficulty.skip_right"),
         )
     elif reward.median <= NEAR * mark:

@@ -129,7 +129,7 @@ class Recording:
         if not asked.messages or not newest.asked.messages:
             return "its tokens do not begin with those recorded"
         if other := _other_template(newest.asked, asked):
-            return f"{other} are not those of the turn before"
+            return f"{other} differ from the turn before"
         num_same = _num_same(ours, asked.messages)
         if num_same >= len(asked.messages):
             return f"message {len(asked.messages) - 1}, the request's last, was answered before"

@@ -93,7 +93,7 @@ def rollout(
         return failed_rollout(f"vLLM ended it with {reason!r} after {len(token_ids)} tokens")
     if not math.isfinite(math.fsum(logprobs)):
         return failed_rollout(
-            f"vLLM gave a log-prob that is not finite among those of {len(token_ids)} tokens"
+            f"vLLM gave a log-prob that is not finite among {len(token_ids)} tokens"
         )
     return Rollout(
         text=completion.text,

@@ -375,5 +375,5 @@ async def test_other_tools_begin_another_row_with_a_reason() -> None:
     own = len(sampler.tokenize("lower<|im_end|>"))
     assert row(group) == (ids, [0] * (len(mask) - own) + [1] * own)
     assert [branch.because for branch in rollout.branches] == [
-        "the tools are not those of the turn before"
+        "the tools differ from the turn before"
     ]
