@@ -44,7 +44,8 @@ class MemorySpec(Section):
 
     packing: Literal["auto", "on", "off"] = "auto"
     """Puts several sequences into one row instead of padding. "auto": where the model's attention
-    keeps the sequences of a row apart at no cost. "off": a sequence a row, and nothing shared."""
+    keeps the sequences of a row apart at no cost. "off": a sequence a row, and nothing
+    shared unless `shared_prefix` is "on"."""
 
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """The attention implementation, by its name in transformers. "auto": transformers' choice for

@@ -9,8 +9,9 @@ with s sequences at once:
                   each sequence
     sampling      ceil(R / S / s) c iterations, and 2 P p R / (group f t F S) for the prompts
     training      E (R (f(p + c) - f(p)) + Q f(p)) / (m N F), with f(n) = 2 P n + 2 L A D n n for
-                  n tokens and Q = R / group prompts, or R without `memory.shared_prefix`, and
-                  `training.minibatches` times as many prompts where these take a group apart;
+                  n tokens and Q prompts: R / group, R without `memory.shared_prefix`, and with M
+                  minibatches R / group M (1 - (1 - 1 / M)^group), in how many of them a group
+                  is in the mean;
                   E passes of the model: 1 forward and 2 backward (1 with LoRA), times
                   `training.epochs`; 1 more with gradient checkpointing; 1 for each of the
                   reference and, where a batch is trained on in several steps or with dropout, the
@@ -195,16 +196,17 @@ def _sample_s(model: Model, load: StepSize, sampling: SamplingRate) -> float:
 
 
 def _forward_flops(model: Model, job: Job, load: StepSize) -> float:
-    """Returns the operations of a forward pass over a step's tokens, those of shared prompts once
-    for each minibatch that has some of the group."""
+    """Returns the operations of a forward pass over a step's tokens, those of a shared prompt once
+    for each minibatch that has some of its group."""
     attention = 2 * model.num_layers * model.heads * model.head_size
 
     def of(tokens: int) -> float:
         return tokens * (2 * model.num_read() + attention * tokens)
 
     prompt, whole = of(load.prompt_tokens), of(load.prompt_tokens + load.completion_tokens)
-    times = min(job.training.minibatches, load.group)
-    if "off" in (job.memory.shared_prefix, job.memory.packing):
+    minibatches, memory = job.training.minibatches, job.memory
+    times = minibatches * (1 - (1 - 1 / minibatches) ** load.group)
+    if memory.shared_prefix == "off" or (memory.packing, memory.shared_prefix) == ("off", "auto"):
         times = load.group
     return load.completions * (whole - prompt + prompt * times / load.group)
 

@@ -27,10 +27,11 @@ from services.trainer.learning.head import sent
 
 NAME = "hone_forest"
 
-OF_OTHERS = ("softcap", "s_aux", "position_bias")
+OF_OTHERS = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
 """What some models give their attention, which this one does not know."""
 
-LAYER_TYPES = {"full_attention", "sliding_attention"}
+LISTS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types")
+LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 """Layers that this attention serves, by their names in transformers' configurations."""
 
 
@@ -245,7 +246,8 @@ def why_not(config: Any) -> str | None:
     implementation = getattr(config, "_attn_implementation", None)
     if implementation != "sdpa":
         return f'has the attention {implementation!r}, and only "sdpa" is computed over a forest'
-    others = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
+    listed = (getattr(config, key, None) or () for key in LISTS_OF_LAYERS)
+    others = {kind for kinds in listed for kind in kinds if isinstance(kind, str)} - LAYER_TYPES
     if others:
         return f"has layers of another kind: {', '.join(map(repr, sorted(others)))}"
     if getattr(config, "attention_chunk_size", None):

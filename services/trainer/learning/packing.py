@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 ATTENTION_TOKENS = 16384
 """Length of a sequence at which attention costs as much as the rest of the model: about 12 hidden
@@ -23,6 +24,10 @@ parts balance the ranks better, and each computes the prefix again."""
 
 NEAR = 1.02
 """How much longer than the quickest way a step may take that computes fewer tokens."""
+
+KEYS = 8
+"""Most keys that attention gathers for a micro-batch, as a multiple of its budget: a shared prefix
+is computed once, and its keys are gathered for each sequence that follows it."""
 
 MicroBatches = list[list[list[int]]]
 """`[rank][micro-batch][index of a sequence]`; `[]` where a rank only keeps the others company."""
@@ -75,11 +80,26 @@ def _dealt(by_cost: list[list[int]], num_ranks: int) -> MicroBatches:
 
 @dataclass
 class _Load:
-    """Sequences that are computed together, by their order, with their distinct tokens and work."""
+    """Sequences that are computed together, by their order, with their distinct tokens, the keys
+    that their attention gathers, and their work."""
 
     sequences: list[int]
-    tokens: int
-    work: float
+    tokens: int = 0
+    keys: int = 0
+    work: float = 0.0
+
+    def fits(self, other: _Load, budget_tokens: int) -> bool:
+        """Whether there is room for the other too; an empty one has room for any."""
+        return not self.tokens or (
+            self.tokens + other.tokens <= budget_tokens
+            and self.keys + other.keys <= KEYS * budget_tokens
+        )
+
+    def add(self, other: _Load) -> None:
+        self.sequences += other.sequences
+        self.tokens += other.tokens
+        self.keys += other.keys
+        self.work += other.work
 
 
 def pack_shared(
@@ -89,17 +109,20 @@ def pack_shared(
 
     The sequences are in the order of their tokens: number i has `lengths[i]` tokens, of which the
     first `common[i]` are those of the one before it, and computed with them. A micro-batch stays
-    within `budget_tokens` distinct tokens; a longer sequence has one of its own.
+    within `budget_tokens` distinct tokens and `KEYS` times as many keys; a longer sequence has one
+    of its own.
 
     Each way to cut what is shared into parts is weighed with its work, the prefixes that are
     computed again included. The largest parts are taken whose time is within `NEAR` of the least.
     """
     if not lengths:
         return [[] for _ in range(num_ranks)]
-    ways = [
-        _spread(_runs(lengths, common, max(1, budget_tokens // parts)), num_ranks, budget_tokens)
-        for parts in PARTS
-    ]
+    cut: list[list[_Load]] = []
+    for parts in PARTS:
+        runs = _runs(lengths, common, max(1, budget_tokens // parts))
+        if not cut or len(runs) > len(cut[-1]):
+            cut.append(runs)
+    ways = [_spread(runs, num_ranks, budget_tokens) for runs in cut]
     times = [_time(loads, num_ranks) for loads in ways]
     loads = next(way for way, time in zip(ways, times, strict=True) if time <= NEAR * min(times))
     return _dealt([sorted(load.sequences) for load in loads], num_ranks)
@@ -113,12 +136,11 @@ def _runs(lengths: Sequence[int], common: Sequence[int], most_tokens: int) -> li
     """Returns neighbours that share as loads of at most `most_tokens`, or of one sequence."""
     runs: list[_Load] = []
     for index, (length, shared) in enumerate(zip(lengths, common, strict=True)):
-        if runs and shared and runs[-1].tokens + length - shared <= most_tokens:
-            runs[-1].sequences.append(index)
-            runs[-1].tokens += length - shared
-            runs[-1].work += cost(length, shared)
+        after = _Load([index], length - shared, length, cost(length, shared))
+        if runs and shared and runs[-1].fits(after, most_tokens):
+            runs[-1].add(after)
         else:
-            runs.append(_Load([index], length, cost(length)))
+            runs.append(_Load([index], length, length, cost(length)))
     return runs
 
 
@@ -130,31 +152,46 @@ def _spread(runs: list[_Load], num_ranks: int, budget_tokens: int) -> list[_Load
     1969), where there is room in all.
     """
     runs = sorted(runs, key=lambda run: (-run.work, run.sequences[0]))
-    tokens = sum(min(run.tokens, budget_tokens) for run in runs)
-    rounds = max(1, -(-tokens // (budget_tokens * num_ranks)))
-    while True:
-        loads = _fitted(runs, min(rounds * num_ranks, len(runs)), budget_tokens)
-        if loads is not None:
-            return sorted(loads, key=lambda load: (-load.work, load.sequences[0]))
-        rounds += 1
+
+    def fitted(rounds: int) -> list[_Load] | None:
+        return _fitted(runs, min(rounds * num_ranks, len(runs)), budget_tokens)
+
+    rounds = _least_rounds(runs, num_ranks, budget_tokens)
+    low, loads = rounds, fitted(rounds)
+    while loads is None:
+        low, rounds = rounds + 1, rounds + max(1, rounds // 8)
+        loads = fitted(rounds)
+    while low < rounds:
+        middle = (low + rounds) // 2
+        fewer = fitted(middle)
+        if fewer is None:
+            low = middle + 1
+        else:
+            rounds, loads = middle, fewer
+    return sorted(loads, key=lambda load: (-load.work, load.sequences[0]))
+
+
+def _least_rounds(runs: list[_Load], num_ranks: int, budget_tokens: int) -> int:
+    """Returns a number of rounds below which the runs cannot fit: by all their tokens and keys, and
+    by those of which no two fit together."""
+    tokens = sum(min(run.tokens, budget_tokens) for run in runs) / budget_tokens
+    keys = sum(min(run.keys, KEYS * budget_tokens) for run in runs) / (KEYS * budget_tokens)
+    alone = sum(2 * run.tokens > budget_tokens for run in runs)
+    return max(1, ceil(max(tokens, keys, alone) / num_ranks))
 
 
 def _fitted(runs: list[_Load], num_loads: int, budget_tokens: int) -> list[_Load] | None:
     """Returns the runs in so many micro-batches; None if they do not fit."""
-    loads = [_Load([], 0, 0.0) for _ in range(num_loads)]
+    loads = [_Load([]) for _ in range(num_loads)]
     by_work = [(0.0, index) for index in range(num_loads)]
     for run in runs:
         full: list[tuple[float, int]] = []
-        while by_work:
-            load = loads[by_work[0][1]]
-            if not load.tokens or load.tokens + run.tokens <= budget_tokens:
-                break
+        while by_work and not loads[by_work[0][1]].fits(run, budget_tokens):
             full.append(heapq.heappop(by_work))
         if not by_work:
             return None
-        load.sequences += run.sequences
-        load.tokens += run.tokens
-        load.work += run.work
+        load = loads[by_work[0][1]]
+        load.add(run)
         heapq.heapreplace(by_work, (load.work, by_work[0][1]))
         for entry in full:
             heapq.heappush(by_work, entry)

@@ -32,7 +32,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from services.trainer.learning import attention
 from services.trainer.learning.batch import Layout, MicroBatch, collate
 from services.trainer.learning.head import AS_THEY_ARE, Kept, LogitRule, as_scoring_head, rule_of
-from shared.errors import BadRequest
+from shared.errors import BadRequest, first_line
 from shared.job.running import MemorySpec
 from shared.wire import Example
 from shared.wire.packed import TokenIds
@@ -255,15 +255,15 @@ def _why_not_forest(model: Any) -> str | None:
     if why is not None:
         return why
     alone, batch = _states_alone(model), _canary(model, "shared")
-    attention.use(model)
     try:
+        attention.use(model)
         difference = _difference(model, batch, alone)
-        if difference > CLOSE.get(model.dtype, 1e-3):
+        if not difference <= CLOSE.get(model.dtype, 1e-3):
             why = _mixes(difference)
         elif not attention.has_its_windows(model, batch.forest):
             why = "does not tell its attention of its sliding window"
-    except (attention.CannotShare, TypeError, ValueError, RuntimeError) as error:
-        why = f"cannot compute a forest of sequences: {error}"
+    except Exception as error:  # whatever a model's own code makes of it
+        why = f"cannot compute a forest of sequences: {first_line(error)}"
     if why is not None:
         attention.leave(model)
     return why
@@ -354,11 +354,14 @@ def _states_alone(model: Any) -> list[Tensor]:
 
 def _difference(model: Any, batch: MicroBatch, alone: list[Tensor]) -> float:
     """Returns the largest difference, relative to the norm, between hidden states of the batch's
-    sequences together and of each alone."""
+    sequences together and of each alone. A state that is NaN in both does not differ: a step
+    refuses it."""
     together_NH = hidden_states(model, batch)[batch.rows_N, batch.columns_N].float()
     alone_NH = torch.cat(alone).float()
     norms_N = alone_NH.norm(dim=-1).clamp(min=1e-9)
-    return float(((together_NH - alone_NH).norm(dim=-1) / norms_N).max())
+    differences_N = (together_NH - alone_NH).norm(dim=-1) / norms_N
+    in_both_N = together_NH.isnan().any(-1) & alone_NH.isnan().any(-1)
+    return float(torch.where(in_both_N, 0.0, differences_N).max())
 
 
 def _vocab_size(head: nn.Module) -> int:

@@ -226,5 +226,15 @@ def test_what_attention_does_not_know_is_refused_or_done_without():
     chunked.config.attention_chunk_size = 8
     assert "within chunks" in str(attention.why_not(chunked.config))
     hybrid = make("qwen2")
+    recurrent = make("qwen2")
+    recurrent.config.block_types = ["recurrent", "attention"]
+    assert "another kind: 'recurrent'" in str(attention.why_not(recurrent.config))
     hybrid.config.layer_types = ["linear_attention", "full_attention", "full_attention"]
     assert attention.why_not(hybrid.config) == "has layers of another kind: 'linear_attention'"
+
+
+def test_a_forest_that_gives_nan_is_not_taken(monkeypatch):
+    model = make("llama")
+    monkeypatch.setattr(attention, "_attend_dense", lambda q_TAD, *_: q_TAD * torch.nan)
+    chosen = choose_layout(model, "tiny", MemorySpec())
+    assert chosen.layout == "padded" and "changes a token's hidden state by nan" in chosen.without

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.trainer_ranks import BATCHES, useful
+from services.trainer.learning import packing
 from services.trainer.learning.packing import cost, pack_padded, pack_shared
 
 
@@ -38,6 +39,26 @@ def test_a_group_is_cut_where_ranks_would_wait_for_the_longer_part():
     assert pack_shared([1020] * 4, [0, 20, 20, 20], 2, 16384) == [[[0, 1]], [[2, 3]]]
     # A prompt of 4000 with completions of 10 is not worth a second time: one rank waits.
     assert pack_shared([4010] * 2, [0, 4000], 2, 4096) == [[[0, 1]], [[]]]
+
+
+def test_a_prefix_is_computed_again_before_its_keys_are_gathered_too_often():
+    # 20 sequences of 101 tokens, 100 of them shared: 120 distinct tokens, and 2,020 keys. With a
+    # budget of 125 at most 8 x 125 = 1,000 keys, those of 9 sequences.
+    ((first, *others),) = pack_shared([101] * 20, [0] + [100] * 19, 1, 125)
+    assert (len(first), [len(batch) for batch in others]) == (9, [9, 2])
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "num_ranks"), [(51, 100, 1), (9_500, 16_384, 8), (6_300, 16_384, 1)]
+)
+def test_the_number_of_rounds_is_found_in_few_tries(monkeypatch, length, budget, num_ranks):
+    tries, fitted = [], packing._fitted
+    monkeypatch.setattr(packing, "_fitted", lambda *given: (tries.append(1), fitted(*given))[1])
+    lengths = [length + number % 7 for number in range(4_000)]
+    ranks = pack_shared(lengths, [0] * 4_000, num_ranks, budget)
+    assert len(tries) < 20
+    fit = budget // max(lengths)
+    assert len(ranks[0]) == -(-4_000 // (fit * num_ranks))
 
 
 def test_a_sequence_longer_than_the_budget_is_alone():
