@@ -182,6 +182,9 @@ ROWS: dict[str, Row] = {
     f"{MODEL}use_remove_padding": to(
         "memory.packing", lambda value, _: None if value else "off", '"auto" packs where it is free'
     ),
+    f"{ACTOR}use_prefix_grouper": to(
+        "memory.shared_prefix", lambda value, _: None, "prompts are computed once by default"
+    ),
     f"{MODEL}lora_rank": to("lora.rank, lora.alpha, lora.target_modules", becomes.lora),
     f"{MODEL}lora_alpha": inside("see lora_rank"),
     f"{MODEL}target_modules": inside("see lora_rank"),
