@@ -205,7 +205,7 @@ def trl_step(task: Task, model: Any, examples: list[Example]) -> Step:
                 output_dir=folder,
                 per_device_train_batch_size=task.rows,
                 gradient_accumulation_steps=num_steps,
-                num_generations=task.group_size,
+                num_generations=max(2, task.group_size),  # TRL takes no groups of one
                 epsilon=0.2,
                 epsilon_high=0.28,
                 loss_type="dapo",
@@ -314,7 +314,7 @@ def measure(side: str, task: Task) -> dict[str, Any]:
         )
         for e in make_examples(task)
     ]
-    make_step(task, model, short[: task.rows]).run()
+    make_step(task, model, short[: max(task.rows, task.group_size)]).run()
     if side != "trl":
         model.set_attn_implementation("sdpa")  # a step chooses anew
     model.zero_grad(set_to_none=True)
