@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.plan_side import ROWS, TOKENS, write_model
+from bench.plan_side import ROWS, SHARED, TOKENS, write_model
 from bench.report import Figure, finish, table
 from bench.side import run
 
@@ -32,6 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-0": {"memory": {"zero_stage": 0}},
     "ZeRO-0, a sequence at a time": {
         "memory": {"zero_stage": 0, "micro_batch_tokens": TOKENS // ROWS}
+    },
+    "a prompt of half the tokens, shared": {SHARED: TOKENS // 2},
+    "the same without gradient checkpointing": {
+        SHARED: TOKENS // 2,
+        "memory": {"gradient_checkpointing": False},
     },
     "ZeRO-3": {"memory": {"zero_stage": 3}},
     "reference model": {"training": {"beta": 0.01}},

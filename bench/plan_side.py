@@ -25,6 +25,9 @@ from shared.wire import Example
 from shared.wire.packed import Logprobs, TokenIds
 
 MIB = 1 << 20
+SHARED = "shared"
+"""Beside a case's sections: the tokens of the prompt that all its sequences have in common."""
+
 TOKENS, ROWS, PROMPT = 2048, 4, 64
 """Of a micro-batch: its tokens, and its sequences of equal length, with their prompts."""
 
@@ -70,13 +73,17 @@ def make_job(folder: Path, case: dict[str, Any]) -> Job:
     )
 
 
-def make_examples(length: int) -> tuple[Example, ...]:
-    """Returns as many equal sequences as a step has, with completions of so many tokens."""
-    ids = [2 + (7919 * place) % (VOCABULARY - 2) for place in range(length)]
+def make_examples(length: int, shared: int = 0) -> tuple[Example, ...]:
+    """Returns as many sequences of one length as a step has, with completions of so many tokens.
+    Each has a prompt of its own, or all have the same one of `shared` tokens."""
+
+    def ids(count: int, start: int) -> TokenIds:
+        return TokenIds([2 + (7919 * at) % (VOCABULARY - 2) for at in range(start, start + count)])
+
     return tuple(
         Example(
-            prompt_token_ids=TokenIds(range(2, 2 + PROMPT)),
-            token_ids=TokenIds(ids),
+            prompt_token_ids=ids(shared, 0) if shared else ids(PROMPT, 97 * number),
+            token_ids=ids(length, 1009 * (number + 1)),
             old_logprobs=Logprobs([-10.0] * length),
             advantage=1.0 if number % 2 else -1.0,
         )
@@ -84,8 +91,9 @@ def make_examples(length: int) -> tuple[Example, ...]:
     )
 
 
-def measure(job: Job, store: Path) -> dict[str, Any]:
-    """Returns the memory of a rank that is alone."""
+def measure(job: Job, store: Path, shared: int) -> dict[str, Any]:
+    """Returns the memory of a rank that is alone, with prompts of `shared` tokens or unlike
+    ones."""
     import torch
     import torch.distributed as dist
 
@@ -95,7 +103,8 @@ def measure(job: Job, store: Path) -> dict[str, Any]:
     dist.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
     quiet_libraries()
     host_memory.room_bytes = lambda: 0  # as where memory is short
-    short, whole = make_examples(8), make_examples(TOKENS // ROWS - PROMPT)
+    length = (TOKENS - shared) // ROWS - (0 if shared else PROMPT)
+    short, whole = make_examples(8), make_examples(length, shared)
     settle()
     before = resident_bytes("VmRSS")
     engine = start_engine(job, torch.device("cpu"))
@@ -121,9 +130,11 @@ def measure(job: Job, store: Path) -> dict[str, Any]:
 
 def main() -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    job = make_job(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    case: dict[str, Any] = json.loads(sys.argv[2])
+    shared = case.pop(SHARED, 0)
+    job = make_job(Path(sys.argv[1]), case)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        found = measure(job, Path(folder) / "store")
+        found = measure(job, Path(folder) / "store", shared)
     print(json.dumps(found))
 
 

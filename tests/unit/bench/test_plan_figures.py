@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.plan import CASES, PARTS, figures_of, rows
-from bench.plan_side import PROMPT, ROWS, TOKENS, make_examples, make_job
+from bench.plan_side import PROMPT, ROWS, SHARED, TOKENS, make_examples, make_job
 
 
 def found(planned: float, measured: float) -> dict[str, object]:
@@ -34,8 +34,14 @@ def test_the_table_has_each_part_beside_the_peak() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_is_a_job_with_full_micro_batches(name: str) -> None:
-    job = make_job(Path("m"), CASES[name])
+    shared = CASES[name].get(SHARED, 0)
+    job = make_job(Path("m"), {key: value for key, value in CASES[name].items() if key != SHARED})
     assert job.memory.micro_batch_tokens in (TOKENS, TOKENS // ROWS)
     examples = make_examples(TOKENS // ROWS - PROMPT)
     lengths = {len(one.prompt_token_ids) + len(one.token_ids) for one in examples}
     assert lengths == {TOKENS // ROWS} and len(examples) % ROWS == 0
+    assert len({bytes(one.prompt_token_ids.data) for one in examples}) == len(examples)
+    if shared:
+        examples = make_examples((TOKENS - shared) // ROWS, shared)
+        assert len({bytes(one.prompt_token_ids.data) for one in examples}) == 1
+        assert shared + ROWS * len(examples[0].token_ids) == TOKENS
