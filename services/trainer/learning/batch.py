@@ -57,8 +57,8 @@ from services.trainer.learning.examples import (
     sampled_positions,
     versions,
 )
-from services.trainer.learning.forest import grow, sorted_by_tokens
-from services.trainer.learning.head import Kept, sent
+from services.trainer.learning.forest import build_forest, sorted_by_tokens
+from services.trainer.learning.head import Kept, to_device
 from services.trainer.learning.loss import Denominators
 from services.trainer.learning.packing import MicroBatches, pack_padded, pack_shared
 from shared.errors import BadRequest
@@ -113,7 +113,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {
-            name: sent(value, device) if isinstance(value, Tensor) else value.to(device)
+            name: to_device(value, device) if isinstance(value, Tensor) else value.to(device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor | Kept | ForestAttention)
         }
@@ -179,7 +179,7 @@ def collate(
     """Returns the examples as one micro-batch. `starts` are the places of the examples' first
     sampled tokens among those of the whole step; None: these examples are the whole step."""
     sequences = _sequences(examples, layout)
-    forest = None if layout == "padded" else grow(sequences, share=layout == "shared")
+    forest = None if layout == "padded" else build_forest(sequences, share=layout == "shared")
     positions = [sampled_positions(example) for example in examples]
     lengths_S = torch.tensor([len(positions_t) for positions_t in positions])
     sequences_N = torch.repeat_interleave(torch.arange(len(examples)), lengths_S)

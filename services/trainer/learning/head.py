@@ -78,7 +78,7 @@ class Kept:
         )
 
     def to(self, device: torch.device) -> Kept:
-        return Kept(sent(self.ids_K, device), sent(self.tokens_K, device), self.firsts)
+        return Kept(to_device(self.ids_K, device), to_device(self.tokens_K, device), self.firsts)
 
     def chunk(self, start: int, end: int) -> Kept:
         """Returns the part of the tokens `start` to before `end`, counted from `start`."""
@@ -99,9 +99,9 @@ class Kept:
         logits_CV.masked_fill_(out_CV[:, :width], LOWEST)
 
 
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor of the host on the device. From pinned memory, so that the host does not
-    wait for a GPU that computes."""
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a host tensor on the device. A GPU copies it from pinned memory, so that the host
+    does not wait for the copy."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

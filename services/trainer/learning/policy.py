@@ -260,12 +260,12 @@ def _why_not_forest(model: Any) -> str | None:
         difference = _difference(model, batch, alone)
         if not difference <= CLOSE.get(model.dtype, 1e-3):
             why = _mixes(difference)
-        elif not attention.has_its_windows(model, batch.forest):
-            why = "does not tell its attention of its sliding window"
+        elif not attention.passes_its_windows(model, batch.forest):
+            why = "does not pass its sliding window to its attention"
     except Exception as error:  # whatever a model's own code makes of it
         why = f"cannot compute a forest of sequences: {first_line(error)}"
     if why is not None:
-        attention.leave(model)
+        attention.restore(model)
     return why
 
 

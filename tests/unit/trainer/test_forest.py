@@ -1,5 +1,5 @@
 """The forest of sequences: its nodes by hand, and a model's log-probs and gradients over random
-forests beside the same sequences padded."""
+forests, compared with the same sequences padded."""
 
 import random
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 
-from services.trainer.learning import attention, forest
+from services.trainer.learning import attention, dense_attention, forest
 from services.trainer.learning.batch import collate
-from services.trainer.learning.forest import Node, calls, grow, sorted_by_tokens
+from services.trainer.learning.dense_attention import DenseAttention, node_batches
+from services.trainer.learning.forest import Node, build_forest, sorted_by_tokens
 from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_layout
 from shared.job.running import MemorySpec
 from shared.wire import Example
@@ -25,13 +26,13 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS = {
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=24),
     "gemma3": lambda: transformers.Gemma3TextConfig(
-        **SIZES, head_dim=16, sliding_window=24, layer_types=KINDS
+        **SIZES, head_dim=16, sliding_window=24, layer_types=LAYER_TYPES
     ),
 }
 
@@ -46,17 +47,20 @@ def every_prefix(monkeypatch):
 
 
 def test_a_group_has_its_prompt_once(every_prefix):
-    grown = grow([ids("ABCDxy"), ids("PQ"), ids("ABCDz")])
-    assert grown.nodes == (Node(0, 4), Node(4, 2, 4, (0,)), Node(6, 1, 4, (0,)), Node(7, 2))
-    assert grown.tokens_T.tobytes() == ids("ABCDxyzPQ").tobytes()
-    assert grown.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 4, 0, 1]
-    assert [columns.tolist() for columns in grown.columns] == [
+    built = build_forest([ids("ABCDxy"), ids("PQ"), ids("ABCDz")])
+    assert built.nodes == (Node(0, 4), Node(4, 2, 4, (0,)), Node(6, 1, 4, (0,)), Node(7, 2))
+    assert built.tokens_T.tobytes() == ids("ABCDxyzPQ").tobytes()
+    assert built.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 4, 0, 1]
+    assert [columns.tolist() for columns in built.columns] == [
         [0, 1, 2, 3, 4, 5],
         [7, 8],
         [0, 1, 2, 3, 6],
     ]
-    # Roots of unlike length are two calls, and so are x y and z: 1 is less than 3/4 of 2.
-    assert [(call.queries_NQ.tolist(), call.keys_NK.tolist()) for call in calls(grown)] == [
+    # A batch per node: the lengths 4 and 2 of the roots, and 2 and 1 of the leaves, differ by more
+    # than a quarter.
+    assert [
+        (batch.queries_BQ.tolist(), batch.keys_BK.tolist()) for batch in node_batches(built)
+    ] == [
         ([[0, 1, 2, 3]], [[0, 1, 2, 3]]),
         ([[7, 8]], [[7, 8]]),
         ([[4, 5]], [[0, 1, 2, 3, 4, 5]]),
@@ -64,48 +68,49 @@ def test_a_group_has_its_prompt_once(every_prefix):
     ]
 
 
-def test_a_prefix_of_another_the_same_again_and_a_deeper_branch(every_prefix):
-    grown = grow([ids("AB"), ids("ABCx"), ids("ABCy"), ids("ABCx")])
-    assert grown.nodes == (
+def test_sequences_may_be_equal_or_a_prefix_of_another(every_prefix):
+    built = build_forest([ids("AB"), ids("ABCx"), ids("ABCy"), ids("ABCx")])
+    assert built.nodes == (
         Node(0, 2),
         Node(2, 1, 2, (0,)),
         Node(3, 1, 3, (0, 1)),
         Node(4, 1, 3, (0, 1)),
     )
-    assert [columns.tolist() for columns in grown.columns] == [
+    assert [columns.tolist() for columns in built.columns] == [
         [0, 1],
         [0, 1, 2, 3],
         [0, 1, 2, 4],
         [0, 1, 2, 3],
     ]
-    (siblings,) = calls(grown)[2:]  # x and y are computed together
-    assert siblings.queries_NQ.tolist() == [[3], [4]]
-    assert siblings.keys_NK.tolist() == [[0, 1, 2, 3], [0, 1, 2, 4]]
+    (siblings,) = node_batches(built)[2:]  # x and y are computed together
+    assert siblings.queries_BQ.tolist() == [[3], [4]]
+    assert siblings.keys_BK.tolist() == [[0, 1, 2, 3], [0, 1, 2, 4]]
 
 
 def test_a_prefix_is_shared_only_where_that_saves_enough():
     five = [ids("ABCD" + letter) for letter in "vwxyz"]
-    assert len(grow(five).nodes) == 6  # 4 tokens x 4 sequences are 16
-    assert len(grow(five[:4]).nodes) == 4 and len(grow(five, share=False).nodes) == 5
-    # Too little in common for a node of all three, and enough for one of the two.
-    grown = grow([ids("AB" + 20 * "C" + "x"), ids("AB" + 20 * "C" + "y"), ids("ABz")])
-    assert [node.length for node in grown.nodes] == [22, 1, 1, 3]
+    assert len(build_forest(five).nodes) == 6  # 4 tokens x 4 sequences are 16
+    assert len(build_forest(five[:4]).nodes) == 4  # 4 tokens x 3 sequences are 12
+    assert len(build_forest(five, share=False).nodes) == 5
+    # All three share 2 tokens, too few for a node; the first two share 22.
+    built = build_forest([ids("AB" + 20 * "C" + "x"), ids("AB" + 20 * "C" + "y"), ids("ABz")])
+    assert [node.length for node in built.nodes] == [22, 1, 1, 3]
 
 
 def test_neighbours_in_order_share_the_most():
-    order, common = sorted_by_tokens([ids(20 * "A" + "z"), ids("P"), ids(20 * "A" + "b")])
-    assert (order, common) == ([2, 0, 1], [0, 20, 0])
+    order, shared = sorted_by_tokens([ids(20 * "A" + "z"), ids("P"), ids(20 * "A" + "b")])
+    assert (order, shared) == ([2, 0, 1], [0, 20, 0])
     assert sorted_by_tokens([ids("AB"), ids("AC")]) == ([0, 1], [0, 0])
 
 
 def test_no_mask_has_the_size_of_the_row(every_prefix, monkeypatch):
-    monkeypatch.setattr(forest, "BLOCK", 3)
-    of_leaf = calls(grow([ids("AB"), ids("ABcdefg")]))[1:]
-    assert [call.queries_NQ.tolist() for call in of_leaf] == [[[2, 3, 4]], [[5, 6]]]
-    assert [call.keys_NK.tolist() for call in of_leaf] == [[[*range(5)]], [[*range(7)]]]
+    monkeypatch.setattr(dense_attention, "MAX_MASKED_QUERIES", 3)
+    of_leaf = node_batches(build_forest([ids("AB"), ids("ABcdefg")]))[1:]
+    assert [batch.queries_BQ.tolist() for batch in of_leaf] == [[[2, 3, 4]], [[5, 6]]]
+    assert [batch.keys_BK.tolist() for batch in of_leaf] == [[[*range(5)]], [[*range(7)]]]
     # A window of 2: each block's first query sees itself and the one before it.
-    windowed = calls(grow([ids("AB"), ids("ABcdefg")]), 2)
-    assert [call.keys_NK.tolist() for call in windowed] == [
+    windowed = node_batches(build_forest([ids("AB"), ids("ABcdefg")]), 2)
+    assert [batch.keys_BK.tolist() for batch in windowed] == [
         [[0, 1]],
         [[1, 2, 3, 4]],
         [[4, 5, 6]],
@@ -123,8 +128,8 @@ def make(architecture: str):
 
 
 def some_forest(draw: random.Random) -> list[Example]:
-    """Returns conversations that branch, with prefixes of one another and twice the same, of which
-    some tokens are trained."""
+    """Returns conversations that branch. Some are a prefix of another, two are the same, and some
+    of their tokens are trained."""
     sequences: list[list[int]] = []
 
     def branch(prefix: list[int], depth: int) -> None:
@@ -161,7 +166,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(architecture, monkeypa
     assert choose_layout(shared, architecture, MemorySpec(shared_prefix="on")).layout == "shared"
     draw, distances, num_saved = random.Random(3), [], 0
     for trial in range(30):
-        monkeypatch.setattr(forest, "BLOCK", 8 if trial % 2 else 512)
+        monkeypatch.setattr(dense_attention, "MAX_MASKED_QUERIES", 8 if trial % 2 else 512)
         examples = some_forest(draw)
         batch = collate(examples, layout="shared")
         num_saved += batch.num_tokens - batch.input_ids_BT.numel()
@@ -170,13 +175,14 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(architecture, monkeypa
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         norm = _norm(expected_gradients)
         apart = [a - b for a, b in zip(gradients, expected_gradients, strict=True)]
-        if norm > 1e-3:  # else one token, at its optimum
+        if norm > 1e-3:  # below that the loss is at its optimum, and rounding is all
             distances.append(_norm(apart) / norm)
     assert max(distances) < 1e-5 and sorted(distances)[len(distances) // 2] < 1e-6
     assert num_saved > 3000
 
 
 def _trained(model, batch):
+    """Returns the log-probs, and the gradient of a sum of them by each parameter."""
     logprobs, _ = Policy(model, 0.8)(batch)
     weights = torch.linspace(-1, 1, len(logprobs)) + 0.3
     return logprobs, torch.autograd.grad((logprobs * weights).sum(), list(model.parameters()))
@@ -186,7 +192,7 @@ def _norm(tensors) -> float:
     return float(sum(tensor.square().sum() for tensor in tensors).sqrt())
 
 
-def test_recomputed_layers_share_too():
+def test_gradient_checkpointing_works_over_a_forest():
     model, recomputed = make("qwen2"), make("qwen2")
     batch = collate(some_forest(random.Random(5)), layout="shared")
     for each in (model, recomputed):
@@ -217,24 +223,24 @@ def test_a_token_that_two_sequences_train_has_both_losses():
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
 
-def test_what_attention_does_not_know_is_refused_or_done_without():
+def test_a_model_with_another_kind_of_attention_does_not_share():
     unlike = make("gemma3")
-    unlike.config.layer_types = ["full_attention"] * 3  # the layers go on with their windows
+    unlike.config.layer_types = ["full_attention"] * 3  # but its layers still have windows
     assert choose_layout(unlike, "unlike", MemorySpec()).layout == "padded"
     assert unlike.config._attn_implementation == "sdpa"
     chunked = make("llama")
     chunked.config.attention_chunk_size = 8
     assert "within chunks" in str(attention.why_not(chunked.config))
-    hybrid = make("qwen2")
     recurrent = make("qwen2")
     recurrent.config.block_types = ["recurrent", "attention"]
     assert "another kind: 'recurrent'" in str(attention.why_not(recurrent.config))
+    hybrid = make("qwen2")
     hybrid.config.layer_types = ["linear_attention", "full_attention", "full_attention"]
     assert attention.why_not(hybrid.config) == "has layers of another kind: 'linear_attention'"
 
 
 def test_a_forest_that_gives_nan_is_not_taken(monkeypatch):
     model = make("llama")
-    monkeypatch.setattr(attention, "_attend_dense", lambda q_TAD, *_: q_TAD * torch.nan)
+    monkeypatch.setattr(DenseAttention, "attend", lambda _, q_TAD, *__: q_TAD * torch.nan)
     chosen = choose_layout(model, "tiny", MemorySpec())
     assert chosen.layout == "padded" and "changes a token's hidden state by nan" in chosen.without
