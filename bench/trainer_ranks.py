@@ -1,7 +1,6 @@
-"""The share of the ranks' time in which they compute, by simulation with the trainer's own packing:
-each backward pass waits for all ranks, so a round lasts as long as its slowest micro-batch. Work is
-counted as the packing counts it (`services/trainer/learning/packing.py`); useful is the work of
-each shared prefix once."""
+"""The useful share of the ranks' time, by simulation with the trainer's own packing and its `cost`
+(`services/trainer/learning/packing.py`). Each backward pass waits for all ranks, so a round lasts
+as long as its costliest micro-batch. The useful cost counts each shared prefix once."""
 
 from __future__ import annotations
 
@@ -12,19 +11,19 @@ from math import log
 from bench.report import Figure, table
 from services.trainer.learning.packing import MicroBatches, cost, pack_shared
 
-RANKS = (1, 2, 4, 8)
-BUDGET = 16384
-LEAST = 0.93
+NUM_RANKS = (1, 2, 4, 8)
+BUDGET_TOKENS = 16384
+MIN_USEFUL = 0.93
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's groups: prompts of about `prompt` tokens, completions log-normal up to
-    `completion`."""
+    """A step's groups: prompts of about `prompt` tokens, and completions of log-normal lengths, at
+    most `completion` tokens."""
 
     prompt: int
     completion: int
-    prompts: int = 32
+    num_prompts: int = 32
     group_size: int = 8
 
 
@@ -37,55 +36,60 @@ BATCHES = {
 }
 
 
-def useful(batch: Batch, num_ranks: int, *, share: bool = True) -> float:
-    """Returns the useful share of the ranks' time. Without `share` no prefix is."""
-    lengths, common = drawn(batch)
+def useful_share(batch: Batch, num_ranks: int, *, share: bool = True) -> float:
+    """Returns the useful share of the ranks' time. `share` False: no prefix is shared."""
+    lengths, shared = draw_lengths(batch)
     if not share:
-        common = [0] * len(lengths)
-    ranks = pack_shared(lengths, common, num_ranks, BUDGET)
-    total = sum(cost(length, shared) for length, shared in zip(lengths, common, strict=True))
-    return total / (num_ranks * _time(ranks, lengths, common))
+        shared = [0] * len(lengths)
+    ranks = pack_shared(lengths, shared, num_ranks, BUDGET_TOKENS)
+    useful = sum(map(cost, lengths, shared))
+    return useful / (num_ranks * _time(ranks, lengths, shared))
 
 
-def drawn(batch: Batch) -> tuple[list[int], list[int]]:
-    """Returns the sequences' tokens, group by group, and how many each has in common with the one
-    before it."""
+def draw_lengths(batch: Batch) -> tuple[list[int], list[int]]:
+    """Returns the tokens of each sequence, group by group, and how many of them it shares with the
+    sequence before it."""
     draw = random.Random(1)
     lengths: list[int] = []
-    common: list[int] = []
-    for _ in range(batch.prompts):
+    shared: list[int] = []
+    for _ in range(batch.num_prompts):
         prompt = int(batch.prompt * draw.uniform(0.6, 1.4))
         for member in range(batch.group_size):
             completion = int(draw.lognormvariate(log(0.4 * batch.completion), 0.7))
             lengths.append(prompt + min(batch.completion, max(8, completion)))
-            common.append(prompt if member else 0)
-    return lengths, common
+            shared.append(prompt if member else 0)
+    return lengths, shared
 
 
-def _time(ranks: MicroBatches, lengths: list[int], common: list[int]) -> float:
-    def work(batch: list[int]) -> float:
-        return sum(cost(lengths[i], common[i] if i - 1 in batch else 0) for i in batch)
+def _time(ranks: MicroBatches, lengths: list[int], shared: list[int]) -> float:
+    """Returns the sum over rounds of the highest cost in the round."""
 
-    return sum(max(map(work, each)) for each in zip(*ranks, strict=True))
+    def batch_cost(batch: list[int]) -> float:
+        return sum(cost(lengths[i], shared[i] if i - 1 in batch else 0) for i in batch)
+
+    return sum(max(map(batch_cost, batches)) for batches in zip(*ranks, strict=True))
 
 
 def figures() -> list[Figure]:
     return [
         Figure(
-            f"{name}: useful share of {RANKS[-1]} ranks' time", useful(batch, RANKS[-1]), "", LEAST
+            f"{name}: useful share of {NUM_RANKS[-1]} ranks' time",
+            useful_share(batch, NUM_RANKS[-1]),
+            "",
+            MIN_USEFUL,
         )
         for name, batch in BATCHES.items()
     ]
 
 
 def shown() -> str:
-    """Returns the table over the numbers of ranks, with and without shared prefixes."""
+    """Returns the table by number of ranks, with and without shared prefixes."""
     rows = [
         (
             f"{name}{'' if share else ', off'}",
-            *(f"{useful(batch, num, share=share):.3f}" for num in RANKS),
+            *(f"{useful_share(batch, num, share=share):.3f}" for num in NUM_RANKS),
         )
         for name, batch in BATCHES.items()
         for share in (True, False)
     ]
-    return table(rows, ("useful share of the ranks' time", *(f"{num} ranks" for num in RANKS)))
+    return table(rows, ("useful share of the ranks' time", *(f"{num} ranks" for num in NUM_RANKS)))

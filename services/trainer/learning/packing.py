@@ -1,10 +1,11 @@
-"""Which sequences go into which micro-batch of which rank. Pure, and computed alike on every rank.
+"""Which sequences go into which micro-batch of which rank. Pure, and the same on every rank.
 
-Each backward pass is a collective, so every rank has the same number of micro-batches, and a round
-of them lasts as long as the one with the most work. So micro-batches are filled over all sequences
-first, sorted by work, and dealt to the ranks: neighbours, which take about as long, are a round.
+Each backward pass is a collective, so every rank has the same number of micro-batches. The ranks
+compute their n-th micro-batches together: a round, which lasts as long as its costliest
+micro-batch. So micro-batches are filled from all sequences, sorted by cost, and dealt to the ranks,
+and a round has micro-batches of about the same cost.
 
-    share of useful time = work / (ranks x sum over rounds of the most work in it)
+    useful share of the time = cost of all / (ranks x sum over rounds of the highest cost in it)
 """
 
 from __future__ import annotations
@@ -15,34 +16,37 @@ from dataclasses import dataclass
 from math import ceil
 
 ATTENTION_TOKENS = 16384
-"""Length of a sequence at which attention costs as much as the rest of the model: about 12 hidden
-sizes of a transformer."""
+"""Length of a sequence at which attention costs as much as the rest of the model: about 12 times
+a transformer's hidden size."""
 
-PARTS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Into how many parts of a micro-batch the sequences with a prefix in common may be cut: small
-parts balance the ranks better, and each computes the prefix again."""
+RUNS_PER_BUDGET = (1, 2, 3, 4, 6, 8, 12, 16)
+"""The lengths of runs that are tried: a run of sequences that share a prefix has at most the budget
+of a micro-batch divided by one of these. Short runs balance the ranks better, but each run computes
+its prefix again."""
 
-NEAR = 1.02
-"""How much longer than the quickest way a step may take that computes fewer tokens."""
+TIME_TOLERANCE = 1.02
+"""Longer runs are taken if their step takes at most so many times the shortest time."""
 
-KEYS = 8
-"""Most keys that attention gathers for a micro-batch, as a multiple of its budget: a shared prefix
-is computed once, and its keys are gathered for each sequence that follows it."""
+KEYS_PER_TOKEN = 8
+"""Most keys that attention gathers for a micro-batch, per token of its budget. A shared prefix is
+computed once, but its keys are gathered for each sequence that continues it."""
 
 MicroBatches = list[list[list[int]]]
-"""`[rank][micro-batch][index of a sequence]`; `[]` where a rank only keeps the others company."""
+"""`[rank][micro-batch][index of a sequence]`. A micro-batch is empty where a rank has nothing to
+compute in a round."""
 
 
 def cost(length: int, start: int = 0) -> float:
-    """Returns the work of a sequence's tokens from `start` on, in tokens: attention compares each
-    token with all tokens before it, everything else is done once per token."""
+    """Returns the cost of a sequence's tokens from `start` on; 1 is a token's cost without
+    attention. Attention compares each token with all tokens before it, and everything else is done
+    once per token."""
     return (length - start) * (1 + (length + start) / ATTENTION_TOKENS)
 
 
 def pack_padded(lengths: Sequence[int], num_ranks: int, budget_tokens: int) -> MicroBatches:
-    """Returns rows of about the same length together, the longest first. A micro-batch, as many
-    rows as long as its longest, stays within `budget_tokens`; a longer sequence has one of its
-    own."""
+    """Returns micro-batches of rows of about the same length, the costliest first. A micro-batch
+    has at most `budget_tokens`, padding included: rows x the longest row. A longer sequence is a
+    micro-batch by itself."""
     by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
     def fill(budget: int) -> list[list[int]]:
@@ -55,14 +59,15 @@ def pack_padded(lengths: Sequence[int], num_ranks: int, budget_tokens: int) -> M
         return filled
 
     filled = _evenly(fill, num_ranks, budget_tokens)
-    filled.sort(key=lambda batch: -sum(cost(lengths[batch[0]]) for _ in batch))
+    filled.sort(key=lambda batch: -len(batch) * cost(lengths[batch[0]]))
     return _dealt(filled, num_ranks)
 
 
 def _evenly(
     fill: Callable[[int], list[list[int]]], num_ranks: int, budget_tokens: int
 ) -> list[list[int]]:
-    """Returns the micro-batches by the smallest budget that needs no more rounds."""
+    """Returns the micro-batches of the smallest budget that needs no more rounds than
+    `budget_tokens`, so that they are about as long as one another."""
     most = -(-len(fill(budget_tokens)) // num_ranks) * num_ranks
     low, high = 1, budget_tokens
     while low < high:
@@ -72,7 +77,8 @@ def _evenly(
 
 
 def _dealt(by_cost: list[list[int]], num_ranks: int) -> MicroBatches:
-    """Deals neighbours to the ranks; the last round is filled up with empty micro-batches."""
+    """Returns the micro-batches by rank: neighbours are a round. The last round is filled up with
+    empty micro-batches."""
     missing = -len(by_cost) % num_ranks
     by_cost = by_cost + [[]] * missing
     return [by_cost[rank::num_ranks] for rank in range(num_ranks)]
@@ -80,119 +86,123 @@ def _dealt(by_cost: list[list[int]], num_ranks: int) -> MicroBatches:
 
 @dataclass
 class _Load:
-    """Sequences that are computed together, by their order, with their distinct tokens, the keys
-    that their attention gathers, and their work."""
+    """Sequences that are computed together, by index: a run, or a micro-batch of runs. `num_tokens`
+    are distinct tokens, `num_keys` the keys that attention gathers for them."""
 
     sequences: list[int]
-    tokens: int = 0
-    keys: int = 0
-    work: float = 0.0
+    num_tokens: int = 0
+    num_keys: int = 0
+    cost: float = 0.0
 
     def fits(self, other: _Load, budget_tokens: int) -> bool:
-        """Whether there is room for the other too; an empty one has room for any."""
-        return not self.tokens or (
-            self.tokens + other.tokens <= budget_tokens
-            and self.keys + other.keys <= KEYS * budget_tokens
+        """Returns whether `other` can be added within the budget. An empty load takes any other."""
+        return not self.num_tokens or (
+            self.num_tokens + other.num_tokens <= budget_tokens
+            and self.num_keys + other.num_keys <= KEYS_PER_TOKEN * budget_tokens
         )
 
     def add(self, other: _Load) -> None:
         self.sequences += other.sequences
-        self.tokens += other.tokens
-        self.keys += other.keys
-        self.work += other.work
+        self.num_tokens += other.num_tokens
+        self.num_keys += other.num_keys
+        self.cost += other.cost
 
 
 def pack_shared(
-    lengths: Sequence[int], common: Sequence[int], num_ranks: int, budget_tokens: int
+    lengths: Sequence[int], shared: Sequence[int], num_ranks: int, budget_tokens: int
 ) -> MicroBatches:
-    """Returns sequences with a prefix in common together, as far as the ranks stay balanced.
+    """Returns sequences that share a prefix together, as far as the ranks stay balanced.
 
-    The sequences are in the order of their tokens: number i has `lengths[i]` tokens, of which the
-    first `common[i]` are those of the one before it, and computed with them. A micro-batch stays
-    within `budget_tokens` distinct tokens and `KEYS` times as many keys; a longer sequence has one
-    of its own.
+    Sequence i has `lengths[i]` tokens, and shares the first `shared[i]` of them with the sequence
+    before it (`forest.sorted_by_tokens`): where both are in one micro-batch, they are computed
+    once. A micro-batch has at most `budget_tokens` distinct tokens, and `KEYS_PER_TOKEN` times as
+    many keys. A longer sequence is a micro-batch by itself.
 
-    Each way to cut what is shared into parts is weighed with its work, the prefixes that are
-    computed again included. The largest parts are taken whose time is within `NEAR` of the least.
+    For each of `RUNS_PER_BUDGET` the runs are distributed, and the time of the step is estimated.
+    The longest runs are taken whose time is within `TIME_TOLERANCE` of the shortest time.
     """
     if not lengths:
         return [[] for _ in range(num_ranks)]
-    cut: list[list[_Load]] = []
-    for parts in PARTS:
-        runs = _runs(lengths, common, max(1, budget_tokens // parts))
-        if not cut or len(runs) > len(cut[-1]):
-            cut.append(runs)
-    ways = [_spread(runs, num_ranks, budget_tokens) for runs in cut]
-    times = [_time(loads, num_ranks) for loads in ways]
-    loads = next(way for way, time in zip(ways, times, strict=True) if time <= NEAR * min(times))
-    return _dealt([sorted(load.sequences) for load in loads], num_ranks)
+    cuts: list[list[_Load]] = []
+    for parts in RUNS_PER_BUDGET:
+        runs = _runs(lengths, shared, max(1, budget_tokens // parts))
+        if not cuts or len(runs) > len(cuts[-1]):
+            cuts.append(runs)
+    ways = [_distributed(runs, num_ranks, budget_tokens) for runs in cuts]
+    times = [_time(batches, num_ranks) for batches in ways]
+    longest_time = TIME_TOLERANCE * min(times)
+    batches = next(way for way, time in zip(ways, times, strict=True) if time <= longest_time)
+    return _dealt([sorted(batch.sequences) for batch in batches], num_ranks)
 
 
-def _time(by_work: list[_Load], num_ranks: int) -> float:
-    return sum(load.work for load in by_work[::num_ranks])
+def _time(by_cost: list[_Load], num_ranks: int) -> float:
+    """Returns the sum over rounds of the highest cost: the first micro-batch's of each round."""
+    return sum(batch.cost for batch in by_cost[::num_ranks])
 
 
-def _runs(lengths: Sequence[int], common: Sequence[int], most_tokens: int) -> list[_Load]:
-    """Returns neighbours that share as loads of at most `most_tokens`, or of one sequence."""
+def _runs(lengths: Sequence[int], shared: Sequence[int], budget_tokens: int) -> list[_Load]:
+    """Returns the sequences in runs. Each sequence of a run shares a prefix with the one before it,
+    and a run stays within the budget, or has one sequence."""
     runs: list[_Load] = []
-    for index, (length, shared) in enumerate(zip(lengths, common, strict=True)):
-        after = _Load([index], length - shared, length, cost(length, shared))
-        if runs and shared and runs[-1].fits(after, most_tokens):
-            runs[-1].add(after)
+    for index, (length, num_shared) in enumerate(zip(lengths, shared, strict=True)):
+        rest = _Load([index], length - num_shared, length, cost(length, num_shared))
+        if runs and num_shared and runs[-1].fits(rest, budget_tokens):
+            runs[-1].add(rest)
         else:
             runs.append(_Load([index], length, length, cost(length)))
     return runs
 
 
-def _spread(runs: list[_Load], num_ranks: int, budget_tokens: int) -> list[_Load]:
-    """Returns the runs in micro-batches, the most work first, in as few rounds as they fit in.
+def _distributed(runs: list[_Load], num_ranks: int, budget_tokens: int) -> list[_Load]:
+    """Returns the runs in micro-batches, the costliest first, in few rounds.
 
-    From the run with the most work on, each goes to the micro-batch with the least work so far that
-    has room for it. None then has more than 4/3 of the work in the best distribution (Graham
-    1969), where there is room in all.
+    The costliest run goes first. Each run goes to the micro-batch with the lowest cost so far that
+    has room for it. If all have room, none costs more than 4/3 of the costliest one of the best
+    distribution (Graham 1969).
     """
-    runs = sorted(runs, key=lambda run: (-run.work, run.sequences[0]))
+    runs = sorted(runs, key=lambda run: (-run.cost, run.sequences[0]))
 
     def fitted(rounds: int) -> list[_Load] | None:
         return _fitted(runs, min(rounds * num_ranks, len(runs)), budget_tokens)
 
     rounds = _least_rounds(runs, num_ranks, budget_tokens)
-    low, loads = rounds, fitted(rounds)
-    while loads is None:
+    low, batches = rounds, fitted(rounds)
+    while batches is None:
         low, rounds = rounds + 1, rounds + max(1, rounds // 8)
-        loads = fitted(rounds)
+        batches = fitted(rounds)
     while low < rounds:
         middle = (low + rounds) // 2
         fewer = fitted(middle)
         if fewer is None:
             low = middle + 1
         else:
-            rounds, loads = middle, fewer
-    return sorted(loads, key=lambda load: (-load.work, load.sequences[0]))
+            rounds, batches = middle, fewer
+    return sorted(batches, key=lambda batch: (-batch.cost, batch.sequences[0]))
 
 
 def _least_rounds(runs: list[_Load], num_ranks: int, budget_tokens: int) -> int:
-    """Returns a number of rounds below which the runs cannot fit: by all their tokens and keys, and
-    by those of which no two fit together."""
-    tokens = sum(min(run.tokens, budget_tokens) for run in runs) / budget_tokens
-    keys = sum(min(run.keys, KEYS * budget_tokens) for run in runs) / (KEYS * budget_tokens)
-    alone = sum(2 * run.tokens > budget_tokens for run in runs)
-    return max(1, ceil(max(tokens, keys, alone) / num_ranks))
+    """Returns a lower bound of the rounds that the runs need: by the sum of their tokens, by the
+    sum of their keys, and by the number of runs of which no two fit into one micro-batch."""
+    budget_keys = KEYS_PER_TOKEN * budget_tokens
+    by_tokens = sum(min(run.num_tokens, budget_tokens) for run in runs) / budget_tokens
+    by_keys = sum(min(run.num_keys, budget_keys) for run in runs) / budget_keys
+    alone = sum(2 * run.num_tokens > budget_tokens for run in runs)
+    return max(1, ceil(max(by_tokens, by_keys, alone) / num_ranks))
 
 
-def _fitted(runs: list[_Load], num_loads: int, budget_tokens: int) -> list[_Load] | None:
-    """Returns the runs in so many micro-batches; None if they do not fit."""
-    loads = [_Load([]) for _ in range(num_loads)]
-    by_work = [(0.0, index) for index in range(num_loads)]
+def _fitted(runs: list[_Load], num_batches: int, budget_tokens: int) -> list[_Load] | None:
+    """Returns the runs in `num_batches` micro-batches; None if they do not fit."""
+    batches = [_Load([]) for _ in range(num_batches)]
+    by_cost = [(0.0, index) for index in range(num_batches)]
     for run in runs:
         full: list[tuple[float, int]] = []
-        while by_work and not loads[by_work[0][1]].fits(run, budget_tokens):
-            full.append(heapq.heappop(by_work))
-        if not by_work:
+        while by_cost and not batches[by_cost[0][1]].fits(run, budget_tokens):
+            full.append(heapq.heappop(by_cost))
+        if not by_cost:
             return None
-        load = loads[by_work[0][1]]
-        load.add(run)
-        heapq.heapreplace(by_work, (load.work, by_work[0][1]))
+        batch = batches[by_cost[0][1]]
+        batch.add(run)
+        heapq.heapreplace(by_cost, (batch.cost, by_cost[0][1]))
         for entry in full:
-            heapq.heappush(by_work, entry)
-    return loads
+            heapq.heappush(by_cost, entry)
+    return batches

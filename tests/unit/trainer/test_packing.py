@@ -1,43 +1,43 @@
-"""Which sequences are computed together, by hand and by property."""
+"""Which sequences are computed together: by hand, and as properties of any sequences."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.trainer_ranks import BATCHES, useful
+from bench.trainer_ranks import BATCHES, MIN_USEFUL, useful_share
 from services.trainer.learning import packing
 from services.trainer.learning.packing import cost, pack_padded, pack_shared
 
 
-def test_work_counts_each_token_with_those_before_it():
+def test_a_tokens_cost_grows_with_the_tokens_before_it():
     # 16384 tokens cost twice their number; 4096 cost 4096 + 4096 / 4.
     assert (cost(16384), cost(4096)) == (32768, 5120)
-    # Tokens 4096 to 8192 see what is before them too: 4096 + (8192^2 - 4096^2) / 16384.
+    # Tokens 4096 to 8192 attend to the first 4096 as well: 4096 + (8192^2 - 4096^2) / 16384.
     assert cost(8192, 4096) == cost(8192) - cost(4096) == 4096 + 3072
 
 
-def test_padded_rows_are_filled_over_all_sequences_and_dealt_as_neighbours():
+def test_padded_micro_batches_are_filled_first_and_dealt_to_the_ranks_then():
     # By length: 9 7 5 4 2. Budget 14: 9 | 7 5 | 4 2, three micro-batches, so two rounds on two
     # ranks, which have room for four. The smallest budget with at most four is 9: 9 | 7 | 5 | 4 2.
-    # By work: 9, 4 2 (two rows of 4), 7, 5.
+    # By cost: 9, 4 2 (two rows of 4), 7, 5.
     assert pack_padded([5, 9, 2, 7, 4], 2, 14) == [[[1], [3]], [[4, 2], [0]]]
     assert pack_padded([], 2, 14) == [[], []]
     assert pack_padded([3], 2, 14) == [[[0]], [[]]]
 
 
-def test_what_is_shared_stays_together_where_that_takes_the_least_time():
+def test_a_group_stays_together_where_that_takes_the_least_time():
     # Two groups of two: prompts of 100 and 80, completions of 10. One rank has room for all.
-    lengths, common = [110, 110, 90, 90], [0, 100, 0, 80]
-    assert pack_shared(lengths, common, 1, 1000) == [[[0, 1, 2, 3]]]
-    assert pack_shared(lengths, common, 2, 1000) == [[[0, 1]], [[2, 3]]]
+    lengths, shared = [110, 110, 90, 90], [0, 100, 0, 80]
+    assert pack_shared(lengths, shared, 1, 1000) == [[[0, 1, 2, 3]]]
+    assert pack_shared(lengths, shared, 2, 1000) == [[[0, 1]], [[2, 3]]]
     # 120 + 100 tokens do not fit into 130.
-    assert pack_shared(lengths, common, 1, 130) == [[[0, 1], [2, 3]]]
+    assert pack_shared(lengths, shared, 1, 130) == [[[0, 1], [2, 3]]]
 
 
-def test_a_group_is_cut_where_ranks_would_wait_for_the_longer_part():
+def test_a_group_is_cut_where_the_other_rank_would_wait_too_long():
     # One group of four: a prompt of 20, completions of 1000. The prompt is computed twice.
     assert pack_shared([1020] * 4, [0, 20, 20, 20], 2, 16384) == [[[0, 1]], [[2, 3]]]
-    # A prompt of 4000 with completions of 10 is not worth a second time: one rank waits.
+    # To compute a prompt of 4000 again costs more than it saves: one rank waits.
     assert pack_shared([4010] * 2, [0, 4000], 2, 4096) == [[[0, 1]], [[]]]
 
 
@@ -71,15 +71,15 @@ def test_a_sequence_longer_than_the_budget_is_alone():
     st.integers(1, 200),
     st.booleans(),
 )
-def test_every_sequence_is_once_within_the_budget_and_the_ranks_in_step(
-    sequences, num_ranks, budget, shared
+def test_each_sequence_is_packed_once_within_the_budget_in_equal_rounds(
+    sequences, num_ranks, budget, is_shared
 ):
     lengths = [length for length, _ in sequences]
-    common = [0] * len(lengths)
+    shared = [0] * len(lengths)
     for i in range(1, len(lengths)):
-        common[i] = min(sequences[i][1], lengths[i], lengths[i - 1])
-    if shared:
-        ranks = pack_shared(lengths, common, num_ranks, budget)
+        shared[i] = min(sequences[i][1], lengths[i], lengths[i - 1])
+    if is_shared:
+        ranks = pack_shared(lengths, shared, num_ranks, budget)
     else:
         ranks = pack_padded(lengths, num_ranks, budget)
     assert sorted(index for rank in ranks for batch in rank for index in batch) == [
@@ -87,17 +87,18 @@ def test_every_sequence_is_once_within_the_budget_and_the_ranks_in_step(
     ]
     assert len({len(rank) for rank in ranks}) == 1
     for batch in (batch for rank in ranks for batch in rank if len(batch) > 1):
-        if shared:
-            assert distinct(batch, lengths, common) <= budget
+        if is_shared:
+            assert num_distinct(batch, lengths, shared) <= budget
         else:
             assert len(batch) * max(lengths[index] for index in batch) <= budget
 
 
-def distinct(batch: list[int], lengths: list[int], common: list[int]) -> int:
-    """Returns the distinct tokens of sequences that share only with the one before them."""
-    return sum(lengths[i] - (common[i] if i - 1 in batch else 0) for i in batch)
+def num_distinct(batch: list[int], lengths: list[int], shared: list[int]) -> int:
+    """Returns the distinct tokens of sequences, each sharing a prefix with the one before it."""
+    return sum(lengths[i] - (shared[i] if i - 1 in batch else 0) for i in batch)
 
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_eight_ranks_are_busy(name):
-    assert useful(BATCHES[name], 8) > 0.93 and useful(BATCHES[name], 8, share=False) > 0.98
+    assert useful_share(BATCHES[name], 8) > MIN_USEFUL
+    assert useful_share(BATCHES[name], 8, share=False) > 0.98
