@@ -1,5 +1,5 @@
 """From examples to minibatches, one for each optimizer step of an epoch, and to their
-micro-batches. Pure, and computed alike on every rank, so the ranks need no communication.
+micro-batches. Pure, and the same on every rank, so the ranks need no communication.
 
     [examples] --deal--> [minibatch][example]
                --pack--> [minibatch][rank][micro-batch][example] --collate--> MicroBatch (tensors)
@@ -24,13 +24,13 @@ is a collective.
 
 A micro-batch has one of three layouts:
 
-    "shared"   one row, a forest: what sequences have in common at their beginning is in it once,
-               and tokens that only a loss needs as targets are not in it (`forest.py`)
-    "packed"   one row with all sequences end to end, whose positions begin again with each
-    "padded"   a sequence a row. Padding is on the right and known from lengths: a token equal to
-               the padding id, or to the end of the text, is an ordinary token
+    "shared"   one row, a forest: a prefix that sequences share is in it once, and a token that is
+               only a target of the loss is not in it (`forest.py`)
+    "packed"   one row with all sequences end to end; positions begin again with each sequence
+    "padded"   one row per sequence. Padding is on the right and known from lengths: a token equal
+               to the padding id, or to the end of the text, is an ordinary token
 
-Log-probs, weights and losses are per sequence in all of them: a token that two sequences share and
+In each layout log-probs, weights and losses are per sequence: a token that two sequences share and
 train is in the row once, and has both losses.
 """
 
@@ -78,18 +78,20 @@ Positions = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """`[B, T]` tokens, and one entry for each of its `[N]` sampled tokens, row by row. Tokens that
-    the policy did not sample (prompts, and turns of tools and environments) are context only.
+    """`[B, T]` tokens, and one entry for each of its `[N]` sampled tokens, sequence by sequence.
+    Tokens that the policy did not sample (prompts, and turns of tools and environments) are context
+    only.
 
     Token n is `targets_N[n]`; the hidden state that predicts it is at `[rows_N[n], columns_N[n]]`.
-    It is in sequence `sequences_N[n]` of the micro-batch's `num_sequences` (never decreasing along
-    n), which has `lengths_N[n]` sampled tokens. Among the sampled tokens of all the step's examples
-    it is number `places_N[n]`. `sampler_logprobs_N` is valid only where
-    `measured_N`. Weights of version `versions_N[n]`, or `UNKNOWN`, sampled the token. `weight` is
-    1, or 0 for the dummy that keeps ranks in step. `attention_mask_BT` is 1 at tokens and 0 at
-    padding. `position_ids_BT` and `forest` are set if the micro-batch is one row, and `kept` if not
-    every token of the vocabulary could be sampled. `num_tokens`: the tokens of all its sequences,
-    which is more than the row has if they share some.
+    It is in sequence `sequences_N[n]` of `num_sequences` (never decreasing along n), which has
+    `lengths_N[n]` sampled tokens. Among the sampled tokens of all the step's examples it is number
+    `places_N[n]`. `sampler_logprobs_N` is valid only where `measured_N`. Weights of version
+    `versions_N[n]`, or `UNKNOWN`, sampled the token.
+
+    `attention_mask_BT` is 1 at tokens and 0 at padding. `position_ids_BT` and `forest` are set in
+    the layouts of one row, and `kept` if not every token of the vocabulary could be sampled.
+    `num_sequence_tokens` counts the tokens of all sequences, a shared prefix once per sequence.
+    `weight` is 1, or 0 for a dummy, which a rank without examples computes in a round.
     """
 
     input_ids_BT: Tensor
@@ -105,7 +107,7 @@ class MicroBatch:
     advantages_N: Tensor
     lengths_N: Tensor
     places_N: Tensor
-    num_tokens: int
+    num_sequence_tokens: int
     weight: float = 1.0
     position_ids_BT: Tensor | None = None
     forest: ForestAttention | None = None
@@ -121,42 +123,43 @@ class MicroBatch:
 
 
 DUMMY = Example(prompt_token_ids=TokenIds([0]), token_ids=TokenIds([0]), advantage=0.0)
-"""One token that reaches every parameter, with a gradient of exactly zero."""
+"""An example of one sampled token. Its backward pass gives every parameter a gradient, of exactly
+zero."""
 
 
 def _collated(
     examples: Sequence[Example],
-    hand: Sequence[Sequence[int]],
+    batches: Sequence[Sequence[int]],
     layout: Layout,
     starts: Sequence[int],
 ) -> list[MicroBatch]:
-    """Returns a rank's micro-batches, in order; a dummy where it only keeps the others company."""
+    """Returns a rank's micro-batches, in order; a dummy for an empty one."""
     return [
         collate([examples[i] for i in indices], layout=layout, starts=[starts[i] for i in indices])
         if indices
         else collate([DUMMY], weight=0.0, layout=layout)
-        for indices in hand
+        for indices in batches
     ]
 
 
 def _pack(
     examples: Sequence[Example], num_ranks: int, budget_tokens: int, layout: Layout
 ) -> MicroBatches:
-    """Returns which examples are computed together."""
+    """Returns the indices of the examples of each micro-batch of each rank."""
     sequences = _sequences(examples, layout)
     lengths = [len(ids) for ids in sequences]
     if layout == "padded":
         return pack_padded(lengths, num_ranks, budget_tokens)
     if layout == "packed":
         return pack_shared(lengths, [0] * len(lengths), num_ranks, budget_tokens)
-    order, common = sorted_by_tokens(sequences)
-    ranks = pack_shared([lengths[i] for i in order], common, num_ranks, budget_tokens)
+    order, shared = sorted_by_tokens(sequences)
+    ranks = pack_shared([lengths[i] for i in order], shared, num_ranks, budget_tokens)
     return [[[order[place] for place in batch] for batch in batches] for batches in ranks]
 
 
 def _sequences(examples: Sequence[Example], layout: Layout) -> list[NDArray[np.int32]]:
-    """Returns the tokens of each example that the model is given: all of them, or those that a
-    target or a sampled token comes after."""
+    """Returns the tokens of each example that the model computes: all of them, or in the layout
+    "shared" all before the last sampled token, which is only a target."""
     sequences = [
         np.concatenate([integers(example.prompt_token_ids), integers(example.token_ids)])
         for example in examples
@@ -176,8 +179,8 @@ def collate(
     layout: Layout = "padded",
     starts: Sequence[int] | None = None,
 ) -> MicroBatch:
-    """Returns the examples as one micro-batch. `starts` are the places of the examples' first
-    sampled tokens among those of the whole step; None: these examples are the whole step."""
+    """Returns the examples as one micro-batch. `starts` are the places of each example's first
+    sampled token among the sampled tokens of the step; None: these are the step's examples."""
     sequences = _sequences(examples, layout)
     forest = None if layout == "padded" else build_forest(sequences, share=layout == "shared")
     positions = [sampled_positions(example) for example in examples]
@@ -187,8 +190,8 @@ def collate(
         np.arange(len(positions_t)) + start
         for positions_t, start in zip(positions, starts or _starts(examples), strict=True)
     ]
-    # A token is predicted by the hidden state of the token before it.
-    before = [
+    # The hidden state of the token before a sampled token predicts it.
+    predicting = [
         positions_t + len(example.prompt_token_ids) - 1
         for example, positions_t in zip(examples, positions, strict=True)
     ]
@@ -196,13 +199,13 @@ def collate(
         rows = [torch.from_numpy(row.astype(np.int64)) for row in sequences]
     else:
         rows = [torch.from_numpy(forest.tokens_T.astype(np.int64))]
-        before = [of_row[at] for of_row, at in zip(forest.columns, before, strict=True)]
+        predicting = [columns[at] for columns, at in zip(forest.columns, predicting, strict=True)]
     each = list(zip(examples, positions, strict=True))
     return MicroBatch(
         input_ids_BT=pad_sequence(rows, batch_first=True),
         attention_mask_BT=pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
         rows_N=sequences_N if forest is None else torch.zeros_like(sequences_N),
-        columns_N=_joined(before, np.int64),
+        columns_N=_joined(predicting, np.int64),
         targets_N=_joined([integers(example.token_ids)[at] for example, at in each], np.int64),
         sequences_N=sequences_N,
         num_sequences=len(examples),
@@ -212,7 +215,7 @@ def collate(
         advantages_N=_joined([_advantages(*one) for one in each], np.float32),
         lengths_N=lengths_S[sequences_N],
         places_N=_joined(places, np.int64),
-        num_tokens=sum(map(len, sequences)),
+        num_sequence_tokens=sum(map(len, sequences)),
         weight=weight,
         position_ids_BT=None if forest is None else torch.from_numpy(forest.positions_T)[None],
         forest=None if forest is None else ForestAttention(forest, CPU),
@@ -221,7 +224,7 @@ def collate(
 
 
 def _starts(examples: Sequence[Example]) -> list[int]:
-    """Returns how many sampled tokens stand before each example."""
+    """Returns how many sampled tokens the examples before each example have."""
     return list(accumulate(map(num_sampled, examples[:-1]), initial=0))
 
 
@@ -247,11 +250,11 @@ def _kept(each: Sequence[tuple[Example, Positions]]) -> Kept | None:
         if not example.kept_counts:
             counts.append(np.zeros(len(positions), np.int32))
             continue
-        of_token = integers(example.kept_counts)
-        is_target = np.zeros(len(of_token), dtype=bool)
-        is_target[positions] = True
-        ids.append(integers(example.kept_ids)[np.repeat(is_target, of_token)])
-        counts.append(of_token[positions])
+        counts_T = integers(example.kept_counts)
+        is_target_T = np.zeros(len(counts_T), dtype=bool)
+        is_target_T[positions] = True
+        ids.append(integers(example.kept_ids)[np.repeat(is_target_T, counts_T)])
+        counts.append(counts_T[positions])
     return Kept.of(np.concatenate(ids), np.concatenate(counts).tolist())
 
 
@@ -285,13 +288,13 @@ def plan(
     starts = _starts(examples)
     minibatches: list[Minibatch] = []
     for indices in deal(range(len(examples)), num_minibatches, job.seed):
-        share = [examples[index] for index in indices]
-        hand = _pack(share, num_ranks, job.memory.micro_batch_tokens, layout)[rank]
-        micro_batches = _collated(share, hand, layout, [starts[index] for index in indices])
+        chosen = [examples[index] for index in indices]
+        batches = _pack(chosen, num_ranks, job.memory.micro_batch_tokens, layout)[rank]
+        micro_batches = _collated(chosen, batches, layout, [starts[index] for index in indices])
         denominators = Denominators(
             num_sequences=totals.num_sequences / num_minibatches,
             num_tokens=totals.num_tokens / num_minibatches,
-            step_tokens=sum(map(num_sampled, share)) + num_without_signal / num_minibatches,
+            step_tokens=sum(map(num_sampled, chosen)) + num_without_signal / num_minibatches,
             max_tokens=job.sampling.max_tokens,
         )
         minibatches.append(Minibatch(tuple(micro_batches), denominators))
@@ -299,15 +302,17 @@ def plan(
 
 
 def check_totals(examples: Sequence[Example], totals: StepTotals | None) -> StepTotals:
-    """Returns the totals of the batch as sampled; if None, the totals of the examples. Raises
-    BadRequest if they count less than the examples."""
+    """Returns `totals`; if None, the totals of the examples. Raises BadRequest if `totals` has
+    fewer sequences or tokens than the examples."""
     own = StepTotals(num_sequences=len(examples), num_tokens=sum(map(num_sampled, examples)))
     if totals is None:
         return own
     for name in ("num_sequences", "num_tokens"):
         given, least = getattr(totals, name), getattr(own, name)
         if given < least:
-            raise BadRequest(f"totals.{name} is {given}, expected at least {least}, the examples'")
+            raise BadRequest(
+                f"totals.{name} is {given}, expected at least {least}, as many as the examples have"
+            )
     return totals
 
 

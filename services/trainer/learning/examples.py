@@ -30,8 +30,8 @@ def floats(packed: Logprobs) -> NDArray[np.float32]:
 
 
 def sampled_positions(example: Example) -> NDArray[np.intp]:
-    """Returns the positions of the completion's tokens that the policy sampled, ascending; the
-    others are context."""
+    """Returns the positions of the completion's tokens that the policy sampled, ascending. Its
+    other tokens are context."""
     if not example.sampled:
         return np.arange(len(example.token_ids))
     return np.flatnonzero(np.frombuffer(example.sampled.data, np.uint8))
@@ -101,8 +101,8 @@ def _wrong_versions(example: Example, sampled_by: range | None) -> str | None:
     bounds = [*(span.start for span in example.spans), len(example.token_ids)]
     if bounds[0] != 0 or any(start >= end for start, end in pairwise(bounds)):
         return (
-            f"has spans from tokens {bounds[:-1]} on, expected the first from 0 on, each from a "
-            f"later one than the span before, and all below {bounds[-1]}"
+            f"has spans that start at tokens {bounds[:-1]}, expected 0 first, then ascending "
+            f"starts below {bounds[-1]}"
         )
     for span in example.spans:
         if sampled_by is not None and span.version not in sampled_by:

@@ -165,7 +165,7 @@ class StepMetrics:
         self._keep(batch, 1, entropy_N)
         self._sums["num_tokens"] += ratio_N.numel()
         self._sums["num_padded_tokens"] += batch.input_ids_BT.numel()
-        self._sums["num_sequence_tokens"] += batch.num_tokens
+        self._sums["num_sequence_tokens"] += batch.num_sequence_tokens
 
     @torch.no_grad()
     def add_mismatch(self, batch: MicroBatch, trainer_logprobs_N: Tensor) -> None:

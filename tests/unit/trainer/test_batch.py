@@ -207,8 +207,8 @@ def test_context_may_stand_in_for_the_prompt():
         *(
             (
                 bad_example(spans=tuple(Span(version=1, start=start) for start in starts)),
-                rf"has spans from tokens \[{', '.join(map(str, starts))}\] on, expected the first "
-                "from 0 on",
+                rf"has spans that start at tokens \[{', '.join(map(str, starts))}\], expected 0 "
+                "first, then ascending starts",
             )
             for starts in ((1,), (0, 2), (0, 1, 1))
         ),

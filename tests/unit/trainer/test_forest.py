@@ -169,7 +169,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(architecture, monkeypa
         monkeypatch.setattr(dense_attention, "MAX_MASKED_QUERIES", 8 if trial % 2 else 512)
         examples = some_forest(draw)
         batch = collate(examples, layout="shared")
-        num_saved += batch.num_tokens - batch.input_ids_BT.numel()
+        num_saved += batch.num_sequence_tokens - batch.input_ids_BT.numel()
         expected, expected_gradients = _trained(padded, collate(examples))
         found, gradients = _trained(shared, batch)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

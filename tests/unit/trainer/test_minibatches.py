@@ -64,8 +64,8 @@ def test_shares_sum_to_the_batch(lengths, minibatches, more_sequences, more_toke
 @pytest.mark.parametrize(
     ("totals", "sentence"),
     [
-        ((1, 100), "totals.num_sequences is 1, expected at least 2, the examples'"),
-        ((2, 9), "totals.num_tokens is 9, expected at least 10, the examples'"),
+        ((1, 100), "totals.num_sequences is 1, expected at least 2, as many as the examples have"),
+        ((2, 9), "totals.num_tokens is 9, expected at least 10, as many as the examples have"),
     ],
 )
 def test_totals_below_the_examples_own_are_refused(totals, sentence):
