@@ -132,7 +132,8 @@ def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
     from services.trainer.learning.head import _Score  # pyright: ignore[reportPrivateUsage]
     from services.trainer.learning.loss import total_loss
     from services.trainer.learning.metrics import StepMetrics
-    from services.trainer.learning.policy import Policy, choose_layout
+    from services.trainer.learning.model_checks import choose_layout
+    from services.trainer.learning.policy import Policy
 
     budget = task.rows * (longest(examples, "prompt_token_ids") + longest(examples, "token_ids"))
     job = Job.model_validate(

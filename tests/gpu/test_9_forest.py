@@ -14,7 +14,8 @@ import transformers
 
 from services.trainer.learning import attention
 from services.trainer.learning.batch import Layout, MicroBatch, collate
-from services.trainer.learning.policy import Policy, choose_layout
+from services.trainer.learning.model_checks import choose_layout
+from services.trainer.learning.policy import Policy
 from shared.job.running import MemorySpec
 from shared.wire import Example
 from shared.wire.packed import TokenIds

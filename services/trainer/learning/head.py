@@ -52,15 +52,16 @@ MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 """Configuration keys with the factor or divisor of logits, or of the head's hidden states."""
 
-MULTIPLIES = "hyperclovax"
-"""The `model_type` that multiplies by this value where others divide."""
+MULTIPLIES_BY_DIVISOR = "hyperclovax"
+"""The `model_type` that multiplies by a key of `DIVISORS`."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The candidates of each token: `ids_K[k]` is a candidate of token `tokens_K[k]` (ascending). A
-    token that is not in `tokens_K` could be any of the vocabulary. Token n's candidates are from
-    `firsts[n]` to before `firsts[n + 1]`, which the host knows, so that no chunk waits for a GPU.
+    """The tokens that could be sampled at each place: `ids_K[k]` is a candidate for token
+    `tokens_K[k]` (ascending). Where a token is not in `tokens_K`, any of the vocabulary could be
+    sampled. Token n's candidates are from `firsts[n]` to before `firsts[n + 1]`; these numbers are
+    on the host, so that `chunk` does not wait for a GPU.
     """
 
     ids_K: Tensor
@@ -69,7 +70,7 @@ class Kept:
 
     @classmethod
     def of(cls, ids: Sequence[int] | NDArray[Any], counts: Sequence[int]) -> Kept:
-        """Returns the candidates of tokens that have so many of `ids` each, 0 for any."""
+        """Returns the candidates: token n has the next `counts[n]` of `ids`; 0: any token."""
         counts_N = torch.tensor(counts, dtype=torch.long)
         return cls(
             ids_K=torch.as_tensor(ids, dtype=torch.long),
@@ -91,7 +92,7 @@ class Kept:
         restricted_C = torch.zeros(len(logits_CV), dtype=torch.bool, device=logits_CV.device)
         restricted_C[self.tokens_K] = True
         width = logits_CV.shape[1]
-        # A candidate outside of this part goes into one more column, which nobody reads.
+        # A candidate outside of this part is written to an extra column, which is dropped below.
         out_CV = restricted_C[:, None].repeat(1, width + 1)
         columns_K = self.ids_K - part.start
         columns_K = torch.where((columns_K >= 0) & (columns_K < width), columns_K, width)
@@ -160,7 +161,8 @@ class _Head:
 
 @dataclass(frozen=True)
 class _Chunk(_Head):
-    """Some tokens' hidden states, and the head that scores them tile by tile; `kept` is theirs."""
+    """A chunk's hidden states, and the head that scores them tile by tile. `kept` belongs to the
+    chunk's tokens."""
 
     hidden_CH: Tensor
 
@@ -242,8 +244,8 @@ class _Score(torch.autograd.Function):
             scale_C1 = scale_N1[at]
             scaled_CH = (chunk.hidden_CH * scale_C1).to(hidden_NH.dtype)
             for part in chunk.parts_of_vocabulary():
-                # p - 1[v = t]; its factor, -gradient / T, is on the small matrices and not on the
-                # tile
+                # grad_CV is p - 1[v = t]. Its factor, -gradient / T, multiplies the small matrices
+                # and not the tile.
                 logits_CV = chunk.logits(part)
                 slopes_CV = chunk.slopes(logits_CV)
                 grad_CV = logits_CV.sub_(log_totals_N[at, None]).exp_()
@@ -354,14 +356,15 @@ class LogitRule:
         return logits * self.scale
 
 
-AS_THEY_ARE = LogitRule()
+PLAIN_LOGITS = LogitRule()
+"""Logits are the head's products: no scale, no cap."""
 
 
 def rule_of(config: Any) -> LogitRule:
     """Returns the rule in a model's configuration. `check_head` compares it with the model
     itself."""
     text = config.get_text_config()
-    multiplies = getattr(text, "model_type", None) == MULTIPLIES
+    multiplies = getattr(text, "model_type", None) == MULTIPLIES_BY_DIVISOR
     scale = 1.0
     for key in MULTIPLIERS:
         scale *= getattr(text, key, None) or 1.0

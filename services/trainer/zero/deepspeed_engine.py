@@ -24,15 +24,13 @@ from services.trainer.engine import Update
 from services.trainer.learning import attention
 from services.trainer.learning.batch import Layout, collate
 from services.trainer.learning.examples import allowed_versions, check
+from services.trainer.learning.model_checks import check_head, checkpoint_body, choose_layout
 from services.trainer.learning.noise import rounding_noise
 from services.trainer.learning.policy import (
     Policy,
     Reference,
     adapters_off,
     causal_lm,
-    check_head,
-    checkpoint_body,
-    choose_layout,
     frozen_copy,
 )
 from services.trainer.zero import internals, lora, state

@@ -16,7 +16,7 @@ class Store:
 
 async def test_a_model_that_cannot_share_prefixes_says_why() -> None:
     store: Any = Store()
-    without = "each completion's prompt is computed with it, because the model has 'mamba' layers"
+    without = "prompts are computed again for each completion, because the model has 'mamba' layers"
     state = TrainerState(
         job_id="j",
         step=0,

@@ -12,7 +12,8 @@ from services.trainer.learning import attention, dense_attention, forest
 from services.trainer.learning.batch import collate
 from services.trainer.learning.dense_attention import DenseAttention, node_batches
 from services.trainer.learning.forest import Node, build_forest, sorted_by_tokens
-from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_layout
+from services.trainer.learning.model_checks import check_head, checkpoint_body, choose_layout
+from services.trainer.learning.policy import Policy
 from shared.job.running import MemorySpec
 from shared.wire import Example
 from shared.wire.packed import TokenIds

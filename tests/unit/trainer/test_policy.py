@@ -12,7 +12,8 @@ from torch import nn
 
 from services.trainer.learning import policy as policy_module
 from services.trainer.learning.batch import collate
-from services.trainer.learning.policy import Policy, check_head, checkpoint_body, choose_layout
+from services.trainer.learning.model_checks import check_head, checkpoint_body, choose_layout
+from services.trainer.learning.policy import Policy
 from shared.errors import BadRequest
 from shared.job.running import MemorySpec
 from shared.wire import Example
@@ -259,7 +260,7 @@ def test_recomputing_the_layers_changes_no_bit_and_wakes_no_dropout():
 def test_a_model_whose_layers_drop_out_cannot_recompute_them():
     config = transformers.OPTConfig(**SIZES, ffn_dim=64, word_embed_proj_dim=32, dropout=0.1)
     with pytest.raises(
-        BadRequest, match=r"the model 'opt' \(OPTForCausalLM\) drops out in its layers"
+        BadRequest, match=r"the model 'opt' \(OPTForCausalLM\) applies dropout in its layers"
     ):
         checkpoint_body(make_model(config), "opt")
     config.dropout = 0.0

@@ -10,7 +10,8 @@ from transformers import models as hf
 from services.trainer.learning import head as head_module
 from services.trainer.learning.batch import collate
 from services.trainer.learning.head import Kept, LogitRule, as_scoring_head, rule_of
-from services.trainer.learning.policy import Policy, adapters_off, check_head
+from services.trainer.learning.model_checks import check_head
+from services.trainer.learning.policy import Policy, adapters_off
 from shared.errors import BadRequest
 from tests.unit.trainer.test_policy import GROUPED, by_hand, make_examples
 

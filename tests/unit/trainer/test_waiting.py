@@ -10,7 +10,8 @@ from services.trainer.learning.batch import collate
 from services.trainer.learning.correction import loss_inputs, resolve
 from services.trainer.learning.loss import Denominators, total_loss
 from services.trainer.learning.metrics import StepMetrics
-from services.trainer.learning.policy import Policy, choose_layout
+from services.trainer.learning.model_checks import choose_layout
+from services.trainer.learning.policy import Policy
 from services.trainer.zero.update import _refusable
 from shared.job import CorrectionSpec, TrainingSpec
 from shared.job.running import MemorySpec
