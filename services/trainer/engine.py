@@ -49,8 +49,8 @@ class Engine(Protocol):
     The `save_` methods get an existing folder that all ranks see. `save_weights`, `save_adapter`
     (of a job with LoRA) and `save_checkpoint` gather tensors from the ranks and write on rank 0;
     `save_state` writes each rank's share, and `load_state` reads it into a new engine
-    (`zero/state.py`). `without` says what the model cannot do that saves time with others ("":
-    nothing).
+    (`zero/state.py`). `without` says which saving of time the model cannot have, and why ("": it
+    has all).
     """
 
     dtype: str

@@ -54,9 +54,9 @@ class Loaded:
     def manifest(self, num_ranks: int, files: dict[str, StoredFile]) -> Manifest:
         """Returns the manifest of a checkpoint written now, with these files."""
         last_body, last_result = self.last or (None, None)
-        if last_result:  # the run folder has what it says of single tokens
-            untold = {"logprobs": Logprobs(), "entropies": Logprobs()}
-            last_result = last_result.model_copy(update=untold)
+        if last_result:  # the run folder has its log-probs and entropies of single tokens
+            without_tokens = {"logprobs": Logprobs(), "entropies": Logprobs()}
+            last_result = last_result.model_copy(update=without_tokens)
         return Manifest(
             format=FORMAT,
             job_id=self.request.job_id,

@@ -55,10 +55,10 @@ class Seams:
     first whether it can, before memory is freed for it; `fingerprint` tells one model from another.
 
     `writing` is entered while a checkpoint is written, and refuses to be if the trainer stops.
-    `remember_job` keeps the loaded job for the ranks that come after these. `remember_budget` does
-    so for how many tokens of a micro-batch fit into memory; `budget` returns that, or what the job
-    asks for. `device_fault` says why this rank's device is of no use any more, if so. `gpu` is the
-    UUID of the GPU that this rank computes on; None: a CPU.
+    `remember_job` keeps the loaded job for restarted ranks. `remember_budget` keeps for them how
+    many tokens of a micro-batch fit into memory; `budget` returns this number, and at most the
+    job's `micro_batch_tokens`. `device_fault` says why this rank's device cannot be used any more;
+    None: it works. `gpu` is the UUID of the GPU that this rank computes on; None: a CPU.
     """
 
     check_job: Callable[[Job], None]
@@ -315,7 +315,7 @@ class Trainer:
         return self._loaded
 
     def _fitting(self, request: TrainerJob) -> Job:
-        """Returns the job with a micro-batch size that fits into memory on every rank."""
+        """Returns the job with the smallest budget of a micro-batch among the ranks."""
         tokens = min(self._ranks.together(lambda: self._seams.budget(request)))
         memory = request.job.memory.model_copy(update={"micro_batch_tokens": tokens})
         return request.job.model_copy(update={"memory": memory})

@@ -17,8 +17,9 @@ class MemorySpec(Section):
     """How an update fits into memory. Nothing here changes its result, rounding apart."""
 
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens in one forward and backward pass of a rank, padding included, and a shared prefix
-    once. The trainer halves it when memory runs out. A longer sequence has a pass of its own."""
+    """Most tokens in one forward and backward pass of a rank. Padding counts, and a shared prefix
+    counts once. The trainer halves it when memory runs out. A longer sequence is a pass by
+    itself."""
 
     chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at a time, for a part of the vocabulary, in float32."""
@@ -38,14 +39,14 @@ class MemorySpec(Section):
     DeepSpeed's CPU Adam. Needs `zero_stage` 1, 2 or 3 and a C++ compiler."""
 
     shared_prefix: Literal["auto", "on", "off"] = "auto"
-    """Computes what sequences have in common at their beginning once: a group's prompt, the
-    few-shot part of all prompts, the turns that branches of a conversation share. "auto": where the
-    model can, which is tried when it is loaded. "on" refuses a model that cannot."""
+    """Computes a prefix that several sequences share once: a group's prompt, the few-shot part of
+    all prompts, the turns that branches of a conversation share. "auto": if the model can, which is
+    tried when it is loaded. "on" refuses a model that cannot. "off": shares nothing."""
 
     packing: Literal["auto", "on", "off"] = "auto"
-    """Puts several sequences into one row instead of padding. "auto": where the model's attention
-    keeps the sequences of a row apart at no cost. "off": a sequence a row, and nothing
-    shared unless `shared_prefix` is "on"."""
+    """Puts several sequences into one row instead of padding. "auto": if the model's attention
+    keeps the sequences of a row apart at no cost. "on" refuses a model that cannot keep them apart.
+    "off": one sequence per row, and nothing is shared unless `shared_prefix` is "on"."""
 
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     """The attention implementation, by its name in transformers. "auto": transformers' choice for

@@ -1,30 +1,32 @@
 """How long a step takes: from the GPUs' data sheets, or from a measured run.
 
-Of R = prompts x group completions of c tokens each (at their longest, unless a run says better)
-after prompts of p tokens, on S samplers, each over t GPUs of F products and W bytes per second,
-with s sequences at once:
+A step has R = prompts x group completions of c tokens each (the longest allowed, or a measured
+mean) after prompts of p tokens. S samplers have t GPUs each, and s sequences at once. The trainer
+has N ranks, one GPU each. A GPU has F operations and W bytes per second. The model has P
+parameters of b bytes, T of them trained, and L layers with A heads of size D.
 
     an iteration  max((b P / t + s (p + c / 2) k) / (w W), 2 P s / (f t F)) + 5 ms
-                  it reads all weights and the cache of k bytes per token, and adds one token to
-                  each sequence
+                  reads all weights, and the cache of k bytes per token; adds one token to each
+                  sequence
     sampling      ceil(R / S / s) c iterations, and 2 P p R / (group f t F S) for the prompts
-    training      E (R (f(p + c) - f(p)) + Q f(p)) / (m N F), with f(n) = 2 P n + 2 L A D n n for
-                  n tokens and Q prompts: R / group, R without `memory.shared_prefix`, and with M
-                  minibatches R / group M (1 - (1 - 1 / M)^group), in how many of them a group
-                  is in the mean;
-                  E passes of the model: 1 forward and 2 backward (1 with LoRA), times
-                  `training.epochs`; 1 more with gradient checkpointing; 1 for each of the
-                  reference and, where a batch is trained on in several steps or with dropout, the
-                  log-probs before the first
-    sync          b P / 5 GB/s, or of the adapters alone
-    moving        2 x 12 T / N / 20 GB/s, where both take turns on the same GPUs: masters and
+    training      E (R (g(p + c) - g(p)) + Q g(p)) / (m N F)
+                  g(n) = 2 P n + 2 L A D n^2 operations of a forward pass over n tokens
+                  Q prompts are computed: R without `memory.shared_prefix`; with it
+                  R / group x M (1 - (1 - 1 / M)^group) in M minibatches, because a prompt is
+                  computed in each minibatch that has a completion of it
+                  E passes of the model: 1 forward and 2 backward (1 with LoRA), and 1 more with
+                  gradient checkpointing, times `training.epochs`; 1 for the reference; 1 for the
+                  log-probs before the first update, if a batch has several updates or dropout
+    updating      T / N / 1e9 seconds for each update with `memory.offload_optimizer`
+    moving        2 x 12 T / N / 20 GB/s, if both take turns on the same GPUs: master weights and
                   Adam's moments go to the host's memory and come back
+    sync          b P / 5 GB/s; b T / 5 GB/s if only adapters are synced
 
 The shares w, f and m of the data sheets' numbers are assumed; `hone plan --measured RUN` takes a
-run's measured rates. Operations per token are counted as in arXiv 2001.08361, section 2.1: 2 for
-each parameter forward, and for attention 2 L A D for each token before, (p + c) / 2 on average, for
-scores and for values, so that n tokens take f(n). For a mixture of experts P counts a token's own
-experts; an iteration reads the experts of all its tokens.
+run's measured rates. Operations are counted as in arXiv 2001.08361, section 2.1: a token takes 2
+for each parameter, and 4 L A D for each token that it attends to (scores and values), n / 2 tokens
+on average. In a mixture of experts P counts the experts of one token; an iteration reads the
+experts of all its tokens.
 """
 
 from __future__ import annotations
@@ -196,19 +198,19 @@ def _sample_s(model: Model, load: StepSize, sampling: SamplingRate) -> float:
 
 
 def _forward_flops(model: Model, job: Job, load: StepSize) -> float:
-    """Returns the operations of a forward pass over a step's tokens, those of a shared prompt once
-    for each minibatch that has some of its group."""
+    """Returns the operations of a forward pass over a step's tokens. A shared prompt counts once
+    for each minibatch that has a completion of it."""
     attention = 2 * model.num_layers * model.heads * model.head_size
 
-    def of(tokens: int) -> float:
+    def flops(tokens: int) -> float:
         return tokens * (2 * model.num_read() + attention * tokens)
 
-    prompt, whole = of(load.prompt_tokens), of(load.prompt_tokens + load.completion_tokens)
+    prompt, whole = flops(load.prompt_tokens), flops(load.prompt_tokens + load.completion_tokens)
     minibatches, memory = job.training.minibatches, job.memory
-    times = minibatches * (1 - (1 - 1 / minibatches) ** load.group)
+    prompts_per_group = minibatches * (1 - (1 - 1 / minibatches) ** load.group)
     if memory.shared_prefix == "off" or (memory.packing, memory.shared_prefix) == ("off", "auto"):
-        times = load.group
-    return load.completions * (whole - prompt + prompt * times / load.group)
+        prompts_per_group = load.group
+    return load.completions * (whole - prompt + prompt * prompts_per_group / load.group)
 
 
 def _step(sample_s: float, train_s: float, sync_s: float, *, beside: bool) -> StepTime:

@@ -76,8 +76,8 @@ class TrainerState(Fencing):
     """`GET /state`: `step` is the last applied step, which is also the weights' version. None: no
     job yet.
 
-    `num_trainable` counts the parameters that change (fewer under LoRA). `without` says
-    what the model cannot do that saves time with others ("": nothing). `skipped_steps` counts steps
+    `num_trainable` counts the parameters that change (fewer under LoRA). `without` says which
+    saving of time the model cannot have, and why ("": it has all). `skipped_steps` counts steps
     that changed no weight, because a loss or gradient was not finite. `resumed_step` is the
     checkpoint that the job resumed from, and `damaged` names newer checkpoints that could not be
     used. `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest

@@ -89,8 +89,8 @@ def _multiplied_input(module: nn.Module, factor: float) -> Iterator[None]:
 
 
 class ChosenLayout(NamedTuple):
-    """`without` says what "auto" would save with other models, and why this model cannot ("":
-    nothing)."""
+    """`without` says which saving of time by "auto" the model cannot have, and why ("": it has
+    all)."""
 
     layout: Layout
     without: str = ""
