@@ -3,21 +3,21 @@ sequences.
 
     python -m bench.trainer [--quick] [--repeats 5]      (TRL is in the extra `dev`)
 
-One figure is a step: the batch's passes, as each side cuts it into micro-batches, up to the
-gradient of every weight; no optimizer. The model is random, of Qwen2.5's shape with a small body
-(so what is compared is mostly the output head, the loss and the batching, which are what differs),
-float32, on this machine's CPU. Tokens per second count prompt and completion tokens, without
-padding.
+One measurement is a step without its optimizer: the passes over the batch, as each side cuts it
+into micro-batches, up to the gradient of every weight. The model is random, in float32, on this
+machine's CPU. It has the architecture of Qwen2.5 with a small body, so that most of the time goes
+to the output head, the loss and the batching, in which the sides differ. Tokens per second count
+prompt and completion tokens, without padding.
 
-The first task, `equal lengths`, has nothing to pad: what differs there is the head's, the shared
-prompt's and the passes' own. In the next two sequences are groups of 8 with a prompt in common and
-completions of log-normal lengths, and much of the difference is TRL's padding.
+The first task, `equal lengths`, needs no padding: the sides differ in the head, the shared prompt
+and the passes. In the next two tasks groups of 8 share a prompt and completions have log-normal
+lengths, so much of the difference is TRL's padding.
 
-The four shapes after them are what people train on: mathematics, code behind a long prompt,
-few-shot prompts, conversations. Their model has 40 M parameters and a small vocabulary, so that the
-body is what takes the time. Each is beside Hone with `memory.shared_prefix = "off"` too, which
-packs the same sequences without padding. Goal: 0.85 of what the ratio of tokens promises. In the
-last task nothing is shared, and sharing may cost 3 % at most.
+The next four tasks are like what people train on: mathematics, code after a long prompt, few-shot
+prompts, conversations. Their model has 40 M parameters and a small vocabulary, so that the body
+takes most of the time. Hone is also compared with itself under `memory.shared_prefix = "off"`,
+which packs the same sequences without padding. The goal is 0.85 of the ratio of computed tokens.
+In the last task nothing is shared, and sharing may cost 3 % at most.
 
 What each side is given:
 
@@ -25,7 +25,7 @@ What each side is given:
   entropies and metrics included. Padded as it pads: the whole batch to its longest prompt and
   longest completion. Its head is `ChunkedLogProbFunction` on its path without Triton, plain torch
   tiles over every position of the padded rows, which it takes wherever there is no GPU. With
-  Triton it is another program: these ratios say nothing of GPUs.
+  Triton it runs other kernels, so these ratios say nothing about GPUs.
 - Hone: a token budget equal to one such micro-batch; `Policy`, loss and metrics as an update
   calls them, `chunk_tokens` and `shared_prefix` at their defaults.
 - Neither: gradient checkpointing (TRL's default is on), bfloat16, a reference model.
@@ -33,10 +33,10 @@ What each side is given:
 The last table is a simulation of how long ranks wait for one another (`trainer_ranks.py`).
 
 Each measurement is a process of its own, and the sides alternate. A figure is the median of the
-repeats with the lowest and the highest; a ratio is taken within each repeat. Peak memory is the
-process's largest resident size during the step less that before it. Losses and gradients of both
-are compared too: it is the same step. Goals are set so that a threefold loss of speed, or three
-times the memory, would miss them.
+repeats, with the lowest and the highest; a ratio is taken within each repeat. Peak memory is the
+process's largest resident size during the step less its size before the step. All sides compute the
+same step, so losses are compared too, and gradients with TRL's. In the first three tasks, a third
+of the measured speed, or more than half of TRL's peak memory, misses a goal.
 """
 
 from __future__ import annotations
@@ -53,18 +53,19 @@ from bench.report import Figure, finish, ratios, repeated, table
 from bench.side import run
 from bench.trainer_side import Task
 
-SHAPE = Task(vocab_size=8_192, num_prompts=1, hidden_size=512, num_layers=8)
+BASE = Task(vocab_size=8_192, num_prompts=1, hidden_size=512, num_layers=8)
 
 
-def shape(prompt: int, completion: int, group_size: int, **others: Any) -> Task:
-    """Returns a task of prompts of about so many tokens, and of completions up to so many."""
+def workload(prompt: int, completion: int, group_size: int, **others: Any) -> Task:
+    """Returns a task of prompts of about `prompt` tokens, and completions of at most `completion`
+    tokens."""
     given = {
         "prompt": (prompt * 3 // 4, prompt * 5 // 4),
         "completion": completion // 2,
         "max_tokens": completion,
         "group_size": group_size,
     }
-    return replace(SHAPE, **(given | others))
+    return replace(BASE, **(given | others))
 
 
 TASKS = {
@@ -72,24 +73,25 @@ TASKS = {
     "32k": Task(vocab_size=32_000, num_prompts=2),
     "152k": Task(vocab_size=152_000, num_prompts=2),
 }
-SHAPES = {
-    "math 128/512 x 16": shape(128, 512, 16),
-    "code 512/256 x 8": shape(512, 256, 8),
-    "few-shot 1,024/128 x 8": shape(100, 128, 8, num_prompts=2, in_common=924),
-    "agent 3,072/256 x 8": shape(3072, 256, 8),
-    "nothing shared": shape(256, 256, 1, num_prompts=8),
+WORKLOADS = {
+    "math 128/512 x 16": workload(128, 512, 16),
+    "code 512/256 x 8": workload(512, 256, 8),
+    "few-shot 1,024/128 x 8": workload(100, 128, 8, num_prompts=2, in_common=924),
+    "agent 3,072/256 x 8": workload(3072, 256, 8),
+    "nothing shared": workload(256, 256, 1, num_prompts=8),
 }
-"""In the order of the report: prompt / completion x group."""
+"""Tasks in which Hone is also compared with itself: prompt / completion x group."""
 
 GOALS = {
     "equal lengths": {"speed": 1.5, "memory": 0.5},
     "32k": {"speed": 3.5, "memory": 0.5},
     "152k": {"speed": 4.0, "memory": 0.5},
 }
-"""Hone to TRL: tokens per second at least, peak memory at most."""
+"""Hone relative to TRL: least tokens per second, and most peak memory."""
 
-OF_PROMISE, OF_OFF = 0.85, 0.97
-"""Least speed beside `off`: as a share of the ratio of tokens; and where nothing is shared."""
+MIN_OF_PROMISED, MIN_UNSHARED = 0.85, 0.97
+"""Least speed relative to `off`, divided by the ratio of computed tokens: with shared prefixes, and
+without any."""
 
 LIMIT_S = 1800.0
 SIDES = ("hone", "trl")
@@ -105,9 +107,9 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=5, help="default: 5")
     args = parser.parse_args()
-    tasks = dict(list(TASKS.items())[:1]) if args.quick else TASKS | SHAPES
+    tasks = dict(list(TASKS.items())[:1]) if args.quick else TASKS | WORKLOADS
     results = {
-        name: alternate(task, args.repeats, ("hone", "off", "trl") if name in SHAPES else SIDES)
+        name: alternate(task, args.repeats, ("hone", "off", "trl") if name in WORKLOADS else SIDES)
         for name, task in tasks.items()
     }
     for name, runs in results.items():
@@ -120,8 +122,7 @@ def main() -> int:
 
 
 def alternate(task: Task, repeats: int, sides: tuple[str, ...]) -> Runs:
-    """Returns each side's measurements; which one goes first changes from one repeat to the
-    next."""
+    """Returns each side's measurements. Each repeat reverses the order of the sides."""
     runs: Runs = {side: [] for side in sides}
     for repeat in range(repeats):
         for side in sorted(runs, reverse=bool(repeat % 2)):
@@ -131,7 +132,7 @@ def alternate(task: Task, repeats: int, sides: tuple[str, ...]) -> Runs:
 
 
 def compare(name: str, runs: Runs) -> list[Figure]:
-    """Returns the figures of one task, those with a goal first."""
+    """Returns the figures of one task; figures with a goal come first."""
     goals = GOALS.get(name, {})
     rates = {side: [run["num_tokens"] / run["seconds"] for run in runs[side]] for side in runs}
     memory = {side: [run["peak_bytes"] / 2**20 for run in runs[side]] for side in runs}
@@ -153,7 +154,7 @@ def compare(name: str, runs: Runs) -> list[Figure]:
             goals.get("memory"),
             "max",
         ),
-        *(beside_off(name, rates, memory, runs) if "off" in runs else ()),
+        *(compare_off(name, rates, memory, runs) if "off" in runs else ()),
         repeated(f"{name}: difference of the losses", losses, "", 1e-5, "max"),
         repeated(f"{name}: difference of the gradients' norms", norms, "", 1e-5, "max"),
         repeated(f"{name}: CPU time, TRL to Hone", ratios(cpu["trl"], cpu["hone"]), "x"),
@@ -162,27 +163,29 @@ def compare(name: str, runs: Runs) -> list[Figure]:
     ]
 
 
-def beside_off(
+def compare_off(
     name: str, rates: dict[str, list[float]], memory: dict[str, list[float]], runs: Runs
 ) -> list[Figure]:
-    """Returns the figures beside Hone without shared prefixes."""
+    """Returns the figures of Hone relative to Hone without shared prefixes."""
     speeds = ratios(rates["hone"], rates["off"])
     promised = middle(runs["off"], "body_tokens") / middle(runs["hone"], "body_tokens")
     of_promise = [speed / promised for speed in speeds]
     losses = [
         abs(on["loss"] - off["loss"]) for on, off in zip(runs["hone"], runs["off"], strict=True)
     ]
-    goal = OF_OFF if promised < 1.01 else OF_PROMISE
+    goal = MIN_UNSHARED if promised < 1.01 else MIN_OF_PROMISED
     return [
-        repeated(f"{name}: speed beside off, as a share of {promised:.2f} x", of_promise, "", goal),
-        repeated(f"{name}: speed beside off", speeds, "x"),
-        repeated(f"{name}: peak memory beside off", ratios(memory["hone"], memory["off"]), "x"),
-        repeated(f"{name}: difference of the losses beside off", losses, "", 1e-5, "max"),
+        repeated(
+            f"{name}: speed, Hone to off, as a share of {promised:.2f} x", of_promise, "", goal
+        ),
+        repeated(f"{name}: speed, Hone to off", speeds, "x"),
+        repeated(f"{name}: peak memory, Hone to off", ratios(memory["hone"], memory["off"]), "x"),
+        repeated(f"{name}: difference of the losses, Hone to off", losses, "", 1e-5, "max"),
     ]
 
 
 def breakdown(runs: Runs) -> str:
-    """Returns the table of where the time goes, and of how many tokens were padding."""
+    """Returns the table of seconds by part of the step, and of the tokens of each kind."""
     rows = []
     for side, all_runs in runs.items():
         m = {key: middle(all_runs, key) for key in all_runs[0]}

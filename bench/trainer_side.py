@@ -35,10 +35,11 @@ PAD, EOS = 0, 1
 
 @dataclass(frozen=True)
 class Task:
-    """What all sides get. `rows` sequences make one of TRL's micro-batches (its default is 8);
-    with `same_length`, nothing needs padding. Prompts have `prompt` tokens, from the least to the
-    most; completions a log-normal length of median `completion`, up to `max_tokens`. `in_common`
-    tokens are the same in all prompts. `shared`: Hone computes a shared prefix once."""
+    """What all sides get. `rows` sequences are one of TRL's micro-batches (its default is 8). With
+    `same_length` nothing needs padding. The own part of a prompt has `prompt` tokens, from the
+    least to the most; before it stand `in_common` tokens, the same in all prompts. Completions have
+    a log-normal length of median `completion`, at most `max_tokens`. `shared`: Hone computes a
+    shared prefix once."""
 
     vocab_size: int
     num_prompts: int
@@ -57,8 +58,8 @@ class Task:
 
 @dataclass
 class Work:
-    """What a side did: tokens through the body and positions through the head (forward), and the
-    head's seconds."""
+    """What a side did: its tokens through the body and positions through the head (forward), the
+    seconds in the head, and its micro-batches."""
 
     body_tokens: int = 0
     head_positions: int = 0
@@ -69,15 +70,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Step:
-    """A step, ready to run: returns its loss, with gradients added to the model's."""
+    """A step that is ready to run. `run` adds the step's gradients to the model's and returns its
+    loss; `work` counts what it did."""
 
     run: Callable[[], float]
     work: Work = field(default_factory=Work)
 
 
 def make_model(task: Task) -> Any:
-    """Returns a random model of Qwen2.5's shape, tied embeddings and all, with a small body.
-    float32."""
+    """Returns a random float32 model of Qwen2.5's architecture, with tied embeddings and a small
+    body."""
     torch.manual_seed(task.seed)
     config = transformers.Qwen2Config(
         vocab_size=task.vocab_size,
@@ -95,9 +97,8 @@ def make_model(task: Task) -> Any:
 
 
 def make_examples(task: Task) -> list[Example]:
-    """Returns groups that share a prompt; completions have a log-normal length, as completions do.
-    Sampler's log-probs are near a random model's, `-log V`, so that ratios are near 1 and some are
-    clipped."""
+    """Returns groups that share a prompt. The sampler's log-probs are near a random model's,
+    `-log V`, so that ratios are near 1 and some are clipped."""
     random = torch.Generator().manual_seed(task.seed + 1)
 
     def ids(count: int) -> TokenIds:
@@ -105,10 +106,10 @@ def make_examples(task: Task) -> list[Example]:
 
     examples: list[Example] = []
     least, most = task.prompt
-    few_shot = [*ids(task.in_common)]
+    in_common = [*ids(task.in_common)]
     for _ in range(task.num_prompts):
         drawn = int(torch.randint(least, most + 1, (1,), generator=random))
-        prompt = TokenIds([*few_shot, *ids(64 if task.same_length else drawn)])
+        prompt = TokenIds([*in_common, *ids(64 if task.same_length else drawn)])
         for _ in range(task.group_size):
             drawn = task.completion * math.exp(0.7 * float(torch.randn((), generator=random)))
             length = 128 if task.same_length else int(min(max(drawn, 8), task.max_tokens))
@@ -196,9 +197,8 @@ def trl_step(task: Task, model: Any, examples: list[Example]) -> Step:
 
     words = Tokenizer(WordLevel({"<pad>": PAD, "<eos>": EOS}, unk_token="<pad>"))
     num_steps = len(examples) // task.rows
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # it wants one and, until it trains, writes nothing
+    # TRL needs a folder, and writes nothing before it trains.
+    with tempfile.TemporaryDirectory() as folder:
         trainer: Any = GRPOTrainer(
             model=model,
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
@@ -245,7 +245,7 @@ def trl_step(task: Task, model: Any, examples: list[Example]) -> Step:
 
 
 def trl_inputs(examples: list[Example]) -> dict[str, Tensor]:
-    """Returns the generation batch as TRL's trainer makes it."""
+    """Returns the generation batch in the form of TRL's trainer."""
 
     def padded(rows: Sequence[Sequence[Any]], side: str, dtype: torch.dtype) -> Tensor:
         tensors = [torch.tensor(list(row), dtype=dtype) for row in rows]
@@ -263,8 +263,8 @@ def trl_inputs(examples: list[Example]) -> dict[str, Tensor]:
 
 
 def time_head(function: Any, work: Work) -> None:
-    """Makes the autograd function of a head count its hidden states (its first argument) and its
-    time, forward and backward."""
+    """Makes a head's autograd function add its hidden states (its first argument) and its seconds,
+    forward and backward, to `work`."""
     forward, backward = function.forward, function.backward
 
     def timed_forward(*args: Any) -> Any:
@@ -301,8 +301,8 @@ def settle() -> None:
 
 
 def measure(side: str, task: Task) -> dict[str, Any]:
-    """Returns what one step took, after a step on two short sequences that loads what is loaded
-    late."""
+    """Returns what one step took. A step on a few short sequences comes first, so that everything
+    that is loaded late is loaded."""
     model = make_model(task)
     make_step = trl_step if side == "trl" else hone_step
     task = replace(task, shared=side == "hone")
@@ -317,7 +317,7 @@ def measure(side: str, task: Task) -> dict[str, Any]:
     ]
     make_step(task, model, short[: max(task.rows, task.group_size)]).run()
     if side != "trl":
-        model.set_attn_implementation("sdpa")  # a step chooses anew
+        model.set_attn_implementation("sdpa")  # the next step chooses its layout again
     model.zero_grad(set_to_none=True)
     examples = make_examples(task)
     step = make_step(task, model, examples)

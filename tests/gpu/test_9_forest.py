@@ -1,5 +1,6 @@
-"""Attention over a forest on a GPU: torch's kernel for sequences of unequal length beside dense
-batches, their timing, and a pass that never waits for the host."""
+"""Attention over a forest on a GPU: log-probs and gradients compared with padded rows, by torch's
+kernel for sequences of unequal length and by dense batches; timings; and a pass in which the host
+never waits for the GPU."""
 
 from __future__ import annotations
 
@@ -37,25 +38,26 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
 
 
 def a_group(prompt: int, completion: int, size: int, turns: int = 1) -> list[Example]:
-    """Returns a group, and for each further turn another that goes on after its first member."""
+    """Returns a group, and for each further turn another group, which continues the first member
+    of the group before it."""
     torch.manual_seed(prompt)
 
     def ids(count: int) -> list[int]:
         return torch.randint(4096, (count,)).tolist()
 
     examples: list[Example] = []
-    before = ids(prompt)
+    context = ids(prompt)
     for _ in range(turns):
         members = [
             Example(
-                prompt_token_ids=TokenIds(before),
+                prompt_token_ids=TokenIds(context),
                 token_ids=TokenIds(ids(completion)),
                 advantage=1.0,
             )
             for _ in range(size)
         ]
         examples += members
-        before = [*before, *members[0].token_ids, *ids(16)]
+        context = [*context, *members[0].token_ids, *ids(16)]
     return examples
 
 
@@ -71,7 +73,7 @@ def model_of(kind: str, dtype: torch.dtype) -> Any:
 
 
 def trained(model: Any, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-probs, and the gradient of one matrix."""
+    """Returns the log-probs, and the gradient of their mean by one matrix."""
     logprobs_N, _ = Policy(model, 1.0)(batch)
     weight = model.get_parameter("model.layers.0.self_attn.k_proj.weight")
     (gradient,) = torch.autograd.grad(logprobs_N.mean(), weight)
@@ -104,7 +106,7 @@ def test_a_pass_does_not_wait_for_the_gpu() -> None:
     model = model_of("full", torch.bfloat16)
     choose_layout(model, "full", MemorySpec(shared_prefix="on"))
     batch = collate(a_group(200, 60, 4), layout="shared")
-    trained(model, batch.to(DEVICE))  # what is loaded late is loaded
+    trained(model, batch.to(DEVICE))  # loads what torch loads late
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

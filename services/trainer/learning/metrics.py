@@ -21,8 +21,8 @@ sequence's tokens counts, there the sequence once.
     tokens/trained          sampled tokens, of all passes
     tokens/computed         tokens that went through the model for them, of all passes, with prompts
                             and without padding; a shared prefix counts once
-    tokens/shared_fraction  share of the sequences' tokens that needed no computing, because another
-                            sequence of the micro-batch begins with them too
+    tokens/shared_fraction  share of the sequences' tokens that were not computed again, because
+                            another sequence of the micro-batch begins with them too
     num_micro_batches       passes through a micro-batch, of each rank
 
 Which of the first five a loss has is in `LOSSES` (loss.py).

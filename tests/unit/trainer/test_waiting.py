@@ -1,5 +1,5 @@
-"""A pass through a micro-batch asks for no tensor's value: on a GPU the host would wait for it.
-`tests/gpu` has the same under CUDA's own check."""
+"""A pass through a micro-batch reads no tensor's value on the host, which would wait for a GPU.
+`tests/gpu` has the same test under CUDA's own check."""
 
 import pytest
 import torch
@@ -21,30 +21,30 @@ from shared.wire.packed import TokenIds
 CPU = torch.device("cpu")
 
 
-class Questions(TorchDispatchMode):
+class HostReads(TorchDispatchMode):
     """Collects the operations that need a tensor's value before the host can go on."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.found: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in ("_local_scalar_dense", "nonzero", "equal", "masked_select"):
-            self.asked.append(name)
-        by = args[1] if name.strip("_").startswith("index") and len(args) > 1 else ()
-        if isinstance(by, list | tuple) and any(
-            each is not None and each.dtype is torch.bool for each in by
+            self.found.append(name)
+        indices = args[1] if name.strip("_").startswith("index") and len(args) > 1 else ()
+        if isinstance(indices, list | tuple) and any(
+            each is not None and each.dtype is torch.bool for each in indices
         ):
-            self.asked.append(f"{name} by a mask")
+            self.found.append(f"{name} by a mask")
         return func(*args, **(kwargs or {}))
 
 
 def examples() -> tuple[Example, ...]:
-    shared = TokenIds(range(20))
+    prompt = TokenIds(range(20))
     return tuple(
         Example(
-            prompt_token_ids=shared,
+            prompt_token_ids=prompt,
             token_ids=TokenIds([21 + number, 22, 23 + number]),
             old_logprobs=[-1.0, -2.0, -3.0],
             kept_counts=TokenIds([2, 0, 1]),
@@ -55,9 +55,9 @@ def examples() -> tuple[Example, ...]:
     )
 
 
-@pytest.mark.parametrize("layout", ["auto", "off"])
+@pytest.mark.parametrize("shared_prefix", ["auto", "off"])
 @pytest.mark.parametrize("loss", ["dapo", "gspo"])
-def test_a_pass_asks_for_no_value(one_rank, monkeypatch, layout, loss):
+def test_a_pass_reads_no_value_on_the_host(one_rank, monkeypatch, shared_prefix, loss):
     config = transformers.Qwen2Config(
         vocab_size=64,
         hidden_size=32,
@@ -69,12 +69,12 @@ def test_a_pass_asks_for_no_value(one_rank, monkeypatch, layout, loss):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     training = TrainingSpec(loss=loss, beta=0.1)
     correction = resolve(CorrectionSpec(method="sequence_tis"), 1)
-    chosen = choose_layout(model, "tiny", MemorySpec(shared_prefix=layout)).layout
-    batch = collate(examples(), layout=chosen)
+    layout = choose_layout(model, "tiny", MemorySpec(shared_prefix=shared_prefix)).layout
+    batch = collate(examples(), layout=layout)
     metrics = StepMetrics(CPU, training, correction, version=1, num_tokens=9)
     policy = Policy(model, 0.9, chunk_tokens=4)
     monkeypatch.setattr(torch.Tensor, "tolist", lambda _: pytest.fail("tolist() waits"))
-    with Questions() as questions:
+    with HostReads() as reads:
         with torch.no_grad():
             before_N = policy(batch)[0]
         logprobs_N, entropies_N = policy(batch)
@@ -91,7 +91,7 @@ def test_a_pass_asks_for_no_value(one_rank, monkeypatch, layout, loss):
         metrics.add(batch, x, entropies_N, total)
         metrics.add_mismatch(batch, before_N)
         _refusable(total, logprobs_N).backward()
-    assert questions.asked == []
+    assert reads.found == []
     assert model.lm_head.weight.grad.isfinite().all()
 
 
