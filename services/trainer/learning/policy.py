@@ -262,6 +262,9 @@ def _why_not_forest(model: Any) -> str | None:
             why = _mixes(difference)
         elif not attention.has_its_windows(model, batch.forest):
             why = "does not tell its attention of its sliding window"
+    except (MemoryError, torch.OutOfMemoryError):  # which says nothing of the model
+        attention.leave(model)
+        raise
     except Exception as error:  # whatever a model's own code makes of it
         why = f"cannot compute a forest of sequences: {first_line(error)}"
     if why is not None:

@@ -24,8 +24,10 @@ from services.trainer.engine import Update
 from services.trainer.learning import attention
 from services.trainer.learning.batch import Layout, collate
 from services.trainer.learning.examples import allowed_versions, check
+from services.trainer.learning.head import as_scoring_head
 from services.trainer.learning.noise import rounding_noise
 from services.trainer.learning.policy import (
+    Chosen,
     Policy,
     Reference,
     adapters_off,
@@ -47,7 +49,7 @@ from services.trainer.zero.models import (
     load_on_all_ranks,
 )
 from services.trainer.zero.update import Updater
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Failed
 from shared.job import Job
 from shared.plan.memory import Ranks
 from shared.plan.model import CannotPlan, of_config
@@ -102,7 +104,8 @@ def assemble(job: Job, device: torch.device) -> Parts:
     policy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
     engine: Any = zero.start(policy, job, dtype)
     check_head(model, job.model)
-    layout, without = choose_layout(model, job.model, job.memory)
+    check_head_calls(job, model)
+    layout, without = agreed(choose_layout(model, job.model, job.memory))
     if job.memory.gradient_checkpointing:
         checkpoint_body(model, job.model)
     reference = start_reference(job, policy, wrapped, dtype, device)
@@ -121,6 +124,37 @@ def assemble(job: Job, device: torch.device) -> Parts:
         num_trainable=num_trainable,
         weights_bytes=weights_bytes,
     )
+
+
+def check_head_calls(job: Job, model: Any) -> None:
+    """Raises BadRequest for a head that is called chunk by chunk where each call is a collective:
+    ranks have unlike numbers of tokens, and so of chunks."""
+    head = causal_lm(model).get_output_embeddings()
+    collective = job.memory.zero_stage == 3 and dist.get_world_size() > 1
+    if collective and as_scoring_head(head) is None:
+        raise BadRequest(
+            f"the output head of the model {job.model!r} is a {type(head).__module__}."
+            f"{type(head).__name__}, expected a plain linear layer without an adapter: at "
+            "memory.zero_stage 3 several ranks cannot call another one chunk by chunk; use "
+            "memory.zero_stage 2, or lora.target_modules without the head"
+        )
+
+
+def agreed(chosen: Chosen) -> Chosen:
+    """Returns what all ranks chose: a collective. Raises Failed on every rank if one chose another
+    layout, because a rank plans its part of a batch by its own."""
+    each = [chosen] * dist.get_world_size()
+    if len(each) > 1:
+        dist.all_gather_object(each, chosen)
+    for rank, other in enumerate(each):
+        if other.layout != each[0].layout:
+            raise Failed(
+                f"rank {rank} would put sequences into {other.layout!r} rows and rank 0 into "
+                f"{each[0].layout!r} ones, expected the same on all ranks "
+                f"({other.without or each[0].without}); all ranks can compute them with "
+                'memory.shared_prefix = "off" and memory.packing = "off"'
+            )
+    return chosen
 
 
 def _planned(model: Any, job: Job, dtype: torch.dtype, device: torch.device) -> Planned | None:

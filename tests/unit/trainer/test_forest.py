@@ -2,6 +2,7 @@
 forests beside the same sequences padded."""
 
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -238,3 +239,11 @@ def test_a_forest_that_gives_nan_is_not_taken(monkeypatch):
     monkeypatch.setattr(attention, "_attend_dense", lambda q_TAD, *_: q_TAD * torch.nan)
     chosen = choose_layout(model, "tiny", MemorySpec())
     assert chosen.layout == "padded" and "changes a token's hidden state by nan" in chosen.without
+
+
+def test_a_lack_of_memory_while_a_forest_is_tried_says_nothing_of_the_model(monkeypatch):
+    model = make("llama")
+    monkeypatch.setattr(attention, "_attend_dense", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_layout(model, "tiny", MemorySpec())
+    assert model.config._attn_implementation == "sdpa"
