@@ -79,16 +79,20 @@ class ForestAttention:
     _made: dict[int | None, Any] = field(default_factory=dict[int | None, Any])
 
     def to(self, device: torch.device) -> ForestAttention:
-        return self if device == self.device else ForestAttention(self.forest, device)
+        """Returns one that has made nothing yet, also for the same device: what is made for a pass
+        would be kept for a whole step, as its micro-batch is."""
+        return ForestAttention(self.forest, device)
 
     @property
     def windows(self) -> set[int | None]:
         """The windows that layers asked for."""
         return set(self._made)
 
-    def dense(self, window: int | None) -> _Dense:
+    def dense(self, window: int | None, dtype: torch.dtype) -> _Dense:
+        """Returns the row's attention for a window, and for queries of a dtype."""
         if window not in self._made:
-            self._made[window] = _dense(calls(self.forest, window), window, self.device)
+            of_row = calls(self.forest, window)
+            self._made[window] = _dense(of_row, window, self.device, dtype)
         return self._made[window]
 
     def ragged(self, window: int | None) -> _Ragged:
@@ -97,33 +101,50 @@ class ForestAttention:
         return self._made[window]
 
 
-def _dense(of_row: list[Call], window: int | None, device: torch.device) -> _Dense:
+def _dense(
+    of_row: list[Call], window: int | None, device: torch.device, dtype: torch.dtype
+) -> _Dense:
     batches: list[_Batch] = []
     columns, outputs, num_queries = [], [], 0
+    mask_QK = _mask([call for call in of_row if not _is_plain(call, window)], window, device, dtype)
     for call in of_row:
         (num_nodes, length), num_keys = call.queries_NQ.shape, call.keys_NK.shape[1]
         real_NQ = np.arange(length) < np.array(call.lengths_N)[:, None]
         columns.append(call.queries_NQ[real_NQ])
         outputs.append(num_queries + np.flatnonzero(real_NQ))
         num_queries += num_nodes * length
-        plain = length == num_keys and (window is None or window >= length)
         batches.append(
             _Batch(
                 queries_NQ=sent(torch.from_numpy(call.queries_NQ), device),
                 keys_NK=sent(torch.from_numpy(call.keys_NK), device),
-                mask_QK=None if plain else sent(_mask(length, num_keys, window), device),
+                mask_QK=None if _is_plain(call, window) else mask_QK[-length:, -num_keys:],
             )
         )
     outputs_T = np.concatenate(outputs)[np.concatenate(columns).argsort()]
     return _Dense(tuple(batches), sent(torch.from_numpy(outputs_T), device))
 
 
-def _mask(num_queries: int, num_keys: int, window: int | None) -> Tensor:
-    """Returns which keys each query sees `[Q, K]`; the last query is at the last key."""
+def _is_plain(call: Call, window: int | None) -> bool:
+    """Whether queries see keys as in a sequence by itself."""
+    length = call.queries_NQ.shape[1]
+    return length == call.keys_NK.shape[1] and (window is None or window >= length)
+
+
+def _mask(
+    of_row: list[Call], window: int | None, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Returns which keys the queries of the largest call see `[Q, K]`. The last query is at the
+    last key, so each call's mask is the lower right part of it, and all take no more memory."""
+    num_queries = max((call.queries_NQ.shape[1] for call in of_row), default=0)
+    num_keys = max((call.keys_NK.shape[1] for call in of_row), default=0)
     behind_QK = (
         torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None]
     )
-    return (behind_QK >= 0) if window is None else (behind_QK >= 0) & (behind_QK < window)
+    seen_QK = (behind_QK >= 0) if window is None else (behind_QK >= 0) & (behind_QK < window)
+    if device.type != "cpu":
+        return sent(seen_QK, device)
+    # In the queries' dtype: else torch makes one of each part, and keeps it for the backward pass.
+    return torch.zeros(seen_QK.shape, dtype=dtype).masked_fill_(~seen_QK, -torch.inf)
 
 
 def _ragged(forest: Forest, device: torch.device) -> _Ragged:
@@ -175,7 +196,9 @@ def attend(
             q_TAD, k_THD, v_THD, forest.ragged(sliding_window), scaling, sliding_window
         )
     else:
-        out_TAD = _attend_dense(q_TAD, k_THD, v_THD, forest.dense(sliding_window), scaling)
+        out_TAD = _attend_dense(
+            q_TAD, k_THD, v_THD, forest.dense(sliding_window, query.dtype), scaling
+        )
     return out_TAD[None], None
 
 

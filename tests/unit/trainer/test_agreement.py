@@ -57,7 +57,9 @@ def test_a_layout_that_one_rank_alone_cannot_compute_is_refused_on_all(ranks, mo
     assert ranks.call(refusals, job) == ["", ""]
     first, second = ranks.call(refusals, job, 1)
     assert first == second
-    assert first.startswith("rank 1 would put sequences into 'padded' rows and rank 0 into 'shared'")
+    assert first.startswith(
+        "rank 1 would put sequences into 'padded' rows and rank 0 into 'shared'"
+    )
     assert "because the model cannot compute a forest of sequences: no such kernel" in first
 
 
