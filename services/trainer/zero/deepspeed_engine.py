@@ -51,6 +51,7 @@ from services.trainer.zero.models import (
 from services.trainer.zero.update import Updater
 from shared.errors import BadRequest, Failed
 from shared.job import Job
+from shared.model.check import window_of
 from shared.plan.memory import Ranks
 from shared.plan.model import CannotPlan, of_config
 from shared.wire import Canary, Example, StepTotals
@@ -212,8 +213,9 @@ class DeepSpeedEngine:
         Raises BadRequest for examples that the model cannot take or that staler weights sampled
         than the job allows, and what `Updater.update` raises, with weights and optimizer as they
         were."""
-        vocab_size = self._parts.model.config.get_text_config().vocab_size
-        check(examples, vocab_size, allowed_versions(version, self._job.max_staleness))
+        config = self._parts.model.config.get_text_config()
+        sampled_by = allowed_versions(version, self._job.max_staleness)
+        check(examples, config.vocab_size, sampled_by, window=_window(config))
         return self._parts.updater.update(examples, learning_rate, totals, version)
 
     @torch.no_grad()
@@ -303,6 +305,14 @@ class DeepSpeedEngine:
     def _merged(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         adapted = self._parts.wrapped is not None
         return lora.merged(self._parts.model, weights) if adapted else weights
+
+
+def _window(config: Any) -> int | None:
+    """Returns the context length in tokens; None if it may be extended."""
+    # Some configurations have it under another name in their files.
+    return window_of(
+        {**config.to_dict(), "max_position_embeddings": config.max_position_embeddings}
+    )
 
 
 def canary_ids(config: Any, max_model_len: int | None) -> TokenIds:
