@@ -29,6 +29,10 @@ KEYS = 8
 """Most keys that attention gathers for a micro-batch, as a multiple of its budget: a shared prefix
 is computed once, and its keys are gathered for each sequence that follows it."""
 
+TRIES = 64
+"""How many micro-batches are tried for the sequences of a prefix, the least work first. Else the
+time to plan grows with their number times the number of micro-batches."""
+
 MicroBatches = list[list[list[int]]]
 """`[rank][micro-batch][index of a sequence]`; `[]` where a rank only keeps the others company."""
 
@@ -181,13 +185,15 @@ def _least_rounds(runs: list[_Load], num_ranks: int, budget_tokens: int) -> int:
 
 
 def _fitted(runs: list[_Load], num_loads: int, budget_tokens: int) -> list[_Load] | None:
-    """Returns the runs in so many micro-batches; None if they do not fit."""
+    """Returns the runs in so many micro-batches; None if they do not fit in `TRIES` tries each."""
     loads = [_Load([]) for _ in range(num_loads)]
     by_work = [(0.0, index) for index in range(num_loads)]
     for run in runs:
         full: list[tuple[float, int]] = []
         while by_work and not loads[by_work[0][1]].fits(run, budget_tokens):
             full.append(heapq.heappop(by_work))
+            if len(full) == TRIES:
+                return None
         if not by_work:
             return None
         load = loads[by_work[0][1]]
