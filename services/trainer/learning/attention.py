@@ -114,16 +114,19 @@ class ForestAttention:
     )
 
     def to(self, device: torch.device) -> ForestAttention:
-        return self if device == self.device else ForestAttention(self.forest, device)
+        """Returns one that has made nothing yet, also for the same device: what is made for a pass
+        would be kept for a whole step, as its micro-batch is."""
+        return ForestAttention(self.forest, device)
 
     @property
     def windows(self) -> set[int | None]:
         """The sliding windows that layers asked for; None: a layer without a window."""
         return {*self._dense, *self._ragged}
 
-    def dense(self, window: int | None) -> DenseAttention:
+    def dense(self, window: int | None, dtype: torch.dtype) -> DenseAttention:
+        """Returns the row's attention for a window and for queries of a dtype."""
         if window not in self._dense:
-            self._dense[window] = DenseAttention.of(self.forest, window, self.device)
+            self._dense[window] = DenseAttention.of(self.forest, window, self.device, dtype)
         return self._dense[window]
 
     def ragged(self, window: int | None) -> RaggedAttention:
@@ -167,7 +170,7 @@ def attend(
         ragged = forest.ragged(sliding_window)
         out_TAD = ragged.attend(q_TAD, k_THD, v_THD, scaling, sliding_window)
     else:
-        out_TAD = forest.dense(sliding_window).attend(q_TAD, k_THD, v_THD, scaling)
+        out_TAD = forest.dense(sliding_window, query.dtype).attend(q_TAD, k_THD, v_THD, scaling)
     return out_TAD[None], None
 
 

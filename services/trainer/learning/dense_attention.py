@@ -40,6 +40,8 @@ class NodeBatch:
     queries_BQ: Columns
     keys_BK: Columns
     lengths_B: tuple[int, ...]
+    is_masked: bool
+    """False: plain causal attention, with as many queries as keys."""
 
 
 def node_batches(forest: Forest, window: int | None = None) -> list[NodeBatch]:
@@ -77,10 +79,13 @@ def _batches_of(forest: Forest, siblings: list[Node], window: int | None) -> Ite
         keys_BK = np.concatenate([np.tile(above, (len(nodes), 1)), own_BK], axis=1)
         if window is not None:
             keys_BK = keys_BK[:, max(0, len(above) + first + 1 - window) :]
+        num_queries = end - first
         yield NodeBatch(
             queries_BQ=_padded(nodes, first, end),
             keys_BK=keys_BK,
             lengths_B=tuple(min(node.length, end) - first for node in nodes),
+            is_masked=num_queries < keys_BK.shape[1]
+            or (window is not None and window < num_queries),
         )
 
 
@@ -94,8 +99,7 @@ def _padded(nodes: Sequence[Node], first: int, end: int) -> Columns:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A NodeBatch's columns as tensors. `mask_QK` None: plain causal attention, with as many
-    queries as keys."""
+    """A NodeBatch's columns as tensors, and its mask."""
 
     queries_BQ: Tensor
     keys_BK: Tensor
@@ -111,21 +115,24 @@ class DenseAttention:
     queries_T: Tensor
 
     @classmethod
-    def of(cls, forest: Forest, window: int | None, device: torch.device) -> DenseAttention:
+    def of(
+        cls, forest: Forest, window: int | None, device: torch.device, dtype: torch.dtype
+    ) -> DenseAttention:
+        of_row = node_batches(forest, window)
+        mask_QK = _mask([batch for batch in of_row if batch.is_masked], window, device, dtype)
         batches: list[_Batch] = []
         columns, numbers, num_queries = [], [], 0
-        for batch in node_batches(forest, window):
+        for batch in of_row:
             (num_nodes, length), num_keys = batch.queries_BQ.shape, batch.keys_BK.shape[1]
             real_BQ = np.arange(length) < np.array(batch.lengths_B)[:, None]
             columns.append(batch.queries_BQ[real_BQ])
             numbers.append(num_queries + np.flatnonzero(real_BQ))
             num_queries += num_nodes * length
-            plain = length == num_keys and (window is None or window >= length)
             batches.append(
                 _Batch(
                     queries_BQ=to_device(torch.from_numpy(batch.queries_BQ), device),
                     keys_BK=to_device(torch.from_numpy(batch.keys_BK), device),
-                    mask_QK=None if plain else to_device(_mask(length, num_keys, window), device),
+                    mask_QK=mask_QK[-length:, -num_keys:] if batch.is_masked else None,
                 )
             )
         queries_T = np.concatenate(numbers)[np.concatenate(columns).argsort()]
@@ -153,12 +160,21 @@ class DenseAttention:
         return torch.cat(done).index_select(0, self.queries_T)
 
 
-def _mask(num_queries: int, num_keys: int, window: int | None) -> Tensor:
-    """Returns which keys each query sees `[Q, K]`; the last query is at the last key."""
+def _mask(
+    batches: list[NodeBatch], window: int | None, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """Returns which keys the queries of the largest batch see `[Q, K]`. The last query is at the
+    last key, so the mask of each batch is the lower right part of this one, without a copy."""
+    num_queries = max((batch.queries_BQ.shape[1] for batch in batches), default=0)
+    num_keys = max((batch.keys_BK.shape[1] for batch in batches), default=0)
     behind_QK = (
         torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None]
     )
-    return (behind_QK >= 0) if window is None else (behind_QK >= 0) & (behind_QK < window)
+    seen_QK = (behind_QK >= 0) if window is None else (behind_QK >= 0) & (behind_QK < window)
+    if device.type != "cpu":
+        return to_device(seen_QK, device)
+    # In the queries' dtype: torch makes a copy of a boolean part, and keeps it for backward.
+    return torch.zeros(seen_QK.shape, dtype=dtype).masked_fill_(~seen_QK, -torch.inf)
 
 
 def _gathered(row_THD: Tensor, columns_BQ: Tensor) -> Tensor:

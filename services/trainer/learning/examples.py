@@ -59,12 +59,22 @@ def allowed_versions(version: int | None, max_staleness: int) -> range | None:
     return range(max(version - max_staleness, 0), version + 1)
 
 
-def check(examples: Sequence[Example], vocab_size: int, sampled_by: range | None = None) -> None:
+def check(
+    examples: Sequence[Example],
+    vocab_size: int,
+    sampled_by: range | None = None,
+    *,
+    window: int | None = None,
+) -> None:
     """Raises BadRequest, naming the example, if the trainer could not compute its log-probs, its
-    loss would not be finite, or a version outside `sampled_by` sampled it (None: any version
-    may)."""
+    loss would not be finite, or a version outside `sampled_by` sampled it (None: any version may).
+    `window`: the model's context length in tokens, if it is limited."""
     for index, example in enumerate(examples):
-        problem = _problem(example, vocab_size) or _wrong_versions(example, sampled_by)
+        problem = (
+            _problem(example, vocab_size)
+            or _too_long(example, window)
+            or _wrong_versions(example, sampled_by)
+        )
         if problem:
             raise BadRequest(f"example {index} of {len(examples)} {problem}")
 
@@ -93,6 +103,16 @@ def _wrong_length(example: Example) -> str | None:
     if not num_sampled(example):
         return f"has no sampled token among {num_tokens}, expected at least 1"
     return None
+
+
+def _too_long(example: Example, window: int | None) -> str | None:
+    length = len(example.prompt_token_ids) + int(sampled_positions(example)[-1]) + 1
+    if window is None or length <= window:
+        return None
+    return (
+        f"has {length} tokens up to the last sampled one, expected at most {window}, the model's "
+        "context length"
+    )
 
 
 def _wrong_versions(example: Example, sampled_by: range | None) -> str | None:

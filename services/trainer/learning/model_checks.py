@@ -149,6 +149,9 @@ def _why_not_forest(model: Any) -> str | None:
             why = _mixes(difference)
         elif not attention.passes_its_windows(model, batch.forest):
             why = "does not pass its sliding window to its attention"
+    except (MemoryError, torch.OutOfMemoryError):  # which says nothing about the model
+        attention.restore(model)
+        raise
     except Exception as error:  # a model's own code may raise anything
         why = f"cannot compute a forest of sequences: {first_line(error)}"
     if why is not None:

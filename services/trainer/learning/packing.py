@@ -31,6 +31,10 @@ KEYS_PER_TOKEN = 8
 """Most keys that attention gathers for a micro-batch, per token of its budget. A shared prefix is
 computed once, but its keys are gathered for each sequence that continues it."""
 
+MAX_TRIES = 64
+"""Most micro-batches that are tried for a run, the cheapest first. Without a limit, planning takes
+time in proportion to runs times micro-batches."""
+
 MicroBatches = list[list[list[int]]]
 """`[rank][micro-batch][index of a sequence]`. A micro-batch is empty where a rank has nothing to
 compute in a round."""
@@ -191,13 +195,16 @@ def _least_rounds(runs: list[_Load], num_ranks: int, budget_tokens: int) -> int:
 
 
 def _fitted(runs: list[_Load], num_batches: int, budget_tokens: int) -> list[_Load] | None:
-    """Returns the runs in `num_batches` micro-batches; None if they do not fit."""
+    """Returns the runs in `num_batches` micro-batches; None if they do not fit in `MAX_TRIES`
+    tries per run."""
     batches = [_Load([]) for _ in range(num_batches)]
     by_cost = [(0.0, index) for index in range(num_batches)]
     for run in runs:
         full: list[tuple[float, int]] = []
         while by_cost and not batches[by_cost[0][1]].fits(run, budget_tokens):
             full.append(heapq.heappop(by_cost))
+            if len(full) == MAX_TRIES:
+                return None
         if not by_cost:
             return None
         batch = batches[by_cost[0][1]]

@@ -131,7 +131,7 @@ def follow(trainer: Trainer, ranks: Ranks, inbox: Inbox | None) -> None:
     RuntimeError because another rank is gone."""
     while True:
         ticket = inbox.next(IDLE_S) if inbox else None
-        message: bytes = ranks.broadcast(_encode(ticket))
+        message: bytes = ranks.broadcast(_message(ticket))
         if message:
             name, id, body = _decode(message)
             with of_request(id):
@@ -199,11 +199,17 @@ def _answer(answer: Future[BaseModel], outcome: BaseModel | HoneError) -> None:
         answer.set_result(outcome)
 
 
-def _encode(ticket: Ticket | None) -> bytes:
+def _message(ticket: Ticket | None) -> bytes:
+    """Returns the command for all ranks; empty without one, and if msgpack cannot carry its body,
+    as a whole number beyond 64 bits of a body in JSON: then it is answered with that."""
     if ticket is None:
         return b""
     head = f"{ticket.name} {ticket.request_id}\n".encode()
-    return head + codec.encode(ticket.body, codec.MSGPACK)
+    try:
+        return head + codec.encode(ticket.body, codec.MSGPACK)
+    except HoneError as error:
+        _answer(ticket.answer, error)
+        return b""
 
 
 def _decode(message: bytes) -> tuple[str, str, Wire]:

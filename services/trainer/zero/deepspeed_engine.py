@@ -24,7 +24,13 @@ from services.trainer.engine import Update
 from services.trainer.learning import attention
 from services.trainer.learning.batch import Layout, collate
 from services.trainer.learning.examples import allowed_versions, check
-from services.trainer.learning.model_checks import check_head, checkpoint_body, choose_layout
+from services.trainer.learning.head import as_scoring_head
+from services.trainer.learning.model_checks import (
+    ChosenLayout,
+    check_head,
+    checkpoint_body,
+    choose_layout,
+)
 from services.trainer.learning.noise import rounding_noise
 from services.trainer.learning.policy import (
     Policy,
@@ -45,8 +51,9 @@ from services.trainer.zero.models import (
     load_on_all_ranks,
 )
 from services.trainer.zero.update import Updater
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Failed
 from shared.job import Job
+from shared.model.check import window_of
 from shared.plan.memory import Ranks
 from shared.plan.model import CannotPlan, of_config
 from shared.wire import Canary, Example, StepTotals
@@ -100,7 +107,8 @@ def assemble(job: Job, device: torch.device) -> Parts:
     policy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
     engine: Any = zero.start(policy, job, dtype)
     check_head(model, job.model)
-    layout, without = choose_layout(model, job.model, job.memory)
+    check_head_calls(job, model)
+    layout, without = agreed(choose_layout(model, job.model, job.memory))
     if job.memory.gradient_checkpointing:
         checkpoint_body(model, job.model)
     reference = start_reference(job, policy, wrapped, dtype, device)
@@ -119,6 +127,37 @@ def assemble(job: Job, device: torch.device) -> Parts:
         num_trainable=num_trainable,
         weights_bytes=weights_bytes,
     )
+
+
+def check_head_calls(job: Job, model: Any) -> None:
+    """Raises BadRequest for a head that is called chunk by chunk where each call is a collective:
+    ranks have unlike numbers of tokens, and so of chunks."""
+    head = causal_lm(model).get_output_embeddings()
+    collective = job.memory.zero_stage == 3 and dist.get_world_size() > 1
+    if collective and as_scoring_head(head) is None:
+        raise BadRequest(
+            f"the output head of the model {job.model!r} is a {type(head).__module__}."
+            f"{type(head).__name__}, expected a plain linear layer without an adapter: at "
+            "memory.zero_stage 3 several ranks cannot call another one chunk by chunk; use "
+            "memory.zero_stage 2, or lora.target_modules without the head"
+        )
+
+
+def agreed(chosen: ChosenLayout) -> ChosenLayout:
+    """Returns what all ranks chose: a collective. Raises Failed on every rank if one chose another
+    layout, because a rank plans its part of a batch by its own."""
+    each = [chosen] * dist.get_world_size()
+    if len(each) > 1:
+        dist.all_gather_object(each, chosen)
+    for rank, other in enumerate(each):
+        if other.layout != each[0].layout:
+            raise Failed(
+                f"rank {rank} would put sequences into {other.layout!r} rows and rank 0 into "
+                f"{each[0].layout!r} ones, expected the same on all ranks "
+                f"({other.without or each[0].without}); all ranks can compute them with "
+                'memory.shared_prefix = "off" and memory.packing = "off"'
+            )
+    return chosen
 
 
 def _planned(model: Any, job: Job, dtype: torch.dtype, device: torch.device) -> Planned | None:
@@ -176,8 +215,9 @@ class DeepSpeedEngine:
         Raises BadRequest for examples that the model cannot take or that staler weights sampled
         than the job allows, and what `Updater.update` raises, with weights and optimizer as they
         were."""
-        vocab_size = self._parts.model.config.get_text_config().vocab_size
-        check(examples, vocab_size, allowed_versions(version, self._job.max_staleness))
+        config = self._parts.model.config.get_text_config()
+        sampled_by = allowed_versions(version, self._job.max_staleness)
+        check(examples, config.vocab_size, sampled_by, window=_window(config))
         return self._parts.updater.update(examples, learning_rate, totals, version)
 
     @torch.no_grad()
@@ -267,6 +307,14 @@ class DeepSpeedEngine:
     def _merged(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         adapted = self._parts.wrapped is not None
         return lora.merged(self._parts.model, weights) if adapted else weights
+
+
+def _window(config: Any) -> int | None:
+    """Returns the context length in tokens; None if it may be extended."""
+    # Some configurations have it under another name in their files.
+    return window_of(
+        {**config.to_dict(), "max_position_embeddings": config.max_position_embeddings}
+    )
 
 
 def canary_ids(config: Any, max_model_len: int | None) -> TokenIds:

@@ -62,12 +62,13 @@ def usage(device: torch.device) -> str:
     )
 
 
-def half_budget(shape: tuple[int, int] | None) -> int | None:
-    """Returns half the tokens of a micro-batch that did not fit, as the limit for later ones; None
-    for a single sequence, which cannot be divided. `shape`: its sequences and tokens."""
+def half_budget(shape: tuple[int, int] | None, budget_tokens: int) -> int | None:
+    """Returns half the tokens of a micro-batch that did not fit, as the limit for later ones, and
+    at most half of the limit so far, which a row with many short nodes exceeds; None for a single
+    sequence, which cannot be divided. `shape`: its sequences and tokens."""
     if shape is None or shape[0] == 1:
         return None
-    return max(1, shape[1] // 2)
+    return max(1, min(shape[1], budget_tokens) // 2)
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def knobs(
         after = memory.model_copy(update={key: value, **also})
         turn(text, job.model_copy(update={"memory": after}))
 
-    half = half_budget(shape)
+    half = half_budget(shape, memory.micro_batch_tokens)
     if half:
         turn_memory("micro_batch_tokens", half)
     if memory.chunk_tokens > 1:

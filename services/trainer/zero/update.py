@@ -87,10 +87,9 @@ class Progress:
     def enter(self, passing: str, batch: MicroBatch) -> None:
         self.passing, self.shape = passing, (batch.num_sequences, batch.input_ids_BT.numel())
 
-    @property
-    def half(self) -> int | None:
+    def half(self, budget_tokens: int) -> int | None:
         """Half the tokens of the present micro-batch; None if fewer would not help."""
-        return None if self.stepping else half_budget(self.shape)
+        return None if self.stepping else half_budget(self.shape, budget_tokens)
 
     def __str__(self) -> str:
         step = (
@@ -335,10 +334,11 @@ class Updater:
             f"out of memory in {progress} ({said}); {there_is}; {planned}{state}. Turn one "
             f"of: {turn}"
         )
+        half = progress.half(self._job.memory.micro_batch_tokens)
         if not kept:
-            return OutOfMemory(sentence, progress.half)
+            return OutOfMemory(sentence, half)
         failed = Failed(sentence, code="out_of_memory")
-        return DoesNotFit(failed, progress.half) if progress.half else failed
+        return DoesNotFit(failed, half) if half else failed
 
 
 def _refusable(loss: Tensor, logprobs_N: Tensor) -> Tensor:

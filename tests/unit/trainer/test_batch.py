@@ -220,6 +220,17 @@ def test_an_example_the_model_cannot_take_is_named(bad, sentence):
     assert raised.value.detail.startswith("example 1 of 2")
 
 
+def test_an_example_beyond_the_models_context_is_named():
+    context = bad_example(token_ids=(1, 2, 3, 4), sampled=(1, 1, 0, 0))  # ends beyond it
+    check([bad_example(token_ids=(1, 2)), context], 64, window=3)
+    long = bad_example(token_ids=(1, 2, 3))
+    with pytest.raises(
+        BadRequest, match="has 4 tokens up to the last sampled one, expected at most 3"
+    ):
+        check([long], 64, window=3)
+    check([long], 64, window=None)
+
+
 def test_what_was_not_sampled_may_have_any_log_prob():
     tool = Logprobs(struct.pack("<2f", -1, math.nan))
     check([bad_example(old_logprobs=tool, sampled=(1, 0))], vocab_size=64)

@@ -21,7 +21,7 @@ from services.trainer.processes.commands import (
 )
 from services.trainer.processes.rendezvous import Channel, Failures
 from services.trainer.processes.together import Ranks, as_hone_error
-from shared.errors import Conflict, Failed, HoneError, Unavailable
+from shared.errors import BadRequest, Conflict, Failed, HoneError, Unavailable
 from shared.host.logs import of_request, request_id
 from shared.wire import PublishRequest, StepResult, TrainerState, TrainStepRequest
 from tests.support.trainer_fakes import (
@@ -235,5 +235,9 @@ async def test_commands_cross_the_channel_whole_and_idling_is_no_error(
     with pytest.raises(Conflict, match="loaded with another body"):
         await inbox.run("load_job", job_request(learning_rate=0.5))
     assert len(engines) == 1
+    # A body in JSON can hold what the ranks' message cannot: its caller is told, and no rank ends.
+    with pytest.raises(BadRequest, match="TrainStepRequest holds a whole number beyond 64 bits"):
+        await inbox.run("train_step", step_request(10**30))
+    assert await inbox.run("train_step", step_request(1)) == trainer.state()
     monkeypatch.setattr(inbox, "next", Mock(side_effect=EndOfTest))
     await asyncio.to_thread(thread.join)

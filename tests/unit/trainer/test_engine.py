@@ -13,6 +13,7 @@ from shared.job import Job
 from shared.weights.checkpoints import adapter_digests
 from shared.weights.digest import digest_of
 from shared.wire import Canary, Span
+from shared.wire.packed import TokenIds
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (
@@ -474,6 +475,23 @@ def test_a_token_that_is_too_stale_is_refused_and_the_others_are_told_apart(rank
         older * metrics[f"mismatch/older/{diff}"]
         + (1 - older) * metrics[f"mismatch/current/{diff}"]
     )
+
+
+def refusal(job: Job, examples) -> str:
+    engine = an_engine(job)
+    try:
+        with pytest.raises(BadRequest) as refused:
+            engine.update(examples, 1e-2)
+        return str(refused.value)
+    finally:
+        engine.close()
+
+
+def test_an_example_longer_than_the_models_context_is_refused(rank, model, examples):
+    long = examples[0].model_copy(update={"prompt_token_ids": TokenIds([1] * 256)})
+    error = rank.call(refusal, a_job(model, memory=memory(2)), (examples[1], long))
+    length = 256 + len(long.token_ids)
+    assert error.startswith(f"example 1 of 2 has {length} tokens up to the last sampled one")
 
 
 def meet_nan(job: Job, good, bad, folder: Path) -> tuple[str, Any, str]:

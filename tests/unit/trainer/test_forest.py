@@ -2,6 +2,7 @@
 forests, compared with the same sequences padded."""
 
 import random
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -245,3 +246,34 @@ def test_a_forest_that_gives_nan_is_not_taken(monkeypatch):
     monkeypatch.setattr(DenseAttention, "attend", lambda _, q_TAD, *__: q_TAD * torch.nan)
     chosen = choose_layout(model, "tiny", MemorySpec())
     assert chosen.layout == "padded" and "changes a token's hidden state by nan" in chosen.without
+
+
+def test_a_lack_of_memory_while_a_forest_is_tried_says_nothing_of_the_model(monkeypatch):
+    model = make("llama")
+    monkeypatch.setattr(DenseAttention, "attend", Mock(side_effect=torch.OutOfMemoryError))
+    with pytest.raises(torch.OutOfMemoryError):
+        choose_layout(model, "tiny", MemorySpec())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_micro_batch_keeps_no_masks_of_the_pass_that_is_over():
+    model = make("llama")
+    choose_layout(model, "tiny", MemorySpec())
+    batch = collate(some_forest(random.Random(5)), layout="shared")
+    on_device = batch.to(torch.device("cpu"))
+    Policy(model, 1.0)(on_device)
+    assert batch.forest is not None and on_device.forest is not None
+    assert on_device.forest.windows == {None} and batch.forest.windows == set()
+
+
+def test_all_masks_of_a_row_are_parts_of_the_largest(every_prefix, monkeypatch):
+    monkeypatch.setattr(dense_attention, "MAX_MASKED_QUERIES", 3)
+    row = attention.ForestAttention(build_forest([ids("AB"), ids("ABcdefg")]), torch.device("cpu"))
+    masks = [batch.mask_QK for batch in row.dense(None, torch.float64).batches[1:]]
+    seen = [(mask == 0).int().tolist() for mask in masks]
+    assert seen == [
+        [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
+        [[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]],
+    ]
+    assert {mask.dtype for mask in masks} == {torch.float64}
+    assert len({mask.untyped_storage().data_ptr() for mask in masks}) == 1

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from bench.trainer_ranks import BATCHES, MIN_USEFUL, useful_share
 from services.trainer.learning import packing
-from services.trainer.learning.packing import cost, pack_padded, pack_shared
+from services.trainer.learning.packing import _Load, cost, pack_padded, pack_shared
 
 
 def test_a_tokens_cost_grows_with_the_tokens_before_it():
@@ -59,6 +59,27 @@ def test_the_number_of_rounds_is_found_in_few_tries(monkeypatch, length, budget,
     assert len(tries) < 20
     fit = budget // max(lengths)
     assert len(ranks[0]) == -(-4_000 // (fit * num_ranks))
+
+
+def test_the_time_to_plan_grows_with_the_number_of_sequences(monkeypatch):
+    """Micro-batches without room for further keys have the least work, so they are tried first, for
+    each of the short sequences."""
+    fits, tried = _Load.fits, list[int]()
+
+    def counted(self: _Load, other: _Load, budget_tokens: int) -> bool:
+        tried.append(1)
+        return fits(self, other, budget_tokens)
+
+    monkeypatch.setattr(_Load, "fits", counted)
+
+    def tries(num: int) -> int:
+        tried.clear()
+        pack_shared(
+            [32] * 16 * num + [1] * 10 * num, ([0] + [32] * 15) * num + [0] * 10 * num, 2, 64
+        )
+        return len(tried)
+
+    assert tries(400) < 3 * tries(200)  # without a limit, 5 times as many
 
 
 def test_a_sequence_longer_than_the_budget_is_alone():

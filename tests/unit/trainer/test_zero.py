@@ -164,6 +164,9 @@ def test_out_of_memory_names_the_settings_that_help_with_numbers():
         "memory.gradient_checkpointing from false to true; memory.zero_stage from 2 to 3; "
         "memory.offload_optimizer from false to true; [lora], which trains adapters only"
     )
+    # A row may have more tokens than the limit, and half of it too: no limit is raised.
+    job = a_job("m", memory={"micro_batch_tokens": 64})
+    assert knobs(job, 2, (18, 142)).startswith("memory.micro_batch_tokens from 64 to 32; ")
     memory = {"micro_batch_tokens": 1000, "chunk_tokens": 1, "zero_stage": 3}
     job = a_job("m", memory={**memory, "offload_optimizer": True}, lora={"rank": 4})
     assert (
