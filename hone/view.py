@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -287,7 +288,7 @@ class Follower:
             if console.is_terminal
             else None
         )
-        self._rewards: list[float] = []
+        self._values = defaultdict[str, list[float]](list)
         self._step = ""
         self._said_at = time.monotonic()
         self._silent_s = SILENT_S
@@ -335,16 +336,17 @@ class Follower:
 
     def _step_line(self, event: Event) -> str:
         metrics: dict[str, float] = event.data["metrics"]
-        reward = metrics.get("reward")
-        if reward is not None:
-            self._rewards.append(reward)
-        curve = f" {sparkline(self._rewards)}" if self._live and len(self._rewards) > 1 else ""
-        shown = "none" if reward is None else f"{reward:.3f}"
+        name = "loss" if "supervised" in metrics else "reward"
+        value, values = metrics.get(name), self._values[name]
+        if value is not None:
+            values.append(value)
+        curve = f" {sparkline(values)}" if self._live and len(values) > 1 else ""
+        shown = "none" if value is None else f"{value:.3f}"
         eta = event.data.get("eta_s")
         left = f"  ETA {duration(eta)}" if eta is not None else ""
         step = f"step {event.data['step']}/{event.data['steps']}"
         played = conversations(metrics) + shared(metrics)
-        return f"{step}  reward {shown}{curve}{played}  {time_split(metrics)}{left}"
+        return f"{step}  {name} {shown}{curve}{played}  {time_split(metrics)}{left}"
 
 
 HEIGHT, WIDTH = 12, 72
@@ -352,10 +354,12 @@ MARKS, LETTERS = "·●", "abcdefghijklmnopqrstuvwxyz"
 
 
 def text_curve(rows: Sequence[MetricsRow], title: str) -> str:
-    """Returns the mean reward and the held-out reward over the steps. If there are more steps than
-    columns, a column is the mean of several. Without rewards, returns a sentence."""
+    """Returns the mean reward and the held-out reward over the steps; without either, the loss of
+    supervised steps. If there are more steps than columns, a column is the mean of several. Without
+    any of them, returns a sentence."""
     series = {"reward of the steps": of(rows, "reward"), "held-out reward": of(rows, "eval/reward")}
-    return curves(series, title)
+    losses = of([row for row in rows if "supervised" in row.metrics], "loss")
+    return curves(series if any(series.values()) or not losses else {"loss": losses}, title)
 
 
 def compared_curves(jobs: Mapping[str, MetricsList]) -> str:

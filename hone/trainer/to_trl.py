@@ -38,6 +38,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "difficulty.skip_wrong": ((0,), "TRL skips no problems"),
     "advantages.baseline": (("mean",), "TRL's baseline is the mean of the group"),
     "advantages.credit": (("episode",), "TRL gives all tokens of a completion one advantage"),
+    "warmup.steps": ((0,), "each step of TRL's GRPO samples"),
+    "training.objective": (("rl",), "TRL's GRPO learns from rewards"),
     "training.loss": (
         ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"),
         'TRL has it as loss "grpo" with importance "sequence"',

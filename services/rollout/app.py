@@ -69,9 +69,10 @@ def create_service(settings: Settings, sampler: Sampler) -> Service:
 
 def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
     async def generate(request: GenerateRequest) -> RolloutGroup:
-        """Samples one prompt's group."""
+        """Samples one prompt's group, or returns the tokens of given answers."""
         group = await sampler.generate(request)
-        counts.add(group)
+        if not request.answers:
+            counts.add(group)
         return group
 
     async def abort(request: AbortRequest) -> Aborted:

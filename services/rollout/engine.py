@@ -113,6 +113,16 @@ class Engine(Protocol):
         with `template_args`, up to the head of the answer. Raises BadPrompt if it fails."""
         ...
 
+    def encode_answer(
+        self,
+        prompt: str | tuple[Message, ...],
+        answer: str | Message,
+        template_args: Mapping[str, Any],
+    ) -> list[int]:
+        """Returns the token ids `[T]` of a given answer after the prompt's
+        (`conversations/given.py`). Raises BadPrompt if it cannot follow the prompt."""
+        ...
+
     async def sample(
         self,
         prompt_token_ids: list[int],

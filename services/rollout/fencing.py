@@ -95,12 +95,15 @@ class Fences:
 
     def check(self, request: GenerateRequest, serving: ServingWeights) -> None:
         """Raises Conflict unless the weights that serve belong to the job and its epoch."""
-        if request.job_id is None:
-            return
-        self._ownership.check()
-        self.refuse_stale(request, request.job_id)
-        if owner_of(request) != owner_of(serving):
+        self.check_asker(request)
+        if request.job_id is not None and owner_of(request) != owner_of(serving):
             raise not_serving(request, serving)
+
+    def check_asker(self, request: GenerateRequest) -> None:
+        """Raises Conflict for a job that is superseded, or another orchestrator's."""
+        if request.job_id is not None:
+            self._ownership.check()
+            self.refuse_stale(request, request.job_id)
 
     def refuse_stale(self, asker: Fencing, job_id: str) -> None:
         newest = max(self._newest, self._after_abort(job_id))

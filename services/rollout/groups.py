@@ -51,6 +51,37 @@ async def sampled_group(
     return group.model_copy(update={"rollouts": rollouts})
 
 
+async def given_group(request: GenerateRequest, engine: Engine) -> RolloutGroup:
+    """Returns the group `[G]` whose completions are `request.answers`, sampled by no weights. Of
+    answers that the model cannot give, a job gets failed rollouts as data, and a request by hand
+    gets BadPrompt."""
+    if request.prompt is None:
+        raise BadRequest("'answers' are to a 'prompt' of text or messages, and there is none")
+    try:
+        ids = engine.encode(request.prompt, request.template_args)
+        answers = [
+            engine.encode_answer(request.prompt, answer, request.template_args)
+            for answer in request.answers
+        ]
+        if not all(answers):
+            raise BadPrompt("the answer has no tokens; expected at least one")
+        _check_prompt(ids, max(map(len, answers)), engine, "an answer of")
+    except BadPrompt as error:
+        if request.job_id is None:
+            raise
+        return _failed_group(request, error)
+    rollouts = tuple(
+        Rollout(text=_text(answer), token_ids=TokenIds(of_answer), finish_reason="stop")
+        for answer, of_answer in zip(request.answers, answers, strict=True)
+    )
+    return RolloutGroup(prompt_token_ids=TokenIds(ids), rollouts=rollouts)
+
+
+def _text(answer: str | Message) -> str:
+    text: Any = answer if isinstance(answer, str) else answer.get("content")
+    return text if isinstance(text, str) else ""
+
+
 def conversation(request: GenerateRequest) -> ChatRequest | None:
     """Returns the conversation that the request is a turn of, or None. Raises BadRequest if it has
     no messages or `known` does not fit them, and BadPrompt for messages that are not text."""
@@ -157,7 +188,9 @@ def _calls(message: Message) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], message.get("tool_calls") or [])
 
 
-def _check_prompt(ids: list[int], max_tokens: int, engine: Engine) -> None:
+def _check_prompt(
+    ids: list[int], max_tokens: int, engine: Engine, what: str = "'max_tokens'"
+) -> None:
     if not ids:
         raise BadPrompt("the prompt has no tokens")
     outside = min(ids) if min(ids) < 0 else max(ids)
@@ -166,13 +199,14 @@ def _check_prompt(ids: list[int], max_tokens: int, engine: Engine) -> None:
     total = len(ids) + max_tokens
     if total > engine.max_model_len:
         raise Overlong(
-            f"a prompt of {len(ids)} tokens with 'max_tokens' {max_tokens} makes {total}; the "
-            f"model holds {engine.max_model_len}"
+            f"a prompt of {len(ids)} tokens with {what} {max_tokens} makes {total}; the model "
+            f"holds {engine.max_model_len}"
         )
 
 
 def _failed_group(request: GenerateRequest, error: BadPrompt) -> RolloutGroup:
     """Returns the group of a prompt after which nothing can be sampled. Each rollout says why."""
-    rollouts = (failed_rollout(error.detail),) * request.sampling.n
+    num = len(request.answers) or request.sampling.n
+    rollouts = (failed_rollout(error.detail),) * num
     overlong = isinstance(error, Overlong)
     return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=rollouts, overlong=overlong)

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from services.rollout.engine import Engine, Starter
 from services.rollout.fencing import Fences, Requests, owner_of, stale, taken
-from services.rollout.groups import sampled_group
+from services.rollout.groups import given_group, sampled_group
 from services.rollout.running import LOST, Running, Start
 from services.rollout.weights.adapters import LoadedAdapters
 from services.rollout.weights.copies import Copies
@@ -264,6 +264,10 @@ class Sampler:
         """Returns the prompt's group `[G]`, sampled by weights of the job's epoch and of at least
         `min_version`. If nothing can be sampled after the prompt, a job gets failed rollouts as
         data, and a request by hand gets BadRequest."""
+        if request.answers:
+            self._fences.check_asker(request)
+            group = await given_group(request, (await self._alive()).engine)
+            return group.model_copy(update={"replica": self.serving.replica})
         running = await self._ready()
         self._fences.check(request, running.serving)
         running.check_version(request.min_version)

@@ -66,8 +66,11 @@ class Engine(Protocol):
         learning_rate: float,
         totals: StepTotals | None = None,
         version: int | None = None,
+        *,
+        supervised: bool = False,
     ) -> Update:
-        """Trains the weights of `version` on `examples` of a batch of `totals`."""
+        """Trains the weights of `version` on `examples` of a batch of `totals`: by the job's loss,
+        or if `supervised` by the negative log-likelihood of their tokens."""
         ...
 
     def canary(self) -> Canary | None:

@@ -345,7 +345,11 @@ class Trainer:
         if request.examples:
             try:
                 update = loaded.engine.update(
-                    request.examples, rate, request.totals, version=loaded.step
+                    request.examples,
+                    rate,
+                    request.totals,
+                    version=loaded.step,
+                    supervised=loaded.request.job.is_supervised(request.step),
                 )
             except HoneError:
                 raise

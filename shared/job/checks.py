@@ -33,11 +33,14 @@ def check(job: Job) -> None:
     _credits_each_token(job)
     _has_prefixes_to_keep(job)
     _is_pushed_whole(job)
+    _is_supervised_whole(job)
+    _warms_up_before_the_end(job)
 
 
 def check_groups(job: Job) -> None:
     """Raises BadRequest for groups of one. Only a job that trains nothing may have them."""
     alone = job.is_pushed or (job.teacher is not None and not job.rewards)
+    alone = alone or job.training.objective == "sft"
     if job.trains and job.sampling.group_size == 1 and not alone:
         raise BadRequest(
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
@@ -157,6 +160,52 @@ def _is_pushed_whole(job: Job) -> None:
         )
 
 
+def _is_supervised_whole(job: Job) -> None:
+    """Supervised steps need answers, and nothing that is of sampled completions."""
+    is_sft, training = job.training.objective == "sft", job.training
+    if not is_sft and not job.warmup.steps:
+        unused = {"data.answer": job.data.answer is not None, "training.train_on": _is_all(job)}
+        for key in (key for key, is_set in unused.items() if is_set):
+            raise ValueError(
+                f"{key} is set, and no step is supervised; expected training.objective "
+                '"sft", or warmup.steps of 1 or more'
+            )
+        return
+    got = 'training.objective is "sft"' if is_sft else f"warmup.steps is {job.warmup.steps}"
+    if job.environment is not None:
+        raise ValueError(
+            f"{got} and the job has an [environment], in which answers of the data cannot be "
+            "played; expected none"
+        )
+    if not is_sft:
+        return
+    unused = {
+        "warmup.steps": job.warmup.steps > 0,
+        "teacher": job.teacher is not None,
+        "difficulty": job.difficulty.skips,
+        "training.beta": training.beta > 0,
+    }
+    for key in (key for key, is_set in unused.items() if is_set):
+        raise ValueError(f"{got} and {key} is set, which is of sampled completions; expected none")
+    if job.rewards and not job.evaluates:
+        raise ValueError(
+            f"{got} and there is a reward {job.rewards[0].label!r}, and no held-out problems; "
+            "expected [[rewards]] only with data.eval or evaluation.sets: nothing else is graded"
+        )
+
+
+def _is_all(job: Job) -> bool:
+    return job.training.train_on == "all"
+
+
+def _warms_up_before_the_end(job: Job) -> None:
+    if job.steps and job.warmup.steps >= job.steps:
+        raise ValueError(
+            f"warmup.steps is {job.warmup.steps} and steps {job.steps}; expected fewer than steps, "
+            'or training.objective "sft" for supervised steps alone'
+        )
+
+
 def _ends_some_time(job: Job) -> None:
     if "steps" not in job.model_fields_set and job.data.epochs is None:
         raise ValueError("neither steps nor data.epochs is set; expected one of them")
@@ -229,8 +278,13 @@ def _skips_what_is_numbered(job: Job) -> None:
 
 
 def _has_rewards(job: Job) -> None:
-    if job.rewards:
+    if job.rewards or (job.training.objective == "sft" and not job.evaluates):
         return
+    if job.training.objective == "sft":
+        raise ValueError(
+            "rewards is empty, and there are held-out problems; expected [[rewards]] that grade "
+            "their completions"
+        )
     if job.teacher is None:
         raise ValueError("'rewards': got []; expected at least 1 in the list, or a [teacher]")
     if job.evaluates:

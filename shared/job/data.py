@@ -77,6 +77,12 @@ class DataSpec(Section):
     """How a row becomes a prompt of chat messages, each with a `role` and a Jinja template over the
     row's columns as `content`. They go through the model's chat template. None: see `template`."""
 
+    answer: str | None = Field(default=None, min_length=1, max_length=MAX_TEMPLATE_CHARS)
+    """How a row becomes the answer that supervised steps learn (`training.objective` "sft",
+    `[warmup]`): a Jinja template over its columns. None: of a prompt that is a chat and ends with
+    an assistant's message, each such message is an answer to the messages before it; of other rows
+    the answer is the column `answer`."""
+
     system_prompt: str | None = None
     """A system message before every prompt. Prompts that are text become a user message after it,
     so they go through the chat template too. None: no system message is added."""

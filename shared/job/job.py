@@ -14,11 +14,13 @@ from shared.job.learning import (
     LEARNING_RATE,
     LORA_LEARNING_RATE,
     MAX_SERVED_RANK,
+    SFT_FACTOR,
     AdvantageSpec,
     CorrectionSpec,
     LoraSpec,
     TeacherSpec,
     TrainingSpec,
+    WarmupSpec,
 )
 from shared.job.other_names import NOTES, OTHER_NAMES
 from shared.job.running import (
@@ -138,7 +140,8 @@ class Job(Section):
     rewards: tuple[RewardSpec, ...]
     """What completions are rewarded for: at least one, each a `[[rewards]]` table. A rollout's
     reward is their weighted sum. Left out with `[environment]`: the environment's own reward, the
-    grader "environment". Left out, or [], with `[teacher]`: the teacher alone."""
+    grader "environment". Left out, or [], with `[teacher]`: the teacher alone. Left out with
+    `training.objective` "sft": there is nothing to reward."""
 
     teacher: TeacherSpec | None = None
     """A model whose log-probs reward each token. None: no teacher."""
@@ -151,6 +154,9 @@ class Job(Section):
 
     training: TrainingSpec = TrainingSpec()
     """The update."""
+
+    warmup: WarmupSpec = WarmupSpec()
+    """Supervised steps before the others."""
 
     correction: CorrectionSpec = CorrectionSpec()
     """How the loss corrects for different log-probs of sampler and trainer."""
@@ -194,7 +200,8 @@ class Job(Section):
         given = cast(dict[str, Any], document)
         if given.get("environment") is not None:
             return {**given, "rewards": [{"grader": "environment"}]}
-        return {**given, "rewards": []} if given.get("teacher") is not None else given
+        needs_none = given.get("teacher") is not None or _objective(given) == "sft"
+        return {**given, "rewards": []} if needs_none else given
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Job:
@@ -206,7 +213,31 @@ class Job(Section):
         """The peak learning rate; the default if the job gives none."""
         if self.training.learning_rate is not None:
             return self.training.learning_rate
+        return self._usual_rate * (SFT_FACTOR if self.training.objective == "sft" else 1)
+
+    @property
+    def warmup_learning_rate(self) -> float:
+        """The learning rate of `[warmup]`; the default if the job gives none."""
+        own = self.warmup.learning_rate
+        return self._usual_rate * SFT_FACTOR if own is None else own
+
+    @property
+    def _usual_rate(self) -> float:
         return LEARNING_RATE if self.lora is None else LORA_LEARNING_RATE
+
+    def is_supervised(self, step: int) -> bool:
+        """Whether the step learns the data's answers, and samples nothing."""
+        return self.training.objective == "sft" or step <= self.warmup.steps
+
+    @property
+    def completions_per_prompt(self) -> int:
+        """How many completions of a prompt a step trains on: of supervised steps, its answer."""
+        return 1 if self.training.objective == "sft" else self.sampling.group_size
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether it has supervised steps, so that each row needs an answer."""
+        return self.trains and self.is_supervised(1)
 
     @property
     def has_live_weights(self) -> bool:
@@ -251,6 +282,11 @@ class Job(Section):
         sampling = self.sampling
         truncates = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
         return truncates and self.correction.truncated_sampling == "refuse"
+
+
+def _objective(document: dict[str, Any]) -> Any:
+    training = document.get("training")
+    return cast(dict[str, Any], training).get("objective") if isinstance(training, dict) else None
 
 
 SHOWN_CHARACTERS = 60

@@ -15,6 +15,10 @@ LEARNING_RATE = 1e-6
 LORA_LEARNING_RATE = 1e-5
 """Default learning rates of full weights and of adapters."""
 
+SFT_FACTOR = 10.0
+"""Default learning rates of supervised steps, as a multiple: a given answer's gradient has less
+noise than a reward's."""
+
 
 class AdvantageSpec(Section):
     """From rewards to advantages, `(reward - baseline) / std`, within each prompt's group."""
@@ -57,6 +61,16 @@ class TrainingSpec(Section):
 
     Losses and their equations are in services/trainer/learning/loss.py.
     """
+
+    objective: Literal["rl", "sft"] = "rl"
+    """What is learned: completions that earn rewards ("rl"), or the answers that the data gives
+    ("sft"): the mean negative log-likelihood of a step's tokens, at temperature 1. Then a step
+    takes `sampling.prompts_per_step` rows and samples nothing, `data.answer` says what the answers
+    are, and `[[rewards]]` only grade held-out completions."""
+
+    train_on: Literal["answer", "all"] = "answer"
+    """Which tokens supervised steps learn: the "answer"'s, or "all" but the first, the prompt's
+    too."""
 
     loss: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "gspo"] = "dapo"
     """The policy loss. "dapo" averages over all tokens of the batch, so every token weighs the
@@ -115,7 +129,8 @@ class TrainingSpec(Section):
 
     learning_rate: float | None = Field(default=None, ge=0)
     """The peak learning rate. None: 1e-6, which is usual for full weights from 0.5B on, and 1e-5
-    for a job with `[lora]`: adapters take 10 to 100 times the rate of full weights."""
+    for a job with `[lora]`: adapters take 10 to 100 times the rate of full weights. With
+    `objective` "sft" ten times that."""
 
     min_learning_rate: float = Field(default=0.0, ge=0)
     """The rate of the last step, where `schedule` is not "constant"; up to `learning_rate`. 0
@@ -149,9 +164,28 @@ class TrainingSpec(Section):
     where the hardware computes in it and float32 elsewhere."""
 
     @property
+    def supervised(self) -> TrainingSpec:
+        """The update of a supervised step: no term is to the reference."""
+        return self.model_copy(update={"objective": "sft", "beta": 0.0})
+
+    @property
     def ratio_of(self) -> Literal["token", "sequence"]:
         """The level of the importance ratio, the loss's own or the chosen one."""
         return "sequence" if self.loss == "gspo" else self.importance
+
+
+class WarmupSpec(Section):
+    """Supervised steps before the first one that samples, on the same rows: the model learns the
+    form of an answer from given ones before it is rewarded for its own."""
+
+    steps: int = Field(default=0, ge=0)
+    """How many of the job's first steps are supervised: fewer than `steps`, which counts them too.
+    Each takes `sampling.prompts_per_step` rows, and their answers are as `data.answer` says. 0:
+    none."""
+
+    learning_rate: float | None = Field(default=None, ge=0)
+    """The learning rate of these steps, all the same. None: 1e-5 for full weights, 1e-4 for a job
+    with `[lora]`. The schedule of `[training]` begins after them."""
 
 
 class CorrectionSpec(Section):

@@ -60,10 +60,10 @@ class PlanInput:
 
     @property
     def load(self) -> rates.StepSize:
-        sampling = self.job.sampling
+        group = self.job.completions_per_prompt
         return rates.StepSize(
-            completions=sampling.prompts_per_step * sampling.group_size,
-            group=sampling.group_size,
+            completions=self.job.sampling.prompts_per_step * group,
+            group=group,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
         )

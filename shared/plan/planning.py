@@ -79,6 +79,8 @@ def make_plan(
 
 
 def _needs(job: Job, model: Model, settings: Settings, known: Known) -> PlanInput:
+    if job.training.objective == "sft":
+        job = _with_answers(job, model)
     room = _room(job, model)
     if known.prompt_tokens is None:
         prompt = min(PROMPT_TOKENS, room)
@@ -96,6 +98,16 @@ def _needs(job: Job, model: Model, settings: Settings, known: Known) -> PlanInpu
         completion = max(1, round(known.measured.completion_tokens))
     is_longest = known.prompt_tokens is not None and known.is_longest
     return PlanInput(job, model, prompt, completion, settings, is_longest)
+
+
+def _with_answers(job: Job, model: Model) -> Job:
+    """Returns the job with answers that leave room for prompts: given answers have no limit of
+    their own."""
+    most = max((job.max_model_len or model.max_len) // 2, 1)
+    length = min(job.sampling.max_tokens, most)
+    return job.model_copy(
+        update={"sampling": job.sampling.model_copy(update={"max_tokens": length})}
+    )
 
 
 def _room(job: Job, model: Model) -> int:
@@ -146,8 +158,9 @@ def _notes(
             "of batches side by side"
         )
     if known.measured is None and placement.time is not None:
+        what = "answers" if job.training.objective == "sft" else "completions"
         notes.append(
-            f"completions are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
+            f"{what} are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
             "), and times are from data sheets; `hone plan --measured RUN` takes the times of a run"
         )
     host = placement.trainer_ranks * placement.trainer.host_gib

@@ -130,9 +130,11 @@ def tabled(
         train_s += num_updates * trained / ranks / CPU_ADAM_PER_S
     elif kind == "turns" and is_moved(job.memory, size):
         train_s += 2 * 12 * trained / ranks / MOVED_BYTES_PER_S
-    sample_s = _sample_s(model, load, sampling)
+    supervised = job.training.objective == "sft"
+    sample_s = 0.0 if supervised else _sample_s(model, load, sampling)
     beside = job.max_staleness > 0 and kind == "split"
-    return _step(sample_s, train_s, size * synced / SYNC_BYTES_PER_S, beside=beside)
+    sync_s = 0.0 if supervised else size * synced / SYNC_BYTES_PER_S
+    return _step(sample_s, train_s, sync_s, beside=beside)
 
 
 def measured(job: Job, load: StepSize, found: Measured) -> StepTime:
@@ -146,7 +148,7 @@ def measured(job: Job, load: StepSize, found: Measured) -> StepTime:
 def rates_of(rows: Sequence[MetricsRow], job: Job) -> Measured | None:
     """Returns the measured rates of a run of `job` with these rows; None if no step both sampled
     and trained."""
-    completions = job.sampling.prompts_per_step * job.sampling.group_size
+    completions = job.sampling.prompts_per_step * job.completions_per_prompt
     needed = ("time/generate", "time/train", "completions/mean_length")
     steps = [row.metrics for row in rows if all(row.metrics.get(name, 0) > 0 for name in needed)]
     if not steps:

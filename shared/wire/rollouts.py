@@ -66,6 +66,10 @@ class GenerateRequest(Fencing):
     A job names itself and its fence. Only its own weights of that epoch, of version `min_version`
     or later, answer it. Without `job_id`, any weights that serve answer.
 
+    With `answers` nothing is sampled: the completions are these texts, or messages after messages,
+    in the tokens that the model would have sampled, with an end-of-sequence token and without
+    log-probs. Weights need not serve.
+
     With `tool_choice` "none" the calls in an answer stay text. A prompt that is too long is
     refused, or loses its first tokens with `truncate_prompt`. With `fit` a completion may have
     fewer than `sampling.max_tokens` tokens: as many as the model's length leaves. A completion that
@@ -81,6 +85,7 @@ class GenerateRequest(Fencing):
     tools: tuple[dict[str, Plain], ...] = ()
     tool_choice: Literal["auto", "none"] = "auto"
     known: Known | None = None
+    answers: tuple[str | Message, ...] = ()
     fit: bool = False
     truncate_prompt: bool = False
     deadline_s: float | None = Field(default=None, gt=0)

@@ -165,6 +165,34 @@ async def test_text_and_messages_are_encoded_by_the_model(serving: RolloutBench)
     assert (await serving.generate(prompt_token_ids=None, prompt=messages)).prompt_token_ids == (1,)
 
 
+async def test_given_answers_are_tokens_that_no_weights_sampled(serving: RolloutBench) -> None:
+    group = await serving.generate(prompt_token_ids=None, prompt="four", answers=("abc", "f"))
+    assert group.prompt_token_ids == (4,)
+    assert [rollout.token_ids for rollout in group.rollouts] == [(0, 1, 2), (5,)]
+    assert [(r.text, r.logprobs, r.spans) for r in group.rollouts] == [
+        ("abc", (), ()),
+        ("f", (), ()),
+    ]
+    assert serving.engine.samples == 0
+    assert "hone_rollout_generated_tokens_total 0.0" in (await serving.raw("GET", "/metrics")).text
+
+
+async def test_answers_of_a_job_that_cannot_be_given_are_a_group_that_went_wrong(
+    serving: RolloutBench,
+) -> None:
+    await serving.reload(serving.publish(1))
+    asked = {"job_id": "job", "prompt_token_ids": None, "prompt": "four"}
+    group = await serving.generate(**asked, answers=("a" * 16,))
+    assert (group.overlong, group.rollouts[0].finish_reason) == (True, "error")
+    assert group.rollouts[0].error == (
+        "a prompt of 1 tokens with an answer of 16 makes 17; the model holds 16"
+    )
+    group = await serving.generate(**asked, answers=("",))
+    assert group.rollouts[0].error == "the answer has no tokens; expected at least one"
+    with pytest.raises(BadRequest, match="'answers' are to a 'prompt' of text or messages"):
+        await serving.generate(job_id="job", answers=("a",))
+
+
 BAD_PROMPTS = [
     ({"prompt_token_ids": (3, 10)}, "got 10, expected 0 to 9"),
     ({"prompt_token_ids": (-1, 3)}, "got -1, expected 0 to 9"),

@@ -102,6 +102,15 @@ class FakeEngine:
             raise BadPrompt("the model's chat template refused the messages")
         return [len(prompt) + len(template_args)] if prompt else []
 
+    def encode_answer(
+        self,
+        prompt: str | tuple[Message, ...],
+        answer: str | Message,
+        template_args: Mapping[str, Any],
+    ) -> list[int]:
+        """Returns a token for each of its letters."""
+        return [ord(letter) - ord("a") for letter in str(answer)]
+
     async def sample(
         self,
         prompt_token_ids: list[int],

@@ -44,6 +44,7 @@ class FakeEngine:
         self.learning_rates: list[float] = []
         self.totals: list[StepTotals | None] = []
         self.versions: list[int | None] = []
+        self.supervised: list[bool] = []
         self.closed = False
         self.turns: list[str] = []
         self.fault: BaseException | None = None
@@ -56,6 +57,8 @@ class FakeEngine:
         learning_rate: float,
         totals: StepTotals | None = None,
         version: int | None = None,
+        *,
+        supervised: bool = False,
     ) -> Update:
         if self.fault is not None:
             fault, self.fault = self.fault, None
@@ -65,6 +68,7 @@ class FakeEngine:
             return Update(loss=0.5, grad_norm=0.0, metrics={}, skipped=True)
         self.num_updates += 1
         self.versions.append(version)
+        self.supervised.append(supervised)
         self.learning_rates.append(learning_rate)
         self.totals.append(totals)
         return Update(loss=0.5, grad_norm=2.0, metrics={"entropy": 1.0})

@@ -658,6 +658,34 @@ def test_gsm8k_as_it_is_published_trains_by_two_commands(stack: Stack) -> None:
     assert "step 2" in stack.hone("plot", "first").stdout
 
 
+RIGHT_ANSWER = (
+    "{{ numbers[0] }}{% if numbers[0] + numbers[1] == target %}+"
+    "{% elif numbers[0] - numbers[1] == target %}-{% else %}*{% endif %}{{ numbers[1] }}"
+)
+
+
+def test_answers_of_the_data_are_learned_and_then_rewards(stack: Stack) -> None:
+    """24 supervised steps of 64 rows, of which the model had a third right, then two steps of
+    rewards."""
+    changes = (
+        *("name=warm", "steps=26", "warmup.steps=24", "warmup.learning_rate=1e-3"),
+        *("sampling.prompts_per_step=64", "sampling.group_size=2", "evaluation.every=24"),
+        f"data.answer={RIGHT_ANSWER}",
+    )
+    options = [word for change in changes for word in ("--set", change)]
+    shown = stack.hone("run", "job.toml", *options).stdout
+    assert "step 24/26  loss 0." in shown and "step 25/26  reward 0." in shown
+    steps = json.loads(stack.hone("metrics", "warm", "-o", "json").stdout)["rows"]
+    rows = {row["step"]: row["metrics"] for row in steps}
+    assert rows[24]["eval/reward"] > 0.8 > 0.5 > rows[0]["eval/reward"]
+    assert rows[24]["loss"] < rows[1]["loss"] / 4
+    assert [step for step, row in rows.items() if "supervised" in row] == [*range(1, 25)]
+    assert rows[25]["mismatch/logprob_diff_mean"] < 1e-3, "the samplers have the last weights"
+    folder = stack.folder / "runs/warm"
+    syncs = [json.loads(line) for line in (folder / "weights.jsonl").read_text().splitlines()]
+    assert [sync["version"] for sync in syncs] == [0, 24, 25, 26]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "rows", "right"), [("gsm8k", GSM8K, "answer"), ("opc_sft_stage2", OPC, "output")]

@@ -25,7 +25,7 @@ RECIPES = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("training"
 LEAST = {
     "name": "a",
     "model": "m",
-    "steps": 1,
+    "steps": 100,
     "data": {"train": "t.jsonl"},
     "rewards": [{"grader": "length"}],
 }

@@ -143,6 +143,8 @@ def _learns_nothing(job: Job) -> str | None:
 
 
 def _is_paid_nothing(job: Job) -> str | None:
+    if job.training.objective == "sft":
+        return None
     if job.teacher or any(reward.weight for reward in job.rewards):
         return None
     whose = "the only reward" if len(job.rewards) == 1 else "every reward"

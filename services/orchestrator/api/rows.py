@@ -14,6 +14,7 @@ from services.orchestrator.data.choosing import BadRow, Problem
 from services.orchestrator.data.fitting import Fit, fit_of, held_out_fit, tokenizer_stamp
 from services.orchestrator.data.tables import go_on
 from services.orchestrator.loop.prompts import Prompts
+from services.orchestrator.loop.supervised import lessons
 from shared.errors import BadRequest
 from shared.http import codec
 from shared.job import Job
@@ -35,18 +36,28 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
     if key in _PASSED:
         return prompts.first()
     end = time.monotonic() + CHECK_S
-    fit = fit_of(job)
+    fit, made_of = fit_of(job), prompts.made_of
+    samples = job.training.objective != "sft"  # after the training prompts
+    if job.has_answers:
+
+        def with_answers(problems: Sequence[Problem]) -> tuple[Prompt, ...]:
+            made = prompts.made_of(problems)
+            return tuple(lesson.prompt for lesson in lessons(made, job, prompts.name))
+
+        made_of = with_answers
     if prompts.train is not None:
-        _check(_Rows("data.train", prompts.train, prompts.made_of, fit), end)
+        _check(_Rows("data.train", prompts.train, made_of, fit if samples else None), end)
     for held_out in prompts.sets:
         name = f"evaluation.sets.{held_out.name}" if held_out.name else "data.eval"
         of_set = held_out_fit(fit, job) if fit else None
         _check(_Rows(name, held_out.problems, held_out.made_of, of_set), end)
     first = prompts.first()
     if prompts.train is None:
+        if job.has_answers:
+            lessons(first, job, prompts.name)
         for prompt in first:
             _check_sendable(prompt, "data.train")
-        if fit:
+        if fit and samples:
             fit.check(first, "data.train")
     if key:
         _PASSED[key] = None
@@ -64,7 +75,14 @@ def _key(job: Job, prompts: Prompts) -> str | None:
         return None
     same = {"name", "steps", "seed", "metadata", "rewards", "training", "lora", "memory", "wandb"}
     of_job = job.model_dump_json(exclude=same)
-    told = (of_job, sorted(prompts.versions.items()), job.max_model_len, tokenizer_stamp(job))
+    answers = job.has_answers, job.training.objective, job.training.train_on
+    told = (
+        of_job,
+        answers,
+        sorted(prompts.versions.items()),
+        job.max_model_len,
+        tokenizer_stamp(job),
+    )
     return hashlib.sha256(repr(told).encode()).hexdigest()
 
 

@@ -22,6 +22,7 @@ from services.orchestrator.loop.groups import (
     verdicts_of,
 )
 from services.orchestrator.loop.prompts import Prompts, group_seed
+from services.orchestrator.loop.supervised import given_groups
 from services.orchestrator.play.group import environment_failed, sample_group
 from services.orchestrator.play.pushed import PushedGroups
 from services.orchestrator.pool.services import Services
@@ -134,6 +135,10 @@ class Batches:
         return stored.model_copy(update={"scores": tuple(scores_PG), "graded": True})
 
     async def _sample(self, step: int, count: _Count) -> Batch:
+        if self.job.is_supervised(step):
+            given = await given_groups(self.services, self.job, self.prompts, step)
+            count.stages.through("generate")
+            return to_batch(step, given, dated=False)
         if self.pushed:
             return await self._refilled(step, functools.partial(self._take_round, step, count))
         found, damaged = await to_disk(self.folder.groups, step)
@@ -208,8 +213,10 @@ class Batches:
             await writer.add(place, group)
 
     def _bounds(self, step: int) -> tuple[int, int]:
-        """Returns the oldest and the newest version that may sample for the step."""
-        return max(step - 1 - self.job.max_staleness, 0), step - 1
+        """Returns the oldest and the newest version that may sample for the step. Supervised steps
+        come before."""
+        oldest = max(step - 1 - self.job.max_staleness, self.job.warmup.steps)
+        return oldest, step - 1
 
     async def _in_bounds(
         self, prompt: Prompt, step: int, position: str, count: _Count

@@ -35,6 +35,8 @@ docs/observability.md lists the other names.
 | total/passes                   | prompts taken so far per problem of the data, without those |
 |                                | that replaced others; not of a stream                       |
 | total/cost                     | each attempt's hours by the price of one, where known       |
+| supervised                     | 1 if the step learned the data's answers; loss is then the  |
+|                                | mean negative log-likelihood of their tokens, in nats       |
 | replayed                       | 1 if its batch was on disk: trained again, not sampled      |
 | eval/..., eval/<set>/...       | of held-out problems: reward, pass@k, completions/...;      |
 |                                | reward_low and reward_high bound the reward, with 95 %      |
@@ -70,6 +72,7 @@ from services.orchestrator.loop.distilling import teacher_metrics
 from services.orchestrator.loop.groups import is_graded, missing_share
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.play.conversation import ENVIRONMENT_FAILED
+from services.orchestrator.store.journal import SUPERVISED
 from shared.job import Job
 from shared.wire import Rollout, RolloutGroup, Score
 
@@ -90,14 +93,23 @@ def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[s
     """Returns the metrics of a step whose weights serve. `num_skipped` problems are skipped, with
     `[difficulty]`."""
     result, plays = step.result, job.environment is not None and not job.is_pushed
+    given = job.is_supervised(step.batch.step)
     return {
-        **reward_metrics((*step.batch.scores, *step.batch.dropped), job, step.batch.groups),
+        **(
+            _given_metrics(step.batch.groups)
+            if given
+            else reward_metrics((*step.batch.scores, *step.batch.dropped), job, step.batch.groups)
+        ),
         "dropped_groups": len(step.batch.dropped),
         "resampled_groups": step.num_resampled,
         **_rollout_metrics(step.batch.groups),
         **_completion_metrics(step),
         **(_conversation_metrics(step.batch.groups) if plays else {}),
-        **(teacher_metrics(step.batch, job.teacher.max_log_ratio) if job.teacher else {}),
+        **(
+            teacher_metrics(step.batch, job.teacher.max_log_ratio)
+            if job.teacher and not given
+            else {}
+        ),
         **({} if step.staleness is None else {"staleness": step.staleness}),
         **({} if step.moved is None else {CANARY_CHANGE: step.moved}),
         "skipped_steps": int(result.skipped),
@@ -153,6 +165,14 @@ def reward_metrics(
         if len(applicable) > 1:
             metrics[f"rewards/{name}/std"] = statistics.stdev(applicable)
     return metrics
+
+
+def _given_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
+    rollouts = [rollout for group in groups_P for rollout in group.rollouts]
+    return {
+        SUPERVISED: 1.0,
+        "errored_rollouts": statistics.fmean(rollout.went_wrong for rollout in rollouts),
+    }
 
 
 def _rollout_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:

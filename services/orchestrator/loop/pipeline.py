@@ -86,7 +86,7 @@ class Pipeline:
         try:
             for step in range(last_step + 1, self.job.steps + 1):
                 watch = Stopwatch()
-                while next_step <= min(served + 1 + self.job.max_staleness, self.job.steps):
+                while next_step <= self.job.steps and self._may_begin(next_step, step, served):
                     sampling.append(asyncio.create_task(self.batches.get(next_step)))
                     next_step += 1
                 sampled = await sampling.popleft()
@@ -103,12 +103,21 @@ class Pipeline:
                 if not ahead.cancelled() and not ahead.exception():
                     ahead.result().trace.end()
 
+    def _may_begin(self, step: int, current: int, served: int) -> bool:
+        """Whether the batch of `step` may be got while step `current` begins. Weights of a warm-up
+        sample nothing before it is over."""
+        if self.job.is_supervised(step):
+            return step <= current
+        return served >= self.job.warmup.steps and step <= served + 1 + self.job.max_staleness
+
     async def _train(self, sampled: Sampled, watch: Stopwatch) -> Step:
         batch = sampled.batch
         await to_disk(self.folder.write_batch, batch)
         await self.batches.note(batch)
         advantages_PG = batch_advantages(batch, self.job)
-        placed = placed_examples(batch.groups, advantages_PG, teacher_terms(batch, self.job))
+        given = self.job.is_supervised(batch.step)
+        terms = None if given else teacher_terms(batch, self.job)
+        placed = placed_examples(batch.groups, advantages_PG, terms)
         examples = tuple(example for _, example in placed)
         totals = step_totals(batch, self.job)
         watch.lap("store")
@@ -147,7 +156,8 @@ class Pipeline:
 def syncs_after(job: Job, step: int) -> bool:
     """Returns whether the step's weights are synced to the samplers."""
     evaluates = job.evaluates and step % job.evaluation.every == 0
-    return evaluates or step % job.sync_every == 0 or step == job.steps
+    samples_next = step % job.sync_every == 0 and not job.is_supervised(step + 1)
+    return evaluates or samples_next or step in (job.steps, job.warmup.steps)
 
 
 class Stopwatch:

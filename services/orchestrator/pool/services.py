@@ -259,6 +259,18 @@ class Services:
         )
         return await self._sampled(body, key)
 
+    @waits_for("rollout", "reading an answer", "generate")
+    async def given(self, prompt: Prompt, answer: str | Message, *, key: str) -> RolloutGroup:
+        """Returns the tokens of a prompt and of a given answer to it, as a group of one."""
+        tracing.note(prompt=prompt.index)
+        body = GenerateRequest(
+            **self._fence(),
+            prompt=prompt.content,
+            answers=(answer,),
+            template_args=self._job.sampling.template_args,
+        )
+        return await self._sampled(body, key)
+
     @waits_for("rollout", "sampling an answer", "generate")
     async def answer(
         self,

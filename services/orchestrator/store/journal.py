@@ -12,6 +12,9 @@ from services.orchestrator.store.store import Store
 from shared.host.logs import get_logger
 from shared.wire import Checkpoint, MetricsRow, TrainerState
 
+SUPERVISED = "supervised"
+"""The metric, 1, of a step that learned the data's answers: it has a loss, and no reward."""
+
 HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?reward")
 
 
@@ -86,11 +89,13 @@ class Journal:
             await self._store.report(self._lease, "eval", message, data, missing_only=missing_only)
         if step:
             reward = metrics.get("reward")
-            shown = "none" if reward is None else format(reward, ".3f")
+            shown = f"reward {'none' if reward is None else format(reward, '.3f')}"
+            if SUPERVISED in metrics:
+                shown = f"loss {metrics['loss']:.4f}"
             await self._store.report(
                 self._lease,
                 "step",
-                f"step {step}/{num_steps}: reward {shown}",
+                f"step {step}/{num_steps}: {shown}",
                 {"step": step, "steps": num_steps, "eta_s": eta_s, "metrics": metrics},
                 missing_only=missing_only,
                 step=step,

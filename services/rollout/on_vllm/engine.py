@@ -28,9 +28,16 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from services.rollout.conversations.given import answer_ids
 from services.rollout.engine import Adapter, BadPrompt, Chat
 from services.rollout.fencing import label
-from services.rollout.on_vllm.arguments import can_sleep, engine_args, load_tokenizer, start
+from services.rollout.on_vllm.arguments import (
+    can_sleep,
+    end_ids,
+    engine_args,
+    load_tokenizer,
+    start,
+)
 from services.rollout.on_vllm.chat import VllmChat
 from services.rollout.on_vllm.completions import (
     lora_request,
@@ -93,6 +100,7 @@ class VllmEngine:
         self._settings = settings
         self._tokenizer = load_tokenizer(spec)
         self._llm = start(engine_args(spec, settings))
+        self._ends = end_ids(self._tokenizer, self._llm.model_config)
         self._request_ids = itertools.count()
         self._num_prompt_tokens = self._num_cached_tokens = 0
         self.folder = folder
@@ -134,6 +142,14 @@ class VllmEngine:
                 f"the model's chat template refused the messages: {type(error).__name__}: {error}"
             ) from error
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_answer(
+        self,
+        prompt: str | tuple[Message, ...],
+        answer: str | Message,
+        template_args: Mapping[str, Any],
+    ) -> list[int]:
+        return answer_ids(self._tokenizer, prompt, answer, template_args, self._ends)
 
     async def sample(
         self,

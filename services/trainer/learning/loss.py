@@ -21,14 +21,20 @@ function and in the average, `LOSSES`:
     bnpo        clipped    sum_t l_t / T_m                    TRL's loss of that name
     dr_grpo     clipped    sum_t l_t / (S * max_tokens)       arXiv 2503.20783
 
+A supervised step (`training.objective` "sft") has the loss
+
+    sft         -A_t logprob_t    sum_t l_t / T
+
+whose advantages are 1: the mean negative log-likelihood of its tokens.
+
 The denominators S, T and T_m are an optimizer step's share of the sequences and tokens of the whole
 batch as sampled, rollouts without signal included (`Denominators` and, with its equation,
 batch.py). They are counted before any correction rejects a token and are the same for every
 micro-batch and rank, so shares add up to the same loss however the step is split.
 
-Not finite: a trainer's log-prob of -inf gives the clamped ratio and no gradient; only "cispo",
-whose loss is proportional to it, is infinite. NaN stays NaN. The engine refuses a step whose loss
-is not finite.
+Not finite: a trainer's log-prob of -inf gives the clamped ratio and no gradient; only "cispo" and
+"sft", whose losses are proportional to it, are infinite. NaN stays NaN. The engine refuses a step
+whose loss is not finite.
 
 A new loss is a function here and its entry in `LOSSES`.
 """
@@ -101,7 +107,7 @@ class Loss:
 def total_loss(x: LossInputs) -> Tensor:
     """Returns the job's loss, plus `beta` times the KL divergence to the reference, averaged over
     tokens like the loss."""
-    training, loss = x.training, LOSSES[x.training.loss]
+    training, loss = x.training, loss_of(x.training)
     losses_N = weighted(x, loss.terms(x, importance_ratios(x)))
     if training.beta == 0:
         return loss.average(x, losses_N)
@@ -178,6 +184,11 @@ def sapo(x: LossInputs, ratio_N: Tensor) -> Tensor:
     return -(4 / tau_N) * torch.sigmoid(tau_N * (ratio_N - 1)) * x.advantages_N
 
 
+def negative_log_likelihood(x: LossInputs, _ratio_N: Tensor) -> Tensor:
+    """Returns l = -A logprob `[N]`."""
+    return -x.advantages_N * x.logprobs_N
+
+
 # --- averages, as shares of the optimizer step's ------------------------------------------------
 
 
@@ -242,6 +253,14 @@ LOSSES: dict[str, Loss] = {
     "sapo": Loss(sapo, mean_of_sequence_means, no_fractions),
     "gspo": Loss(clipped, mean_of_sequence_means, clip_fractions),
 }
+
+
+SUPERVISED = Loss(negative_log_likelihood, mean_over_batch_tokens, no_fractions)
+
+
+def loss_of(training: TrainingSpec) -> Loss:
+    """Returns the loss of a step's updates."""
+    return SUPERVISED if training.objective == "sft" else LOSSES[training.loss]
 
 
 # --- estimates of the KL term --------------------------------------------------------------------

@@ -69,7 +69,7 @@ from torch import Tensor
 from services.trainer.learning.batch import MicroBatch
 from services.trainer.learning.correction import Resolved, known_sampler_logprobs, log_ratios
 from services.trainer.learning.examples import UNKNOWN
-from services.trainer.learning.loss import KL, LOSSES, LossInputs, importance_ratios
+from services.trainer.learning.loss import KL, LossInputs, importance_ratios, loss_of
 from shared.job import TrainingSpec
 from shared.wire.packed import Logprobs
 
@@ -128,7 +128,7 @@ class StepMetrics:
         num_tokens: int = 0,
     ) -> None:
         self._tokens_2N = torch.zeros((2, num_tokens), device=device)
-        self._fractions = LOSSES[training.loss].fractions(training)
+        self._fractions = loss_of(training).fractions(training)
         with_reference = ("kl",) if training.beta else ()
         self._update = (*self._fractions, *UPDATE, *with_reference)
         self._correction = correction

@@ -1,6 +1,7 @@
 """The learning rate of each step, from 1: a pure function, so no state is saved or restored.
 
-With s the step, S the job's steps and w its `warmup_steps`,
+The steps of `[warmup]` have its own rate. Without these steps, with s the step, S the job's steps
+and w its `warmup_steps`,
 
     s <= w    peak * s / w
     s > w     min + (peak - min) * f(p),  p = (s - max(w, 1)) / (S - max(w, 1))
@@ -28,13 +29,16 @@ DECAYS: dict[str, Callable[[float], float]] = {
 def learning_rate(job: Job, step: int) -> float:
     """Returns the rate of `step`, from 1."""
     training = job.training
+    if step <= job.warmup.steps:
+        return job.warmup_learning_rate
+    step, steps = step - job.warmup.steps, job.steps - job.warmup.steps
     peak, warmup = job.learning_rate, training.warmup_steps
     if step <= warmup:
         return peak * step / warmup
     if training.schedule == "constant":
         return peak
     start = max(warmup, 1)
-    progress = min(1.0, (step - start) / (job.steps - start)) if job.steps > start else 0.0
+    progress = min(1.0, (step - start) / (steps - start)) if steps > start else 0.0
     return training.min_learning_rate + (peak - training.min_learning_rate) * DECAYS[
         training.schedule
     ](progress)

@@ -210,6 +210,8 @@ class DeepSpeedEngine:
         learning_rate: float,
         totals: StepTotals | None = None,
         version: int | None = None,
+        *,
+        supervised: bool = False,
     ) -> Update:
         """Returns what training the weights of `version` on `examples` of a batch of `totals` did.
         Raises BadRequest for examples that the model cannot take or that staler weights sampled
@@ -218,7 +220,9 @@ class DeepSpeedEngine:
         config = self._parts.model.config.get_text_config()
         sampled_by = allowed_versions(version, self._job.max_staleness)
         check(examples, config.vocab_size, sampled_by, window=_window(config))
-        return self._parts.updater.update(examples, learning_rate, totals, version)
+        return self._parts.updater.update(
+            examples, learning_rate, totals, version, supervised=supervised
+        )
 
     @torch.no_grad()
     def canary(self) -> Canary | None:

@@ -60,7 +60,7 @@ from services.trainer.zero.memory import (
 )
 from shared.errors import Failed
 from shared.host.logs import get_logger
-from shared.job import Job
+from shared.job import Job, TrainingSpec
 from shared.wire import Example, StepTotals
 
 
@@ -149,14 +149,17 @@ class Updater:
         learning_rate: float,
         totals: StepTotals | None = None,
         version: int | None = None,
+        *,
+        supervised: bool = False,
     ) -> Update:
         """Returns what training the weights of `version` on `examples` did, of a batch that was
-        sampled with `totals` (None: these examples are all of it). Raises Failed if a loss or
+        sampled with `totals` (None: these examples are all of it). If `supervised`, the loss is the
+        negative log-likelihood, at temperature 1 and without a KL term. Raises Failed if a loss or
         gradient is not finite or memory ran out, with all as it was; OutOfMemory if memory ran out
         and this rank cannot go on."""
         while True:
             try:
-                return self._update(examples, learning_rate, totals, version)
+                return self._update(examples, learning_rate, totals, version, supervised)
             except DoesNotFit as too_large:
                 get_logger().warning(
                     "out of memory: the step is made again in smaller micro-batches",
@@ -175,8 +178,10 @@ class Updater:
         learning_rate: float,
         totals: StepTotals | None,
         version: int | None,
+        supervised: bool,
     ) -> Update:
-        training = self._job.training
+        training = self._job.training.supervised if supervised else self._job.training
+        self._policy.temperature = 1.0 if supervised else self._job.sampling.temperature
         minibatches = plan(
             examples,
             totals,
@@ -195,7 +200,7 @@ class Updater:
         try:
             if progress.num_updates > 1:
                 undo = dataclasses.replace(undo, snapshot=Snapshot.take(self._zero, self._copies))
-            norms = self._train(minibatches, metrics, progress)
+            norms = self._train(minibatches, metrics, progress, training)
         except NotFinite:
             undo.apply(self._zero)
             loss, values = metrics.reduce(progress.update)
@@ -238,19 +243,24 @@ class Updater:
             host_memory.give_back_large_blocks()
 
     def _train(
-        self, minibatches: list[Minibatch], metrics: StepMetrics, progress: Progress
+        self,
+        minibatches: list[Minibatch],
+        metrics: StepMetrics,
+        progress: Progress,
+        training: TrainingSpec,
     ) -> list[float]:
         """Returns the gradient's norm of each optimizer step, before clipping. Raises NotFinite."""
-        frozen = [self._ask(minibatch, metrics, progress) for minibatch in minibatches]
+        reference = self._reference if training.beta else None
+        frozen = [self._ask(minibatch, reference, metrics, progress) for minibatch in minibatches]
         norms: list[float] = []
         try:
             set_dropout(self._policy, self._dropout)
-            for _ in range(self._job.training.epochs):
+            for _ in range(training.epochs):
                 for minibatch, known in zip(minibatches, frozen, strict=True):
                     progress.update += 1
-                    self._accumulate(minibatch, known, metrics, progress)
+                    self._accumulate(minibatch, known, metrics, progress, training)
                     progress.stepping = True
-                    norm = zero_stages.step(self._zero, self._job.training.max_grad_norm)
+                    norm = zero_stages.step(self._zero, training.max_grad_norm)
                     progress.stepping = False
                     if norm is None:
                         raise NotFinite
@@ -259,12 +269,18 @@ class Updater:
             set_dropout(self._policy, False)
         return norms
 
-    def _ask(self, minibatch: Minibatch, metrics: StepMetrics, progress: Progress) -> list[Frozen]:
+    def _ask(
+        self,
+        minibatch: Minibatch,
+        reference: Reference | None,
+        metrics: StepMetrics,
+        progress: Progress,
+    ) -> list[Frozen]:
         """Returns what frozen passes tell of each micro-batch."""
         ask_policy = progress.num_updates > 1 or self._dropout
         known: list[Frozen] = []
         for batch in minibatch.micro_batches:
-            if not ask_policy and self._reference is None:
+            if not ask_policy and reference is None:
                 known.append(Frozen())
                 continue
             progress.enter("the frozen pass over a micro-batch", batch)
@@ -273,7 +289,7 @@ class Updater:
                 before_N = self._policy(on_device)[0] if ask_policy else None
             if before_N is not None:
                 metrics.add_mismatch(on_device, before_N)
-            known.append(Frozen(before_N, self._reference(on_device) if self._reference else None))
+            known.append(Frozen(before_N, reference(on_device) if reference else None))
         return known
 
     def _accumulate(
@@ -282,6 +298,7 @@ class Updater:
         known: list[Frozen],
         metrics: StepMetrics,
         progress: Progress,
+        training: TrainingSpec,
     ) -> None:
         """Adds up the gradient of an optimizer step: one forward and one backward pass for each
         micro-batch."""
@@ -301,7 +318,7 @@ class Updater:
                 reference_N=frozen.reference_N,
                 correction=self._correction,
                 denominators=minibatch.denominators,
-                training=self._job.training,
+                training=training,
             )
             loss = total_loss(x)
             metrics.add(on_device, x, entropy_N, loss)

@@ -90,7 +90,10 @@ def test_set_overrides_a_key(tmp_path: Path, override: str, expected: object) ->
             "training.zero_stage=3",
             "unknown key 'training.zero_stage'; did you mean 'memory.zero_stage'?",
         ),
-        ("learning_rate=1", "'learning_rate'; did you mean 'training.learning_rate'?"),
+        (
+            "learning_rate=1",
+            "'learning_rate'; did you mean 'training.learning_rate' or 'warmup.learning_rate'?",
+        ),
         (
             "rollouts.every=1",
             "'rollouts.every'; did you mean 'evaluation.every' or 'checkpoints.every'?",

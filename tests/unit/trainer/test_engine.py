@@ -12,7 +12,7 @@ from shared.errors import BadRequest, Failed
 from shared.job import Job
 from shared.weights.checkpoints import adapter_digests
 from shared.weights.digest import digest_of
-from shared.wire import Canary, Span
+from shared.wire import Canary, Example, Span
 from shared.wire.packed import TokenIds
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
@@ -175,6 +175,69 @@ def test_epochs_and_minibatches_equal_a_plain_torch_transcription(
         relative(difference(weights(tmp_path / "ours"), start), difference(named(policy), start))
         < 1e-5
     )
+
+
+def learn_then_reinforce(job: Job, given, sampled, rates, folder: Path) -> list:
+    """A supervised update, and one of the job's own loss; the weights after each are in
+    `folder`."""
+    engine = an_engine(job)
+    updates = [engine.update(given, rates[0], supervised=True)]
+    engine.save_weights(folder / "learned")
+    updates.append(engine.update(sampled, rates[1]))
+    engine.save_weights(folder / "reinforced")
+    engine.close()
+    return updates
+
+
+def test_a_supervised_update_is_transformers_own_loss_and_leaves_the_next_one_as_it_is(
+    rank, model, examples, tmp_path
+):
+    """The job has a temperature of 0.8 and a KL term: neither is of supervised steps."""
+    import torch
+
+    given = tuple(
+        Example(prompt_token_ids=e.prompt_token_ids, token_ids=e.token_ids, advantage=1.0)
+        for e in examples
+    )
+    training = {"beta": 0.05, **LINEAR}
+    job = a_job(model, training=training, memory=memory(2), warmup={"steps": 1})
+    (tmp_path / "learned").mkdir()
+    (tmp_path / "reinforced").mkdir()
+    updates = rank.call(learn_then_reinforce, job, given, examples, (0.1, 0.2), tmp_path)
+
+    policy, reference = load(model), load(model)
+    adamw = optimizer(policy, 0.1)
+    num_tokens, total = sum(len(e.token_ids) for e in given), torch.zeros(())
+    for e in given:
+        ids = torch.tensor([[*e.prompt_token_ids, *e.token_ids]])
+        labels = ids.clone()
+        labels[:, : len(e.prompt_token_ids)] = -100
+        loss = policy(input_ids=ids, labels=labels).loss  # the mean over the sequence's tokens
+        total = total + loss * len(e.token_ids) / num_tokens
+    norm = step(policy, adamw, total, LINEAR["max_grad_norm"])
+    learned = named(policy)
+    assert updates[0].loss == pytest.approx(total.item(), rel=1e-5)
+    assert updates[0].grad_norm == pytest.approx(norm, rel=1e-5)
+    assert "kl" not in updates[0].metrics
+
+    adamw.param_groups[0]["lr"] = adamw.param_groups[1]["lr"] = 0.2
+    total = torch.zeros(())
+    for e in examples:
+        new = logprobs(policy, e.prompt_token_ids, e.token_ids)
+        with torch.no_grad():
+            log_ratio = logprobs(reference, e.prompt_token_ids, e.token_ids) - new
+        log_ratio = log_ratio + new.detach() - new
+        kl = log_ratio.exp() - 1 - log_ratio
+        total = total + (clipped((new - new.detach()).exp(), e.advantage) + 0.05 * kl).sum()
+    step(policy, adamw, total / num_tokens, LINEAR["max_grad_norm"])
+    start = named(load(model))
+    for name, expected, before in (
+        ("learned", learned, start),
+        ("reinforced", named(policy), learned),
+    ):
+        ours = difference(weights(tmp_path / name), before)
+        assert relative(ours, difference(expected, before)) < 1e-4, name
+    assert updates[1].metrics["kl"] > 0
 
 
 def entropies_of(network, example):

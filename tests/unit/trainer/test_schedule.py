@@ -53,3 +53,20 @@ def test_the_peak_of_adapters_is_1e_5_where_the_job_says_none():
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 def test_a_single_step_has_the_peak_rate(schedule):
     assert rates(1, schedule=schedule) == [8]
+
+
+def test_the_schedule_begins_after_the_warm_up() -> None:
+    job = parse_job(
+        {
+            "name": "t",
+            "model": "m",
+            "steps": 7,
+            "data": {"train": "x"},
+            "rewards": [{"grader": "x"}],
+            "training": {"learning_rate": 8.0, "schedule": "linear", "warmup_steps": 2},
+            "warmup": {"steps": 2, "learning_rate": 3.0},
+        }
+    )
+    assert [learning_rate(job, step) for step in range(1, 8)] == pytest.approx(
+        [3, 3, 4, 8, 16 / 3, 8 / 3, 0]
+    )

@@ -1,0 +1,157 @@
+"""Supervised steps in the orchestrator's loop: what the services are asked for, and what a death
+leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.store import Store
+from shared.errors import StateLost
+from shared.job import Job
+from shared.settings import Settings
+from shared.wire import Batch, GenerateRequest, JobRecord, SubmitRequest, TrainStepRequest
+from tests.support import orchestrator_stack
+from tests.support.fake_services import FakeServices
+from tests.support.orchestrator_stack import Stack, orchestrator, until_ended
+
+pytestmark = pytest.mark.slow
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+STEPS, ROWS = 5, 4
+
+
+@pytest.fixture
+def supervised(tmp_path: Path, job: Job) -> Job:
+    """A job that learns the rows' answers, four a step, and evaluates nothing."""
+    rows = [{"prompt": f"{i}?", "answer": "ab" * (i + 1)} for i in range(20)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = job.model_dump(mode="json") | {
+        "steps": STEPS,
+        "data": {"train": str(tmp_path / "answers.jsonl")},
+        "sampling": {"prompts_per_step": ROWS, "max_tokens": 8},
+        "rewards": [],
+        "training": {"objective": "sft"},
+    }
+    return Job.model_validate(document)
+
+
+def learned(request: TrainStepRequest) -> set[tuple[Any, ...]]:
+    return {
+        (tuple(example.token_ids), tuple(example.advantages), bool(example.old_logprobs))
+        for example in request.examples
+    }
+
+
+def batches(record: JobRecord) -> list[Batch]:
+    folder = RunFolder(Path(record.run_dir))
+    return [folder.batch(step) for step in folder.batch_steps()]
+
+
+async def test_a_supervised_job_learns_its_rows_once_each_and_asks_for_nothing_else(
+    stack: Stack, supervised: Job
+) -> None:
+    record = await stack.submit(supervised)
+    assert (await stack.until(record.id)).status == "succeeded"
+    fakes = stack.fakes
+    answers = {(97, 98) * (i + 1) for i in range(20)}
+    steps = [learned(request) for request in fakes.trained]
+    assert [len(step) for step in steps] == [ROWS] * STEPS
+    assert {ids for step in steps for ids, _, _ in step} == answers, "one pass over 20 rows"
+    assert all(set(given) == {1.0} and not old for step in steps for _, given, old in step)
+    assert (fakes.calls["generate"], fakes.calls["score"]) == (20, 0)
+    assert [ref.version for ref in fakes.reloads] == [0, STEPS], "only the last weights serve"
+    lines = [event.message for event in await stack.events(record.id)]
+    assert [line for line in lines if line.startswith("step ")] == [
+        f"step {step}/{STEPS}: loss 0.0000" for step in range(1, STEPS + 1)
+    ]
+    assert not any("reward" in line for line in lines)
+
+
+async def test_after_a_trainers_death_its_steps_are_made_again_from_disk(
+    stack: Stack, supervised: Job
+) -> None:
+    died: list[int] = []
+
+    async def die(body: TrainStepRequest) -> None:
+        if body.step == 4 and not died:
+            died.append(len(stack.fakes.trained))
+            stack.fakes.restart_trainer()  # it has no checkpoint
+            raise StateLost("it is another trainer")
+
+    stack.fakes.fault["train_step"] = die
+    record = await stack.submit(supervised)
+    assert (await stack.until(record.id)).status == "succeeded"
+    assert died == [3]
+    assert [request.step for request in stack.fakes.trained] == [1, 2, 3, 4, 5]
+    whole = {ids for request in stack.fakes.trained for ids, _, _ in learned(request)}
+    assert len(whole) == 20
+
+
+async def test_no_sampler_sees_weights_of_a_warm_up_but_the_last(
+    stack: Stack, supervised: Job
+) -> None:
+    asked: list[GenerateRequest] = []
+
+    async def note(body: GenerateRequest) -> None:
+        asked.append(body)
+
+    stack.fakes.fault["generate"] = note
+    changes = {
+        "training": {},
+        "rewards": stack.job.model_dump(mode="json")["rewards"],
+        "warmup": {"steps": 3},
+        "max_staleness": 2,
+    }
+    job = Job.model_validate(supervised.model_dump(mode="json") | changes)
+    record = await stack.submit(job)
+    assert (await stack.until(record.id)).status == "succeeded"
+    assert [ref.version for ref in stack.fakes.reloads] == [0, 3, 4, 5]
+    given = [bool(body.answers) for body in asked]
+    assert given == [True] * 3 * ROWS + [False] * 2 * ROWS
+    assert {body.min_version for body in asked if not body.answers} == {3}
+
+
+@pytest.fixture
+async def fakes(settings: Settings) -> AsyncGenerator[tuple[FakeServices, Settings]]:
+    fakes = FakeServices(settings)
+    async with fakes.running(settings) as running:
+        yield fakes, running
+
+
+async def test_an_orchestrators_death_changes_no_batch(
+    fakes: tuple[FakeServices, Settings], redis_url: str, supervised: Job
+) -> None:
+    services, settings = fakes
+    reached = asyncio.Event()
+
+    async def hold(body: TrainStepRequest) -> None:
+        while body.step == 3 and services.fault:
+            reached.set()
+            await asyncio.sleep(0.01)
+
+    services.fault["train_step"] = hold
+    async with orchestrator(settings, redis_url) as (store, transport):
+        client = orchestrator_stack.Client("orchestrator", "http://localhost", transport=transport)
+        body = SubmitRequest(job=supervised)
+        record = await client.call("POST", "/v1/jobs", body, JobRecord, deadline_s=60)
+        await asyncio.wait_for(reached.wait(), 60)
+    before = batches(record)
+    assert [batch.step for batch in before] == [1, 2, 3]
+    store = Store(redis_url)
+    for lease in [key async for key in store._redis.scan_iter("hone:lease:*")]:
+        await store._redis.delete(lease)
+    await store.close()
+    services.fault.clear()
+    async with orchestrator(settings, redis_url) as (store, _):
+        found = await until_ended(store, record.id)
+    assert (found.status, found.attempts) == ("succeeded", 2)
+    assert batches(found)[:3] == before
+    assert [request.step for request in services.trained] == [1, 2, 3, 4, 5]

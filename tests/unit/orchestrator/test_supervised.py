@@ -1,0 +1,243 @@
+"""From rows with answers to lessons, and to what is trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from services.orchestrator.api.rows import check_rows
+from services.orchestrator.loop.advantages import batch_advantages
+from services.orchestrator.loop.examples import step_totals, to_examples
+from services.orchestrator.loop.groups import to_batch
+from services.orchestrator.loop.metrics import step_metrics
+from services.orchestrator.loop.pipeline import Pipeline, Step, syncs_after
+from services.orchestrator.loop.prompts import load_prompts
+from services.orchestrator.loop.supervised import learned, lessons
+from services.orchestrator.pool.services import NOT_GRADED
+from shared.errors import BadRequest
+from shared.job import Job
+from shared.job.file import parse_job
+from shared.settings import Settings
+from shared.wire import Prompt, Rollout, RolloutGroup, ScoredGroup, StepResult
+from shared.wire.packed import TokenIds
+
+
+def job(rows: list[dict[str, Any]] | None = None, **changes: Any) -> Job:
+    return parse_job(
+        {
+            "name": "t",
+            "model": "m/m",
+            "steps": 9,
+            "data": {"train": rows or [{"prompt": "1?", "answer": "one"}], "shuffle": False},
+            "sampling": {"prompts_per_step": 2},
+            "training": {"objective": "sft"},
+            **changes,
+        }
+    )
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+CHAT = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]
+
+
+def taught(job: Job) -> list[tuple[Any, Any]]:
+    prompts = load_prompts(job, Settings())
+    assert prompts.train is not None
+    found = lessons(prompts.made_of(prompts.train), job, prompts.name)
+    return [(lesson.prompt.content, lesson.answer) for lesson in found]
+
+
+def test_a_row_teaches_its_answer_column_or_what_the_template_makes() -> None:
+    rows = [{"prompt": "1?", "answer": "one"}, {"prompt": "2?", "answer": "two"}]
+    assert taught(job(rows)) == [("1?", "one"), ("2?", "two")]
+    data = {"train": rows, "shuffle": False, "answer": "{{ answer | upper }}!"}
+    assert taught(job(data=data)) == [("1?", "ONE!"), ("2?", "TWO!")]
+
+
+def test_a_chat_teaches_each_answer_after_the_messages_before_it() -> None:
+    asked = job([{"prompt": CHAT}])
+    assert taught(asked) == [
+        ((CHAT[0],), CHAT[1]),
+        ((CHAT[0], CHAT[1], CHAT[2]), CHAT[3]),
+    ]
+    whole = job([{"prompt": CHAT}], training={"objective": "sft", "train_on": "all"})
+    assert taught(whole) == [((CHAT[0], CHAT[1], CHAT[2]), CHAT[3])]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1?"}, "has no answer to learn: column 'answer' is None; expected text"),
+        ({"prompt": "1?", "answer": " "}, "has no answer to learn: column 'answer' is ' '"),
+        ({"prompt": "1?", "answer": 1}, "has no answer to learn: column 'answer' is 1"),
+        ({"prompt": [CHAT[1]]}, "its chat has one message, an assistant's; expected a message"),
+        ({"prompt": CHAT[:3]}, "has no answer to learn: column 'answer' is None"),
+    ],
+)
+def test_a_row_without_an_answer_is_found_when_the_job_is_submitted(
+    row: dict[str, Any], message: str
+) -> None:
+    asked = job([{"prompt": "0?", "answer": "zero"}] * 3 + [row])
+    with pytest.raises(BadRequest) as raised:
+        check_rows(asked, load_prompts(asked, Settings()))
+    assert raised.value.detail.startswith("row 3 of data.train in the job")
+    assert message in raised.value.detail
+
+
+def test_a_warm_up_needs_answers_too() -> None:
+    asked = job(
+        [{"prompt": "0?"}],
+        training={},
+        warmup={"steps": 1},
+        rewards=[{"grader": "length"}],
+    )
+    with pytest.raises(BadRequest, match=r"row 0 of data\.train in the job has no answer to learn"):
+        check_rows(asked, load_prompts(asked, Settings()))
+
+
+# --- what is trained on --------------------------------------------------------------------------
+
+
+def group(prompt: list[int], answer: list[int]) -> RolloutGroup:
+    rollout = Rollout(text="", token_ids=TokenIds(answer), finish_reason="stop")
+    return RolloutGroup(prompt_token_ids=TokenIds(prompt), rollouts=(rollout,))
+
+
+def failed() -> RolloutGroup:
+    rollout = Rollout(text="", token_ids=TokenIds(), finish_reason="error", error="too long")
+    return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=(rollout,), overlong=True)
+
+
+def batch(asked: Job, *groups: RolloutGroup):
+    prompt = Prompt(index=0, content="1?", row={})
+    scored = [
+        ScoredGroup(prompt=prompt, group=learned(one, asked), scores=(NOT_GRADED,))
+        for one in groups
+    ]
+    return to_batch(1, scored, dated=False)
+
+
+def test_the_answers_tokens_are_examples_with_an_advantage_of_1() -> None:
+    asked = job()
+    made = batch(asked, group([1, 2, 3], [4, 5]), failed(), group([1], [6]))
+    examples = to_examples(made.groups, batch_advantages(made, asked))
+    assert [
+        (tuple(one.prompt_token_ids), tuple(one.token_ids), tuple(one.advantages))
+        for one in examples
+    ] == [((1, 2, 3), (4, 5), (1, 1)), ((1,), (6,), (1,))]
+    assert all(not one.old_logprobs and not one.spans for one in examples)
+    totals = step_totals(made, asked)
+    assert (totals.num_sequences, totals.num_tokens) == (2, 3)
+
+
+def test_train_on_all_learns_all_tokens_but_the_first() -> None:
+    asked = job(training={"objective": "sft", "train_on": "all"})
+    made = batch(asked, group([1, 2, 3], [4, 5]))
+    (example,) = to_examples(made.groups, batch_advantages(made, asked))
+    assert (tuple(example.prompt_token_ids), tuple(example.token_ids)) == ((1,), (2, 3, 4, 5))
+    assert tuple(example.advantages) == (1, 1, 1, 1)
+
+
+def test_a_supervised_steps_metrics_have_a_loss_and_no_reward() -> None:
+    asked = job()
+    made = batch(asked, group([1], [4, 5]), failed())
+    result = StepResult(
+        step=1,
+        loss=0.7,
+        grad_norm=1.0,
+        learning_rate=1e-5,
+        num_examples=1,
+        num_tokens=2,
+        train_s=0.1,
+    )
+    step = Step(made, batch_advantages(made, asked), result, None, seconds={}, replayed=False)
+    metrics = step_metrics(step, asked)
+    assert (metrics["supervised"], metrics["loss"], metrics["errored_rollouts"]) == (1.0, 0.7, 0.5)
+    assert metrics["overlong_prompts"] == 0.5
+    assert not {"reward", "frac_reward_zero_std", "missing_rewards"} & metrics.keys()
+
+
+# --- which steps ---------------------------------------------------------------------------------
+
+
+def warm(**changes: Any) -> Job:
+    fixed = {"training": {}, "warmup": {"steps": 3}, "rewards": [{"grader": "length"}]}
+    return job(**{**fixed, "max_staleness": 1, **changes})
+
+
+def test_weights_reach_the_samplers_only_where_they_are_needed() -> None:
+    assert [step for step in range(1, 10) if syncs_after(job(), step)] == [9]
+    assert [step for step in range(1, 10) if syncs_after(warm(), step)] == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_no_step_samples_before_the_warm_up_is_over() -> None:
+    pipeline = Pipeline(warm(), Mock(), Mock(), Mock(), Mock())
+    begins = [
+        [step for step in range(1, 8) if pipeline._may_begin(step, current, served)]
+        for current, served in [(1, 0), (3, 0), (4, 3), (5, 4)]
+    ]
+    assert begins == [[1], [1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]]
+    stale = Pipeline(warm(max_staleness=4), Mock(), Mock(), Mock(), Mock())
+    assert [step for step in range(1, 8) if stale._may_begin(step, 1, 0)] == [1]
+
+
+# --- jobs ----------------------------------------------------------------------------------------
+
+
+def test_learning_rates_are_tens_of_those_of_rewards() -> None:
+    assert job().learning_rate == pytest.approx(1e-5)
+    assert job(lora={}).learning_rate == pytest.approx(1e-4)
+    assert job(training={"objective": "sft", "learning_rate": 3e-6}).learning_rate == 3e-6
+    assert warm().warmup_learning_rate == pytest.approx(1e-5)
+    assert warm().learning_rate == 1e-6
+    assert warm(lora={}).warmup_learning_rate == pytest.approx(1e-4)
+
+
+REWARDS = [{"grader": "length"}]
+GAME: dict[str, Any] = {"file": "game.py", "name": "Game"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards": REWARDS}, "there is a reward 'length', and no held-out problems"),
+        (
+            {"data": {"train": "x.jsonl", "eval": "y.jsonl"}},
+            "rewards is empty, and there are held-out problems; expected [[rewards]] that grade",
+        ),
+        ({"warmup": {"steps": 2}}, 'training.objective is "sft" and warmup.steps is set'),
+        ({"difficulty": {"skip_right": 1}}, 'training.objective is "sft" and difficulty is set'),
+        (
+            {"training": {"objective": "sft", "beta": 0.1}},
+            'training.objective is "sft" and training.beta is set',
+        ),
+        ({"environment": GAME}, 'training.objective is "sft" and the job has an [environment]'),
+        (
+            {"training": {}, "rewards": REWARDS, "data": {"train": "x", "answer": "{{ a }}"}},
+            "data.answer is set, and no step is supervised; expected training.objective",
+        ),
+        (
+            {"training": {"train_on": "all"}, "rewards": REWARDS},
+            "training.train_on is set, and no step is supervised",
+        ),
+        (
+            {"training": {}, "rewards": REWARDS, "warmup": {"steps": 9}},
+            "warmup.steps is 9 and steps 9; expected fewer than steps",
+        ),
+        (
+            {"training": {}, "warmup": {"steps": 2}, "environment": GAME},
+            "warmup.steps is 2 and the job has an [environment]",
+        ),
+    ],
+)
+def test_what_supervised_steps_have_no_use_for_is_refused(
+    changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadRequest) as raised:
+        job(**changes)
+    assert message in raised.value.detail
