@@ -40,7 +40,7 @@ def check(job: Job) -> None:
 def check_groups(job: Job) -> None:
     """Raises BadRequest for groups of one. Only a job that trains nothing may have them."""
     alone = job.is_pushed or (job.teacher is not None and not job.rewards)
-    alone = alone or job.training.objective == "sft"
+    alone = alone or job.samples_nothing
     if job.trains and job.sampling.group_size == 1 and not alone:
         raise BadRequest(
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
@@ -162,40 +162,48 @@ def _is_pushed_whole(job: Job) -> None:
 
 def _is_supervised_whole(job: Job) -> None:
     """Supervised steps need answers, and nothing that is of sampled completions."""
-    is_sft, training = job.training.objective == "sft", job.training
-    if not is_sft and not job.warmup.steps:
-        unused = {"data.answer": job.data.answer is not None, "training.train_on": _is_all(job)}
+    training, warms_up = job.training, job.warmup.steps > 0
+    if training.objective != "sft" and not warms_up:
+        unused = {
+            "data.answer": job.data.answer is not None,
+            "training.train_on": training.train_on == "all",
+        }
         for key in (key for key, is_set in unused.items() if is_set):
             raise ValueError(
                 f"{key} is set, and no step is supervised; expected training.objective "
                 '"sft", or warmup.steps of 1 or more'
             )
+    if not job.samples_nothing and not warms_up:
         return
-    got = 'training.objective is "sft"' if is_sft else f"warmup.steps is {job.warmup.steps}"
+    got = f"warmup.steps is {job.warmup.steps}"
+    if job.samples_nothing:
+        got = f'training.objective is "{training.objective}"'
     if job.environment is not None:
         raise ValueError(
             f"{got} and the job has an [environment], in which answers of the data cannot be "
             "played; expected none"
         )
-    if not is_sft:
+    if not job.samples_nothing:
         return
     unused = {
-        "warmup.steps": job.warmup.steps > 0,
+        "warmup.steps": warms_up,
         "teacher": job.teacher is not None,
         "difficulty": job.difficulty.skips,
         "training.beta": training.beta > 0,
     }
     for key in (key for key, is_set in unused.items() if is_set):
         raise ValueError(f"{got} and {key} is set, which is of sampled completions; expected none")
+    if training.objective == "dpo" and training.epochs * training.minibatches > 1:
+        raise ValueError(
+            f"{got}, training.epochs {training.epochs} and training.minibatches "
+            f"{training.minibatches}; expected 1 of each: preferences are of the weights before "
+            "the optimizer step"
+        )
     if job.rewards and not job.evaluates:
         raise ValueError(
             f"{got} and there is a reward {job.rewards[0].label!r}, and no held-out problems; "
             "expected [[rewards]] only with data.eval or evaluation.sets: nothing else is graded"
         )
-
-
-def _is_all(job: Job) -> bool:
-    return job.training.train_on == "all"
 
 
 def _warms_up_before_the_end(job: Job) -> None:
@@ -278,9 +286,9 @@ def _skips_what_is_numbered(job: Job) -> None:
 
 
 def _has_rewards(job: Job) -> None:
-    if job.rewards or (job.training.objective == "sft" and not job.evaluates):
+    if job.rewards or (job.samples_nothing and not job.evaluates):
         return
-    if job.training.objective == "sft":
+    if job.samples_nothing:
         raise ValueError(
             "rewards is empty, and there are held-out problems; expected [[rewards]] that grade "
             "their completions"

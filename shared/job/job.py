@@ -141,7 +141,7 @@ class Job(Section):
     """What completions are rewarded for: at least one, each a `[[rewards]]` table. A rollout's
     reward is their weighted sum. Left out with `[environment]`: the environment's own reward, the
     grader "environment". Left out, or [], with `[teacher]`: the teacher alone. Left out with
-    `training.objective` "sft": there is nothing to reward."""
+    `training.objective` "sft" or "dpo": there is nothing to reward."""
 
     teacher: TeacherSpec | None = None
     """A model whose log-probs reward each token. None: no teacher."""
@@ -200,7 +200,7 @@ class Job(Section):
         given = cast(dict[str, Any], document)
         if given.get("environment") is not None:
             return {**given, "rewards": [{"grader": "environment"}]}
-        needs_none = given.get("teacher") is not None or _objective(given) == "sft"
+        needs_none = given.get("teacher") is not None or _objective(given) in ("sft", "dpo")
         return {**given, "rewards": []} if needs_none else given
 
     @model_validator(mode="after")
@@ -227,12 +227,23 @@ class Job(Section):
 
     def is_supervised(self, step: int) -> bool:
         """Whether the step learns the data's answers, and samples nothing."""
-        return self.training.objective == "sft" or step <= self.warmup.steps
+        return self.samples_nothing or step <= self.warmup.steps
+
+    @property
+    def samples_nothing(self) -> bool:
+        """Whether every step learns from given answers. Only evaluations sample."""
+        return self.training.objective != "rl"
+
+    @property
+    def temperature(self) -> float:
+        """The temperature of the trainer's log-probs: as sampled, and 1 of given answers."""
+        return 1.0 if self.samples_nothing else self.sampling.temperature
 
     @property
     def completions_per_prompt(self) -> int:
-        """How many completions of a prompt a step trains on: of supervised steps, its answer."""
-        return 1 if self.training.objective == "sft" else self.sampling.group_size
+        """How many completions of a prompt a step trains on."""
+        given = {"sft": 1, "dpo": 2}
+        return given.get(self.training.objective, self.sampling.group_size)
 
     @property
     def has_answers(self) -> bool:

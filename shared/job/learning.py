@@ -62,11 +62,17 @@ class TrainingSpec(Section):
     Losses and their equations are in services/trainer/learning/loss.py.
     """
 
-    objective: Literal["rl", "sft"] = "rl"
-    """What is learned: completions that earn rewards ("rl"), or the answers that the data gives
-    ("sft"): the mean negative log-likelihood of a step's tokens, at temperature 1. Then a step
-    takes `sampling.prompts_per_step` rows and samples nothing, `data.answer` says what the answers
-    are, and `[[rewards]]` only grade held-out completions."""
+    objective: Literal["rl", "sft", "dpo"] = "rl"
+    """What is learned: completions that earn rewards ("rl"), the answers that the data gives
+    ("sft", the mean negative log-likelihood of a step's tokens), or of two given answers to prefer
+    one ("dpo", arXiv 2305.18290). With the latter two a step takes `sampling.prompts_per_step` rows
+    and samples nothing, log-probs are at temperature 1, and `[[rewards]]` only grade held-out
+    completions. `data.answer`, and the columns `chosen` and `rejected`, say what the answers
+    are."""
+
+    dpo_beta: float = Field(default=0.1, gt=0)
+    """How strongly "dpo" holds the policy near the model that the job began with: the factor on the
+    log-ratios of its loss, above 0. 0.1 is usual; lower lets the policy go further."""
 
     train_on: Literal["answer", "all"] = "answer"
     """Which tokens supervised steps learn: the "answer"'s, or "all" but the first, the prompt's
@@ -165,8 +171,15 @@ class TrainingSpec(Section):
 
     @property
     def supervised(self) -> TrainingSpec:
-        """The update of a supervised step: no term is to the reference."""
+        """The update of a supervised step: the job's own, or of a warm-up."""
+        if self.objective != "rl":
+            return self
         return self.model_copy(update={"objective": "sft", "beta": 0.0})
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the update needs the model that the job began with."""
+        return self.beta > 0 or self.objective == "dpo"
 
     @property
     def ratio_of(self) -> Literal["token", "sequence"]:

@@ -8,7 +8,7 @@ more) and is one of N, of which n share the gradients: n = N from ZeRO stage 2 o
 The trainer, on each rank:
 
     weights       b P                      over N in stage 3; adapters are part of them
-    reference     b P                      with `training.beta`, without LoRA; over N in stage 3
+    reference     b P                      with a reference model, no LoRA; over N in stage 3
     gradients     4 T / n                  float32, added up over micro-batches; 2 T more, of the
                                            micro-batch's own, in bfloat16 at stage 1
     optimizer     12 T                     float32 masters and Adam's two moments; over N from
@@ -299,7 +299,7 @@ def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> Tr
     states = state_bytes(model, job, ranks)
     tokens = tokens_at_once(job, longest)
     weights = size * (whole + adapters) / (ranks.num if stage == 3 else 1)
-    reference = size * whole if job.training.beta > 0 and job.lora is None else 0
+    reference = size * whole if job.training.has_reference and job.lora is None else 0
     in_host = ranks.device == "cpu"
     parts = {
         "weights": weights,

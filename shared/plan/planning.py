@@ -79,7 +79,7 @@ def make_plan(
 
 
 def _needs(job: Job, model: Model, settings: Settings, known: Known) -> PlanInput:
-    if job.training.objective == "sft":
+    if job.samples_nothing:
         job = _with_answers(job, model)
     room = _room(job, model)
     if known.prompt_tokens is None:
@@ -158,7 +158,7 @@ def _notes(
             "of batches side by side"
         )
     if known.measured is None and placement.time is not None:
-        what = "answers" if job.training.objective == "sft" else "completions"
+        what = "answers" if job.samples_nothing else "completions"
         notes.append(
             f"{what} are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
             "), and times are from data sheets; `hone plan --measured RUN` takes the times of a run"

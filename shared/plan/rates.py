@@ -130,10 +130,10 @@ def tabled(
         train_s += num_updates * trained / ranks / CPU_ADAM_PER_S
     elif kind == "turns" and is_moved(job.memory, size):
         train_s += 2 * 12 * trained / ranks / MOVED_BYTES_PER_S
-    supervised = job.training.objective == "sft"
-    sample_s = 0.0 if supervised else _sample_s(model, load, sampling)
+    given = job.samples_nothing
+    sample_s = 0.0 if given else _sample_s(model, load, sampling)
     beside = job.max_staleness > 0 and kind == "split"
-    sync_s = 0.0 if supervised else size * synced / SYNC_BYTES_PER_S
+    sync_s = 0.0 if given else size * synced / SYNC_BYTES_PER_S
     return _step(sample_s, train_s, sync_s, beside=beside)
 
 
@@ -177,8 +177,8 @@ def passes(job: Job) -> int:
     backward = 1 if job.lora else 2
     each = 1 + backward + job.memory.gradient_checkpointing
     dropout = job.lora is not None and job.lora.dropout > 0
-    frozen = training.epochs * training.minibatches > 1 or dropout
-    return training.epochs * each + frozen + (training.beta > 0)
+    frozen = training.epochs * training.minibatches > 1 or dropout or training.objective == "dpo"
+    return training.epochs * each + frozen + training.has_reference
 
 
 def _sample_s(model: Model, load: StepSize, sampling: SamplingRate) -> float:

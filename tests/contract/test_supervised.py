@@ -119,6 +119,26 @@ async def test_no_sampler_sees_weights_of_a_warm_up_but_the_last(
     assert {body.min_version for body in asked if not body.answers} == {3}
 
 
+async def test_a_preference_is_asked_for_and_trained_as_a_pair(
+    stack: Stack, supervised: Job, tmp_path: Path
+) -> None:
+    rows = [{"prompt": f"{i}?", "chosen": "ab", "rejected": "b" * (i + 1)} for i in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "data": {"train": str(tmp_path / "pairs.jsonl")},
+        "training": {"objective": "dpo"},
+    }
+    job = Job.model_validate(supervised.model_dump(mode="json") | changes)
+    record = await stack.submit(job)
+    assert (await stack.until(record.id)).status == "succeeded"
+    assert stack.fakes.calls["generate"] == 20
+    for request in stack.fakes.trained:
+        assert [example.advantage for example in request.examples] == [1.0, -1.0] * ROWS
+        chosen, rejected = request.examples[::2], request.examples[1::2]
+        assert {tuple(example.token_ids) for example in chosen} == {(97, 98)}
+        assert all(set(example.token_ids) == {98} for example in rejected)
+
+
 @pytest.fixture
 async def fakes(settings: Settings) -> AsyncGenerator[tuple[FakeServices, Settings]]:
     fakes = FakeServices(settings)

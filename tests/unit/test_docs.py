@@ -26,7 +26,7 @@ LEAST = {
     "name": "a",
     "model": "m",
     "steps": 100,
-    "data": {"train": "t.jsonl"},
+    "data": {"train": "t.jsonl", "eval": "e.jsonl"},
     "rewards": [{"grader": "length"}],
 }
 

@@ -143,7 +143,7 @@ def _learns_nothing(job: Job) -> str | None:
 
 
 def _is_paid_nothing(job: Job) -> str | None:
-    if job.training.objective == "sft":
+    if job.samples_nothing:
         return None
     if job.teacher or any(reward.weight for reward in job.rewards):
         return None

@@ -37,7 +37,7 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
         return prompts.first()
     end = time.monotonic() + CHECK_S
     fit, made_of = fit_of(job), prompts.made_of
-    samples = job.training.objective != "sft"  # after the training prompts
+    samples = not job.samples_nothing  # after the training prompts
     if job.has_answers:
 
         def with_answers(problems: Sequence[Problem]) -> tuple[Prompt, ...]:

@@ -1,6 +1,8 @@
 """Supervised steps: the completions are the answers that the data gives. Each is a group of one
 completion with an advantage of 1, so the trainer's loss of a step is the mean negative
-log-likelihood of its tokens, and everything else is as in a step that samples.
+log-likelihood of its tokens, and everything else is as in a step that samples. With
+`training.objective` "dpo" a group has two completions: the chosen one, with an advantage of 1, and
+the rejected one, with -1.
 
 The samplers' tokenizer makes the tokens; nothing is sampled, and no weights are needed.
 """
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.data.choosing import BadRow, Problem, unrenderable
-from services.orchestrator.loop.prompts import Prompts
+from services.orchestrator.loop.prompts import Content, Prompts
 from services.orchestrator.pool.services import NOT_GRADED, Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job
@@ -24,29 +26,41 @@ from shared.wire.packed import Logprobs, TokenIds
 ANSWER = "answer"
 """The column with the answer, if neither a template nor a chat gives it."""
 
+CHOSEN, REJECTED = "chosen", "rejected"
+"""The columns with two answers of which the first is preferred."""
+
+ADVANTAGES = (1.0, -1.0)
+"""Of a lesson's first answer, and of its second."""
+
+Answer = str | Message
+
 
 @dataclass(frozen=True)
 class Lesson:
-    """A prompt, and the answer that is learned after it."""
+    """A prompt and the answer that is learned after it; or the answer that is preferred, and the
+    other one."""
 
     prompt: Prompt
-    answer: str | Message
+    answers: tuple[Answer, ...]
 
 
 def lessons(prompts: Sequence[Prompt], job: Job, where: str) -> list[Lesson]:
-    """Returns what each prompt's row teaches: one answer, or of a chat each of the assistant's
-    messages. With `train_on` "all" a chat is one lesson, so no token is learned twice. Raises
-    BadRow for a row without an answer."""
-    if job.data.answer is not None:
-        rows = [prompt.row for prompt in prompts]
-        try:
-            texts = RENDERER.texts(job.data.answer, rows)
-        except CannotRender as error:
-            problems = [Problem(prompt.index, prompt.row) for prompt in prompts]
-            raise unrenderable("data.answer", error, problems, where) from error
-        pairs = zip(prompts, texts, strict=True)
-        return [_lesson(prompt, text, "data.answer", where) for prompt, text in pairs]
-    return [lesson for prompt in prompts for lesson in _own(prompt, job, where)]
+    """Returns what each prompt's row teaches: an answer or a preference, or of a chat each of the
+    assistant's messages. With `train_on` "all" a chat is one lesson, so no token is learned twice.
+    Raises BadRow for a row without an answer."""
+    if job.training.objective == "dpo":
+        return [_preference(prompt, where) for prompt in prompts]
+    if job.data.answer is None:
+        return [lesson for prompt in prompts for lesson in _own(prompt, job, where)]
+    try:
+        texts = RENDERER.texts(job.data.answer, [prompt.row for prompt in prompts])
+    except CannotRender as error:
+        problems = [Problem(prompt.index, prompt.row) for prompt in prompts]
+        raise unrenderable("data.answer", error, problems, where) from error
+    return [
+        _lesson(prompt, text, "data.answer", where)
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
 
 
 def _own(prompt: Prompt, job: Job, where: str) -> list[Lesson]:
@@ -62,7 +76,8 @@ def _own(prompt: Prompt, job: Job, where: str) -> list[Lesson]:
     if job.training.train_on == "all":
         ends = ends[-1:]
     return [
-        Lesson(prompt.model_copy(update={"content": content[:end]}), content[end]) for end in ends
+        Lesson(prompt.model_copy(update={"content": content[:end]}), (content[end],))
+        for end in ends
     ]
 
 
@@ -73,41 +88,87 @@ def _lesson(prompt: Prompt, answer: Any, what: str, where: str) -> Lesson:
             "expected text (a template data.answer makes it of other columns), or a chat that ends "
             "with an assistant's message"
         )
-    return Lesson(prompt, answer)
+    return Lesson(prompt, (answer,))
+
+
+def _preference(prompt: Prompt, where: str) -> Lesson:
+    """Returns the row's preference. The chosen answer is the column `chosen`, or without it the
+    last message of a prompt that is a chat."""
+    content, chosen = prompt.content, prompt.row.get(CHOSEN)
+    if CHOSEN not in prompt.row and not isinstance(content, str) and len(content) > 1:
+        content, chosen = content[:-1], list(content[-1:])
+    given = {CHOSEN: chosen, REJECTED: prompt.row.get(REJECTED)}
+    answers = tuple(
+        _answer(value, content, f"row {prompt.index} of {where}, column {name!r}")
+        for name, value in given.items()
+    )
+    if answers[0] == answers[1]:
+        raise BadRow(
+            f"row {prompt.index} of {where}: {CHOSEN!r} and {REJECTED!r} are both "
+            f"{answers[0]!r:.80}; expected two answers of which one is better"
+        )
+    return Lesson(prompt.model_copy(update={"content": content}), answers)
+
+
+def _answer(value: Any, content: Content, at: str) -> Answer:
+    """Returns an answer from a column: text, or the last of a list of messages, of which those
+    before it end the prompt."""
+    if isinstance(value, str) and value.strip():
+        return value
+    messages: list[Any] = value if isinstance(value, list) else []
+    last: dict[str, Any] = messages[-1] if messages and isinstance(messages[-1], dict) else {}
+    if last.get("role") != "assistant":
+        raise BadRow(
+            f"{at}: got {value!r:.80}; expected an answer: text, or a list of chat messages that "
+            "ends with an assistant's"
+        )
+    before = messages[:-1]
+    if before and (isinstance(content, str) or list(content[-len(before) :]) != before):
+        raise BadRow(
+            f"{at}: its messages before the answer are not those of the prompt; expected the "
+            "prompt's messages and then the answer, or the answer alone"
+        )
+    return str(last.get("content") or "") if isinstance(content, str) else last
 
 
 async def given_groups(
     services: Services, job: Job, prompts: Prompts, step: int
 ) -> list[ScoredGroup]:
-    """Returns the step's groups of one given completion each, `[P]`: of chats more than there are
-    rows. An answer that is too long for the model is a rollout that went wrong."""
+    """Returns the step's groups of given completions, `[P]`: of chats more than there are rows. An
+    answer that is too long for the model is a rollout that went wrong."""
 
     def read() -> list[Lesson]:
         return lessons(prompts.for_step(step), job, prompts.name)
 
     async def group_of(position: int, lesson: Lesson) -> ScoredGroup:
         key = f"{services.owner}:{step}:given:{position}"
-        group = await services.given(lesson.prompt, lesson.answer, key=key)
-        return ScoredGroup(prompt=lesson.prompt, group=learned(group, job), scores=(NOT_GRADED,))
+        group = await services.given(lesson.prompt, lesson.answers, key=key)
+        scores = (NOT_GRADED,) * len(lesson.answers)
+        return ScoredGroup(prompt=lesson.prompt, group=learned(group, job), scores=scores)
 
     found = await asyncio.to_thread(read)
     return await all_of(group_of(position, lesson) for position, lesson in enumerate(found))
 
 
 def learned(group: RolloutGroup, job: Job) -> RolloutGroup:
-    """Returns the group with an advantage of 1 for each token that is learned. With `train_on`
-    "all" the prompt's tokens but the first are learned too, as part of the completion."""
-    (rollout,) = group.rollouts
-    if rollout.went_wrong:
+    """Returns the group with an advantage for each token that is learned. With `train_on` "all" the
+    prompt's tokens but the first are learned too, as part of the completion. A group of which a
+    rollout went wrong teaches nothing."""
+    if any(rollout.went_wrong for rollout in group.rollouts):
         return group
-    num_before = 1 if job.training.train_on == "all" else len(group.prompt_token_ids)
-    ids = [*group.prompt_token_ids, *rollout.token_ids]
-    whole: Rollout = rollout.model_copy(
+    prompt = [*group.prompt_token_ids]
+    num_before = 1 if job.training.train_on == "all" else len(prompt)
+    return group.model_copy(
         update={
-            "token_ids": TokenIds(ids[num_before:]),
-            "advantages": Logprobs([1.0] * (len(ids) - num_before)),
+            "prompt_token_ids": TokenIds(prompt[:num_before]),
+            "rollouts": tuple(
+                _with_advantage(rollout, [*prompt[num_before:], *rollout.token_ids], advantage)
+                for rollout, advantage in zip(group.rollouts, ADVANTAGES, strict=False)
+            ),
         }
     )
-    return group.model_copy(
-        update={"prompt_token_ids": TokenIds(ids[:num_before]), "rollouts": (whole,)}
-    )
+
+
+def _with_advantage(rollout: Rollout, ids: list[int], advantage: float) -> Rollout:
+    of_tokens = Logprobs([advantage] * len(ids))
+    return rollout.model_copy(update={"token_ids": TokenIds(ids), "advantages": of_tokens})

@@ -260,14 +260,17 @@ class Services:
         return await self._sampled(body, key)
 
     @waits_for("rollout", "reading an answer", "generate")
-    async def given(self, prompt: Prompt, answer: str | Message, *, key: str) -> RolloutGroup:
-        """Returns the tokens of a prompt and of a given answer to it, as a group of one."""
+    async def given(
+        self, prompt: Prompt, answers: tuple[str | Message, ...], *, key: str
+    ) -> RolloutGroup:
+        """Returns the tokens of a prompt and of given answers to it, as their group."""
         tracing.note(prompt=prompt.index)
         body = GenerateRequest(
             **self._fence(),
             prompt=prompt.content,
-            answers=(answer,),
+            answers=answers,
             template_args=self._job.sampling.template_args,
+            sampling=Sampling(n=len(answers)),
         )
         return await self._sampled(body, key)
 

@@ -25,16 +25,18 @@ A supervised step (`training.objective` "sft") has the loss
 
     sft         -A_t logprob_t    sum_t l_t / T
 
-whose advantages are 1: the mean negative log-likelihood of its tokens.
+whose advantages are 1: the mean negative log-likelihood of its tokens. One with preferences ("dpo")
+has the same l_t, with the average sum_t l_t / (S / 2), S / 2 being the number of pairs, and the
+advantages of `preference.py`.
 
 The denominators S, T and T_m are an optimizer step's share of the sequences and tokens of the whole
 batch as sampled, rollouts without signal included (`Denominators` and, with its equation,
 batch.py). They are counted before any correction rejects a token and are the same for every
 micro-batch and rank, so shares add up to the same loss however the step is split.
 
-Not finite: a trainer's log-prob of -inf gives the clamped ratio and no gradient; only "cispo" and
-"sft", whose losses are proportional to it, are infinite. NaN stays NaN. The engine refuses a step
-whose loss is not finite.
+Not finite: a trainer's log-prob of -inf gives the clamped ratio and no gradient; only "cispo",
+"sft" and "dpo", whose losses are proportional to it, are infinite. NaN stays NaN. The engine
+refuses a step whose loss is not finite.
 
 A new loss is a function here and its entry in `LOSSES`.
 """
@@ -208,6 +210,10 @@ def mean_over_length_limit(x: LossInputs, values_N: Tensor) -> Tensor:
     return values_N.sum() / (x.denominators.num_sequences * x.denominators.max_tokens)
 
 
+def mean_over_pairs(x: LossInputs, values_N: Tensor) -> Tensor:
+    return values_N.sum() / (x.denominators.num_sequences / 2)
+
+
 # --- tokens held by a bound, by TRL's names of the metrics --------------------------------------
 
 
@@ -255,12 +261,16 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-SUPERVISED = Loss(negative_log_likelihood, mean_over_batch_tokens, no_fractions)
+GIVEN: dict[str, Loss] = {
+    "sft": Loss(negative_log_likelihood, mean_over_batch_tokens, no_fractions),
+    "dpo": Loss(negative_log_likelihood, mean_over_pairs, no_fractions),
+}
+"""The losses of given answers, by objective."""
 
 
 def loss_of(training: TrainingSpec) -> Loss:
     """Returns the loss of a step's updates."""
-    return SUPERVISED if training.objective == "sft" else LOSSES[training.loss]
+    return GIVEN.get(training.objective) or LOSSES[training.loss]
 
 
 # --- estimates of the KL term --------------------------------------------------------------------

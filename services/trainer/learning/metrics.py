@@ -23,6 +23,11 @@ sequence's tokens counts, there the sequence once.
                             and without padding; a shared prefix counts once
     tokens/shared_fraction  share of the sequences' tokens that were not computed again, because
                             another sequence of the micro-batch begins with them too
+    rewards/chosen          with "dpo", over pairs: dpo_beta times the sum over the chosen answer's
+                            tokens of logprob - reference logprob (TRL's); the loss is theirs too
+    rewards/rejected        the same of the rejected answer
+    rewards/margins         their difference
+    rewards/accuracies      share of pairs in which it is above 0
     num_micro_batches       passes through a micro-batch, of each rank
 
 Which of the first five a loss has is in `LOSSES` (loss.py).
@@ -70,6 +75,7 @@ from services.trainer.learning.batch import MicroBatch
 from services.trainer.learning.correction import Resolved, known_sampler_logprobs, log_ratios
 from services.trainer.learning.examples import UNKNOWN
 from services.trainer.learning.loss import KL, LossInputs, importance_ratios, loss_of
+from services.trainer.learning.preference import Preferences
 from shared.job import TrainingSpec
 from shared.wire.packed import Logprobs
 
@@ -141,6 +147,7 @@ class StepMetrics:
             name: torch.zeros((), dtype=torch.float64, device=device) for name in MAXIMA
         }
         self._num_micro_batches = 0
+        self.preferences: Preferences | None = None
 
     @torch.no_grad()
     def add(self, batch: MicroBatch, x: LossInputs, entropy_N: Tensor, loss: Tensor) -> None:
@@ -266,9 +273,11 @@ class StepMetrics:
             metrics["mismatch/effective_sample_size"] = squared_sum / (
                 num_tokens * sums["squared_ratios"]
             )
-        return sums["loss"] / num_minibatches, {
-            name: value for name, value in metrics.items() if math.isfinite(value)
-        }
+        loss = sums["loss"] / num_minibatches
+        if self.preferences is not None:
+            metrics |= self.preferences.metrics()
+            loss = metrics.pop("loss")
+        return loss, {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _over_ranks(values: dict[str, Tensor], op: dist.ReduceOp.RedOpType) -> dict[str, float]:

@@ -39,6 +39,7 @@ from services.trainer.learning.policy import (
     causal_lm,
     frozen_copy,
 )
+from services.trainer.learning.preference import check_pairs
 from services.trainer.zero import internals, lora, state
 from services.trainer.zero import stages as zero
 from services.trainer.zero.internals import whole_weights
@@ -104,7 +105,7 @@ def assemble(job: Job, device: torch.device) -> Parts:
     planned = _planned(model, job, dtype, device)
     wrapped = lora.attach(model, job.lora).eval() if job.lora else None
     num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    policy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
+    policy = Policy(model, job.temperature, job.memory.chunk_tokens)
     engine: Any = zero.start(policy, job, dtype)
     check_head(model, job.model)
     check_head_calls(job, model)
@@ -176,13 +177,13 @@ def start_reference(
     job: Job, policy: Policy, wrapped: Any, dtype: torch.dtype, device: torch.device
 ) -> Reference | None:
     """Returns the model that the KL term keeps the policy near to; None if nothing does."""
-    if job.training.beta == 0:
+    if not job.training.has_reference:
         return None
     if wrapped is not None:
         return adapters_off(wrapped, policy)
     spread = job.memory.zero_stage == 3
     model = load_on_all_ranks(job, dtype, device, spread=spread)
-    copy = Policy(model, job.sampling.temperature, job.memory.chunk_tokens)
+    copy = Policy(model, job.temperature, job.memory.chunk_tokens)
     if spread:
         zero.start_frozen(copy, job, dtype)
     if attention.is_used_by(causal_lm(policy.model)):
@@ -220,6 +221,8 @@ class DeepSpeedEngine:
         config = self._parts.model.config.get_text_config()
         sampled_by = allowed_versions(version, self._job.max_staleness)
         check(examples, config.vocab_size, sampled_by, window=_window(config))
+        if supervised and self._job.training.objective == "dpo":
+            check_pairs(examples)
         return self._parts.updater.update(
             examples, learning_rate, totals, version, supervised=supervised
         )

@@ -45,6 +45,7 @@ from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.loss import total_loss
 from services.trainer.learning.metrics import StepMetrics
 from services.trainer.learning.policy import Policy, Reference
+from services.trainer.learning.preference import Preferences
 from services.trainer.zero import host_memory
 from services.trainer.zero import stages as zero_stages
 from services.trainer.zero.host_memory import HostCopies
@@ -181,7 +182,7 @@ class Updater:
         supervised: bool,
     ) -> Update:
         training = self._job.training.supervised if supervised else self._job.training
-        self._policy.temperature = 1.0 if supervised else self._job.sampling.temperature
+        self._policy.temperature = 1.0 if supervised else self._job.temperature
         minibatches = plan(
             examples,
             totals,
@@ -200,7 +201,7 @@ class Updater:
         try:
             if progress.num_updates > 1:
                 undo = dataclasses.replace(undo, snapshot=Snapshot.take(self._zero, self._copies))
-            norms = self._train(minibatches, metrics, progress, training)
+            norms = self._train(examples, minibatches, metrics, progress, training)
         except NotFinite:
             undo.apply(self._zero)
             loss, values = metrics.reduce(progress.update)
@@ -244,14 +245,22 @@ class Updater:
 
     def _train(
         self,
+        examples: tuple[Example, ...],
         minibatches: list[Minibatch],
         metrics: StepMetrics,
         progress: Progress,
         training: TrainingSpec,
     ) -> list[float]:
         """Returns the gradient's norm of each optimizer step, before clipping. Raises NotFinite."""
-        reference = self._reference if training.beta else None
-        frozen = [self._ask(minibatch, reference, metrics, progress) for minibatch in minibatches]
+        reference = self._reference if training.has_reference else None
+        prefers = training.objective == "dpo"
+        ask_policy = progress.num_updates > 1 or self._dropout or prefers
+        frozen = [
+            self._ask(minibatch, metrics, progress, ask_policy, reference)
+            for minibatch in minibatches
+        ]
+        if prefers:
+            minibatches = self._preferred(examples, minibatches, frozen, metrics)
         norms: list[float] = []
         try:
             set_dropout(self._policy, self._dropout)
@@ -269,15 +278,33 @@ class Updater:
             set_dropout(self._policy, False)
         return norms
 
+    def _preferred(
+        self,
+        examples: tuple[Example, ...],
+        minibatches: list[Minibatch],
+        frozen: list[list[Frozen]],
+        metrics: StepMetrics,
+    ) -> list[Minibatch]:
+        """Returns the minibatch with the advantages that its pairs' margins give."""
+        (minibatch,), (known,) = minibatches, frozen
+        of_batches = [
+            (batch, of_batch.before_N, of_batch.reference_N)
+            for batch, of_batch in zip(minibatch.micro_batches, known, strict=True)
+        ]
+        found = Preferences.of(examples, of_batches, self._job.training.dpo_beta, self._device)
+        metrics.preferences = found
+        micro_batches = tuple(found.applied(batch) for batch in minibatch.micro_batches)
+        return [dataclasses.replace(minibatch, micro_batches=micro_batches)]
+
     def _ask(
         self,
         minibatch: Minibatch,
-        reference: Reference | None,
         metrics: StepMetrics,
         progress: Progress,
+        ask_policy: bool,
+        reference: Reference | None,
     ) -> list[Frozen]:
         """Returns what frozen passes tell of each micro-batch."""
-        ask_policy = progress.num_updates > 1 or self._dropout
         known: list[Frozen] = []
         for batch in minibatch.micro_batches:
             if not ask_policy and reference is None:
@@ -315,7 +342,7 @@ class Updater:
                 logprobs_N,
                 before_N=frozen.before_N,
                 first=progress.update == 1,
-                reference_N=frozen.reference_N,
+                reference_N=frozen.reference_N if training.beta else None,
                 correction=self._correction,
                 denominators=minibatch.denominators,
                 training=training,

@@ -177,7 +177,7 @@ BOUNDS = {
     "difficulty.skip_steps",  # says how long, if there is skip_right or skip_wrong
     *("correction.sequence_ratio", "correction.low", "correction.high"),  # of a method
     "correction.truncated_sampling",
-    *("training.train_on", "warmup.learning_rate"),  # of supervised steps
+    *("training.train_on", "training.dpo_beta", "warmup.learning_rate"),  # of given answers
 }
 
 

@@ -45,11 +45,11 @@ def said(role: str, content: str) -> dict[str, str]:
 CHAT = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]
 
 
-def taught(job: Job) -> list[tuple[Any, Any]]:
+def taught(job: Job) -> list[tuple[Any, ...]]:
     prompts = load_prompts(job, Settings())
     assert prompts.train is not None
     found = lessons(prompts.made_of(prompts.train), job, prompts.name)
-    return [(lesson.prompt.content, lesson.answer) for lesson in found]
+    return [(lesson.prompt.content, *lesson.answers) for lesson in found]
 
 
 def test_a_row_teaches_its_answer_column_or_what_the_template_makes() -> None:
@@ -89,6 +89,81 @@ def test_a_row_without_an_answer_is_found_when_the_job_is_submitted(
     assert message in raised.value.detail
 
 
+DPO: dict[str, Any] = {"training": {"objective": "dpo"}}
+ASKED = [said("user", "a")]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "1?", "chosen": "b", "rejected": "c"}, ("1?", "b", "c")),
+        ({"prompt": "1?", "chosen": [said("assistant", "b")], "rejected": "c"}, ("1?", "b", "c")),
+        (
+            {"prompt": ASKED, "chosen": [said("assistant", "b")], "rejected": "c"},
+            (tuple(ASKED), said("assistant", "b"), "c"),
+        ),
+        (
+            {
+                "prompt": ASKED,
+                "chosen": [*ASKED, said("assistant", "b")],
+                "rejected": [*ASKED, said("assistant", "c")],
+            },
+            (tuple(ASKED), said("assistant", "b"), said("assistant", "c")),
+        ),
+    ],
+)
+def test_a_row_teaches_a_preference(row: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    assert taught(job([row], **DPO)) == [expected]
+
+
+def test_a_data_set_of_two_chats_and_no_prompt_teaches_preferences() -> None:
+    """As trl-lib/ultrafeedback_binarized has it."""
+    chats = {name: [*ASKED, said("assistant", name)] for name in ("chosen", "rejected")}
+    data = {"train": [chats], "columns": {"prompt": "chosen"}, "system_prompt": "s"}
+    system = said("system", "s")
+    assert taught(job(data=data, **DPO)) == [
+        ((system, *ASKED), said("assistant", "chosen"), said("assistant", "rejected"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1?", "rejected": "c"}, "column 'chosen': got None; expected an answer: text"),
+        ({"prompt": "1?", "chosen": "b"}, "column 'rejected': got None; expected an answer: text"),
+        (
+            {"prompt": "1?", "chosen": "b", "rejected": ASKED},
+            "column 'rejected': got [{'role': 'user', 'content': 'a'}]; expected an answer",
+        ),
+        ({"prompt": "1?", "chosen": "b", "rejected": "b"}, "'chosen' and 'rejected' are both 'b'"),
+        (
+            {"prompt": ASKED, "chosen": "b", "rejected": [CHAT[2], CHAT[3]]},
+            "column 'rejected': its messages before the answer are not those of the prompt",
+        ),
+    ],
+)
+def test_a_row_without_a_preference_is_found_when_the_job_is_submitted(
+    row: dict[str, Any], message: str
+) -> None:
+    asked = job([row], **DPO)
+    with pytest.raises(BadRequest) as raised:
+        check_rows(asked, load_prompts(asked, Settings()))
+    assert raised.value.detail.startswith("row 0 of data.train in the job")
+    assert message in raised.value.detail
+
+
+def test_a_preference_is_a_chosen_and_a_rejected_example() -> None:
+    asked = job(**DPO)
+    two = group([1, 2], [4, 5])
+    (first,) = two.rollouts
+    second = first.model_copy(update={"token_ids": TokenIds([6])})
+    made = batch(asked, two.model_copy(update={"rollouts": (first, second)}))
+    examples = to_examples(made.groups, batch_advantages(made, asked))
+    assert [(tuple(one.token_ids), one.advantage) for one in examples] == [((4, 5), 1), ((6,), -1)]
+    totals = step_totals(made, asked)
+    assert (totals.num_sequences, totals.num_tokens) == (2, 3)
+
+
 def test_a_warm_up_needs_answers_too() -> None:
     asked = job(
         [{"prompt": "0?"}],
@@ -116,7 +191,9 @@ def failed() -> RolloutGroup:
 def batch(asked: Job, *groups: RolloutGroup):
     prompt = Prompt(index=0, content="1?", row={})
     scored = [
-        ScoredGroup(prompt=prompt, group=learned(one, asked), scores=(NOT_GRADED,))
+        ScoredGroup(
+            prompt=prompt, group=learned(one, asked), scores=(NOT_GRADED,) * len(one.rollouts)
+        )
         for one in groups
     ]
     return to_batch(1, scored, dated=False)
@@ -193,6 +270,7 @@ def test_learning_rates_are_tens_of_those_of_rewards() -> None:
     assert job().learning_rate == pytest.approx(1e-5)
     assert job(lora={}).learning_rate == pytest.approx(1e-4)
     assert job(training={"objective": "sft", "learning_rate": 3e-6}).learning_rate == 3e-6
+    assert job(**DPO).learning_rate == 1e-6
     assert warm().warmup_learning_rate == pytest.approx(1e-5)
     assert warm().learning_rate == 1e-6
     assert warm(lora={}).warmup_learning_rate == pytest.approx(1e-4)
@@ -211,6 +289,14 @@ GAME: dict[str, Any] = {"file": "game.py", "name": "Game"}
             "rewards is empty, and there are held-out problems; expected [[rewards]] that grade",
         ),
         ({"warmup": {"steps": 2}}, 'training.objective is "sft" and warmup.steps is set'),
+        (
+            {"training": {"objective": "dpo", "minibatches": 2}},
+            'training.objective is "dpo", training.epochs 1 and training.minibatches 2',
+        ),
+        (
+            {"training": {"objective": "dpo", "train_on": "all"}},
+            "training.train_on is set, and no step is supervised",
+        ),
         ({"difficulty": {"skip_right": 1}}, 'training.objective is "sft" and difficulty is set'),
         (
             {"training": {"objective": "sft", "beta": 0.1}},
