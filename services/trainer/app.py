@@ -23,6 +23,8 @@ from shared.wire import (
     Checkpoint,
     CheckpointList,
     CheckpointRequest,
+    ForwardRequest,
+    ForwardResult,
     PublishRequest,
     Released,
     ReleaseRequest,
@@ -121,6 +123,11 @@ def _add_training(service: Service, run: Run) -> None:
         step_seconds.set(result.train_s)
         return result
 
+    async def forward(request: ForwardRequest) -> ForwardResult:
+        """Returns the log-probs that the weights of the last applied step give examples."""
+        service.ownership.check()
+        return cast(ForwardResult, await run("forward", request))
+
     async def publish_weights(request: PublishRequest) -> WeightsRef:
         """Writes the weights of the last applied step where samplers can load them."""
         service.ownership.check()
@@ -128,6 +135,7 @@ def _add_training(service: Service, run: Run) -> None:
         return WeightsRef(weights)
 
     service.operation("POST", "/train_step", train_step)
+    service.operation("POST", "/forward", forward)
     service.operation("POST", "/publish_weights", publish_weights)
 
 

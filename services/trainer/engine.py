@@ -73,6 +73,11 @@ class Engine(Protocol):
         or if `supervised` by the negative log-likelihood of their tokens."""
         ...
 
+    def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
+        """Returns the log-probs of the examples' sampled tokens, and the reference's (empty without
+        one), as in `ForwardResult`."""
+        ...
+
     def canary(self) -> Canary | None:
         """Returns what the weights give a fixed sequence, for samplers to compare with; None if
         that is not finite."""

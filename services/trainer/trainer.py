@@ -41,6 +41,8 @@ from shared.wire import (
     CheckpointList,
     CheckpointRequest,
     Fenced,
+    ForwardRequest,
+    ForwardResult,
     PublishRequest,
     StepResult,
     TrainerJob,
@@ -174,6 +176,17 @@ class Trainer:
             **result.model_dump(exclude={"metrics", "logprobs", "entropies"}),
         )
         return result
+
+    def forward(self, request: ForwardRequest) -> ForwardResult:
+        """Returns what the weights of the last applied step give the examples. Changes nothing."""
+        loaded = self._job(request)
+        if request.step != loaded.step:
+            raise Conflict(
+                f"got step {request.step}, expected {loaded.step}, the last applied step",
+                code="out_of_order",
+            )
+        logprobs, reference = loaded.engine.forward(request.examples)
+        return ForwardResult(logprobs=logprobs, reference_logprobs=reference)
 
     def publish_weights(self, request: PublishRequest) -> AnyWeights | None:
         """Returns the reference of the published weights on rank 0, None elsewhere."""

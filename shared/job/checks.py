@@ -199,6 +199,11 @@ def _is_supervised_whole(job: Job) -> None:
             f"{training.minibatches}; expected 1 of each: preferences are of the weights before "
             "the optimizer step"
         )
+    if not job.rewards and job.stop.target is not None:
+        raise ValueError(
+            f"{got}, stop.target is {job.stop.target:g} and there are no [[rewards]]; expected "
+            "[[rewards]] that grade completions of the held-out problems"
+        )
     if job.rewards and not job.evaluates:
         raise ValueError(
             f"{got} and there is a reward {job.rewards[0].label!r}, and no held-out problems; "
@@ -286,13 +291,8 @@ def _skips_what_is_numbered(job: Job) -> None:
 
 
 def _has_rewards(job: Job) -> None:
-    if job.rewards or (job.samples_nothing and not job.evaluates):
+    if job.rewards or (job.samples_nothing and job.trains):
         return
-    if job.samples_nothing:
-        raise ValueError(
-            "rewards is empty, and there are held-out problems; expected [[rewards]] that grade "
-            "their completions"
-        )
     if job.teacher is None:
         raise ValueError("'rewards': got []; expected at least 1 in the list, or a [teacher]")
     if job.evaluates:

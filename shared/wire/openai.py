@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    RootModel,
+    field_validator,
+    model_validator,
+)
 
 from shared.documented import Plain
 from shared.wire.base import JobId, Wire
@@ -16,16 +23,12 @@ PREFIX = "ftevent-"
 """Prefix of an event's id here; the rest is its id in the job's events."""
 
 
-class ReinforcementHyperparameters(Wire):
-    """OpenAI's knobs. docs/openai.md has a table of what each does to the job."""
+class Hyperparameters(Wire):
+    """OpenAI's knobs, of every method. docs/openai.md has a table of what each does to the job."""
 
     batch_size: Auto | int = Field(default="auto")
-    compute_multiplier: Auto | float = Field(default="auto")
-    eval_interval: Auto | int = Field(default="auto")
-    eval_samples: Auto | int = Field(default="auto")
     learning_rate_multiplier: Auto | float = Field(default="auto")
     n_epochs: Auto | int = Field(default="auto")
-    reasoning_effort: Literal["default"] = "default"
 
     @field_validator("*")
     @classmethod
@@ -33,6 +36,29 @@ class ReinforcementHyperparameters(Wire):
         if isinstance(value, int | float) and value <= 0:
             raise ValueError("expected 'auto' or a number above 0")
         return value
+
+
+class ReinforcementHyperparameters(Hyperparameters):
+    """The knobs of reinforcement."""
+
+    compute_multiplier: Auto | float = Field(default="auto")
+    eval_interval: Auto | int = Field(default="auto")
+    eval_samples: Auto | int = Field(default="auto")
+    reasoning_effort: Literal["default"] = "default"
+
+
+class DpoHyperparameters(Hyperparameters):
+    """The knobs of preferences. OpenAI's `beta` is at most 2."""
+
+    beta: Auto | float = Field(default="auto")
+
+
+class Supervised(Wire):
+    hyperparameters: Hyperparameters = Hyperparameters()
+
+
+class Dpo(Wire):
+    hyperparameters: DpoHyperparameters = DpoHyperparameters()
 
 
 class Reinforcement(Wire):
@@ -44,10 +70,30 @@ class Reinforcement(Wire):
 
 
 class FineTuningMethod(Wire):
-    """Hone trains by reinforcement; OpenAI's "supervised" and "dpo" are refused."""
+    """What is learned: by reinforcement, from answers ("supervised"), or from preferences ("dpo").
+    The field of the type's name has its parameters, which only reinforcement needs."""
 
-    type: Literal["reinforcement"]
-    reinforcement: Reinforcement
+    type: Literal["reinforcement", "supervised", "dpo"] = "supervised"
+    reinforcement: Reinforcement | None = None
+    supervised: Supervised | None = None
+    dpo: Dpo | None = None
+
+    @model_validator(mode="after")
+    def _has_its_own_parameters(self) -> FineTuningMethod:
+        given = [name for name in ("reinforcement", "supervised", "dpo") if getattr(self, name)]
+        if other := next((name for name in given if name != self.type), None):
+            raise ValueError(f"type is {self.type!r} and {other!r} is set; expected {self.type!r}")
+        if self.type == "reinforcement" and self.reinforcement is None:
+            raise ValueError(
+                "type is 'reinforcement' and 'reinforcement' is missing, which has the grader"
+            )
+        return self
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """The knobs of the method."""
+        chosen = self.reinforcement or self.supervised or self.dpo
+        return chosen.hyperparameters if chosen else Hyperparameters()
 
 
 class WandbIntegration(Wire):
@@ -72,7 +118,7 @@ class CreateFineTuningJob(Wire):
     model: str
     training_file: str
     validation_file: str | None = None
-    method: FineTuningMethod
+    method: FineTuningMethod = FineTuningMethod()
     suffix: str | None = Field(default=None, min_length=1, max_length=64)
     seed: int | None = Field(default=None, ge=0)
     metadata: dict[str, str] | None = None

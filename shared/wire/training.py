@@ -131,6 +131,23 @@ class TrainStepRequest(Fenced):
     totals: StepTotals | None = None
 
 
+class ForwardRequest(Fenced):
+    """`POST /forward`: the log-probs that the weights of `step`, the last applied one, give the
+    sampled tokens of examples. Changes nothing."""
+
+    step: int = Field(ge=0)
+    examples: tuple[Example, ...] = Field(min_length=1)
+
+
+class ForwardResult(Wire):
+    """Log-probs `[N]` of the sampled tokens of all examples, one example after the other, in nats,
+    at the job's temperature. `reference_logprobs` are of the model that the job began with; empty:
+    the job does not need it."""
+
+    logprobs: Logprobs
+    reference_logprobs: Logprobs = Logprobs()
+
+
 class StepResult(Wire):
     """What a step did. `loss` and `metrics` are over the whole step's valid tokens, all ranks and
     micro-batches.

@@ -176,11 +176,47 @@ async def test_a_job_is_paused_resumed_and_cancelled(stack: Stack, client: opena
         await client.fine_tuning.jobs.resume(first.id)
 
 
-async def test_what_cannot_be_is_refused_as_openai_does(client: openai.AsyncOpenAI):
-    with pytest.raises(openai.UnprocessableEntityError, match="reinforcement"):
-        await client.fine_tuning.jobs.create(
-            model="owner/model", training_file="file-x", method={"type": "supervised"}
+async def test_chats_and_preferences_are_learned_from(stack: Stack, client: openai.AsyncOpenAI):
+    chats = [said("user", "1?"), said("assistant", "one")]
+    pair = {
+        "input": {"messages": chats[:1]},
+        "preferred_output": chats[1:],
+        "non_preferred_output": [said("assistant", "two")],
+    }
+    for row, method in (
+        ({"messages": chats}, None),
+        (pair, {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 1, "batch_size": 2}}}),
+    ):
+        content = "".join(json.dumps(row) + "\n" for _ in range(4)).encode()
+        file = await client.files.create(file=("rows.jsonl", content), purpose="fine-tune")
+        given = {"method": method} if method else {}
+        job = await client.fine_tuning.jobs.create(
+            model="owner/model", training_file=file.id, validation_file=file.id, **given
         )
+        assert (await ended(client, job.id)).status == "succeeded"
+        shown = await client.fine_tuning.jobs.retrieve(job.id)
+        assert (
+            shown.method is not None
+            and shown.method.type == (method or {"type": "supervised"})["type"]
+        )
+        rows = stack.folder(job.id).metrics()
+        assert "eval/loss" in rows[-1].metrics
+    assert len(stack.fakes.trained[-1].examples) == 4, "two pairs"
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+async def test_what_cannot_be_is_refused_as_openai_does(client: openai.AsyncOpenAI):
+    for method, error in (
+        ({"type": "reinforcement"}, "'reinforcement' is missing, which has the grader"),
+        ({"type": "supervised", "dpo": {}}, "type is 'supervised' and 'dpo' is set"),
+    ):
+        with pytest.raises(openai.UnprocessableEntityError, match=error):
+            await client.fine_tuning.jobs.create(
+                model="owner/model", training_file="file-x", method=method
+            )
     with pytest.raises(openai.UnprocessableEntityError, match="ids of the Hugging Face hub have"):
         await client.fine_tuning.jobs.create(
             model="gpt-4o-mini",

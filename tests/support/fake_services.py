@@ -30,6 +30,8 @@ from shared.wire import (
     CheckpointRequest,
     Fence,
     Fencing,
+    ForwardRequest,
+    ForwardResult,
     GenerateRequest,
     Message,
     ModelRequest,
@@ -124,6 +126,7 @@ class FakeServices:
             ("rollout", "POST", "/weights/check", self._check),
             ("trainer", "PUT", "/job", self._put_job),
             ("trainer", "POST", "/train_step", self._train_step),
+            ("trainer", "POST", "/forward", self._forward),
             ("trainer", "POST", "/publish_weights", self._publish),
             ("trainer", "POST", "/checkpoints", self._checkpoint),
             ("trainer", "POST", "/release", self._release),
@@ -308,6 +311,15 @@ class FakeServices:
         self.step = body.step
         self.trained.append(body)
         return self._result(body)
+
+    async def _forward(self, body: ForwardRequest) -> ForwardResult:
+        """Gives each token of a longer answer less, by policy and reference."""
+        await self._note("forward", body)
+        lengths = [len(example.token_ids) for example in body.examples]
+        return ForwardResult(
+            logprobs=Logprobs([-0.5 * length for length in lengths for _ in range(length)]),
+            reference_logprobs=Logprobs([-1.0 for length in lengths for _ in range(length)]),
+        )
 
     def _result(self, body: TrainStepRequest) -> StepResult:
         tokens = sum(len(example.token_ids) for example in body.examples)

@@ -38,19 +38,16 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
     end = time.monotonic() + CHECK_S
     fit, made_of = fit_of(job), prompts.made_of
     samples = not job.samples_nothing  # after the training prompts
-    if job.has_answers:
-
-        def with_answers(problems: Sequence[Problem]) -> tuple[Prompt, ...]:
-            made = prompts.made_of(problems)
-            return tuple(lesson.prompt for lesson in lessons(made, job, prompts.name))
-
-        made_of = with_answers
     if prompts.train is not None:
+        if job.has_answers:
+            made_of = _with_answers(made_of, job, prompts.name)
         _check(_Rows("data.train", prompts.train, made_of, fit if samples else None), end)
     for held_out in prompts.sets:
         name = f"evaluation.sets.{held_out.name}" if held_out.name else "data.eval"
-        of_set = held_out_fit(fit, job) if fit else None
-        _check(_Rows(name, held_out.problems, held_out.made_of, of_set), end)
+        of_set, made_of = held_out_fit(fit, job) if fit and job.rewards else None, held_out.made_of
+        if not job.rewards:
+            made_of = _with_answers(made_of, job, held_out.where)
+        _check(_Rows(name, held_out.problems, made_of, of_set), end)
     first = prompts.first()
     if prompts.train is None:
         if job.has_answers:
@@ -64,6 +61,19 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
         while len(_PASSED) > MAX_PASSED:
             _PASSED.pop(next(iter(_PASSED)), None)
     return first
+
+
+MadeOf = Callable[[Sequence[Problem]], Sequence[Prompt]]
+
+
+def _with_answers(made_of: MadeOf, job: Job, where: str) -> MadeOf:
+    """Returns the function that also makes the answers of the problems, and returns the prompts
+    that they follow."""
+
+    def made(problems: Sequence[Problem]) -> Sequence[Prompt]:
+        return [lesson.prompt for lesson in lessons(made_of(problems), job, where)]
+
+    return made
 
 
 def _key(job: Job, prompts: Prompts) -> str | None:
@@ -97,7 +107,7 @@ class _Rows:
 
     data: str
     problems: Sequence[Problem]
-    made_of: Callable[[Sequence[Problem]], Sequence[Prompt]]
+    made_of: MadeOf
     fit: Fit | None
 
 

@@ -276,6 +276,8 @@ def _with_system(text: str, spec: DataSpec) -> Content:
 def _given(problem: Problem, spec: DataSpec, where: str) -> Content:
     """Returns the prompt from a row's prompt column."""
     value = problem.row[PROMPT]
+    if isinstance(value, dict) and "messages" in value:  # OpenAI's `input` of preferences
+        value = value["messages"]
     if isinstance(value, str):
         return _with_system(value, spec)
     if isinstance(value, list) and value and all(map(_is_message, value)):

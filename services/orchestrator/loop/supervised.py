@@ -67,11 +67,11 @@ def _own(prompt: Prompt, job: Job, where: str) -> list[Lesson]:
     content = prompt.content
     if isinstance(content, str) or content[-1]["role"] != "assistant":
         return [_lesson(prompt, prompt.row.get(ANSWER), f"column {ANSWER!r}", where)]
-    ends = [end for end, message in enumerate(content) if message["role"] == "assistant" and end]
+    ends = [end for end, message in enumerate(content) if end and _is_learned(message)]
     if not ends:
         raise BadRow(
-            f"row {prompt.index} of {where}: its chat has one message, an assistant's; expected a "
-            "message before it"
+            f"row {prompt.index} of {where}: its chat has no assistant's message to learn; "
+            "expected one after another message, whose weight is not 0"
         )
     if job.training.train_on == "all":
         ends = ends[-1:]
@@ -79,6 +79,11 @@ def _own(prompt: Prompt, job: Job, where: str) -> list[Lesson]:
         Lesson(prompt.model_copy(update={"content": content[:end]}), (content[end],))
         for end in ends
     ]
+
+
+def _is_learned(message: Message) -> bool:
+    """Whether it is an assistant's, and OpenAI's key `weight` does not leave it out."""
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def _lesson(prompt: Prompt, answer: Any, what: str, where: str) -> Lesson:

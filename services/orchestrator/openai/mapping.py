@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from shared.errors import BadRequest
-from shared.job import LORA_LEARNING_RATE, UPLOADED, SamplingSpec, name_of
+from shared.job import LORA_LEARNING_RATE, SFT_FACTOR, UPLOADED, SamplingSpec, name_of
 from shared.wire import (
     Checkpoint,
     CreateFineTuningJob,
@@ -17,9 +17,20 @@ from shared.wire import (
     FineTuningEvent,
     FineTuningJob,
     JobRecord,
+    Reinforcement,
 )
 from shared.wire.graders import reward_of
 from shared.wire.openai import PREFIX
+
+OBJECTIVES = {"reinforcement": "rl", "supervised": "sft", "dpo": "dpo"}
+"""What a job learns, by OpenAI's method."""
+
+PREFERENCES = {
+    "prompt": "input",
+    "chosen": "preferred_output",
+    "rejected": "non_preferred_output",
+}
+"""The columns of a file of preferences."""
 
 
 def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
@@ -29,9 +40,7 @@ def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
         raise BadRequest("'hone.request' is what was asked for here, and cannot be set")
     _check_file("training_file", request.training_file)
     _check_file("validation_file", request.validation_file)
-    knobs = request.method.reinforcement.hyperparameters
-    rate, times = knobs.learning_rate_multiplier, knobs.compute_multiplier
-    size = SamplingSpec().group_size
+    method, knobs = request.method, request.method.hyperparameters
     document: dict[str, Any] = {
         "name": name_of(request.suffix or "", "fine-tuning"),
         "model": request.model,
@@ -42,25 +51,40 @@ def job_document(request: CreateFineTuningJob) -> dict[str, Any]:
             "eval": request.validation_file,
             "columns": {"prompt": "messages"},
         },
-        "sampling": _given(
-            prompts_per_step=knobs.batch_size,
-            group_size=size if isinstance(times, str) else max(round(size * times), 2),
-        ),
-        "rewards": [reward_of(request.method.reinforcement.grader).model_dump(exclude_unset=True)],
-        "training": {"learning_rate": LORA_LEARNING_RATE * (1.0 if rate == "auto" else rate)},
+        "sampling": _given(prompts_per_step=knobs.batch_size),
+        "training": {"objective": OBJECTIVES[method.type]},
         "lora": {},
-        "evaluation": _given(every=knobs.eval_interval, samples=knobs.eval_samples),
         "metadata": request.metadata or {},
         "request": request.model_dump(mode="json", exclude={"metadata"}),
     }
+    if method.reinforcement:
+        document = _laid_over(document, _reinforcement(method.reinforcement))
+    if method.type == "dpo":
+        beta = method.dpo.hyperparameters.beta if method.dpo else "auto"
+        preferences = {"data": {"columns": PREFERENCES}, "training": _given(dpo_beta=beta)}
+        document = _laid_over(document, preferences)
+    if knobs.learning_rate_multiplier != "auto":
+        usual = LORA_LEARNING_RATE * (SFT_FACTOR if method.type == "supervised" else 1)
+        document["training"]["learning_rate"] = usual * knobs.learning_rate_multiplier
     for integration in request.integrations or ():
         document["wandb"] = integration.wandb.model_dump(mode="json")
     return _laid_over(document, request.hone)
 
 
+def _reinforcement(method: Reinforcement) -> dict[str, Any]:
+    knobs, size = method.hyperparameters, SamplingSpec().group_size
+    times = knobs.compute_multiplier
+    num = size if isinstance(times, str) else max(round(size * times), 2)
+    return {
+        "sampling": {"group_size": num},
+        "rewards": [reward_of(method.grader).model_dump(exclude_unset=True)],
+        "evaluation": _given(every=knobs.eval_interval, samples=knobs.eval_samples),
+    }
+
+
 def steps(request: CreateFineTuningJob, num_rows: int, prompts_per_step: int) -> int:
     """Returns how many steps make the requested number of passes over `num_rows` rows."""
-    epochs = request.method.reinforcement.hyperparameters.n_epochs
+    epochs = request.method.hyperparameters.n_epochs
     return math.ceil(num_rows * (1 if epochs == "auto" else epochs) / prompts_per_step)
 
 

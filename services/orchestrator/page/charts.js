@@ -18,7 +18,7 @@ const STAGES = ["wait_for_batch", "store", "train", "sync", "checkpoint", "eval"
  * @type {[string, string[]][]}
  */
 const STANDARD = [
-  ["loss", ["loss"]],
+  ["loss", ["loss", "eval/loss"]],
   ["KL divergence", ["kl", "kl/old_k3"]],
   ["entropy", ["entropy"]],
   ["clipped tokens", ["clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/dual_mean", "cispo_clip_ratio"]],

@@ -40,6 +40,8 @@ from shared.wire import (
     CheckpointRequest,
     Example,
     Fenced,
+    ForwardRequest,
+    ForwardResult,
     GenerateRequest,
     Known,
     Message,
@@ -432,6 +434,15 @@ class Services:
         deadline_s = self.settings.train_deadline_s
         return await self._trainer.call(
             "POST", "/train_step", body, StepResult, deadline_s=deadline_s
+        )
+
+    @waits_for("trainer", "computing log-probs", "forward")
+    async def forward(self, step: int, examples: tuple[Example, ...]) -> ForwardResult:
+        """Returns what the weights of the last applied step give the examples."""
+        body = ForwardRequest(**self._fence(), step=step, examples=examples)
+        deadline_s = self.settings.train_deadline_s
+        return await self._trainer.call(
+            "POST", "/forward", body, ForwardResult, deadline_s=deadline_s
         )
 
     @waits_for("trainer", "publishing weights", "publish")

@@ -12,11 +12,13 @@ from typing import Any
 
 from services.orchestrator.errors import TooDear
 from services.orchestrator.evals.held_out import evaluate, ignored
+from services.orchestrator.evals.held_out_answers import lessons_of, losses
 from services.orchestrator.findings.diagnosing import diagnose
 from services.orchestrator.findings.gathering import of_folder
 from services.orchestrator.loop.metrics import WRITTEN, StepClock, passes, step_metrics
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
+from services.orchestrator.loop.supervised import Lesson
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.run.stopping import Spent, over_budget, reason_to_stop
@@ -178,9 +180,15 @@ class AfterStep:
         if not serves:  # a budget ended the job between two syncs
             synced = await sync_weights(self.services, self.job, version, self.journal)
             await to_disk(self.folder.append_sync, synced.row(), synced.proof)
+        metrics: dict[str, float] = {}
+        if self.job.samples_nothing:
+            with tracing.span("eval", version=version):
+                metrics |= await self._held_out_losses(version)
+        if not self.job.rewards:
+            return metrics | {"time/eval": time.monotonic() - start}
         held_out = await asyncio.to_thread(self.prompts.held_out)
         with tracing.span("eval", version=version):
-            metrics = await evaluate(self.job, held_out, self.services, version)
+            metrics |= await evaluate(self.job, held_out, self.services, version)
         too_many = ignored(metrics, held_out, self.max_missing)
         for name, share in too_many.items():
             await self.journal.warn(
@@ -190,6 +198,12 @@ class AfterStep:
                 step=version,
             )
         return metrics | too_many | {"time/eval": time.monotonic() - start}
+
+    async def _held_out_losses(self, step: int) -> dict[str, float]:
+        def read() -> dict[str, list[Lesson]]:
+            return {each.name: lessons_of(self.job, each) for each in self.prompts.sets}
+
+        return await losses(self.job, await asyncio.to_thread(read), self.services, step)
 
     async def _record(self, number: int, metrics: dict[str, float], eta_s: float | None) -> None:
         """Writes the step's row to disk, and then reports it: the store never knows of rows that

@@ -15,7 +15,7 @@ from shared.wire import Checkpoint, MetricsRow, TrainerState
 SUPERVISED = "supervised"
 """The metric, 1, of a step that learned the data's answers: it has a loss, and no reward."""
 
-HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?reward")
+HELD_OUT = re.compile(r"eval/(?:([\w-]+)/)?(reward|loss)")
 
 
 class Journal:
@@ -83,8 +83,8 @@ class Journal:
         """Adds the row's events; its cost is in `currency`. With `missing_only` adds only events
         that a crash after writing the row left out."""
         step, metrics = row.step, row.metrics
-        if rewards := _held_out_rewards(metrics):
-            message = f"step {step}: held-out reward {', '.join(rewards)}"
+        if shown := _held_out(metrics, "reward") or _held_out(metrics, "loss"):
+            message = f"step {step}: held-out {shown}"
             data = {"step": step, "metrics": metrics}
             await self._store.report(self._lease, "eval", message, data, missing_only=missing_only)
         if step:
@@ -114,11 +114,13 @@ class Journal:
         await self._store.report(self._lease, "eval", message, data, tries=0)
 
 
-def _held_out_rewards(metrics: Mapping[str, float]) -> list[str]:
-    """Returns the reward of each held-out set, as `0.512`, or `0.512 (hard)` for a named set."""
+def _held_out(metrics: Mapping[str, float], metric: str) -> str:
+    """Returns the metric of each held-out set, as `reward 0.512, 0.431 (hard)`, the latter of a
+    named set; "" without any."""
     found = [(HELD_OUT.fullmatch(name), value) for name, value in metrics.items()]
-    return [
+    shown = [
         f"{value:.3f} ({match[1]})" if match[1] else f"{value:.3f}"
         for match, value in found
-        if match
+        if match and match[2] == metric
     ]
+    return f"{metric} {', '.join(shown)}" if shown else ""

@@ -13,7 +13,8 @@ from typing import Any
 from services.rollout.engine import BadPrompt
 from shared.wire import Message
 
-TEXT_KEYS = frozenset({"role", "content"})
+TEXT_KEYS = frozenset({"role", "content", "weight"})
+"""Keys of a message that is text alone; OpenAI's `weight` says whether it is learned."""
 
 
 def answer_ids(

@@ -29,7 +29,14 @@ from shared.errors import HoneError, Unavailable, from_problem
 from shared.host.logs import get_logger, of_request, request_id
 from shared.http import codec
 from shared.http.health import Starting
-from shared.wire import CheckpointRequest, PublishRequest, TrainerJob, TrainStepRequest, Wire
+from shared.wire import (
+    CheckpointRequest,
+    ForwardRequest,
+    PublishRequest,
+    TrainerJob,
+    TrainStepRequest,
+    Wire,
+)
 
 IDLE_S = 30.0
 """Seconds without a command after which rank 0 sends an empty one, because the other ranks' wait is
@@ -41,6 +48,7 @@ FAILURE_POLL_S = 0.5
 BODIES: dict[str, type[Wire]] = {
     "load_job": TrainerJob,
     "train_step": TrainStepRequest,
+    "forward": ForwardRequest,
     "publish_weights": PublishRequest,
     "write_checkpoint": CheckpointRequest,
 }

@@ -227,6 +227,13 @@ class DeepSpeedEngine:
             examples, learning_rate, totals, version, supervised=supervised
         )
 
+    def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
+        """Returns the log-probs of the examples' sampled tokens, and the reference's (empty without
+        one). Raises BadRequest for examples that the model cannot take."""
+        config = self._parts.model.config.get_text_config()
+        check(examples, config.vocab_size, window=_window(config))
+        return self._parts.updater.forward(examples)
+
     @torch.no_grad()
     def canary(self) -> Canary | None:
         """Returns a fixed sequence and what the weights, adapters included, give it, in two

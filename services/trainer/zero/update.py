@@ -63,6 +63,7 @@ from shared.errors import Failed
 from shared.host.logs import get_logger
 from shared.job import Job, TrainingSpec
 from shared.wire import Example, StepTotals
+from shared.wire.packed import Logprobs
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,38 @@ class Updater:
                     update={"memory": self._job.memory.model_copy(update=memory)}
                 )
 
+    @torch.no_grad()
+    def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
+        """Returns the log-probs of the examples' sampled tokens, on all ranks, by the policy and by
+        the reference (empty without one)."""
+        self._policy.temperature = self._job.temperature
+        asked = {"policy": lambda batch: self._policy(batch)[0], "reference": self._reference}
+        passes = [ask for ask in asked.values() if ask is not None]
+        num_tokens = sum(map(num_sampled, examples))
+        tokens_PN = torch.zeros((len(passes), num_tokens), device=self._device)
+        for batch in self._planned_batches(examples, None, num_minibatches=1)[0].micro_batches:
+            on_device = batch.to(self._device)
+            for row, ask in enumerate(passes):
+                logprobs_N = ask(on_device)
+                if batch.weight:
+                    tokens_PN[row, on_device.places_N] = logprobs_N.float()
+        dist.all_reduce(tokens_PN)  # each token is one rank's, and 0 elsewhere
+        rows = [Logprobs(row.tobytes()) for row in tokens_PN.cpu().numpy().astype("<f4")]
+        return rows[0], rows[1] if len(rows) > 1 else Logprobs()
+
+    def _planned_batches(
+        self, examples: tuple[Example, ...], totals: StepTotals | None, num_minibatches: int
+    ) -> list[Minibatch]:
+        training = self._job.training.model_copy(update={"minibatches": num_minibatches})
+        return plan(
+            examples,
+            totals,
+            self._job.model_copy(update={"training": training}),
+            rank=dist.get_rank(),
+            num_ranks=dist.get_world_size(),
+            layout=self._layout,
+        )
+
     def _update(
         self,
         examples: tuple[Example, ...],
@@ -183,14 +216,7 @@ class Updater:
     ) -> Update:
         training = self._job.training.supervised if supervised else self._job.training
         self._policy.temperature = 1.0 if supervised else self._job.temperature
-        minibatches = plan(
-            examples,
-            totals,
-            self._job,
-            rank=dist.get_rank(),
-            num_ranks=dist.get_world_size(),
-            layout=self._layout,
-        )
+        minibatches = self._planned_batches(examples, totals, training.minibatches)
         self._spare_host_memory(minibatches)
         progress = Progress(training.epochs * len(minibatches))
         num_tokens = sum(map(num_sampled, examples))

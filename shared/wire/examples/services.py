@@ -102,6 +102,8 @@ TRAINERS: dict[str, Any] = {
     "TrainerJob": {**FENCED, "job": JOB},
     "TrainerState": TRAINER,
     "TrainStepRequest": {**FENCED, "step": 41, "examples": [EXAMPLE]},
+    "ForwardRequest": {**FENCED, "step": 41, "examples": [EXAMPLE]},
+    "ForwardResult": {"logprobs": [-0.41, -0.02]},
     "StepResult": {
         "step": 41,
         "loss": 0.02,

@@ -42,7 +42,7 @@ def test_what_is_left_to_us_is_as_in_any_job_with_an_adapter():
     job, default = job_of(request()), Job.model_fields
     assert job.sampling == default["sampling"].default
     assert job.evaluation == default["evaluation"].default
-    assert job.lora is not None and job.training.learning_rate == 1e-5
+    assert job.lora is not None and job.learning_rate == 1e-5
     assert (job.name, job.seed, job.metadata) == ("fine-tuning", 0, {})
     (reward,) = job.rewards
     assert (reward.grader, reward.label) == ("string_check", "same")
@@ -75,6 +75,34 @@ def test_each_knob_goes_where_the_table_says():
     assert job.wandb == WandbSpec(project="p", name="mine", tags=("a",))
     # three passes over 20 rows, 6 at a time
     assert mapping.steps(asked, 20, 6) == 10
+
+
+def by(method: dict[str, Any] | None, **more: Any) -> Job:
+    """The job of a request for another method; without one it is supervised."""
+    asked = request(**more).model_dump(exclude={"method"})
+    return job_of(
+        CreateFineTuningJob.model_validate(asked | ({"method": method} if method else {}))
+    )
+
+
+def test_a_request_without_a_method_is_supervised_as_openais_is():
+    job, knobs = by(None), {"batch_size": 4, "learning_rate_multiplier": 0.5, "n_epochs": 3}
+    assert (job.training.objective, job.rewards) == ("sft", ())
+    assert job.data.columns == {"prompt": "messages"}
+    assert job.learning_rate == pytest.approx(1e-4)
+    tuned = by({"type": "supervised", "supervised": {"hyperparameters": knobs}})
+    assert (tuned.sampling.prompts_per_step, tuned.learning_rate) == (4, pytest.approx(5e-5))
+
+
+def test_a_request_for_preferences_names_openais_columns():
+    job = by({"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.3}}})
+    assert (job.training.objective, job.training.dpo_beta, job.learning_rate) == ("dpo", 0.3, 1e-5)
+    assert job.data.columns == {
+        "prompt": "input",
+        "chosen": "preferred_output",
+        "rejected": "non_preferred_output",
+    }
+    assert by({"type": "dpo"}).training.dpo_beta == 0.1
 
 
 def test_keys_of_a_job_go_over_what_the_knobs_set():

@@ -65,6 +65,8 @@ def test_a_chat_teaches_each_answer_after_the_messages_before_it() -> None:
         ((CHAT[0],), CHAT[1]),
         ((CHAT[0], CHAT[1], CHAT[2]), CHAT[3]),
     ]
+    light = [*CHAT[:1], CHAT[1] | {"weight": 0}, *CHAT[2:]]
+    assert taught(job([{"prompt": light}])) == [((light[0], light[1], light[2]), light[3])]
     whole = job([{"prompt": CHAT}], training={"objective": "sft", "train_on": "all"})
     assert taught(whole) == [((CHAT[0], CHAT[1], CHAT[2]), CHAT[3])]
 
@@ -75,7 +77,7 @@ def test_a_chat_teaches_each_answer_after_the_messages_before_it() -> None:
         ({"prompt": "1?"}, "has no answer to learn: column 'answer' is None; expected text"),
         ({"prompt": "1?", "answer": " "}, "has no answer to learn: column 'answer' is ' '"),
         ({"prompt": "1?", "answer": 1}, "has no answer to learn: column 'answer' is 1"),
-        ({"prompt": [CHAT[1]]}, "its chat has one message, an assistant's; expected a message"),
+        ({"prompt": [CHAT[1]]}, "its chat has no assistant's message to learn; expected one"),
         ({"prompt": CHAT[:3]}, "has no answer to learn: column 'answer' is None"),
     ],
 )
@@ -114,6 +116,22 @@ ASKED = [said("user", "a")]
 )
 def test_a_row_teaches_a_preference(row: dict[str, Any], expected: tuple[Any, ...]) -> None:
     assert taught(job([row], **DPO)) == [expected]
+
+
+def test_openais_rows_of_preferences_are_read_as_they_are() -> None:
+    row = {
+        "input": {"messages": ASKED, "tools": []},
+        "preferred_output": [said("assistant", "b")],
+        "non_preferred_output": [said("assistant", "c")],
+    }
+    columns = {
+        "prompt": "input",
+        "chosen": "preferred_output",
+        "rejected": "non_preferred_output",
+    }
+    assert taught(job(data={"train": [row], "columns": columns}, **DPO)) == [
+        (tuple(ASKED), said("assistant", "b"), said("assistant", "c"))
+    ]
 
 
 def test_a_data_set_of_two_chats_and_no_prompt_teaches_preferences() -> None:
@@ -285,8 +303,12 @@ GAME: dict[str, Any] = {"file": "game.py", "name": "Game"}
     [
         ({"rewards": REWARDS}, "there is a reward 'length', and no held-out problems"),
         (
-            {"data": {"train": "x.jsonl", "eval": "y.jsonl"}},
-            "rewards is empty, and there are held-out problems; expected [[rewards]] that grade",
+            {"data": {"train": "x.jsonl", "eval": "y.jsonl"}, "stop": {"target": 0.5}},
+            "stop.target is 0.5 and there are no [[rewards]]; expected [[rewards]] that grade",
+        ),
+        (
+            {"data": {"eval": "y.jsonl"}, "steps": 0, "rewards": []},
+            "'rewards': got []; expected at least 1 in the list",
         ),
         ({"warmup": {"steps": 2}}, 'training.objective is "sft" and warmup.steps is set'),
         (

@@ -189,7 +189,7 @@ def learn_then_reinforce(job: Job, given, sampled, rates, folder: Path) -> list:
     return updates
 
 
-def test_a_supervised_update_is_transformers_own_loss_and_leaves_the_next_one_as_it_is(
+def test_a_supervised_update_is_transformers_loss_and_changes_no_later_one(
     rank, model, examples, tmp_path
 ):
     """The job has a temperature of 0.8 and a KL term: neither is of supervised steps."""

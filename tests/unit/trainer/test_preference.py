@@ -3,6 +3,7 @@ Margins are of frozen passes."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ def pairs(model: Path) -> tuple[Example, ...]:
 
 
 def prefer(job: Any, batch: tuple[Example, ...], folder: Path) -> list[Any]:
-    """Two updates; the weights after them are in `folder`."""
+    """Two updates, and the log-probs after them; the weights after them are in `folder`."""
     import torch
 
     from services.trainer.zero.deepspeed_engine import start_engine
@@ -68,8 +69,16 @@ def prefer(job: Any, batch: tuple[Example, ...], folder: Path) -> list[Any]:
     engine = start_engine(job, torch.device("cpu"))
     updates = [engine.update(batch, 0.1, supervised=True) for _ in range(2)]
     engine.save_weights(folder)
+    told = engine.forward(batch)
     engine.close()
-    return updates
+    return [*updates, *told]
+
+
+def load_weights(network: Any, folder: Path) -> Any:
+    from safetensors.torch import load_file
+
+    network.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    return network
 
 
 def sums(network: Any, examples: tuple[Example, ...]):
@@ -96,7 +105,7 @@ def test_two_updates_equal_the_papers_loss_in_plain_torch(ranks, model, tmp_path
         memory={"micro_batch_tokens": 40, **memory},
         rewards=[],
     )
-    updates = ranks.call(prefer, job, batch, tmp_path)
+    *updates, told, told_of_reference = ranks.call(prefer, job, batch, tmp_path)
     assert updates[0].metrics["num_micro_batches"] > 1
 
     policy, reference = load(model), load(model)
@@ -123,6 +132,13 @@ def test_two_updates_equal_the_papers_loss_in_plain_torch(ranks, model, tmp_path
     start = named(load(model))
     ours = difference(weights(tmp_path), start)
     assert relative(ours, difference(named(policy), start)) < 1e-4
+    bounds = list(itertools.accumulate((len(e.token_ids) for e in batch), initial=0))
+    trained = load_weights(policy, tmp_path)
+    for logprobs, network in ((told, trained), (told_of_reference, reference)):
+        with torch.no_grad():
+            expected = sums(network, batch).T.flatten().tolist()
+        found = [sum(logprobs[start:end]) for start, end in itertools.pairwise(bounds)]
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def an_answer(advantage: float, prompt: tuple[int, ...] = (1,)) -> Example:

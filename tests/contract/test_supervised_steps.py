@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,48 @@ async def test_a_preference_is_asked_for_and_trained_as_a_pair(
         chosen, rejected = request.examples[::2], request.examples[1::2]
         assert {tuple(example.token_ids) for example in chosen} == {(97, 98)}
         assert all(set(example.token_ids) == {98} for example in rejected)
+
+
+async def test_the_loss_on_held_out_answers_is_evaluated_without_rewards(
+    stack: Stack, supervised: Job, tmp_path: Path
+) -> None:
+    """Answers of 1 and 3 tokens, each token of -0.5 and -1.5 nats: a mean of 5 / 4."""
+    rows = [{"prompt": "1?", "answer": "a"}, {"prompt": "2?", "answer": "bcd"}]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = supervised.model_dump(mode="json")
+    document["data"]["eval"] = str(tmp_path / "held_out.jsonl")
+    job = Job.model_validate(document | {"evaluation": {"every": 2}})
+    record = await stack.submit(job)
+    assert (await stack.until(record.id)).status == "succeeded"
+    rows = {row.step: row.metrics for row in stack.folder(record.id).metrics()}
+    evaluated = {step: row["eval/loss"] for step, row in rows.items() if "eval/loss" in row}
+    assert evaluated == {0: 1.25, 2: 1.25, 4: 1.25, 5: 1.25}
+    lines = [event.message for event in await stack.events(record.id)]
+    assert "step 2: held-out loss 1.250" in lines
+    assert stack.fakes.calls["score"] == 0
+
+
+async def test_preferences_are_evaluated_on_held_out_pairs(
+    stack: Stack, supervised: Job, tmp_path: Path
+) -> None:
+    """The chosen answer's log-ratio is 0.5, the rejected one's 2 * (-1 + 1) = 0: a margin of
+    0.2 * 0.5, and the other way round."""
+    pairs = [("a", "bc"), ("bc", "a"), ("b", "cd")]
+    rows = [{"prompt": "1?", "chosen": one, "rejected": two} for one, two in pairs]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    document = supervised.model_dump(mode="json")
+    document["data"] = {
+        "train": str(tmp_path / "pairs.jsonl"),
+        "eval": str(tmp_path / "pairs.jsonl"),
+    }
+    document["training"] = {"objective": "dpo", "dpo_beta": 0.2}
+    record = await stack.submit(Job.model_validate(document | {"evaluation": {"every": 100}}))
+    assert (await stack.until(record.id)).status == "succeeded"
+    last = stack.folder(record.id).metrics()[-1].metrics
+    better, worse = math.log(1 + math.exp(-0.1)), math.log(1 + math.exp(0.1))
+    assert last["eval/loss"] == pytest.approx((2 * better + worse) / 3)
+    assert last["eval/rewards/margins"] == pytest.approx(0.1 / 3)
+    assert last["eval/rewards/accuracies"] == pytest.approx(2 / 3)
 
 
 @pytest.fixture
