@@ -23,8 +23,12 @@ from shared.wire import (
     Checkpoint,
     CheckpointList,
     CheckpointRequest,
+    ForwardBackwardRequest,
+    ForwardBackwardResult,
     ForwardRequest,
     ForwardResult,
+    OptimStepRequest,
+    OptimStepResult,
     PublishRequest,
     Released,
     ReleaseRequest,
@@ -128,6 +132,18 @@ def _add_training(service: Service, run: Run) -> None:
         service.ownership.check()
         return cast(ForwardResult, await run("forward", request))
 
+    async def forward_backward(request: ForwardBackwardRequest) -> ForwardBackwardResult:
+        """Adds the gradient of examples to the next optimizer step's. The same operation again,
+        with the same body, gives the same answer and adds nothing."""
+        service.ownership.check()
+        return cast(ForwardBackwardResult, await run("forward_backward", request))
+
+    async def optim_step(request: OptimStepRequest) -> OptimStepResult:
+        """Changes the weights by the gradient since the last optimizer step. The same operation
+        again, with the same body, gives the same answer and moves nothing."""
+        service.ownership.check()
+        return cast(OptimStepResult, await run("optim_step", request))
+
     async def publish_weights(request: PublishRequest) -> WeightsRef:
         """Writes the weights of the last applied step where samplers can load them."""
         service.ownership.check()
@@ -136,6 +152,8 @@ def _add_training(service: Service, run: Run) -> None:
 
     service.operation("POST", "/train_step", train_step)
     service.operation("POST", "/forward", forward)
+    service.operation("POST", "/forward_backward", forward_backward)
+    service.operation("POST", "/optim_step", optim_step)
     service.operation("POST", "/publish_weights", publish_weights)
 
 

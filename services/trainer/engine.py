@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from shared.wire import Canary, Example, StepTotals
+from shared.wire import Canary, Example, Optimization, StepTotals, TokenLoss
 from shared.wire.packed import Logprobs
 
 
@@ -76,6 +76,22 @@ class Engine(Protocol):
     def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
         """Returns the log-probs of the examples' sampled tokens, and the reference's (empty without
         one), as in `ForwardResult`."""
+        ...
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls of `forward_backward` the gradient so far is of."""
+        ...
+
+    def forward_backward(
+        self, examples: tuple[Example, ...], loss: TokenLoss
+    ) -> tuple[float, Logprobs]:
+        """Adds the gradient of the examples' loss to the next `optim_step`'s. Returns the loss and
+        the log-probs of the sampled tokens."""
+        ...
+
+    def optim_step(self, how: Optimization) -> float:
+        """Changes the weights by the gradient so far, and returns its norm before clipping."""
         ...
 
     def canary(self) -> Canary | None:

@@ -19,7 +19,15 @@ from services.trainer.processes.together import Ranks, SaveAll
 from shared.host.disk import run_for_volume
 from shared.settings import Settings
 from shared.weights.checkpoints import STATE, StoredFile
-from shared.wire import Canary, Checkpoint, CheckpointRequest, StepResult, TrainerJob
+from shared.wire import (
+    Canary,
+    Checkpoint,
+    CheckpointRequest,
+    ForwardBackwardResult,
+    OptimStepResult,
+    StepResult,
+    TrainerJob,
+)
 from shared.wire.packed import Logprobs
 
 
@@ -36,7 +44,7 @@ class Loaded:
     resumed_step: int | None = None
     step: int = 0
     skipped_steps: int = 0
-    last: tuple[str, StepResult] | None = None
+    last: tuple[str, StepResult | ForwardBackwardResult | OptimStepResult] | None = None
     canary: tuple[int, Canary | None] | None = None
 
     def resume(self, found: Found) -> None:
@@ -54,7 +62,11 @@ class Loaded:
     def manifest(self, num_ranks: int, files: dict[str, StoredFile]) -> Manifest:
         """Returns the manifest of a checkpoint written now, with these files."""
         last_body, last_result = self.last or (None, None)
-        if last_result:  # the run folder has its log-probs and entropies of single tokens
+        if isinstance(last_result, ForwardBackwardResult):
+            raise ValueError("a checkpoint has no gradient; expected an optimizer step before it")
+        if isinstance(
+            last_result, StepResult
+        ):  # the run folder has its log-probs and entropies of single tokens
             without_tokens = {"logprobs": Logprobs(), "entropies": Logprobs()}
             last_result = last_result.model_copy(update=without_tokens)
         return Manifest(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, cast
 
 from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import Found, newest_whole
@@ -41,8 +42,12 @@ from shared.wire import (
     CheckpointList,
     CheckpointRequest,
     Fenced,
+    ForwardBackwardRequest,
+    ForwardBackwardResult,
     ForwardRequest,
     ForwardResult,
+    OptimStepRequest,
+    OptimStepResult,
     PublishRequest,
     StepResult,
     TrainerJob,
@@ -72,6 +77,9 @@ class Seams:
     budget: Callable[[TrainerJob], int]
     device_fault: Callable[[], str | None]
     gpu: str | None = None
+
+
+T = TypeVar("T")
 
 
 class Trainer:
@@ -154,6 +162,55 @@ class Trainer:
         """Applies the next step. The last step again, with the same body, returns its result again
         and changes no weight."""
         loaded = self._job(request)
+
+        def apply() -> StepResult:
+            if loaded.engine.num_calls:
+                raise Conflict(
+                    f"step {request.step} came, and the gradient of {loaded.engine.num_calls} "
+                    "forward_backward calls waits for an optim_step; expected that first",
+                    code="out_of_order",
+                )
+            result = self._apply(loaded, request)
+            loaded.skipped_steps += result.skipped
+            return result
+
+        return self._in_order(loaded, request, apply)
+
+    def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardResult:
+        """Adds the gradient of the examples' loss to the next `optim_step`'s, as the next
+        operation. The last operation again, with the same body, only returns its result again."""
+        loaded, started = self._job(request), time.monotonic()
+
+        def apply() -> ForwardBackwardResult:
+            loss, logprobs = self._trained(
+                loaded, lambda: loaded.engine.forward_backward(request.examples, request.loss)
+            )
+            seconds = time.monotonic() - started
+            return ForwardBackwardResult(
+                step=request.step, loss=loss, logprobs=logprobs, train_s=seconds
+            )
+
+        return self._in_order(loaded, request, apply)
+
+    def optim_step(self, request: OptimStepRequest) -> OptimStepResult:
+        """Changes the weights by the gradient of the calls since the last optimizer step, as the
+        next operation. The last operation again, with the same body, only returns its result
+        again."""
+        loaded, started = self._job(request), time.monotonic()
+
+        def apply() -> OptimStepResult:
+            num_calls = loaded.engine.num_calls
+            norm = self._trained(loaded, lambda: loaded.engine.optim_step(request.optimization))
+            seconds = time.monotonic() - started
+            return OptimStepResult(
+                step=request.step, grad_norm=norm, num_calls=num_calls, train_s=seconds
+            )
+
+        return self._in_order(loaded, request, apply)
+
+    def _in_order(self, loaded: Loaded, request: Numbered, apply: Callable[[], R]) -> R:
+        """Returns what the job's next operation does, or what the last one did if the request is
+        that again."""
         fingerprint = _fingerprint(request)
         if loaded.last and request.step == loaded.step:
             if loaded.last[0] != fingerprint:
@@ -162,14 +219,13 @@ class Trainer:
                     "same body again",
                     code="body_differs",
                 )
-            return loaded.last[1]
+            return cast(R, loaded.last[1])
         if request.step != loaded.step + 1:
             raise Conflict(
                 f"got step {request.step}, expected {loaded.step + 1}", code="out_of_order"
             )
-        result = self._apply(loaded, request)
+        result = apply()
         loaded.step, loaded.last = request.step, (fingerprint, result)
-        loaded.skipped_steps += result.skipped
         get_logger().info(
             "step applied",
             job=request.job_id,
@@ -236,6 +292,13 @@ class Trainer:
         if known is None and request.step != loaded.step:
             raise Conflict(
                 f"got step {request.step}, expected {loaded.step}, the last applied step",
+                code="out_of_order",
+            )
+        if known is None and loaded.engine.num_calls:
+            raise Conflict(
+                f"the gradient of {loaded.engine.num_calls} forward_backward calls waits for an "
+                "optim_step, and a checkpoint has none; expected a checkpoint right after an "
+                "optim_step",
                 code="out_of_order",
             )
         if known:
@@ -347,33 +410,42 @@ class Trainer:
             raise
         return loaded
 
-    def _apply(self, loaded: Loaded, request: TrainStepRequest) -> StepResult:
-        started = time.monotonic()
-        rate = learning_rate(loaded.request.job, request.step)
-        update = Update(0.0, 0.0, {}, num_updates=0)
+    def _trained(self, loaded: Loaded, train: Callable[[], T]) -> T:
+        """Returns what `train` does with the engine. If it breaks off in a way that the engine
+        cannot undo, frees the job."""
         if loaded.publisher is not None:
             loaded.publisher.stop_sending()  # what is sent must not change
         if self._settings.colocate:
             loaded.engine.reload()
+        try:
+            return train()
+        except HoneError:
+            raise
+        except BaseException as error:  # undone and raised again, whatever it was
+            if isinstance(error, OutOfMemory) and error.micro_batch_tokens:
+                self._seams.remember_budget(loaded.request, error.micro_batch_tokens)
+            # An update that died on the way leaves half-filled gradient buckets: nothing can be
+            # trained on top of them. If it died of another rank's death, the next life loads the
+            # job again: it is not forgotten.
+            self._free()
+            raise
+
+    def _apply(self, loaded: Loaded, request: TrainStepRequest) -> StepResult:
+        started = time.monotonic()
+        rate = learning_rate(loaded.request.job, request.step)
+        update = Update(0.0, 0.0, {}, num_updates=0)
         if request.examples:
-            try:
-                update = loaded.engine.update(
+            supervised = loaded.request.job.is_supervised(request.step)
+            update = self._trained(
+                loaded,
+                lambda: loaded.engine.update(
                     request.examples,
                     rate,
                     request.totals,
                     version=loaded.step,
-                    supervised=loaded.request.job.is_supervised(request.step),
-                )
-            except HoneError:
-                raise
-            except BaseException as error:  # undone and raised again, whatever it was
-                if isinstance(error, OutOfMemory) and error.micro_batch_tokens:
-                    self._seams.remember_budget(loaded.request, error.micro_batch_tokens)
-                # An update that died on the way leaves half-filled gradient buckets: nothing can be
-                # trained on top of them. If it died of another rank's death, the next life loads
-                # the job again: it is not forgotten.
-                self._free()
-                raise
+                    supervised=supervised,
+                ),
+            )
         return StepResult(
             step=request.step,
             loss=update.loss,
@@ -390,6 +462,11 @@ class Trainer:
         )
 
 
+Numbered = TrainStepRequest | ForwardBackwardRequest | OptimStepRequest
+
+R = TypeVar("R", StepResult, ForwardBackwardResult, OptimStepResult)
+
+
 def _stale(request: Fenced, current: Fenced) -> Conflict:
     return Conflict(
         f"job {request.job_id!r}: got attempt {request.attempt}, epoch {request.epoch}, which job "
@@ -404,7 +481,7 @@ def _same_owner(request: TrainerJob, other: TrainerJob) -> bool:
     return owners[0] == owners[1]
 
 
-def _fingerprint(body: TrainStepRequest) -> str:
-    """Returns a digest of the step's content, without its caller."""
+def _fingerprint(body: Numbered) -> str:
+    """Returns a digest of the operation's content, without its caller."""
     plain = body.model_copy(update={"attempt": 0, "epoch": 0})
     return hashlib.sha256(codec.encode(plain, codec.MSGPACK)).hexdigest()

@@ -34,7 +34,8 @@ def check(job: Job) -> None:
     _has_prefixes_to_keep(job)
     _is_pushed_whole(job)
     _is_supervised_whole(job)
-    _warms_up_before_the_end(job)
+    if job.steps and job.warmup.steps >= job.steps:
+        raise ValueError(all_warm_up(job))
 
 
 def check_groups(job: Job) -> None:
@@ -170,8 +171,8 @@ def _is_supervised_whole(job: Job) -> None:
         }
         for key in (key for key, is_set in unused.items() if is_set):
             raise ValueError(
-                f"{key} is set, and no step is supervised; expected training.objective "
-                '"sft", or warmup.steps of 1 or more'
+                f"{key} is set, and no step learns one answer to each prompt; expected "
+                'training.objective "sft", or warmup.steps of 1 or more'
             )
     if not job.samples_nothing and not warms_up:
         return
@@ -211,12 +212,12 @@ def _is_supervised_whole(job: Job) -> None:
         )
 
 
-def _warms_up_before_the_end(job: Job) -> None:
-    if job.steps and job.warmup.steps >= job.steps:
-        raise ValueError(
-            f"warmup.steps is {job.warmup.steps} and steps {job.steps}; expected fewer than steps, "
-            'or training.objective "sft" for supervised steps alone'
-        )
+def all_warm_up(job: Job) -> str:
+    """Returns the sentence about a job whose warm-up does not end before the job does."""
+    return (
+        f"warmup.steps is {job.warmup.steps} and steps {job.steps}; expected fewer than steps, "
+        'or training.objective "sft" for supervised steps alone'
+    )
 
 
 def _ends_some_time(job: Job) -> None:

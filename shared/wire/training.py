@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from shared.job import Job
@@ -146,6 +148,67 @@ class ForwardResult(Wire):
 
     logprobs: Logprobs
     reference_logprobs: Logprobs = Logprobs()
+
+
+class TokenLoss(Wire):
+    """A loss that is a sum over tokens (services/trainer/learning/token_losses.py has the
+    formulas). `ratio_low` and `ratio_high` bound the ratio of "ppo" and "cispo"; None: the loss's
+    default. `beta` is of "dro"."""
+
+    name: Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+    ratio_low: float | None = Field(default=None, ge=0)
+    ratio_high: float | None = Field(default=None, gt=0)
+    beta: float = Field(default=0.05, ge=0)
+
+
+class Optimization(Wire):
+    """An optimizer step of AdamW. `max_grad_norm` 0: the gradient is not clipped. Weight decay is
+    on matrices only."""
+
+    learning_rate: float = Field(ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=0.0, ge=0)
+
+
+class ForwardBackwardRequest(Fenced):
+    """`POST /forward_backward`: operation `step` of the job, which must be the last applied one
+    plus 1 (else 409), adds the gradient of the examples' loss to the next optimizer step's. An
+    example's advantages are the tokens' weights or advantages."""
+
+    step: int = Field(ge=1)
+    examples: tuple[Example, ...] = Field(min_length=1)
+    loss: TokenLoss
+
+
+class ForwardBackwardResult(Wire):
+    """What operation `step` found: the sum over the examples' sampled tokens, and their log-probs
+    `[N]` at temperature 1, one example after the other, in nats."""
+
+    step: int
+    loss: float
+    logprobs: Logprobs
+    train_s: float
+
+
+class OptimStepRequest(Fenced):
+    """`POST /optim_step`: operation `step` of the job, which must be the last applied one plus 1
+    (else 409), changes the weights by the gradient since the last optimizer step."""
+
+    step: int = Field(ge=1)
+    optimization: Optimization
+
+
+class OptimStepResult(Wire):
+    """What operation `step` did. `grad_norm` is before clipping; `num_calls` counts the
+    `/forward_backward` operations that the gradient was of."""
+
+    step: int
+    grad_norm: float
+    num_calls: int
+    train_s: float
 
 
 class StepResult(Wire):

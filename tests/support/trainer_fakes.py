@@ -19,7 +19,15 @@ from shared.job.file import parse_job
 from shared.settings import Settings
 from shared.weights.checkpoints import CONFIG, WEIGHTS
 from shared.weights.digest import stored_tensors, tensor_digests
-from shared.wire import Canary, Example, StepTotals, TrainerJob, TrainStepRequest
+from shared.wire import (
+    Canary,
+    Example,
+    Optimization,
+    StepTotals,
+    TokenLoss,
+    TrainerJob,
+    TrainStepRequest,
+)
 from shared.wire.packed import Logprobs
 from tests.support.safetensors_files import safetensors
 
@@ -45,11 +53,33 @@ class FakeEngine:
         self.totals: list[StepTotals | None] = []
         self.versions: list[int | None] = []
         self.supervised: list[bool] = []
+        self.calls: list[tuple[Example, ...]] = []
         self.closed = False
         self.turns: list[str] = []
         self.fault: BaseException | None = None
         self.save_fault: BaseException | None = None
         self.skip = False
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.calls)
+
+    def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
+        return Logprobs([-0.5] * sum(len(one.token_ids) for one in examples)), Logprobs()
+
+    def forward_backward(
+        self, examples: tuple[Example, ...], loss: TokenLoss
+    ) -> tuple[float, Logprobs]:
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        self.calls.append(examples)
+        return 0.5, self.forward(examples)[0]
+
+    def optim_step(self, how: Optimization) -> float:
+        self.num_updates += 1
+        self.calls = []
+        return 1.0
 
     def update(
         self,

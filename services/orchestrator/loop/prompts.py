@@ -26,7 +26,9 @@ from services.orchestrator.data.order import InStream, InTable, Order
 from services.orchestrator.data.sources import Ask, asks_of, open_source
 from services.orchestrator.data.tables import Table
 from services.orchestrator.loop.groups import num_rounds
+from shared.errors import BadRequest
 from shared.job import DataSpec, Job, TemplateMessage
+from shared.job.checks import all_warm_up
 from shared.prompts.templates import RENDERER, CannotRender
 from shared.settings import Settings
 from shared.wire import Prompt
@@ -170,12 +172,15 @@ def _versions(held_out: Sequence[HeldOut]) -> dict[str, str]:
 
 def with_steps(job: Job, num_train: int | None) -> Job:
     """Returns the job with the number of steps for `data.epochs`, if given. The last step of a pass
-    takes some prompts of the next pass."""
+    takes some prompts of the next pass. Raises BadRequest if all of them are of a warm-up."""
     if job.data.epochs is None or num_train is None:
         return job
     epochs = Fraction(str(job.data.epochs))  # as written: 1.1 * 10 is above 11 in floats
     steps = math.ceil(epochs * num_train / job.sampling.prompts_per_step)
-    return job.model_copy(update={"steps": min(steps, job.steps or steps, MAX_STEPS)})
+    found = job.model_copy(update={"steps": min(steps, job.steps or steps, MAX_STEPS)})
+    if found.warmup.steps >= found.steps:
+        raise BadRequest(f"data.epochs is {job.data.epochs:g}: {all_warm_up(found)}")
+    return found
 
 
 def load_held_out(

@@ -35,7 +35,7 @@ from shared.host.logs import get_logger
 from shared.job import CheckpointSpec, Job
 from shared.job.job import differences, same_learning
 from shared.weights.checkpoints import MANIFEST, StoredFile, folder_name, step_of
-from shared.wire import Checkpoint, JobId, StepResult, TrainerJob, Wire
+from shared.wire import Checkpoint, JobId, OptimStepResult, StepResult, TrainerJob, Wire
 
 DAMAGED = "damaged-"
 
@@ -62,7 +62,7 @@ class Manifest(Wire):
     versions: dict[str, str]
     skipped_steps: int
     last_body: str | None
-    last_result: StepResult | None
+    last_result: StepResult | OptimStepResult | None
     files: dict[str, StoredFile]
 
 

@@ -127,6 +127,11 @@ DUMMY = Example(prompt_token_ids=TokenIds([0]), token_ids=TokenIds([0]), advanta
 zero."""
 
 
+def dummy(layout: Layout) -> MicroBatch:
+    """Returns a micro-batch whose gradient is 0."""
+    return collate([DUMMY], weight=0.0, layout=layout)
+
+
 def _collated(
     examples: Sequence[Example],
     batches: Sequence[Sequence[int]],
@@ -137,7 +142,7 @@ def _collated(
     return [
         collate([examples[i] for i in indices], layout=layout, starts=[starts[i] for i in indices])
         if indices
-        else collate([DUMMY], weight=0.0, layout=layout)
+        else dummy(layout)
         for indices in batches
     ]
 

@@ -31,7 +31,9 @@ from shared.http import codec
 from shared.http.health import Starting
 from shared.wire import (
     CheckpointRequest,
+    ForwardBackwardRequest,
     ForwardRequest,
+    OptimStepRequest,
     PublishRequest,
     TrainerJob,
     TrainStepRequest,
@@ -49,10 +51,17 @@ BODIES: dict[str, type[Wire]] = {
     "load_job": TrainerJob,
     "train_step": TrainStepRequest,
     "forward": ForwardRequest,
+    "forward_backward": ForwardBackwardRequest,
+    "optim_step": OptimStepRequest,
     "publish_weights": PublishRequest,
     "write_checkpoint": CheckpointRequest,
 }
 """The body of every command. A command is a method of `Trainer`."""
+
+
+CHANGE_WEIGHTS = ("train_step", "forward_backward", "optim_step")
+"""The commands after which ranks that disagree about the outcome hold unlike weights or
+gradients."""
 
 
 class RanksMustEnd(Exception):
@@ -165,7 +174,7 @@ def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel 
     if len(failed) < len(problems):
         if name == "load_job":
             trainer.unload()
-        elif name == "train_step" and ranks.rank == 0:
+        elif name in CHANGE_WEIGHTS and ranks.rank == 0:
             raise RanksMustEnd(error)
     return error
 

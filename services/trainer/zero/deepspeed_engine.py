@@ -42,6 +42,7 @@ from services.trainer.learning.policy import (
 from services.trainer.learning.preference import check_pairs
 from services.trainer.zero import internals, lora, state
 from services.trainer.zero import stages as zero
+from services.trainer.zero.accumulator import Accumulator
 from services.trainer.zero.internals import whole_weights
 from services.trainer.zero.memory import Planned
 from services.trainer.zero.models import (
@@ -57,7 +58,7 @@ from shared.job import Job
 from shared.model.check import window_of
 from shared.plan.memory import Ranks
 from shared.plan.model import CannotPlan, of_config
-from shared.wire import Canary, Example, StepTotals
+from shared.wire import Canary, Example, Optimization, StepTotals, TokenLoss
 from shared.wire.packed import Logprobs, TokenIds
 
 CANARY_TOKENS = 64
@@ -76,6 +77,7 @@ class Parts:
     wrapped: Any
     zero: Any
     updater: Any
+    accumulator: Any
     layout: Layout
     without: str
     dtype: torch.dtype
@@ -114,13 +116,13 @@ def assemble(job: Job, device: torch.device) -> Parts:
         checkpoint_body(model, job.model)
     reference = start_reference(job, policy, wrapped, dtype, device)
     seed_everything(job.seed + dist.get_rank())  # ranks drop out differently
+    updater = Updater(job, engine, policy, reference, layout=layout, device=device, planned=planned)
     return Parts(
         model=model,
         wrapped=wrapped,
         zero=engine,
-        updater=Updater(
-            job, engine, policy, reference, layout=layout, device=device, planned=planned
-        ),
+        updater=updater,
+        accumulator=Accumulator(updater),
         layout=layout,
         without=without,
         dtype=dtype,
@@ -233,6 +235,23 @@ class DeepSpeedEngine:
         config = self._parts.model.config.get_text_config()
         check(examples, config.vocab_size, window=_window(config))
         return self._parts.updater.forward(examples)
+
+    @property
+    def num_calls(self) -> int:
+        return self._parts.accumulator.num_calls
+
+    def forward_backward(
+        self, examples: tuple[Example, ...], loss: TokenLoss
+    ) -> tuple[float, Logprobs]:
+        """Adds the gradient of the examples' loss. Raises BadRequest for examples that the model
+        cannot take, and what `Accumulator.forward_backward` raises, with the gradient as it was."""
+        config = self._parts.model.config.get_text_config()
+        check(examples, config.vocab_size, window=_window(config))
+        return self._parts.accumulator.forward_backward(examples, loss)
+
+    def optim_step(self, how: Optimization) -> float:
+        """Changes the weights by the gradient so far; raises what `Accumulator.optim_step` does."""
+        return self._parts.accumulator.optim_step(how)
 
     @torch.no_grad()
     def canary(self) -> Canary | None:

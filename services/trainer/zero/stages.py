@@ -168,9 +168,11 @@ def spread(policy: nn.Module, settings: dict[str, Any], dtype: torch.dtype) -> N
 
 
 def step(zero: Any, max_grad_norm: float) -> float | None:
-    """Applies the gradients that were added up, clipped to `max_grad_norm`. Returns their norm
-    before that; None if it is not finite, then with weights and optimizer as they were."""
+    """Applies the gradients that were added up, clipped to `max_grad_norm` unless that is 0.
+    Returns their norm before that; None if it is not finite, then with weights and optimizer as
+    they were."""
     if zero.zero_optimization_stage() > 0:
+        zero.optimizer.clip_grad = max_grad_norm
         zero.step()
         return float(zero.get_global_grad_norm()) if zero.was_step_applied() else None
     parameters = [parameter for parameter in zero.module.parameters() if parameter.grad is not None]
@@ -178,7 +180,8 @@ def step(zero: Any, max_grad_norm: float) -> float | None:
     if not torch.isfinite(norm):
         zero.zero_grad()
         return None
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+    if max_grad_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
     zero.step()
     return float(norm)
 
@@ -252,6 +255,10 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+DECAYS = "decays"
+"""Key of the optimizer's groups of parameters: whether weight decay is on them."""
+
+
 def make_optimizer(
     policy: nn.Module, training: TrainingSpec, *, offload: bool
 ) -> torch.optim.Optimizer:
@@ -264,8 +271,8 @@ def make_optimizer(
     matrices = [parameter for parameter in trainable if parameter.dim() >= 2]
     vectors = [parameter for parameter in trainable if parameter.dim() < 2]
     groups = [
-        {"params": matrices, "weight_decay": training.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": training.weight_decay, DECAYS: True},
+        {"params": vectors, "weight_decay": 0.0, DECAYS: False},
     ]
     groups = [group for group in groups if group["params"]]
     betas = (training.adam_beta1, training.adam_beta2)

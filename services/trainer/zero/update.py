@@ -134,14 +134,14 @@ class Updater:
         planned: Planned | None = None,
     ) -> None:
         self._job = job
-        self._zero = zero
-        self._policy = policy
+        self.zero = zero
+        self.policy = policy
         self._reference = reference
-        self._layout: Layout = layout
-        self._device = device
+        self.layout: Layout = layout
+        self.device = device
         self._planned = planned
         self._correction = resolve(job.correction, job.max_staleness)
-        self._dropout = job.lora is not None and job.lora.dropout > 0
+        self.has_dropout = job.lora is not None and job.lora.dropout > 0
         is_copied_from_gpu = device.type == "cuda" and not job.memory.offload_optimizer
         self._copies = HostCopies(pinned=is_copied_from_gpu)
 
@@ -178,13 +178,13 @@ class Updater:
     def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
         """Returns the log-probs of the examples' sampled tokens, on all ranks, by the policy and by
         the reference (empty without one)."""
-        self._policy.temperature = self._job.temperature
-        asked = {"policy": lambda batch: self._policy(batch)[0], "reference": self._reference}
+        self.policy.temperature = self._job.temperature
+        asked = {"policy": lambda batch: self.policy(batch)[0], "reference": self._reference}
         passes = [ask for ask in asked.values() if ask is not None]
         num_tokens = sum(map(num_sampled, examples))
-        tokens_PN = torch.zeros((len(passes), num_tokens), device=self._device)
-        for batch in self._planned_batches(examples, None, num_minibatches=1)[0].micro_batches:
-            on_device = batch.to(self._device)
+        tokens_PN = torch.zeros((len(passes), num_tokens), device=self.device)
+        for batch in self.planned_batches(examples, None, num_minibatches=1)[0].micro_batches:
+            on_device = batch.to(self.device)
             for row, ask in enumerate(passes):
                 logprobs_N = ask(on_device)
                 if batch.weight:
@@ -193,9 +193,10 @@ class Updater:
         rows = [Logprobs(row.tobytes()) for row in tokens_PN.cpu().numpy().astype("<f4")]
         return rows[0], rows[1] if len(rows) > 1 else Logprobs()
 
-    def _planned_batches(
+    def planned_batches(
         self, examples: tuple[Example, ...], totals: StepTotals | None, num_minibatches: int
     ) -> list[Minibatch]:
+        """Returns this rank's minibatches of a batch."""
         training = self._job.training.model_copy(update={"minibatches": num_minibatches})
         return plan(
             examples,
@@ -203,7 +204,7 @@ class Updater:
             self._job.model_copy(update={"training": training}),
             rank=dist.get_rank(),
             num_ranks=dist.get_world_size(),
-            layout=self._layout,
+            layout=self.layout,
         )
 
     def _update(
@@ -215,21 +216,21 @@ class Updater:
         supervised: bool,
     ) -> Update:
         training = self._job.training.supervised if supervised else self._job.training
-        self._policy.temperature = 1.0 if supervised else self._job.temperature
-        minibatches = self._planned_batches(examples, totals, training.minibatches)
+        self.policy.temperature = 1.0 if supervised else self._job.temperature
+        minibatches = self.planned_batches(examples, totals, training.minibatches)
         self._spare_host_memory(minibatches)
         progress = Progress(training.epochs * len(minibatches))
         num_tokens = sum(map(num_sampled, examples))
-        metrics = StepMetrics(self._device, training, self._correction, version, num_tokens)
-        for group in self._zero.optimizer.param_groups:
+        metrics = StepMetrics(self.device, training, self._correction, version, num_tokens)
+        for group in self.zero.optimizer.param_groups:
             group["lr"] = learning_rate
         undo = Undo(random_state())
         try:
             if progress.num_updates > 1:
-                undo = dataclasses.replace(undo, snapshot=Snapshot.take(self._zero, self._copies))
+                undo = dataclasses.replace(undo, snapshot=Snapshot.take(self.zero, self._copies))
             norms = self._train(examples, minibatches, metrics, progress, training)
         except NotFinite:
-            undo.apply(self._zero)
+            undo.apply(self.zero)
             loss, values = metrics.reduce(progress.update)
             if training.on_nonfinite == "skip":
                 return Update(
@@ -258,7 +259,7 @@ class Updater:
 
     def _spare_host_memory(self, minibatches: list[Minibatch]) -> None:
         """Has activations given back as soon as they are freed, where that is worth its time."""
-        if self._device.type != "cpu" or self._planned is None:
+        if self.device.type != "cpu" or self._planned is None:
             return
         batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
         tokens = max(batch.input_ids_BT.numel() for batch in batches)
@@ -280,7 +281,7 @@ class Updater:
         """Returns the gradient's norm of each optimizer step, before clipping. Raises NotFinite."""
         reference = self._reference if training.has_reference else None
         prefers = training.objective == "dpo"
-        ask_policy = progress.num_updates > 1 or self._dropout or prefers
+        ask_policy = progress.num_updates > 1 or self.has_dropout or prefers
         frozen = [
             self._ask(minibatch, metrics, progress, ask_policy, reference)
             for minibatch in minibatches
@@ -289,19 +290,19 @@ class Updater:
             minibatches = self._preferred(examples, minibatches, frozen, metrics)
         norms: list[float] = []
         try:
-            set_dropout(self._policy, self._dropout)
+            set_dropout(self.policy, self.has_dropout)
             for _ in range(training.epochs):
                 for minibatch, known in zip(minibatches, frozen, strict=True):
                     progress.update += 1
                     self._accumulate(minibatch, known, metrics, progress, training)
                     progress.stepping = True
-                    norm = zero_stages.step(self._zero, training.max_grad_norm)
+                    norm = zero_stages.step(self.zero, training.max_grad_norm)
                     progress.stepping = False
                     if norm is None:
                         raise NotFinite
                     norms.append(norm)
         finally:
-            set_dropout(self._policy, False)
+            set_dropout(self.policy, False)
         return norms
 
     def _preferred(
@@ -317,7 +318,7 @@ class Updater:
             (batch, of_batch.before_N, of_batch.reference_N)
             for batch, of_batch in zip(minibatch.micro_batches, known, strict=True)
         ]
-        found = Preferences.of(examples, of_batches, self._job.training.dpo_beta, self._device)
+        found = Preferences.of(examples, of_batches, self._job.training.dpo_beta, self.device)
         metrics.preferences = found
         micro_batches = tuple(found.applied(batch) for batch in minibatch.micro_batches)
         return [dataclasses.replace(minibatch, micro_batches=micro_batches)]
@@ -337,9 +338,9 @@ class Updater:
                 known.append(Frozen())
                 continue
             progress.enter("the frozen pass over a micro-batch", batch)
-            on_device = batch.to(self._device)
+            on_device = batch.to(self.device)
             with torch.no_grad():
-                before_N = self._policy(on_device)[0] if ask_policy else None
+                before_N = self.policy(on_device)[0] if ask_policy else None
             if before_N is not None:
                 metrics.add_mismatch(on_device, before_N)
             known.append(Frozen(before_N, reference(on_device) if reference else None))
@@ -360,9 +361,9 @@ class Updater:
             zip(minibatch.micro_batches, known, strict=True), start=1
         ):
             progress.enter(f"micro-batch {position} of {num}", batch)
-            self._zero.set_gradient_accumulation_boundary(position == num)
-            on_device = batch.to(self._device)
-            logprobs_N, entropy_N = self._zero(on_device)
+            self.zero.set_gradient_accumulation_boundary(position == num)
+            on_device = batch.to(self.device)
+            logprobs_N, entropy_N = self.zero(on_device)
             x = loss_inputs(
                 on_device,
                 logprobs_N,
@@ -377,23 +378,21 @@ class Updater:
             metrics.add(on_device, x, entropy_N, loss)
             if frozen.before_N is None:
                 metrics.add_mismatch(on_device, logprobs_N.detach())
-            self._zero.backward(
-                _refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size())
-            )
+            self.zero.backward(refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size()))
 
     def _out_of_memory(self, error: BaseException, undo: Undo, progress: Progress) -> Exception:
         """Returns the error that says what to do, after making all as it was if this rank can."""
-        there_is = usage(self._device)
+        there_is = usage(self.device)
         said = first_line(error)
         traceback.clear_frames(error.__traceback__)  # they hold the activations
         num_ranks = dist.get_world_size()
         kept = num_ranks == 1 and (undo.snapshot is not None or not progress.stepping)
         if kept:
-            undo.apply(self._zero)
+            undo.apply(self.zero)
         gc.collect()
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        turn = knobs(self._job, num_ranks, progress.shape, self._planned, device=self._device.type)
+        turn = knobs(self._job, num_ranks, progress.shape, self._planned, device=self.device.type)
         planned = f"{self._planned.sentence(self._job)}; " if self._planned else ""
         state = (
             "the weights and the optimizer are as they were"
@@ -411,7 +410,7 @@ class Updater:
         return DoesNotFit(failed, half) if half else failed
 
 
-def _refusable(loss: Tensor, logprobs_N: Tensor) -> Tensor:
+def refusable(loss: Tensor, logprobs_N: Tensor) -> Tensor:
     """Returns the loss, with a gradient that is NaN for all log-probs where the loss is not finite:
     clamping can hide a NaN from the gradient, and a step is refused by its gradient, on all ranks
     together. Nobody asks for the loss's value here: that would wait for the GPU."""

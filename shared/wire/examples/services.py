@@ -104,6 +104,15 @@ TRAINERS: dict[str, Any] = {
     "TrainStepRequest": {**FENCED, "step": 41, "examples": [EXAMPLE]},
     "ForwardRequest": {**FENCED, "step": 41, "examples": [EXAMPLE]},
     "ForwardResult": {"logprobs": [-0.41, -0.02]},
+    "ForwardBackwardRequest": {
+        **FENCED,
+        "step": 7,
+        "examples": [EXAMPLE],
+        "loss": {"name": "cross_entropy"},
+    },
+    "ForwardBackwardResult": {"step": 7, "loss": 0.43, "logprobs": [-0.41, -0.02], "train_s": 0.2},
+    "OptimStepRequest": {**FENCED, "step": 8, "optimization": {"learning_rate": 1e-4}},
+    "OptimStepResult": {"step": 8, "grad_norm": 0.8, "num_calls": 1, "train_s": 0.1},
     "StepResult": {
         "step": 41,
         "loss": 0.02,

@@ -13,7 +13,7 @@ from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.groups import to_batch
 from services.orchestrator.loop.metrics import step_metrics
 from services.orchestrator.loop.pipeline import Pipeline, Step, syncs_after
-from services.orchestrator.loop.prompts import load_prompts
+from services.orchestrator.loop.prompts import load_prompts, with_steps
 from services.orchestrator.loop.supervised import learned, lessons
 from services.orchestrator.pool.services import NOT_GRADED
 from shared.errors import BadRequest
@@ -294,6 +294,14 @@ def test_learning_rates_are_tens_of_those_of_rewards() -> None:
     assert warm(lora={}).warmup_learning_rate == pytest.approx(1e-4)
 
 
+def test_passes_that_are_all_warm_up_are_refused_when_the_rows_are_counted() -> None:
+    """Two passes over 6 rows, two at a time, are 6 steps."""
+    asked = warm(steps=0, data={"train": "x.jsonl", "epochs": 2}, warmup={"steps": 6})
+    with pytest.raises(BadRequest, match=r"data\.epochs is 2: warmup\.steps is 6 and steps 6"):
+        with_steps(asked, 6)
+    assert with_steps(asked, 7).steps == 7
+
+
 REWARDS = [{"grader": "length"}]
 GAME: dict[str, Any] = {"file": "game.py", "name": "Game"}
 
@@ -317,7 +325,7 @@ GAME: dict[str, Any] = {"file": "game.py", "name": "Game"}
         ),
         (
             {"training": {"objective": "dpo", "train_on": "all"}},
-            "training.train_on is set, and no step is supervised",
+            "training.train_on is set, and no step learns one answer",
         ),
         ({"difficulty": {"skip_right": 1}}, 'training.objective is "sft" and difficulty is set'),
         (
@@ -327,11 +335,11 @@ GAME: dict[str, Any] = {"file": "game.py", "name": "Game"}
         ({"environment": GAME}, 'training.objective is "sft" and the job has an [environment]'),
         (
             {"training": {}, "rewards": REWARDS, "data": {"train": "x", "answer": "{{ a }}"}},
-            "data.answer is set, and no step is supervised; expected training.objective",
+            "data.answer is set, and no step learns one answer to each prompt; expected",
         ),
         (
             {"training": {"train_on": "all"}, "rewards": REWARDS},
-            "training.train_on is set, and no step is supervised",
+            "training.train_on is set, and no step learns one answer",
         ),
         (
             {"training": {}, "rewards": REWARDS, "warmup": {"steps": 9}},

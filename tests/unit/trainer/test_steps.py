@@ -6,7 +6,15 @@ from services.trainer.disk.weights import Publisher
 from services.trainer.processes.launch_folder import Past
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.job import LoraSpec
-from shared.wire import CheckpointRequest, PublishRequest, StepTotals
+from shared.wire import (
+    CheckpointRequest,
+    ForwardBackwardRequest,
+    Optimization,
+    OptimStepRequest,
+    PublishRequest,
+    StepTotals,
+    TokenLoss,
+)
 from tests.support.trainer_fakes import (
     EXAMPLE,
     job_request,
@@ -52,6 +60,67 @@ def test_a_step_out_of_order_is_a_conflict(tmp_path, step, sentence):
     trainer.train_step(step_request(2))
     with pytest.raises(Conflict, match="got step 1, expected 3"):
         trainer.train_step(step_request(1))
+
+
+def call(step: int, **changes: object) -> ForwardBackwardRequest:
+    fenced = step_request(step).model_dump(include={"job_id", "attempt", "epoch", "step"})
+    given = {"examples": (EXAMPLE,), "loss": TokenLoss(name="ppo"), **changes}
+    return ForwardBackwardRequest(**fenced, **given)
+
+
+def optim(step: int) -> OptimStepRequest:
+    fenced = step_request(step).model_dump(include={"job_id", "attempt", "epoch", "step"})
+    return OptimStepRequest(**fenced, optimization=Optimization(learning_rate=1.0))
+
+
+def test_operations_of_a_program_are_numbered_and_each_happens_once(tmp_path):
+    trainer, engines = loaded_trainer(tmp_path)
+    first = trainer.forward_backward(call(1))
+    assert trainer.forward_backward(call(1)) is first
+    with pytest.raises(Conflict, match="step 1 was already applied, with another body"):
+        trainer.forward_backward(call(1, loss=TokenLoss(name="dro")))
+    with pytest.raises(Conflict, match="step 1 was already applied, with another body"):
+        trainer.optim_step(optim(1))
+    with pytest.raises(Conflict, match="got step 3, expected 2"):
+        trainer.optim_step(optim(3))
+    trainer.forward_backward(call(2))
+    done = trainer.optim_step(optim(3))
+    assert trainer.optim_step(optim(3)) is done
+    assert (done.num_calls, engines[0].num_updates, trainer.state().step) == (2, 1, 3)
+
+
+def test_a_call_that_was_refused_may_come_again_under_its_number(tmp_path):
+    trainer, engines = loaded_trainer(tmp_path)
+    engines[0].fault = Failed("not finite", code="not_finite")
+    with pytest.raises(Failed):
+        trainer.forward_backward(call(1))
+    assert trainer.state().step == 0
+    assert trainer.forward_backward(call(1)).step == 1
+
+
+def test_a_gradient_that_waits_is_in_no_checkpoint_and_no_training_step(tmp_path):
+    trainer, _ = loaded_trainer(tmp_path)
+    trainer.forward_backward(call(1))
+    checkpoint = CheckpointRequest(job_id="j", attempt=1, epoch=1, step=1)
+    fence = step_request(1).model_dump(include={"job_id", "attempt", "epoch"})
+    with pytest.raises(Conflict, match="the gradient of 1 forward_backward calls waits"):
+        trainer.write_checkpoint(checkpoint.model_copy(update=fence))
+    with pytest.raises(Conflict, match="step 2 came, and the gradient of 1 forward_backward"):
+        trainer.train_step(step_request(2))
+    trainer.optim_step(optim(2))
+    assert trainer.train_step(step_request(3)).step == 3
+
+
+def test_what_a_step_did_is_known_after_its_checkpoint_is_loaded(tmp_path):
+    trainer, _ = loaded_trainer(tmp_path)
+    trainer.forward_backward(call(1))
+    done = trainer.optim_step(optim(2))
+    fence = step_request(1).model_dump(include={"job_id", "attempt", "epoch"})
+    trainer.write_checkpoint(CheckpointRequest(**fence, step=2))
+    trainer.unload()
+    trainer.load_job(job_request())
+    assert trainer.state().step == 2
+    assert trainer.optim_step(optim(2)) == done
 
 
 def test_a_step_without_examples_counts_and_moves_nothing(tmp_path):

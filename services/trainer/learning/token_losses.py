@@ -1,0 +1,50 @@
+"""Losses of programs that drive the trainer (`POST /forward_backward`): sums over tokens, so calls
+add up to one batch, whoever cut it into calls.
+
+With r_t = exp(logprob_t - old_logprob_t), A_t the token's advantage and sg "no gradient":
+
+    cross_entropy         -sum A_t logprob_t                              A is the token's weight
+    importance_sampling   -sum r_t A_t
+    ppo                   -sum min(r_t A_t, clip(r_t, low, high) A_t)     arXiv 1707.06347
+    cispo                 -sum sg(clip(r_t, low, high)) A_t logprob_t     arXiv 2506.13585
+    dro                   -sum (A_t logprob_t - beta/2 (logprob_t - old_logprob_t)^2)
+                                                                          arXiv 2405.19107
+
+Names and defaults are Tinker's. Bounds are of the ratio itself: 0.8 and 1.2 for "ppo", 0 and 4 for
+"cispo".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shared.wire import TokenLoss
+
+BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
+"""Default bounds of the ratio."""
+
+MAX_LOG_RATIO = 20.0
+"""The ratio's logarithm is clamped to this on both sides, so that no ratio is infinite."""
+
+
+def token_loss(
+    loss: TokenLoss, logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor
+) -> Tensor:
+    """Returns the loss of a micro-batch's tokens, a scalar. `logprobs_N` have the gradient."""
+    if loss.name == "cross_entropy":
+        return -(advantages_N * logprobs_N).sum()
+    log_ratios_N = logprobs_N - old_logprobs_N
+    if loss.name == "dro":
+        return -(advantages_N * logprobs_N - loss.beta / 2 * log_ratios_N.square()).sum()
+    ratios_N = log_ratios_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    if loss.name == "importance_sampling":
+        return -(ratios_N * advantages_N).sum()
+    low, high = BOUNDS[loss.name]
+    clipped_N = ratios_N.clamp(
+        low if loss.ratio_low is None else loss.ratio_low,
+        high if loss.ratio_high is None else loss.ratio_high,
+    )
+    if loss.name == "cispo":
+        return -(clipped_N.detach() * advantages_N * logprobs_N).sum()
+    return -torch.minimum(ratios_N * advantages_N, clipped_N * advantages_N).sum()

@@ -1,0 +1,215 @@
+"""What a program does with the trainer, against plain torch: calls add up, and a step consumes
+them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.errors import HoneError
+from shared.job import Job
+from shared.wire import Example, Optimization, TokenLoss
+from shared.wire.packed import Logprobs
+from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
+from tests.support.tiny_models import make_tiny_model
+from tests.support.trainer_reference import (
+    difference,
+    load,
+    named,
+    relative,
+    some_examples,
+    weights,
+)
+
+pytestmark = pytest.mark.engine
+
+HOW = Optimization(
+    learning_rate=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.01, max_grad_norm=0.5
+)
+"""With this epsilon an update is nearly linear in the gradient."""
+
+LOSSES = [
+    TokenLoss(name="cross_entropy"),
+    TokenLoss(name="importance_sampling"),
+    TokenLoss(name="ppo"),
+    TokenLoss(name="ppo", ratio_low=0.95, ratio_high=1.01),
+    TokenLoss(name="cispo", ratio_high=1.1),
+    TokenLoss(name="dro", beta=0.3),
+]
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request, tmp_path_factory) -> Iterator[Ranks]:
+    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory) -> Iterator[Ranks]:
+    with Ranks(1, tmp_path_factory.mktemp("rank")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def examples(model) -> tuple[Example, ...]:
+    """Each token has an advantage of its own."""
+    found = []
+    for one in some_examples(model):
+        advantages = Logprobs([one.advantage * (-0.7) ** t for t in range(len(one.token_ids))])
+        found.append(one.model_copy(update={"advantages": advantages}))
+    return tuple(found)
+
+
+def run(job: Job, script: Sequence[Any], folder: Path) -> list[Any]:
+    """Does what the script says: a pair of examples and a loss is a call, an Optimization a step.
+    Returns the answers, or errors, and writes the weights at the end."""
+    import torch
+
+    from services.trainer.zero.deepspeed_engine import start_engine
+
+    engine = start_engine(job, torch.device("cpu"))
+    answers: list[Any] = []
+    for one in script:
+        try:
+            if isinstance(one, Optimization):
+                answers.append(engine.optim_step(one))
+            else:
+                answers.append(engine.forward_backward(*one))
+        except HoneError as error:
+            answers.append(error.detail)
+    folder.mkdir(parents=True, exist_ok=True)
+    engine.save_weights(folder)
+    engine.close()
+    return answers
+
+
+def logprobs_of(policy: Any, example: Example) -> Any:
+    """At temperature 1, from whole logits."""
+    import torch
+
+    ids = torch.tensor([[*example.prompt_token_ids, *example.token_ids]])
+    logits = policy(ids).logits[0, len(example.prompt_token_ids) - 1 : -1]
+    return torch.log_softmax(logits, -1)[range(len(example.token_ids)), list(example.token_ids)]
+
+
+def loss_of(policy: Any, examples: Sequence[Example], loss: TokenLoss) -> Any:
+    """Tinker's definitions, sequence by sequence."""
+    import torch
+
+    total = torch.zeros(())
+    for e in examples:
+        new, old = logprobs_of(policy, e), torch.tensor(list(e.old_logprobs))
+        advantages, ratio = torch.tensor(list(e.advantages)), (new - old).exp()
+        if loss.name == "cross_entropy":
+            terms = advantages * new
+        elif loss.name == "importance_sampling":
+            terms = ratio * advantages
+        elif loss.name == "ppo":
+            bounded = ratio.clip(loss.ratio_low or 0.8, loss.ratio_high or 1.2)
+            terms = torch.min(ratio * advantages, bounded * advantages)
+        elif loss.name == "cispo":
+            terms = ratio.clip(0, loss.ratio_high or 4).detach() * advantages * new
+        else:
+            terms = advantages * new - 0.5 * loss.beta * (new - old) ** 2
+        total = total - terms.sum()
+    return total
+
+
+def adam(policy: Any, how: Optimization) -> Any:
+    import torch
+
+    matrices = [p for p in policy.parameters() if p.dim() >= 2]
+    vectors = [p for p in policy.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": how.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=how.learning_rate, betas=(how.beta1, how.beta2), eps=how.eps
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_each_loss_and_a_step_equal_plain_torch(ranks, model, examples, tmp_path, loss):
+    import torch
+
+    job = a_job(model, memory={"micro_batch_tokens": 40})
+    (found, logprobs), norm = ranks.call(run, job, [(examples, loss), HOW], tmp_path)
+
+    policy = load(model)
+    adamw, start = adam(policy, HOW), named(policy)
+    with torch.no_grad():
+        expected = torch.cat([logprobs_of(policy, e) for e in examples]).tolist()
+    assert list(logprobs) == pytest.approx(expected, abs=1e-5)
+    total = loss_of(policy, examples, loss)
+    total.backward()
+    assert found == pytest.approx(total.item(), rel=1e-5, abs=1e-5)
+    clipped = torch.nn.utils.clip_grad_norm_(policy.parameters(), HOW.max_grad_norm)
+    assert norm == pytest.approx(clipped.item(), rel=1e-5)
+    adamw.step()
+    ours = difference(weights(tmp_path), start)
+    assert relative(ours, difference(named(policy), start)) < 1e-4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_calls_add_up_and_a_step_consumes_them(ranks, model, examples, tmp_path, stage):
+    """The second step has a gradient of its own: nothing is left of the first one's."""
+    spread = {"deepspeed": SPREAD_SMALL} if stage == 3 else {}
+    job = a_job(model, memory={"zero_stage": stage, "micro_batch_tokens": 40, **spread})
+    loss = TokenLoss(name="importance_sampling")
+    parts = [examples[:5], examples[5:6], examples[6:]]
+    rest = [(examples[:3], loss), HOW]
+    at_once = ranks.call(run, job, [(examples, loss), HOW, *rest], tmp_path / "once")
+    apart = ranks.call(
+        run, job, [*((part, loss) for part in parts), HOW, *rest], tmp_path / "apart"
+    )
+    assert sum(total for total, _ in apart[:3]) == pytest.approx(at_once[0][0], rel=1e-5)
+    found = list(itertools.chain.from_iterable(logprobs for _, logprobs in apart[:3]))
+    assert found == pytest.approx(list(at_once[0][1]), abs=1e-5)
+    assert apart[3] == pytest.approx(at_once[1], rel=1e-5)
+    assert apart[5] == pytest.approx(at_once[3], rel=1e-4)
+    start = named(load(model))
+    once, several = (difference(weights(tmp_path / one), start) for one in ("once", "apart"))
+    assert relative(several, once) < 1e-4
+
+
+def test_a_loss_that_is_not_finite_leaves_the_gradient_as_it_was(rank, model, examples, tmp_path):
+    loss = TokenLoss(name="cross_entropy")
+    big = examples[0].model_copy(
+        update={"advantages": Logprobs([3e38] * len(examples[0].token_ids))}
+    )
+    dro = TokenLoss(name="dro")
+    far = big.model_copy(update={"old_logprobs": Logprobs([1e30] * len(big.token_ids))})
+    job = a_job(model, memory={"micro_batch_tokens": 40})
+    good = [(examples[:5], loss), (examples[5:], loss), HOW]
+    expected = rank.call(run, job, good, tmp_path / "good")
+    script = [good[0], ((far,), dro), good[1], HOW]
+    first, error, second, norm = rank.call(run, job, script, tmp_path / "spoilt")
+    assert error.startswith("the loss 'dro' of 1 examples is ")
+    assert error.endswith("expected a finite number; the gradient is as it was")
+    assert (first, second, norm) == tuple(expected)
+    start = named(load(model))
+    ours, theirs = (difference(weights(tmp_path / one), start) for one in ("spoilt", "good"))
+    assert relative(ours, theirs) == 0.0
+
+
+def test_a_step_without_a_call_moves_by_adams_means_alone(rank, model, examples, tmp_path):
+    job = a_job(model, memory={"micro_batch_tokens": 40})
+    still = HOW.model_copy(update={"weight_decay": 0.0})
+    loss = TokenLoss(name="cross_entropy")
+    assert rank.call(run, job, [still], tmp_path / "still") == [0.0]
+    start = named(load(model))
+    assert all(not d.any() for d in difference(weights(tmp_path / "still"), start).values())
+    answers = rank.call(run, job, [(examples, loss), still, still], tmp_path / "moved")
+    assert answers[1] > 0 and answers[2] == 0.0
+    assert not math.isnan(answers[1])
