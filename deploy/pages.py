@@ -27,10 +27,12 @@ BEGIN, END = "<!-- rooms: `make docs` draws this -->\n", "<!-- end of rooms -->\
 ROOMS = (
     "page",
     "openai",
+    "tinker",
     "dialects",
     "api",
     "pushing",
     "run",
+    "programs",
     "findings",
     "evals",
     "loop",

@@ -28,6 +28,7 @@ from services.orchestrator.openai import calling, fine_tuning
 from services.orchestrator.page import routes as page
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
+from services.orchestrator.programs.sampling import Runs
 from services.orchestrator.pushing import areal, atropos, groups
 from services.orchestrator.pushing.groups import Pushing
 from services.orchestrator.run.worker import Worker
@@ -35,6 +36,7 @@ from services.orchestrator.runs.writable import Writable
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
+from services.orchestrator.tinker import routes as tinker
 from shared.errors import HoneError
 from shared.http.health import Draining
 from shared.http.service import Service
@@ -48,7 +50,8 @@ def create_service(
     worker: it only accepts jobs, and another orchestrator with this Redis runs them."""
     per_trainer = settings.per_trainer if works else ()
     offered, sessions = Episodes(), Sessions() if sessions is None else sessions
-    workers = [Worker(store, each, offered, sessions) for each in per_trainer]
+    programs = Runs()
+    workers = [Worker(store, each, offered, sessions, programs) for each in per_trainer]
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:
@@ -81,15 +84,21 @@ def create_service(
     )
     if workers:
         _add_gauges(service, workers)
-    _add_routes(service, settings, store, named, runs)
+    _add_routes(service, settings, store, named, runs, programs)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
 
 
 def _add_routes(
-    service: Service, settings: Settings, store: Store, named: access.Keys, runs: Writable
+    service: Service,
+    settings: Settings,
+    store: Store,
+    named: access.Keys,
+    runs: Writable,
+    programs: Runs,
 ) -> None:
     checks = Checks(settings)
+    tinker.add_routes(service, tinker.Programs(settings, store, runs, checks, programs))
     jobs.add_routes(service, settings, store, runs, checks)
     states.add_routes(service, settings, store, checks)
     history.add_routes(service, store)

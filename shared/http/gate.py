@@ -43,6 +43,9 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 """Characters that no path may have: `$` in a route's pattern also matches before a final line
 feed."""
 
+TINKER = "tml-"
+"""What the keys of Tinker's SDK begin with: it takes no others."""
+
 READING = ("GET", "HEAD")
 """Methods that change nothing."""
 
@@ -224,14 +227,16 @@ class Gate:
 
 
 def given_token(headers: Mapping[str, str]) -> str:
-    """Returns the token of the Authorization header, or else of X-Api-Key, where Anthropic's
-    clients send it; "" without one. Clients that take a URL and no token, such as TRL's, send
-    `http://hone:<token>@host` as Basic, with the token as password."""
+    """Returns the token of the Authorization header, or else of X-Api-Key, where clients of
+    Anthropic and Tinker send it; "" without one. Clients that take a URL and no token, such as
+    TRL's, send `http://hone:<token>@host` as Basic, with the token as password."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "basic":
         with contextlib.suppress(ValueError):  # no base64, or no UTF-8
             return base64.b64decode(given, validate=True).decode().partition(":")[2]
-    return given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    if scheme.lower() == "bearer":
+        return given
+    return headers.get("x-api-key", "").removeprefix(TINKER)
 
 
 def _check_origin(method: str, headers: Mapping[str, str]) -> None:

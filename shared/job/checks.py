@@ -186,6 +186,10 @@ def _is_supervised_whole(job: Job) -> None:
         )
     if not job.samples_nothing:
         return
+    if job.is_program and (job.data.train is not None or job.evaluates):
+        raise ValueError(
+            f"{got} and there is data; expected none: the program sends what is trained on"
+        )
     unused = {
         "warmup.steps": warms_up,
         "teacher": job.teacher is not None,
@@ -231,7 +235,7 @@ def _ends_some_time(job: Job) -> None:
 
 
 def _has_what_it_needs(job: Job) -> None:
-    if job.trains and job.data.train is None and not job.is_pushed:
+    if job.trains and job.data.train is None and not (job.is_pushed or job.is_program):
         raise ValueError("'data.train' is missing; expected the training problems")
     if job.trains and job.evaluation.models:
         raise ValueError(

@@ -200,7 +200,7 @@ class Job(Section):
         given = cast(dict[str, Any], document)
         if given.get("environment") is not None:
             return {**given, "rewards": [{"grader": "environment"}]}
-        needs_none = given.get("teacher") is not None or _objective(given) in ("sft", "dpo")
+        needs_none = given.get("teacher") is not None or _objective(given) not in (None, "rl")
         return {**given, "rewards": []} if needs_none else given
 
     @model_validator(mode="after")
@@ -248,7 +248,7 @@ class Job(Section):
     @property
     def has_answers(self) -> bool:
         """Whether it has supervised steps, so that each row needs an answer."""
-        return self.trains and self.is_supervised(1)
+        return self.trains and self.is_supervised(1) and not self.is_program
 
     @property
     def has_live_weights(self) -> bool:
@@ -264,6 +264,11 @@ class Job(Section):
     def is_pushed(self) -> bool:
         """Whether its groups are sampled and scored elsewhere."""
         return self.environment is not None and self.environment.kind == "pushed"
+
+    @property
+    def is_program(self) -> bool:
+        """Whether a program says each operation."""
+        return self.training.objective == "program"
 
     @property
     def trains(self) -> bool:

@@ -62,13 +62,13 @@ class TrainingSpec(Section):
     Losses and their equations are in services/trainer/learning/loss.py.
     """
 
-    objective: Literal["rl", "sft", "dpo"] = "rl"
+    objective: Literal["rl", "sft", "dpo", "program"] = "rl"
     """What is learned: completions that earn rewards ("rl"), the answers that the data gives
     ("sft", the mean negative log-likelihood of a step's tokens), or of two given answers to prefer
     one ("dpo", arXiv 2305.18290). With the latter two a step takes `sampling.prompts_per_step` rows
     and samples nothing, log-probs are at temperature 1, and `[[rewards]]` only grade held-out
     completions. `data.answer`, and the columns `chosen` and `rejected`, say what the answers
-    are."""
+    are. "program": a program says each step, by Tinker's API, which makes such a job itself."""
 
     dpo_beta: float = Field(default=0.1, gt=0)
     """How strongly "dpo" holds the policy near the model that the job began with: the factor on the

@@ -9,6 +9,7 @@
 | `agents.py` | agents' recorded conversations, and episodes that they play by lease |
 | `rewards.py` | `POST /score`, verdicts and scores |
 | `episodes.py` | a job's own environments: open, step, close |
+| `programs.py` | operations of programs that drive a trainer, as stored |
 | `pushed.py` | groups that were sampled and scored elsewhere, also in Atropos' and AReaL's shapes |
 | `graders.py` | `/graders` and `POST /execute` |
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from shared.wire.keys import *
     from shared.wire.openai import *
     from shared.wire.planning import *
+    from shared.wire.programs import *
     from shared.wire.pushed import *
     from shared.wire.records import *
     from shared.wire.rewards import *

@@ -30,12 +30,16 @@ from shared.wire import (
     CheckpointRequest,
     Fence,
     Fencing,
+    ForwardBackwardRequest,
+    ForwardBackwardResult,
     ForwardRequest,
     ForwardResult,
     GenerateRequest,
     Message,
     ModelRequest,
     NoBody,
+    OptimStepRequest,
+    OptimStepResult,
     Part,
     PublishRequest,
     Released,
@@ -96,6 +100,7 @@ class FakeServices:
         self.serving = ServingWeights()
         self.spec: ModelRequest | None = None
         self.trained: list[TrainStepRequest] = []
+        self.operations: list[ForwardBackwardRequest | OptimStepRequest] = []
         self.grade: Callable[[ScoreItem], Part] = lambda item: Part(
             value=float(item.completion == "right")
         )
@@ -127,6 +132,8 @@ class FakeServices:
             ("trainer", "PUT", "/job", self._put_job),
             ("trainer", "POST", "/train_step", self._train_step),
             ("trainer", "POST", "/forward", self._forward),
+            ("trainer", "POST", "/forward_backward", self._forward_backward),
+            ("trainer", "POST", "/optim_step", self._optim_step),
             ("trainer", "POST", "/publish_weights", self._publish),
             ("trainer", "POST", "/checkpoints", self._checkpoint),
             ("trainer", "POST", "/release", self._release),
@@ -320,6 +327,31 @@ class FakeServices:
             logprobs=Logprobs([-0.5 * length for length in lengths for _ in range(length)]),
             reference_logprobs=Logprobs([-1.0 for length in lengths for _ in range(length)]),
         )
+
+    async def _forward_backward(self, body: ForwardBackwardRequest) -> ForwardBackwardResult:
+        await self._note("forward_backward", body)
+        self._count_operation(body)
+        num = sum(len(example.token_ids) for example in body.examples)
+        return ForwardBackwardResult(
+            step=body.step, loss=float(num), logprobs=Logprobs([-0.5] * num), train_s=0.0
+        )
+
+    async def _optim_step(self, body: OptimStepRequest) -> OptimStepResult:
+        await self._note("optim_step", body)
+        self._count_operation(body)
+        return OptimStepResult(step=body.step, grad_norm=2.0, num_calls=1, train_s=0.0)
+
+    def _count_operation(self, body: ForwardBackwardRequest | OptimStepRequest) -> None:
+        """Counts the operation unless it is the last one again."""
+        if self.job is None:
+            raise StateLost(f"got job {body.job_id!r}, but no job is loaded; PUT /job first")
+        plain = body.model_copy(update={"attempt": 0, "epoch": 0})
+        if body.step == self.step and self.operations and plain == self.operations[-1]:
+            return
+        if body.step != self.step + 1:
+            raise Conflict(f"got step {body.step}, expected {self.step + 1}", code="out_of_order")
+        self.step = body.step
+        self.operations = [*self.operations[: body.step - 1], plain]
 
     def _result(self, body: TrainStepRequest) -> StepResult:
         tokens = sum(len(example.token_ids) for example in body.examples)

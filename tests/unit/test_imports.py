@@ -27,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     | {"IPython", "matplotlib", "pandas"},  # in trainer/, where the user has them
     "services/orchestrator": WIRE
     | {"aiohttp", "datasets", "huggingface_hub", "jinja2", "pyarrow", "redis", "tokenizers"}
-    | {"mcp", "wandb", "xxhash", "yarl"},
+    | {"mcp", "wandb", "xxhash", "yarl"}
+    | {"google", "numpy", "zstandard"},  # in tinker/, for protobuf's messages
     "services/rollout": WIRE
     | {"numpy", "vllm", "torch", "transformers", "safetensors", "prometheus_client", "uvicorn"},
     "services/trainer": WIRE

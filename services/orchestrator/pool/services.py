@@ -40,12 +40,17 @@ from shared.wire import (
     CheckpointRequest,
     Example,
     Fenced,
+    ForwardBackwardRequest,
+    ForwardBackwardResult,
     ForwardRequest,
     ForwardResult,
     GenerateRequest,
     Known,
     Message,
     ModelRequest,
+    Optimization,
+    OptimStepRequest,
+    OptimStepResult,
     Prompt,
     Published,
     PublishRequest,
@@ -62,6 +67,7 @@ from shared.wire import (
     SleepRequest,
     StepResult,
     StepTotals,
+    TokenLoss,
     TrainerJob,
     TrainerState,
     TrainStepRequest,
@@ -322,6 +328,21 @@ class Services:
         )
         return await self._sampled(body, key, key.rpartition(":")[0])
 
+    @waits_for("rollout", "sampling a group", "generate")
+    async def sample(
+        self, prompt_token_ids: TokenIds, min_version: int, *, key: str, sampling: Sampling
+    ) -> RolloutGroup:
+        """Returns the completions of a prompt of token ids, by `sampling`."""
+        body = GenerateRequest(
+            **self._fence(),
+            prompt_token_ids=prompt_token_ids,
+            deadline_s=self.settings.generate_deadline_s,
+            fit=True,
+            sampling=sampling,
+            min_version=min_version,
+        )
+        return await self._sampled(body, key)
+
     async def _sampled(
         self, body: GenerateRequest, key: str, conversation: str | None = None
     ) -> RolloutGroup:
@@ -443,6 +464,28 @@ class Services:
         deadline_s = self.settings.train_deadline_s
         return await self._trainer.call(
             "POST", "/forward", body, ForwardResult, deadline_s=deadline_s
+        )
+
+    @waits_for("trainer", "adding up a gradient", "forward_backward")
+    async def forward_backward(
+        self, step: int, examples: tuple[Example, ...], loss: TokenLoss
+    ) -> ForwardBackwardResult:
+        """Adds the gradient of the examples' loss, as operation `step`."""
+        await self.free_gpu()
+        body = ForwardBackwardRequest(**self._fence(), step=step, examples=examples, loss=loss)
+        deadline_s = self.settings.train_deadline_s
+        return await self._trainer.call(
+            "POST", "/forward_backward", body, ForwardBackwardResult, deadline_s=deadline_s
+        )
+
+    @waits_for("trainer", "taking an optimizer step", "optim_step")
+    async def optim_step(self, step: int, optimization: Optimization) -> OptimStepResult:
+        """Changes the weights by the gradient so far, as operation `step`."""
+        await self.free_gpu()
+        body = OptimStepRequest(**self._fence(), step=step, optimization=optimization)
+        deadline_s = self.settings.train_deadline_s
+        return await self._trainer.call(
+            "POST", "/optim_step", body, OptimStepResult, deadline_s=deadline_s
         )
 
     @waits_for("trainer", "publishing weights", "publish")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from services.orchestrator.play.pushed import PushedGroups
 from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.waits import watch
+from services.orchestrator.programs.driving import Driving
+from services.orchestrator.programs.sampling import Runs
 from services.orchestrator.run.after_step import AfterStep, Ended
 from services.orchestrator.run.decisions import (
     LIMITS,
@@ -54,7 +56,15 @@ from services.orchestrator.store.journal import Journal
 from services.orchestrator.store.leases import Lease, LeaseLost
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop, to_disk, to_the_end
-from shared.errors import BadRequest, Failed, Forbidden, HoneError, Unauthorized, Unavailable
+from shared.errors import (
+    BadRequest,
+    Conflict,
+    Failed,
+    Forbidden,
+    HoneError,
+    Unauthorized,
+    Unavailable,
+)
 from shared.host.logs import get_logger, of_job
 from shared.host.processes import Look
 from shared.settings import Settings
@@ -75,8 +85,8 @@ longer on a busy machine."""
 
 
 class Run:
-    """One attempt at the job of `record`, under `lease`; `needs` are its trainer's. `episodes`
-    and `sessions` are the process's."""
+    """One attempt at the job of `record`, under `lease`; `needs` are its trainer's. `episodes`,
+    `sessions` and `programs` are the process's. `num_queued` returns how many jobs wait."""
 
     def __init__(
         self,
@@ -87,6 +97,8 @@ class Run:
         needs: Needs,
         episodes: Episodes | None = None,
         sessions: Sessions | None = None,
+        programs: Runs | None = None,
+        num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
         self._record = record
         self._job = record.job
@@ -106,6 +118,8 @@ class Run:
         )
         self._episodes = self._services.episodes = episodes or Episodes()
         self._services.sessions = Sessions() if sessions is None else sessions
+        self._programs = programs or Runs()
+        self._num_queued = num_queued
         self._needs = needs
         self._data = DataFiles(record.job, settings)
         self._tracker = Tracker(record.job, record.id, self._folder.path)
@@ -286,6 +300,8 @@ class Run:
         return limit_s is not None and since is not None and time.monotonic() - since >= limit_s
 
     async def _train(self) -> dict[str, Any]:
+        if self._job.is_program:
+            return await self._drive()
         after = self._after = self._after or await self._begin()
         if not self._job.trains:
             return await self._evaluate(after)
@@ -322,6 +338,37 @@ class Run:
             rows = await asyncio.to_thread(self._folder.metrics)
         versions = await self._services.versions()
         summary = summarize(self._record, rows, checkpoint, train_s, versions, ended.why)
+        await to_disk(self._folder.write_summary, summary)
+        return summary
+
+    async def _drive(self) -> dict[str, Any]:
+        """Does the operations of the job's program until it unloads the model."""
+        await self._make_folder()
+        state = await self._loading()
+        self._doing.begin("doing the program's operations")
+        driving = Driving(
+            self._job,
+            self._services,
+            self._folder,
+            self._journal,
+            self._note_progress,
+            self._num_queued,
+            state.step,
+        )
+        with self._programs.running(self._record.id, self._services):
+            last = await driving.run()
+        try:
+            checkpoint = (await self._services.checkpoint(last)).path
+        except Conflict as error:  # a gradient waits for a step that will not come
+            checkpoint = None
+            await self._journal.warn(f"no last checkpoint: {error.detail}")
+        summary = {
+            "job": self._record.id,
+            "steps": last,
+            "checkpoint": checkpoint,
+            "wall_s": round(time.time() - self._record.created_at, 3),
+            "versions": await self._services.versions(),
+        }
         await to_disk(self._folder.write_summary, summary)
         return summary
 
@@ -376,14 +423,7 @@ class Run:
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks the job's data and rewards."""
         check_colocation(self._job, self._settings)
-        await to_disk(
-            self._folder.create,
-            self._job,
-            self._record.data,
-            self._store.identity,
-            has_begun=self._record.step > 0 or self._record.attempts > 1,
-        )
-        await to_disk(self._folder.write_note, await self._store.note(self._record.id))
+        await self._make_folder()
         spent = await self._begin_spending()
         self._doing.begin("checking data and rewards", "the model is loaded")
         with self._services.waits.on("data", "reading the prompts"):
@@ -412,6 +452,16 @@ class Run:
             self._settings.max_missing_rewards,
             self._store.models_below,
         )
+
+    async def _make_folder(self) -> None:
+        await to_disk(
+            self._folder.create,
+            self._job,
+            self._record.data,
+            self._store.identity,
+            has_begun=self._record.step > 0 or self._record.attempts > 1,
+        )
+        await to_disk(self._folder.write_note, await self._store.note(self._record.id))
 
     async def _begin_spending(self) -> Spent:
         """Begins to count the attempt's hours and cost. Raises TooDear for a job that has reached

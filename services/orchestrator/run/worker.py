@@ -16,6 +16,7 @@ import time
 
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
+from services.orchestrator.programs.sampling import Runs
 from services.orchestrator.run.decisions import Outcome
 from services.orchestrator.run.needs import DataFiles, Needs
 from services.orchestrator.run.run import Run
@@ -60,10 +61,12 @@ class Worker:
         settings: Settings,
         episodes: Episodes | None = None,
         sessions: Sessions | None = None,
+        programs: Runs | None = None,
     ) -> None:
         self._store = store
         self._sessions = Sessions() if sessions is None else sessions
         self._settings = settings
+        self._programs = programs or Runs()
         self._episodes = episodes or Episodes()
         self._needs = Needs(settings, store)
         self._held: dict[str, DataFiles] = {}  # of queued jobs that wait for their data
@@ -252,6 +255,8 @@ class Worker:
             self._needs,
             self._episodes,
             self._sessions,
+            self._programs,
+            lambda: self.num_queued,
         )
         work = asyncio.create_task(run.run())
         renew = functools.partial(_beat, self._store, run)

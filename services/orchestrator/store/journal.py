@@ -105,6 +105,12 @@ class Journal:
                 currency=currency,
             )
 
+    async def operation(self, row: MetricsRow) -> None:
+        """Reports an optimizer step of a program."""
+        loss, norm = row.metrics["loss"], row.metrics["grad_norm"]
+        message = f"operation {row.step}: loss {loss:.4f}, gradient norm {norm:.4f}"
+        await self._store.report(self._lease, "log", message, step=row.step)
+
     async def evaluated(self, model: str, held_out: str, metrics: Mapping[str, float]) -> None:
         """Reports a model's scores on the held-out set `held_out`, in a job of 0 steps. They count
         as progress, as a step does: the store counts attempts without progress."""

@@ -1,0 +1,197 @@
+"""The run of a program's model: its operations one after the other.
+
+The trainer numbers what changes its gradient or weights (`forward_backward`, `optim_step`), and
+resumes from its newest checkpoint. So after its death the operations since then are done again,
+under the same numbers: on a CPU the weights are the same to the bit. What has an outcome already
+keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.orchestrator.errors import MustPause
+from services.orchestrator.pool.services import Services
+from services.orchestrator.pool.syncing import sync_weights
+from services.orchestrator.programs.log import OperationLog
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.journal import SUPERVISED, Journal
+from services.orchestrator.tasks import to_disk
+from shared.errors import BadRequest, Conflict, Failed
+from shared.job import Job
+from shared.wire import MetricsRow, OperationOutcome, ProgramOperation
+
+POLL_S = 0.05
+"""Seconds between two looks for the next operation."""
+
+GAP_S = 30.0
+"""Seconds after which a number that did not come is passed over: its request was refused or lost,
+and later ones have come."""
+
+CHECKPOINT_EVERY_S = 120.0
+"""Seconds after which an optimizer step is followed by a checkpoint: what is done again at most."""
+
+IDLE_S = 10.0
+"""Seconds without an operation after which a model makes room for a job that waits."""
+
+PUT_AWAY = "put away"
+"""What the reason begins with of a model that made room: its next operation brings it back."""
+
+REFUSED = frozenset({"not_finite", "out_of_memory"})
+"""Codes of errors that an operation has to itself: the model goes on as it was."""
+
+
+@dataclass
+class Driving:
+    """The run of one attempt. `tell` says the run's progress: the number of the trainer's last
+    operation. `num_queued` returns how many jobs wait."""
+
+    job: Job
+    services: Services
+    folder: RunFolder
+    journal: Journal
+    tell: Callable[[int], None]
+    num_queued: Callable[[], int]
+    at: int
+    """The trainer's last operation."""
+    _done: int = 0  # how many operations of the log the trainer counts
+    _serves: int = 0  # the version that samplers serve
+    _kept: set[int] = field(default_factory=set[int])
+    _loss: float = 0.0  # of the calls since the last optimizer step
+    _checkpoint_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self._log = OperationLog(self.folder.path)
+        self._serves = self.at
+
+    async def run(self) -> int:
+        """Does the operations until the model is unloaded. Returns the trainer's last one."""
+        number = 0
+        while True:
+            number += 1
+            operation = await self._next(number)
+            if operation is None:
+                continue
+            outcome = await to_disk(self._log.outcome, number)
+            if outcome is None or self._is_lost(operation, outcome):
+                known, outcome = outcome, await self._do(operation)
+                if known is None:
+                    await to_disk(self._log.finish, number, outcome)
+                elif outcome.error is not None:
+                    raise Failed(f"operation {number} was done, and fails now: {outcome.error}")
+            elif operation.is_numbered and outcome.error is None:
+                self._done += 1
+            if operation.kind == "checkpoint" and outcome.error is None:
+                self._kept.add(outcome.step)
+            if operation.kind == "unload":
+                return self._done
+
+    def _is_lost(self, operation: ProgramOperation, outcome: OperationOutcome) -> bool:
+        """Whether what an operation did is not in the trainer, or samplers, that there are now."""
+        if outcome.error is not None:
+            return False
+        if operation.is_numbered:
+            return self._done + 1 > self.at
+        is_now = operation.kind == "snapshot" and outcome.step == self.at == self._done
+        return is_now and self._serves != self.at
+
+    async def _next(self, number: int) -> ProgramOperation | None:
+        """Returns the operation once it has come; None if later ones came and it did not."""
+        gap_since: float | None = None
+        since = time.monotonic()
+        with self.services.waits.on("the program", f"operation {number}"):
+            while True:
+                operation = await asyncio.to_thread(self._log.operation, number)
+                if operation is not None:
+                    return operation
+                if await asyncio.to_thread(self._log.newest) > number:
+                    gap_since = gap_since or time.monotonic()
+                    if time.monotonic() - gap_since > GAP_S:
+                        await self.journal.warn(
+                            f"operation {number} did not come, and later ones did; it is passed "
+                            "over"
+                        )
+                        return None
+                elif time.monotonic() - since > IDLE_S:
+                    await self._make_room()
+                    since = time.monotonic()
+                await asyncio.sleep(POLL_S)
+
+    async def _make_room(self) -> None:
+        """Raises MustPause if another job waits for the trainer."""
+        if not self.num_queued():
+            return
+        try:
+            if self.at:
+                await self.services.checkpoint(self.at, tuple(sorted(self._kept)))
+        except Conflict as error:  # a gradient waits: its calls are done again later
+            await self.journal.log(error.detail)
+        raise MustPause(
+            f"{PUT_AWAY}: its program sent nothing for {IDLE_S:g} s, and another job waits; the "
+            "next operation brings it back"
+        )
+
+    async def _do(self, operation: ProgramOperation) -> OperationOutcome:
+        """Returns what the operation did, or its own error. Raises errors that are not its own."""
+        try:
+            return await self._done_by(operation)
+        except (BadRequest, Failed, Conflict) as error:
+            if isinstance(error, Failed) and error.code not in REFUSED:
+                raise
+            if isinstance(error, Conflict) and operation.kind != "checkpoint":
+                raise
+            return OperationOutcome(step=self.at, error=error.detail)
+
+    async def _done_by(self, operation: ProgramOperation) -> OperationOutcome:
+        services = self.services
+        if operation.kind == "forward":
+            found = await services.forward(self.at, operation.examples)
+            weights = [one for e in operation.examples for one in e.advantages]
+            loss = -math.fsum(map(float.__mul__, weights, found.logprobs))
+            return OperationOutcome(step=self.at, logprobs=found.logprobs, loss=loss)
+        if operation.kind == "forward_backward":
+            assert operation.loss is not None
+            step = self._done + 1
+            done = await services.forward_backward(step, operation.examples, operation.loss)
+            self._done = self.at = step
+            self._loss += done.loss
+            return OperationOutcome(step=step, loss=done.loss, logprobs=done.logprobs)
+        if operation.kind == "optim_step":
+            return await self._optim_step(operation)
+        if operation.kind == "checkpoint":
+            checkpoint = await services.checkpoint(self.at, tuple(sorted(self._kept | {self.at})))
+            await self.journal.checkpoint(checkpoint)
+            return OperationOutcome(step=self.at, path=checkpoint.path)
+        if operation.kind == "snapshot":
+            synced = await sync_weights(services, self.job, self.at, self.journal)
+            await to_disk(self.folder.append_sync, synced.row(), synced.proof)
+            self._serves = self.at
+        return OperationOutcome(step=self.at)
+
+    async def _optim_step(self, operation: ProgramOperation) -> OperationOutcome:
+        assert operation.optimization is not None
+        step = self._done + 1
+        is_again = step <= self.at
+        done = await self.services.optim_step(step, operation.optimization)
+        self._done = self.at = step
+        loss, self._loss = self._loss, 0.0
+        if not is_again:
+            await self._record(step, operation.optimization.learning_rate, done.grad_norm, loss)
+        self.tell(step)
+        if time.monotonic() - self._checkpoint_at > CHECKPOINT_EVERY_S:
+            await self.services.checkpoint(step, tuple(sorted(self._kept)))
+            self._checkpoint_at = time.monotonic()
+        return OperationOutcome(step=step, grad_norm=done.grad_norm)
+
+    async def _record(self, step: int, rate: float, grad_norm: float, loss: float) -> None:
+        """Writes the step's row of metrics, unless an earlier attempt did."""
+        if await asyncio.to_thread(self.folder.metrics, step - 1):
+            return
+        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": rate, SUPERVISED: 1.0}
+        row = MetricsRow(step=step, metrics=metrics)
+        await to_disk(self.folder.append_metrics, row)
+        await self.journal.operation(row)

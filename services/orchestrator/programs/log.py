@@ -1,0 +1,96 @@
+"""The operations of a program's model: files in its run folder, so that they outlive every process.
+
+    operations/00000017.msgpack          operation 17, once it is accepted
+    operations/00000017.outcome.msgpack  what it did, once it is done
+    operations/sample-<id>.msgpack       samples that were asked for, and .outcome.msgpack
+
+Operations are numbered from 1 by the program, and done in this order. The same number again with
+the same body is the same operation; with another body it is refused. All functions wait for the
+disk: call them in a thread.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from shared.errors import Conflict, Failed
+from shared.host import disk
+from shared.http import codec
+from shared.wire import DeliveredSamples, OperationOutcome, ProgramOperation, SampleOrder, Wire
+
+W = TypeVar("W", bound=Wire)
+
+FOLDER = "operations"
+
+
+class OperationLog:
+    """The log in the run folder `run`."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._folder = run / FOLDER
+
+    def accept(self, number: int, operation: ProgramOperation) -> None:
+        """Returns once the operation is on disk. Raises Conflict, "body_differs", for a number that
+        came with another body."""
+        if not self._run.is_dir():
+            raise Failed(f"the run folder {self._run} is gone", code="run_folder_gone")
+        disk.make_folder(self._folder)
+        try:
+            disk.create_file(self._file(f"{number:08}"), _packed(operation))
+        except FileExistsError:
+            known = self.operation(number)
+            if known is None or known.digest != operation.digest:
+                raise Conflict(
+                    f"operation {number} was accepted with another body; expected the same body "
+                    "again, or a new number",
+                    code="body_differs",
+                ) from None
+
+    def operation(self, number: int) -> ProgramOperation | None:
+        """Returns the operation; None if it has not come."""
+        return _read(self._file(f"{number:08}"), ProgramOperation)
+
+    def outcome(self, number: int) -> OperationOutcome | None:
+        """Returns what the operation did; None if it is not done."""
+        return _read(self._file(f"{number:08}.outcome"), OperationOutcome)
+
+    def finish(self, number: int, outcome: OperationOutcome) -> None:
+        """Stores what the operation did."""
+        disk.write_file(self._file(f"{number:08}.outcome"), _packed(outcome))
+
+    def newest(self) -> int:
+        """Returns the greatest number that has come; 0 without any."""
+        names = (path.name for path in self._folder.glob("[0-9]*.msgpack"))
+        return max((int(name[:8]) for name in names), default=0)
+
+    def order(self, id: str, order: SampleOrder) -> None:
+        """Returns once the order of samples is on disk."""
+        disk.make_folder(self._folder)
+        disk.write_file(self._file(f"sample-{id}"), _packed(order))
+
+    def ordered(self, id: str) -> SampleOrder | None:
+        return _read(self._file(f"sample-{id}"), SampleOrder)
+
+    def samples(self, id: str) -> DeliveredSamples | None:
+        """Returns the samples; None if they are not there yet."""
+        return _read(self._file(f"sample-{id}.outcome"), DeliveredSamples)
+
+    def deliver(self, id: str, samples: DeliveredSamples) -> None:
+        disk.write_file(self._file(f"sample-{id}.outcome"), _packed(samples))
+
+    def _file(self, name: str) -> Path:
+        return self._folder / f"{name}.msgpack"
+
+
+def _packed(stored: Wire) -> bytes:
+    return codec.encode(stored, codec.MSGPACK)
+
+
+def _read(path: Path, kind: type[W]) -> W | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return codec.decode(kind, data, codec.MSGPACK)

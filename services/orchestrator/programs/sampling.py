@@ -1,0 +1,87 @@
+"""Samples of a model's snapshots. An order is on disk before it is acknowledged, and is carried out
+by the process that runs the model: at once, or again when its result is asked for and the process
+that began has died."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+from services.orchestrator.pool.services import Services
+from services.orchestrator.programs.log import OperationLog
+from services.orchestrator.tasks import to_disk
+from shared.errors import BadRequest, Conflict, HoneError
+from shared.host.logs import get_logger
+from shared.wire import DeliveredSamples, RolloutGroup, SampleOrder
+
+
+@dataclass
+class Runs:
+    """The models that this process runs, by job, and the orders that it carries out."""
+
+    services: dict[str, Services] = field(default_factory=dict[str, Services])
+    _under_way: dict[str, asyncio.Task[None]] = field(
+        default_factory=dict[str, "asyncio.Task[None]"]
+    )
+
+    @contextlib.contextmanager
+    def running(self, job_id: str, services: Services) -> Generator[None]:
+        """Makes the job's model one that this process runs."""
+        self.services[job_id] = services
+        try:
+            yield
+        finally:
+            del self.services[job_id]
+
+    def carry_out(self, job_id: str, id: str, log: OperationLog) -> None:
+        """Begins to carry out the order, unless that is under way or this process does not run the
+        model."""
+        if id in self._under_way or job_id not in self.services:
+            return
+        task = asyncio.create_task(self._carried_out(job_id, id, log))
+        self._under_way[id] = task
+        task.add_done_callback(lambda _: self._under_way.pop(id, None))
+
+    async def _carried_out(self, job_id: str, id: str, log: OperationLog) -> None:
+        order = await asyncio.to_thread(log.ordered, id)
+        if order is None:
+            return
+        try:
+            samples = await _sampled(self.services[job_id], id, order)
+        except (HoneError, KeyError) as error:  # it is carried out again when it is asked for
+            get_logger().warning("not sampled", job=job_id, sample=id, reason=str(error))
+            return
+        await to_disk(log.deliver, id, samples)
+
+
+async def _sampled(services: Services, id: str, order: SampleOrder) -> DeliveredSamples:
+    key = f"{services.owner}:sample:{id}"
+    try:
+        group = await services.sample(
+            order.prompt_token_ids, order.step, key=key, sampling=order.sampling
+        )
+    except BadRequest as error:
+        return DeliveredSamples(error=error.detail)
+    except Conflict as error:
+        if error.code == "out_of_order":
+            return DeliveredSamples(error=_not_served(order.step, error.detail))
+        raise
+    return DeliveredSamples(group=group, error=_why_wrong(group, order.step))
+
+
+def _why_wrong(group: RolloutGroup, step: int) -> str | None:
+    for rollout in group.rollouts:
+        if rollout.went_wrong:
+            return rollout.error or "the sample went wrong"
+        if set(rollout.versions) - {step}:
+            return _not_served(step, f"weights of {list(rollout.versions)} sampled")
+    return None
+
+
+def _not_served(step: int, why: str) -> str:
+    return (
+        f"the snapshot of operation {step} does not serve any more ({why}); expected samples of "
+        "the newest snapshot: save_weights_for_sampler makes one"
+    )

@@ -1,0 +1,238 @@
+"""Tinker's requests as operations of a model, and what they did in Tinker's shape."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+
+from services.orchestrator.tinker import messages
+from shared.errors import BadRequest
+from shared.job import name_of
+from shared.wire import (
+    Example,
+    OperationOutcome,
+    Optimization,
+    ProgramOperation,
+    Sampling,
+    TokenLoss,
+)
+from shared.wire.packed import Logprobs, TokenIds
+
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+
+CONFIG = {
+    "ppo": {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"},
+    "cispo": {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"},
+    "dro": {"beta": "beta"},
+}
+"""Tinker's keys of a loss's configuration, and ours."""
+
+INPUTS = {"cross_entropy": ("weights",)} | dict.fromkeys(LOSSES[1:], ("logprobs", "advantages"))
+"""What a loss takes beside `target_tokens`."""
+
+ENDLESS = 10**9
+"""Steps of a job that its program ends."""
+
+ALPHA = 32.0
+"""LoRA's alpha, whatever the rank: Tinker's."""
+
+NUMBERS = {messages.FLOAT32: "<f4", messages.INT64: "<i8", messages.INT32: "<i4"}
+
+
+def digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+def job_document(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the job of a new model. Raises BadRequest for what is not there."""
+    lora = body.get("lora_config")
+    optimizer = (body.get("optimizer_config") or {}).get("type", "adamw")
+    if optimizer != "adamw":
+        raise BadRequest(f"optimizer_config.type is {optimizer!r}; expected 'adamw'")
+    base = body.get("base_model")
+    if not isinstance(base, str) or not base:
+        raise BadRequest(f"'base_model': got {base!r}; expected a model's folder or id")
+    document: dict[str, Any] = {
+        "name": name_of(base.rstrip("/").rpartition("/")[2], "program"),
+        "model": base,
+        "steps": ENDLESS,
+        "rewards": [],
+        "training": {"objective": "program"},
+        "metadata": _metadata(body.get("user_metadata") or {}),
+    }
+    if lora:
+        document["lora"] = {"rank": lora.get("rank"), "alpha": ALPHA}
+        document["seed"] = lora.get("seed") or 0
+    return document
+
+
+def _metadata(given: Mapping[str, Any]) -> dict[str, str]:
+    return {str(name)[:64]: str(value)[:512] for name, value in [*given.items()][:16]}
+
+
+def read_forward_backward(body: bytes) -> tuple[str, int, ProgramOperation]:
+    """Returns the model, the operation's number and the operation. Raises BadRequest."""
+    message = messages.new("ForwardBackwardRequest")
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise BadRequest(f"the body is no ForwardBackwardRequest: {error}") from error
+    name = message.loss_fn
+    if name not in LOSSES:
+        raise BadRequest(
+            f"loss_fn is {name!r}; expected one of {', '.join(LOSSES)} (forward_backward_custom "
+            "works too)"
+        )
+    config = {key: one.number for key, one in message.loss_fn_config_v2.items()}
+    config = config or dict(message.loss_fn_config.items())
+    known = CONFIG.get(name, {})
+    if unknown := sorted(set(config) - set(known)):
+        raise BadRequest(
+            f"loss_fn_config has {unknown[0]!r}; expected {', '.join(known) or 'no key'} with "
+            f"loss_fn {name!r}"
+        )
+    if not message.data:
+        raise BadRequest("'data' is empty; expected at least one datum")
+    loss = TokenLoss(name=name, **{known[key]: value for key, value in config.items()})
+    operation = ProgramOperation(
+        kind="forward" if message.forward_only else "forward_backward",
+        digest=digest(body),
+        examples=tuple(_example(datum, name, at) for at, datum in enumerate(message.data)),
+        loss=loss,
+    )
+    return message.model_id, message.seq_id, operation
+
+
+def _example(datum: Any, loss: str, at: int) -> Example:
+    where = f"datum {at}"
+    chunks = [chunk for chunk in datum.model_input if chunk.HasField("encoded_text")]
+    if len(chunks) < len(datum.model_input):
+        raise BadRequest(f"{where} has an image or audio; expected text alone")
+    inputs = np.concatenate(
+        [np.frombuffer(chunk.encoded_text.tokens, "<i4") for chunk in chunks]
+        or [np.zeros(0, "<i4")]
+    )
+    given = {name: _array(one, f"{where}, {name!r}") for name, one in datum.loss_fn_inputs.items()}
+    if not len(inputs) or "target_tokens" not in given:
+        raise BadRequest(
+            f"{where} has {len(inputs)} tokens and {', '.join(given) or 'no'} inputs; "
+            "expected tokens and 'target_tokens'"
+        )
+    targets = given.pop("target_tokens").astype("<i4")
+    for name, values in (("target_tokens", targets), *given.items()):
+        if values.shape != inputs.shape:
+            raise BadRequest(
+                f"{where}, {name!r} has the shape {values.shape}, expected {inputs.shape}, one for "
+                "each token of model_input"
+            )
+    if (targets[:-1] != inputs[1:]).any():
+        raise BadRequest(
+            f"{where}: target_tokens are not model_input moved by one token; expected that: other "
+            "targets are not there"
+        )
+    weights, *rest = INPUTS[loss][::-1]
+    missing = [name for name in rest if name not in given]
+    if missing or (weights not in given and loss != "cross_entropy"):
+        raise BadRequest(f"{where} has no {(missing or [weights])[0]!r}, which {loss!r} needs")
+    advantages = given.get(weights, np.ones(len(inputs), "<f4")).astype("<f4")
+    old = given["logprobs"].astype("<f4") if rest else np.zeros(0, "<f4")
+    return Example(
+        prompt_token_ids=TokenIds(inputs[:1].astype("<i4").tobytes()),
+        token_ids=TokenIds(targets.tobytes()),
+        old_logprobs=Logprobs(old.tobytes()),
+        advantage=1.0,
+        advantages=Logprobs(advantages.tobytes()),
+    )
+
+
+def _array(tensor: Any, where: str) -> NDArray[Any]:
+    if tensor.dtype not in NUMBERS:
+        raise BadRequest(f"{where} has dtype {tensor.dtype}; expected float32 or int64")
+    if not tensor.dense and 0 not in tensor.shape:
+        raise BadRequest(f"{where} is sparse; expected a dense tensor")
+    values = np.frombuffer(tensor.dense, NUMBERS[tensor.dtype])
+    return values.reshape(tuple(tensor.shape)) if tensor.shape else values
+
+
+def read_optim_step(body: Mapping[str, Any], digest: str) -> ProgramOperation:
+    """Returns the operation. Raises BadRequest."""
+    if "adam_params" not in body:
+        raise BadRequest("'adam_params' is missing; expected AdamW's parameters")
+    given = {**body["adam_params"]}
+    how = Optimization(
+        learning_rate=given.pop("learning_rate", 1e-4),
+        max_grad_norm=given.pop("grad_clip_norm", 0.0),
+        **given,
+    )
+    return ProgramOperation(kind="optim_step", digest=digest, optimization=how)
+
+
+def forward_backward_output(operation: ProgramOperation, outcome: OperationOutcome) -> bytes:
+    """Returns Tinker's message of what a call found: per-token log-probs of each datum."""
+    message = messages.new("ForwardBackwardOutput")
+    message.loss_fn_output_type = "ArrayRecord"
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(operation.examples))
+    lengths = [4 * len(example.token_ids) for example in operation.examples]
+    offsets = np.array([0, *itertools.accumulate(lengths)], "<i8")
+    found = record.fields["logprobs"]
+    found.data, found.offsets = outcome.logprobs.data, offsets.tobytes()
+    found.dtype = messages.FLOAT32
+    message.metrics["loss:sum"] = outcome.loss
+    return message.SerializeToString()
+
+
+def sample_response(tokens: Sequence[tuple[bytes, bytes, bool]]) -> bytes:
+    """Returns Tinker's message of samples: each one's token ids and log-probs, as bytes, and
+    whether it ended by itself."""
+    message = messages.new("SampleResponse")
+    for ids, logprobs, stopped in tokens:
+        reason = messages.STOP if stopped else messages.LENGTH
+        message.sequences.add(stop_reason=reason, tokens=ids, logprobs=logprobs)
+    return message.SerializeToString()
+
+
+REFUSED = (
+    *("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs"),
+    *("target_prompt_logprobs", "prompt_alt_tokens_k"),
+)
+"""Keys of a request for samples that are not there."""
+
+
+def read_prompt(body: Mapping[str, Any]) -> TokenIds:
+    """Returns the prompt's token ids. Raises BadRequest."""
+    for key in REFUSED:
+        if body.get(key):
+            raise BadRequest(f"{key!r} is {body[key]!r}; it is not there, expected none")
+    chunks = (body.get("prompt") or {}).get("chunks") or []
+    if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
+        raise BadRequest("the prompt has an image or audio; expected text alone")
+    ids = [id for chunk in chunks for id in chunk.get("tokens", ())]
+    if not ids:
+        raise BadRequest("the prompt has no tokens; expected at least one")
+    return TokenIds(ids)
+
+
+def read_sampling(body: Mapping[str, Any]) -> Sampling:
+    """Returns how to sample. Raises BadRequest."""
+    given = body.get("sampling_params") or {}
+    stop = given.get("stop")
+    stops: Sequence[Any] = [stop] if isinstance(stop, str) else stop or []
+    known = {
+        "max_tokens": given.get("max_tokens") or 256,
+        "temperature": given.get("temperature", 1.0),
+        "top_p": given.get("top_p", 1.0),
+        "top_k": max(given.get("top_k", -1), 0),
+        "seed": given.get("seed"),
+    }
+    return Sampling(
+        n=body.get("num_samples") or 1,
+        stop=tuple(one for one in stops if isinstance(one, str)),
+        stop_token_ids=tuple(one for one in stops if isinstance(one, int)),
+        **known,
+    )

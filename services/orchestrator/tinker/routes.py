@@ -1,0 +1,378 @@
+"""`/api/v1`: what the `tinker` SDK asks for. Every operation is answered at once with the id of its
+future, once it is on disk; `/retrieve_future` has the result, and 408 until it is there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import zstandard
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
+
+from services.orchestrator.api.checking import Checks
+from services.orchestrator.api.jobs import check_job
+from services.orchestrator.programs.driving import PUT_AWAY
+from services.orchestrator.programs.log import OperationLog
+from services.orchestrator.programs.sampling import Runs
+from services.orchestrator.runs.writable import Writable
+from services.orchestrator.store.records import Submission
+from services.orchestrator.store.run_folders import accept, accepted
+from services.orchestrator.store.store import Store
+from services.orchestrator.tasks import to_disk
+from services.orchestrator.tinker import mapping
+from shared.errors import BadRequest, Conflict, NotFound
+from shared.http.service import Service
+from shared.job.file import parse_job
+from shared.settings import Settings
+from shared.wire import TERMINAL, JobRecord, OperationOutcome, ProgramOperation, SampleOrder
+
+ROOT = "/api/v1"
+
+POLL_S = 0.05
+
+WAIT_S = 20.0
+"""Seconds that a question for a future's result waits for it; the SDK gives it 45."""
+
+PROTOBUF = "application/x-protobuf"
+
+SAMPLE = re.compile(r"[0-9]{1,12}--?[0-9]{1,20}")
+"""Id of an order of samples: the snapshot's version, and the order's number in its session."""
+
+NAME = re.compile(r"[\w.-]{1,100}")
+"""Name of a checkpoint or snapshot."""
+
+MAX_BODY_BYTES = 64 << 20
+
+
+class Programs:
+    """The models of a store that programs drive."""
+
+    def __init__(
+        self, settings: Settings, store: Store, writable: Writable, checks: Checks, runs: Runs
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._writable = writable
+        self._checks = checks
+        self._runs = runs
+
+    async def create_model(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Submits the model as a job. The same model of a session is the same job."""
+        job = parse_job(mapping.job_document(body), "the model asked for")
+        key = f"tinker:{body.get('session_id')}:{body.get('model_seq_id')}"
+        record = await accepted(self._store, job, key)
+        if record is None:
+            await self._writable.check()
+            looked = await check_job(job, self._settings, self._checks)
+            submission = Submission(
+                job, self._settings.runs_dir, key, looked.versions, job, looked.warnings
+            )
+            record = await accept(self._store, submission)
+        return {"request_id": f"{record.id}:0", "model_id": record.id}
+
+    async def get_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        record = await self._model(body.get("model_id"))
+        lora = record.job.lora
+        return {
+            "type": "get_info",
+            "model_id": record.id,
+            "model_data": {"model_name": record.job.model, "tokenizer_id": record.job.model},
+            "is_lora": lora is not None,
+            "lora_rank": lora.rank if lora else None,
+            "model_name": record.job.model,
+        }
+
+    async def forward_backward(self, body: bytes) -> dict[str, Any]:
+        model_id, number, operation = await asyncio.to_thread(mapping.read_forward_backward, body)
+        return await self._accept(model_id, number, operation)
+
+    async def optim_step(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
+        return await self._numbered(body, mapping.read_optim_step(body, digest))
+
+    async def save_weights(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
+        operation = ProgramOperation(kind="checkpoint", digest=digest, name=_name(body.get("path")))
+        return await self._numbered(body, operation)
+
+    async def save_weights_for_sampler(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
+        name = "" if body.get("path") is None else _name(body["path"])
+        return await self._numbered(
+            body, ProgramOperation(kind="snapshot", digest=digest, name=name)
+        )
+
+    async def unload_model(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
+        record = await self._model(body.get("model_id"))
+        log = OperationLog(Path(record.run_dir))
+        number = await asyncio.to_thread(log.newest) + 1
+        return await self._accept(record.id, number, ProgramOperation(kind="unload", digest=digest))
+
+    async def create_sampling_session(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Opens a session on a snapshot, by its path."""
+        path = body.get("model_path")
+        if not path:
+            raise BadRequest(
+                f"'base_model' is {body.get('base_model')!r} and there is no 'model_path'; "
+                "expected the path of a snapshot: base models are not sampled here"
+            )
+        found = re.fullmatch(r"tinker://([\w-]+)/sampler_weights/([\w.-]+)", str(path))
+        if not found:
+            raise BadRequest(
+                f"'model_path': got {path!r:.200}; expected tinker://MODEL/sampler_weights/NAME"
+            )
+        record = await self._model(found[1])
+        step = await asyncio.to_thread(_snapshot, OperationLog(Path(record.run_dir)), found[2])
+        if step is None:
+            raise NotFound(f"the model {record.id!r} has no snapshot {found[2]!r}")
+        return {
+            "type": "create_sampling_session",
+            "sampling_session_id": f"{record.id}:{step}",
+        }
+
+    async def asample(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Orders samples. The same number in a session is the same order."""
+        session, number = str(body.get("sampling_session_id")), body.get("seq_id")
+        model_id, _, step = session.rpartition(":")
+        if not step.isdecimal() or not isinstance(number, int):
+            raise BadRequest(
+                f"'sampling_session_id' is {session!r:.100} and 'seq_id' {number!r:.40}; expected "
+                "a session of this server, and a whole number"
+            )
+        record = await self._model(model_id)
+        sampling = mapping.read_sampling(body)
+        order = SampleOrder(
+            step=int(step), prompt_token_ids=mapping.read_prompt(body), sampling=sampling
+        )
+        log, id = OperationLog(Path(record.run_dir)), f"{step}-{number}"
+        known = await asyncio.to_thread(log.ordered, id)
+        if known is None:
+            await to_disk(log.order, id, order)
+        elif known != order:
+            raise Conflict(
+                f"sample {number} of the session was ordered with another body; expected the same "
+                "body again, or a new number",
+                code="body_differs",
+            )
+        self._runs.carry_out(record.id, id, log)
+        return {
+            "request_id": f"{record.id}:sample:{id}",
+            "model_id": record.id,
+            "sample_sequence_ids": [f"{record.id}:{id}:{each}" for each in range(sampling.n)],
+        }
+
+    async def retrieve(self, body: dict[str, Any]) -> Response:
+        """Returns the result of a future, or 408 while there is none."""
+        id = str(body.get("request_id"))
+        model_id, _, rest = id.partition(":")
+        record = await self._model(model_id)
+        log, end = OperationLog(Path(record.run_dir)), time.monotonic() + WAIT_S
+        while True:
+            found = await self._result(record, log, rest)
+            if found is not None:
+                return found
+            if time.monotonic() > end:
+                return JSONResponse(
+                    {"type": "try_again", "request_id": id, "queue_state": "active"}, 408
+                )
+            await asyncio.sleep(POLL_S)
+            record = await self._model(model_id)
+
+    async def _result(self, record: JobRecord, log: OperationLog, rest: str) -> Response | None:
+        if rest == "0":
+            return JSONResponse({"type": "create_model", "model_id": record.id})
+        kind, _, id = rest.rpartition(":")
+        found: Response | None = None
+        if kind == "sample" and SAMPLE.fullmatch(id):
+            found = await self._samples(record, log, id)
+        elif rest.isdecimal():
+            found = await asyncio.to_thread(_outcome, record.id, log, int(rest))
+        else:
+            raise NotFound(f"there is no request {record.id}:{rest}")
+        if found is None and _is_put_away(record):
+            await self._store.resume(record.id)
+        elif found is None and record.status in (*TERMINAL, "paused"):
+            why = f"the model {record.id!r} is {record.status}: {record.error or 'it has ended'}"
+            return _failed(why, user=False)
+        return found
+
+    async def _samples(self, record: JobRecord, log: OperationLog, id: str) -> Response | None:
+        samples = await asyncio.to_thread(log.samples, id)
+        if samples is None:
+            if await asyncio.to_thread(log.ordered, id) is None:
+                raise NotFound(f"the model {record.id!r} has no samples {id!r}")
+            self._runs.carry_out(record.id, id, log)
+            return None
+        if samples.group is None or samples.error:
+            return _failed(samples.error or "there are no samples", user=samples.user)
+        found = [
+            (one.token_ids.data, one.logprobs.data, one.finish_reason == "stop")
+            for one in samples.group.rollouts
+        ]
+        return Response(mapping.sample_response(found), media_type=PROTOBUF)
+
+    async def _numbered(self, body: dict[str, Any], operation: ProgramOperation) -> dict[str, Any]:
+        return await self._accept(str(body.get("model_id")), body.get("seq_id"), operation)
+
+    async def _accept(
+        self, model_id: str, number: Any, operation: ProgramOperation
+    ) -> dict[str, Any]:
+        if not isinstance(number, int) or number < 1:
+            raise BadRequest(f"'seq_id': got {number!r:.40}; expected a whole number from 1 on")
+        record = await self._model(model_id)
+        if record.status in TERMINAL:
+            raise Conflict(f"the model {model_id!r} is {record.status}; expected one that runs")
+        await to_disk(OperationLog(Path(record.run_dir)).accept, number, operation)
+        if _is_put_away(record):
+            await self._store.resume(record.id)
+        return {"request_id": f"{record.id}:{number}", "model_id": record.id}
+
+    async def _model(self, model_id: Any) -> JobRecord:
+        record = await self._store.get(str(model_id))
+        if not record.job.is_program:
+            raise NotFound(f"job {model_id!r} is no model of a program")
+        return record
+
+
+def _is_put_away(record: JobRecord) -> bool:
+    """Whether the model made room for another job, and its next operation brings it back."""
+    return record.status == "paused" and (record.error or "").startswith(PUT_AWAY)
+
+
+def _name(path: Any) -> str:
+    if not isinstance(path, str) or not NAME.fullmatch(path):
+        raise BadRequest(
+            f"'path': got {path!r:.120}; expected a name of letters, digits, '.', '_' and '-'"
+        )
+    return path
+
+
+def _snapshot(log: OperationLog, name: str) -> int | None:
+    """Returns the version of the newest snapshot with the name."""
+    for number in range(log.newest(), 0, -1):
+        operation, outcome = log.operation(number), log.outcome(number)
+        if operation and outcome and operation.kind == "snapshot" and operation.name == name:
+            return None if outcome.error else outcome.step
+    return None
+
+
+def _outcome(model_id: str, log: OperationLog, number: int) -> Response | None:
+    operation, outcome = log.operation(number), log.outcome(number)
+    if operation is None:
+        raise NotFound(f"the model {model_id!r} has no operation {number}")
+    if outcome is None:
+        return None
+    if outcome.error is not None:
+        return _failed(outcome.error, user=outcome.user)
+    if operation.kind in ("forward", "forward_backward"):
+        found = mapping.forward_backward_output(operation, outcome)
+        return Response(found, media_type=PROTOBUF)
+    return JSONResponse(_told(model_id, operation, outcome))
+
+
+def _told(model_id: str, operation: ProgramOperation, outcome: OperationOutcome) -> dict[str, Any]:
+    if operation.kind == "optim_step":
+        return {"type": "optim_step", "metrics": {"grad_norm:mean": outcome.grad_norm}}
+    if operation.kind == "checkpoint":
+        return {"type": "save_weights", "path": f"tinker://{model_id}/weights/{operation.name}"}
+    if operation.kind == "unload":
+        return {"type": "unload_model", "model_id": model_id}
+    if operation.name:
+        path = f"tinker://{model_id}/sampler_weights/{operation.name}"
+        return {"type": "save_weights_for_sampler", "path": path}
+    session = f"{model_id}:{outcome.step}"
+    return {"type": "save_weights_for_sampler", "sampling_session_id": session}
+
+
+def _failed(error: str, *, user: bool) -> Response:
+    return JSONResponse({"error": error, "category": "user" if user else "server"})
+
+
+Answer = Callable[[dict[str, Any], str], Awaitable[Any]]
+
+
+def add_routes(service: Service, programs: Programs) -> None:
+    async def session(_: dict[str, Any], __: str) -> dict[str, Any]:
+        return {"type": "create_session", "session_id": secrets.token_hex(16)}
+
+    async def nothing(_: dict[str, Any], __: str) -> dict[str, Any]:
+        return {}
+
+    async def refused(body: dict[str, Any], _: str) -> dict[str, Any]:
+        raise BadRequest(
+            f"{body.get('path')!r:.200} cannot be loaded: weights are not loaded into a model here"
+        )
+
+    answers: dict[str, Answer] = {
+        "client/config": nothing,
+        "create_session": session,
+        "session_heartbeat": lambda _, __: _constant({"type": "session_heartbeat"}),
+        "telemetry": lambda _, __: _constant({"status": "accepted"}),
+        "create_model": lambda body, _: programs.create_model(body),
+        "get_info": lambda body, _: programs.get_info(body),
+        "optim_step": programs.optim_step,
+        "save_weights": programs.save_weights,
+        "save_weights_for_sampler": programs.save_weights_for_sampler,
+        "load_weights": refused,
+        "unload_model": programs.unload_model,
+        "create_sampling_session": lambda body, _: programs.create_sampling_session(body),
+        "asample": lambda body, _: programs.asample(body),
+        "retrieve_future": lambda body, _: programs.retrieve(body),
+    }
+    for path, answer in answers.items():
+        _add(service, path, answer)
+
+    async def forward_backward(request: Request) -> Response:
+        return JSONResponse(await programs.forward_backward(await _body(request)))
+
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    async def capabilities() -> dict[str, Any]:
+        return {"supported_models": []}
+
+    add = service.app.add_api_route
+    for path in ("forward_backward", "forward"):
+        add(f"{ROOT}/{path}", forward_backward, methods=["POST"], include_in_schema=False)
+    add(f"{ROOT}/healthz", health, methods=["GET"], include_in_schema=False)
+    add(f"{ROOT}/get_server_capabilities", capabilities, methods=["GET"], include_in_schema=False)
+
+
+def _add(service: Service, path: str, answer: Answer) -> None:
+    async def route(request: Request) -> Response:
+        body = await _body(request)
+        try:
+            given = json.loads(body or b"{}")
+        except ValueError as error:
+            raise BadRequest(f"the body is no JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise BadRequest("the body is no JSON object; expected one")
+        try:
+            found = await answer(given, mapping.digest(body))
+        except (ValidationError, TypeError) as error:
+            raise BadRequest(f"{path}: {str(error).splitlines()[0]}") from error
+        return found if isinstance(found, Response) else JSONResponse(found)
+
+    service.app.add_api_route(f"{ROOT}/{path}", route, methods=["POST"], include_in_schema=False)
+
+
+async def _constant(answer: dict[str, Any]) -> dict[str, Any]:
+    return answer
+
+
+async def _body(request: Request) -> bytes:
+    body = await request.body()
+    if request.headers.get("content-encoding") != "zstd":
+        return body
+    try:
+        unpacked = zstandard.ZstdDecompressor().stream_reader(body).read(MAX_BODY_BYTES + 1)
+    except zstandard.ZstdError as error:
+        raise BadRequest(f"the body is no zstd: {error}") from error
+    if len(unpacked) > MAX_BODY_BYTES:
+        raise BadRequest(f"the body has more than {MAX_BODY_BYTES} bytes, expected at most that")
+    return unpacked

@@ -1,0 +1,58 @@
+"""Operations of a program on its model, as stored in the run folder."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from shared.wire.base import Wire
+from shared.wire.packed import Logprobs, TokenIds
+from shared.wire.rollouts import RolloutGroup, Sampling
+from shared.wire.training import Example, Optimization, TokenLoss
+
+
+class ProgramOperation(Wire):
+    """One operation: what it does, and the digest of the request's body. `name` is that of a
+    checkpoint or a snapshot; "" names none."""
+
+    kind: Literal["forward", "forward_backward", "optim_step", "checkpoint", "snapshot", "unload"]
+    digest: str
+    examples: tuple[Example, ...] = ()
+    loss: TokenLoss | None = None
+    optimization: Optimization | None = None
+    name: str = ""
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether the trainer counts it: it changes the gradient or the weights."""
+        return self.kind in ("forward_backward", "optim_step")
+
+
+class OperationOutcome(Wire):
+    """What an operation did. `error` says why it failed: of the `user`, or of the server. `step`
+    is the trainer's last operation at its end, and so the weights' version."""
+
+    step: int = 0
+    error: str | None = None
+    user: bool = True
+    loss: float = 0.0
+    logprobs: Logprobs = Logprobs()
+    grad_norm: float = 0.0
+    path: str = ""
+
+
+class SampleOrder(Wire):
+    """Samples that a program asked for: of the snapshot of version `step`."""
+
+    step: int
+    prompt_token_ids: TokenIds
+    sampling: Sampling
+
+
+class DeliveredSamples(Wire):
+    """The samples, or why there are none."""
+
+    group: RolloutGroup | None = None
+    error: str | None = None
+    user: bool = Field(default=True)

@@ -1,0 +1,89 @@
+"""A program for Tinker's SDK: it learns three sums by cross-entropy, then by importance sampling
+from its own samples, and prints what it saw. After each line it prints on the way, it waits for a
+line from its caller, who may kill something meanwhile."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import tinker
+from tinker import types
+
+STEPS = 12
+SUMS = [("12 13 -> 25:", "12+13"), ("20 10 -> 10:", "20-10"), ("11 14 -> 154:", "11*14")]
+
+
+def tensor(values: list[float], dtype: type) -> types.TensorData:
+    return types.TensorData.from_numpy(np.array(values, dtype=dtype))
+
+
+def datum(ids: list[int], num_prompt: int, **inputs: list[float]) -> types.Datum:
+    given = {name: tensor(values, np.float32) for name, values in inputs.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={"target_tokens": tensor(ids[1:], np.int64), **given},
+    )
+
+
+def main(base_model: str) -> None:
+    service = tinker.ServiceClient()
+    client = service.create_lora_training_client(base_model=base_model, rank=8, seed=5).result()
+    tokenizer = client.get_tokenizer()
+    data = []
+    for prompt, answer in SUMS * 8:
+        ids, num = tokenizer.encode(prompt + answer), len(tokenizer.encode(prompt))
+        ids = [*ids, tokenizer.eos_token_id]
+        weights = [0.0] * (num - 1) + [1.0] * (len(ids) - num)
+        data.append(datum(ids, num, weights=weights))
+    losses: list[float] = []
+    for step in range(STEPS):
+        first = client.forward_backward(data[step % 3 :], "cross_entropy")
+        second = client.forward_backward(data[: 5 + step % 3], "cross_entropy")
+        done = client.optim_step(types.AdamParams(learning_rate=2e-3))
+        if step in (4, 8):
+            print(step, flush=True)
+            sys.stdin.readline()
+        losses.append(sum(one.result().metrics["loss:sum"] for one in (first, second)))
+        done.result()
+    sampler = client.save_weights_and_get_sampling_client(name="learned")
+    params = types.SamplingParams(max_tokens=6, temperature=1.0)
+    rewarded, answers = [], []
+    for prompt, answer in SUMS:
+        ids = tokenizer.encode(prompt)
+        asked = types.ModelInput.from_ints(ids)
+        found = sampler.sample(prompt=asked, num_samples=4, sampling_params=params).result()
+        for one in found.sequences:
+            text = tokenizer.decode(one.tokens, skip_special_tokens=True)
+            answers.append(text == answer)
+            zeros = [0.0] * (len(ids) - 1)
+            reward = 1.0 if text == answer else -1.0
+            rewarded.append(
+                datum(
+                    [*ids, *one.tokens],
+                    len(ids),
+                    logprobs=[*zeros, *one.logprobs],
+                    advantages=[*zeros, *[reward] * len(one.tokens)],
+                )
+            )
+    ratio = client.forward_backward(rewarded, "importance_sampling").result()
+    client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+    told = client.forward(data[:3], "cross_entropy").result()
+    saved = client.save_state("end").result()
+    print(
+        json.dumps(
+            {
+                "losses": losses,
+                "logprobs": [one["logprobs"].tolist() for one in told.loss_fn_outputs],
+                "right": sum(answers) / len(answers),
+                "advantages": sum(sum(one.loss_fn_inputs["advantages"].data) for one in rewarded),
+                "importance_loss": ratio.metrics["loss:sum"],
+                "path": saved.path,
+            }
+        ),
+        flush=True,
+    )
+
+
+main(sys.argv[1])

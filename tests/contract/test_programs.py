@@ -1,0 +1,278 @@
+"""Tinker's API before fake services: what is accepted, in which order it is done, and what a death
+leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from services.orchestrator.programs import driving
+from services.orchestrator.tinker import messages, routes
+from shared.errors import StateLost
+from shared.wire import OptimStepRequest
+from tests.support import orchestrator_stack
+from tests.support.orchestrator_stack import Stack
+
+pytestmark = pytest.mark.slow
+
+job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
+
+LORA = {"rank": 4, "seed": 3, "train_unembed": True, "train_mlp": True, "train_attn": True}
+ADAM = {"adam_params": {"learning_rate": 0.1, "grad_clip_norm": 1.0}}
+
+
+async def post(stack: Stack, path: str, body: Any = None, **headers: str) -> Any:
+    """Returns the answer; fails unless its status is 200."""
+    response = await asked(stack, path, body, **headers)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def asked(stack: Stack, path: str, body: Any = None, **headers: str) -> Any:
+    given: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body or {}}
+    return await stack.http.post(f"/api/v1/{path}", headers=headers, **given)
+
+
+async def created(stack: Stack, session: str = "s", **changes: Any) -> str:
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "owner/model"}
+    answer = await post(stack, "create_model", body | {"lora_config": LORA} | changes)
+    future = await post(stack, "retrieve_future", {"request_id": answer["request_id"]})
+    assert future == {"type": "create_model", "model_id": answer["model_id"]}
+    return str(answer["model_id"])
+
+
+def call(
+    model: str,
+    number: int,
+    tokens: Sequence[int] = (5, 6, 7),
+    loss: str = "cross_entropy",
+    **more: Any,
+) -> bytes:
+    """A call of one datum whose first tokens are the prompt and the last one the answer."""
+    message = messages.new("ForwardBackwardRequest")
+    message.model_id, message.seq_id, message.loss_fn = model, number, loss
+    message.forward_only = more.pop("forward_only", False)
+    for key, value in more.pop("config", {}).items():
+        message.loss_fn_config_v2[key].number = value
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array(tokens[:-1], "<i4").tobytes()
+    inputs = {"target_tokens": np.array(tokens[1:], "<i8")} | {
+        name: np.array(values, "<f4") for name, values in more.items()
+    }
+    for name, values in inputs.items():
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dense, tensor.dtype = values.tobytes(), 2 if name == "target_tokens" else 1
+        tensor.shape.extend(values.shape)
+    return bytes(message.SerializeToString())
+
+
+async def result(stack: Stack, answer: dict[str, Any]) -> Any:
+    """The result of a future, as JSON or as a message of what a call found."""
+    async with asyncio.timeout(60):
+        while True:
+            response = await asked(stack, "retrieve_future", {"request_id": answer["request_id"]})
+            if response.status_code != 408:
+                break
+            assert response.json()["type"] == "try_again"
+    assert response.status_code == 200, response.text
+    if response.headers["content-type"] != "application/x-protobuf":
+        return response.json()
+    found = messages.new("ForwardBackwardOutput")
+    found.ParseFromString(response.content)
+    return found
+
+
+async def test_a_model_learns_serves_and_ends(stack: Stack) -> None:
+    model = await created(stack)
+    assert await created(stack) == model, "the same model of a session is the same job"
+    info = await post(stack, "get_info", {"model_id": model})
+    assert (info["lora_rank"], info["model_data"]["tokenizer_id"]) == (4, "owner/model")
+    packed = zstandard.ZstdCompressor().compress(call(model, 1, weights=[0, 1]))
+    first = await post(stack, "forward_backward", packed, **{"content-encoding": "zstd"})
+    step = await post(stack, "optim_step", {"model_id": model, "seq_id": 2, **ADAM})
+    found = await result(stack, first)
+    assert dict(found.metrics) == {"loss:sum": 2.0}
+    (record,) = found.loss_fn_outputs
+    assert np.frombuffer(record.fields["logprobs"].data, "<f4").tolist() == [-0.5, -0.5]
+    assert np.frombuffer(record.fields["logprobs"].offsets, "<i8").tolist() == [0, 8]
+    assert (await result(stack, step))["metrics"] == {"grad_norm:mean": 2.0}
+    sent, optim = stack.fakes.operations
+    assert tuple(sent.examples[0].advantages) == (0.0, 1.0)
+    assert isinstance(optim, OptimStepRequest) and optim.optimization.max_grad_norm == 1.0
+
+    snapshot = {"model_id": model, "seq_id": 3, "path": "one"}
+    path = (await result(stack, await post(stack, "save_weights_for_sampler", snapshot)))["path"]
+    assert path == f"tinker://{model}/sampler_weights/one"
+    assert [ref.version for ref in stack.fakes.reloads] == [0, 2]
+    session = await post(stack, "create_sampling_session", {"session_id": "s", "model_path": path})
+    order = {
+        "sampling_session_id": session["sampling_session_id"],
+        "seq_id": 0,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+        "sampling_params": {"max_tokens": 4},
+    }
+    sample = await post(stack, "asample", order)
+    assert len(sample["sample_sequence_ids"]) == 2
+    again = await post(stack, "asample", order)
+    assert again["request_id"] == sample["request_id"]
+    other = await asked(stack, "asample", order | {"num_samples": 3})
+    assert other.status_code == 409 and "ordered with another body" in other.json()["detail"]
+    response = await asked(stack, "retrieve_future", {"request_id": sample["request_id"]})
+    samples = messages.new("SampleResponse")
+    samples.ParseFromString(response.content)
+    assert [np.frombuffer(one.tokens, "<i4").tolist() for one in samples.sequences] == [[1, 2]] * 2
+    assert stack.fakes.calls["generate"] == 1
+
+    saved = await post(stack, "save_weights", {"model_id": model, "seq_id": 4, "path": "end"})
+    assert (await result(stack, saved))["path"] == f"tinker://{model}/weights/end"
+    ended = await post(stack, "unload_model", {"model_id": model})
+    assert (await result(stack, ended))["type"] == "unload_model"
+    assert (await stack.until(model)).status == "succeeded"
+
+
+async def test_operations_are_done_in_the_order_of_their_numbers(stack: Stack) -> None:
+    model = await created(stack)
+    answers = [
+        await post(stack, "optim_step", {"model_id": model, "seq_id": 3, **ADAM}),
+        await post(stack, "forward_backward", call(model, 2, (9, 8, 7))),
+        await post(stack, "forward_backward", call(model, 1)),
+    ]
+    for answer in answers:
+        await result(stack, answer)
+    kinds = [type(one).__name__ for one in stack.fakes.operations]
+    assert kinds == ["ForwardBackwardRequest"] * 2 + ["OptimStepRequest"]
+    first = stack.fakes.operations[0]
+    assert tuple(first.examples[0].token_ids) == (6, 7)
+
+
+async def test_the_same_number_happens_once_and_another_body_is_refused(stack: Stack) -> None:
+    model = await created(stack)
+    body = call(model, 1)
+    first = await post(stack, "forward_backward", body)
+    assert await post(stack, "forward_backward", body) == first
+    await result(stack, first)
+    assert await post(stack, "forward_backward", body) == first
+    refused = await asked(stack, "forward_backward", call(model, 1, (9, 9)))
+    assert refused.status_code == 409
+    assert "operation 1 was accepted with another body" in refused.json()["detail"]
+    assert stack.fakes.calls["forward_backward"] == 1
+
+
+async def test_after_a_trainers_death_its_operations_are_done_again(stack: Stack) -> None:
+    """The trainer comes back from its checkpoint of operation 2."""
+    model = await created(stack)
+
+    async def step(number: int) -> Any:
+        await post(stack, "forward_backward", call(model, number, (number, 2)))
+        done = await post(stack, "optim_step", {"model_id": model, "seq_id": number + 1, **ADAM})
+        return await result(stack, done)
+
+    await step(1)
+    saved = {"model_id": model, "seq_id": 3, "path": "c"}
+    await result(stack, await post(stack, "save_weights", saved))
+    await step(4)
+    before = list(stack.fakes.operations)
+    died: list[int] = []
+
+    async def die(body: Any) -> None:
+        if body.step == 5 and not died:
+            died.append(stack.fakes.step)
+            stack.fakes.restart_trainer()
+            raise StateLost("it is another trainer")
+
+    stack.fakes.fault["forward_backward"] = die
+    await step(6)
+    assert died == [4] and stack.fakes.checkpointed == {0, 2}
+    assert stack.fakes.operations[:4] == before
+    assert [one.step for one in stack.fakes.operations] == [1, 2, 3, 4, 5, 6]
+    assert stack.fakes.calls["forward_backward"] == 2 + 1 + 1 + 1, "3 and 5 came twice"
+
+
+async def test_a_model_that_rests_makes_room_and_comes_back(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driving, "IDLE_S", 0.2)
+    first = await created(stack)
+    await result(stack, await post(stack, "forward_backward", call(first, 1)))
+    second = await created(stack, "t")
+    await result(stack, await post(stack, "forward_backward", call(second, 1, (3, 4))))
+    waiting = await stack.get(first)
+    assert waiting.status == "paused" and (waiting.error or "").startswith("put away: its program")
+    done = await post(stack, "optim_step", {"model_id": first, "seq_id": 2, **ADAM})
+    assert (await result(stack, done))["metrics"] == {"grad_norm:mean": 2.0}
+    assert [one.job_id for one in stack.fakes.operations] == [first, first]
+    assert tuple(stack.fakes.operations[0].examples[0].token_ids) == (6, 7)
+
+
+async def test_a_future_that_names_no_request_is_not_found(stack: Stack) -> None:
+    model = await created(stack)
+    for rest in ("1", "sample:1-1", "sample:../../x", "sample", "x", "-1", ""):
+        answer = await asked(stack, "retrieve_future", {"request_id": f"{model}:{rest}"})
+        assert answer.status_code == 404, rest
+
+
+async def test_a_body_that_unpacks_to_too_much_is_refused(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "MAX_BODY_BYTES", 1000)
+    packed = zstandard.ZstdCompressor().compress(bytes(1001))
+    refused = await asked(stack, "forward_backward", packed, **{"content-encoding": "zstd"})
+    assert "more than 1000 bytes" in refused.json()["detail"]
+    refused = await asked(stack, "forward_backward", b"x", **{"content-encoding": "zstd"})
+    assert "the body is no zstd" in refused.json()["detail"]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"loss": "gspo"}, "loss_fn is 'gspo'; expected one of cross_entropy, importance_sampling"),
+    ({"loss": "ppo"}, "datum 0 has no 'logprobs', which 'ppo' needs"),
+    ({"weights": [1.0]}, "datum 0, 'weights' has the shape (1,), expected (2,)"),
+    ({"config": {"beta": 1.0}}, "loss_fn_config has 'beta'; expected no key with loss_fn"),
+    ({"number": 0}, "'seq_id': got 0; expected a whole number from 1 on"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+async def test_what_is_not_there_is_refused_with_a_sentence(
+    stack: Stack, changes: dict[str, Any], message: str
+) -> None:
+    model = await created(stack)
+    refused = await asked(
+        stack, "forward_backward", call(model, changes.pop("number", 1), **changes)
+    )
+    assert refused.status_code == 422, refused.text
+    assert message in refused.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("create_model", {"base_model": ""}, 422, "'base_model': got ''; expected a model's"),
+        (
+            "create_model",
+            {"optimizer_config": {"type": "muon"}},
+            422,
+            "is 'muon'; expected 'adamw'",
+        ),
+        ("create_sampling_session", {"base_model": "x"}, 422, "base models are not sampled here"),
+        ("create_sampling_session", {"model_path": "x"}, 422, "expected tinker://MODEL/sampler_w"),
+        ("load_weights", {"path": "tinker://a/weights/b"}, 422, "weights are not loaded into"),
+        ("retrieve_future", {"request_id": "nobody:1"}, 404, "nobody"),
+        ("get_info", {"model_id": "../x"}, 404, "../x"),
+        ("asample", {"sampling_session_id": "x", "seq_id": 1}, 422, "expected a session of this"),
+        ("optim_step", [1], 422, "the body is no JSON object"),
+        ("optim_step", b"{", 422, "the body is no JSON"),
+        ("forward_backward", b"no message", 422, "the body is no ForwardBackwardRequest"),
+    ],
+)
+async def test_a_bad_request_is_refused_with_a_sentence(
+    stack: Stack, path: str, body: Any, status: int, message: str
+) -> None:
+    refused = await asked(stack, path, body)
+    assert refused.status_code == status, refused.text
+    assert message in refused.json()["detail"]
