@@ -13,7 +13,7 @@ import zstandard
 
 from services.orchestrator.programs import driving
 from services.orchestrator.tinker import messages, routes
-from shared.errors import StateLost
+from shared.errors import Failed, StateLost
 from shared.wire import OptimStepRequest
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
@@ -192,6 +192,38 @@ async def test_after_a_trainers_death_its_operations_are_done_again(stack: Stack
     assert stack.fakes.operations[:4] == before
     assert [one.step for one in stack.fakes.operations] == [1, 2, 3, 4, 5, 6]
     assert stack.fakes.calls["forward_backward"] == 2 + 1 + 1 + 1, "3 and 5 came twice"
+
+
+async def test_a_refused_step_drops_the_gradient_again_after_a_death(stack: Stack) -> None:
+    """The step of operation 2 is refused, and then the trainer comes back at its start."""
+    model = await created(stack)
+    refusals: list[int] = []
+
+    async def refuse(body: Any) -> None:
+        if body.step == 2 and len(refusals) < 2:
+            refusals.append(body.step)
+            raise Failed("the gradient is not finite", code="not_finite")
+
+    stack.fakes.fault["optim_step"] = refuse
+    await result(stack, await post(stack, "forward_backward", call(model, 1)))
+    step = {"model_id": model, **ADAM}
+    refused = await result(stack, await post(stack, "optim_step", step | {"seq_id": 2}))
+    assert refused == {"error": "the gradient is not finite", "category": "user"}
+    died: list[int] = []
+
+    async def die(body: Any) -> None:
+        if body.step == 2 and not died:
+            died.append(1)
+            stack.fakes.restart_trainer()
+            raise StateLost("it is another trainer")
+
+    stack.fakes.fault["forward_backward"] = die
+    await result(stack, await post(stack, "forward_backward", call(model, 3, (9, 8, 7))))
+    done = await result(stack, await post(stack, "optim_step", step | {"seq_id": 4}))
+    assert done["metrics"] == {"grad_norm:mean": 2.0}
+    assert refusals == [2, 2], "once more between the calls that were done again"
+    kinds = [type(one).__name__ for one in stack.fakes.operations]
+    assert kinds == ["ForwardBackwardRequest"] * 2 + ["OptimStepRequest"]
 
 
 async def test_a_model_that_rests_makes_room_and_comes_back(

@@ -61,6 +61,7 @@ class Driving:
     _done: int = 0  # how many operations of the log the trainer counts
     _serves: int = 0  # the version that samplers serve
     _kept: set[int] = field(default_factory=set[int])
+    _num_calls: int = 0  # calls of this attempt since the last optimizer step
     _loss: float = 0.0  # of the calls since the last optimizer step
     _checkpoint_at: float = field(default_factory=time.monotonic)
 
@@ -78,11 +79,7 @@ class Driving:
                 continue
             outcome = await to_disk(self._log.outcome, number)
             if outcome is None or self._is_lost(operation, outcome):
-                known, outcome = outcome, await self._do(operation)
-                if known is None:
-                    await to_disk(self._log.finish, number, outcome)
-                elif outcome.error is not None:
-                    raise Failed(f"operation {number} was done, and fails now: {outcome.error}")
+                outcome = await self._made(number, operation, outcome)
             elif operation.is_numbered and outcome.error is None:
                 self._done += 1
             if operation.kind == "checkpoint" and outcome.error is None:
@@ -90,10 +87,27 @@ class Driving:
             if operation.kind == "unload":
                 return self._done
 
+    async def _made(
+        self, number: int, operation: ProgramOperation, known: OperationOutcome | None
+    ) -> OperationOutcome:
+        """Does the operation, and returns its outcome; one that is `known` stays."""
+        outcome = await self._do(operation)
+        if operation.kind == "forward_backward" and outcome.error is None:
+            self._num_calls += 1
+        if operation.kind == "optim_step":
+            self._num_calls = 0
+        if known is None:
+            await to_disk(self._log.finish, number, outcome)
+            return outcome
+        if outcome.error is not None and known.error is None:
+            raise Failed(f"operation {number} was done, and fails now: {outcome.error}")
+        return known
+
     def _is_lost(self, operation: ProgramOperation, outcome: OperationOutcome) -> bool:
-        """Whether what an operation did is not in the trainer, or samplers, that there are now."""
+        """Whether what an operation did is not in the trainer, or samplers, that there are now. A
+        refused optimizer step has dropped the gradient, and drops it again."""
         if outcome.error is not None:
-            return False
+            return operation.kind == "optim_step" and self._num_calls > 0
         if operation.is_numbered:
             return self._done + 1 > self.at
         is_now = operation.kind == "snapshot" and outcome.step == self.at == self._done

@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 from services.orchestrator.pool.services import Services
 from services.orchestrator.programs.log import OperationLog
 from services.orchestrator.tasks import to_disk
-from shared.errors import BadRequest, Conflict, HoneError
+from shared.errors import BadRequest, HoneError
 from shared.host.logs import get_logger
 from shared.wire import DeliveredSamples, RolloutGroup, SampleOrder
+
+AGAIN_S = 1.0
+"""Seconds after a failure before an order is carried out again: the snapshot may not serve yet,
+because what a trainer lost is being done again."""
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Runs:
             samples = await _sampled(self.services[job_id], id, order)
         except (HoneError, KeyError) as error:  # it is carried out again when it is asked for
             get_logger().warning("not sampled", job=job_id, sample=id, reason=str(error))
+            await asyncio.sleep(AGAIN_S)
             return
         await to_disk(log.deliver, id, samples)
 
@@ -64,10 +69,6 @@ async def _sampled(services: Services, id: str, order: SampleOrder) -> Delivered
         )
     except BadRequest as error:
         return DeliveredSamples(error=error.detail)
-    except Conflict as error:
-        if error.code == "out_of_order":
-            return DeliveredSamples(error=_not_served(order.step, error.detail))
-        raise
     return DeliveredSamples(group=group, error=_why_wrong(group, order.step))
 
 
