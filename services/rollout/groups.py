@@ -19,7 +19,7 @@ from services.rollout.running import Running
 from shared.errors import BadRequest
 from shared.explain import sentences
 from shared.wire import ChatRequest, GenerateRequest, Message, Rollout, RolloutGroup, Sampling
-from shared.wire.packed import TokenIds
+from shared.wire.packed import Logprobs, TokenIds
 
 NO_ROOM = "its first {} tokens were cut off, and known tokens with them"
 
@@ -38,6 +38,9 @@ async def sampled_group(
             raise
         return _failed_group(request, error)
     ids = list(group.prompt_token_ids)
+    if request.prompt_logprobs and len(ids) > 1:
+        found = Logprobs(await engine.logprobs(ids, adapter))
+        group = group.model_copy(update={"prompt_logprobs": found})
     rollouts = await engine.sample(
         ids,
         sampling,

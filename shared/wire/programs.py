@@ -43,11 +43,13 @@ class OperationOutcome(Wire):
 
 
 class SampleOrder(Wire):
-    """Samples that a program asked for: of the snapshot of version `step`."""
+    """Samples that a program asked for: of the snapshot of version `step`. `prompt_logprobs` says
+    for how many of the prompt's last tokens log-probs are wanted; 0: for all; None: for none."""
 
     step: int
     prompt_token_ids: TokenIds
     sampling: Sampling
+    prompt_logprobs: int | None = None
 
 
 class DeliveredSamples(Wire):

@@ -70,6 +70,8 @@ class GenerateRequest(Fencing):
     in the tokens that the model would have sampled, with an end-of-sequence token and without
     log-probs. Weights need not serve.
 
+    With `prompt_logprobs` the group has the prompt's log-probs too.
+
     With `tool_choice` "none" the calls in an answer stay text. A prompt that is too long is
     refused, or loses its first tokens with `truncate_prompt`. With `fit` a completion may have
     fewer than `sampling.max_tokens` tokens: as many as the model's length leaves. A completion that
@@ -86,6 +88,7 @@ class GenerateRequest(Fencing):
     tool_choice: Literal["auto", "none"] = "auto"
     known: Known | None = None
     answers: tuple[str | Message, ...] = ()
+    prompt_logprobs: bool = False
     fit: bool = False
     truncate_prompt: bool = False
     deadline_s: float | None = Field(default=None, gt=0)
@@ -198,13 +201,15 @@ class Rollout(Wire):
 
 
 class RolloutGroup(Wire):
-    """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids`, by the
+    """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids` `[P]`, by the
     sampler `replica` ("": none of ours). `overlong`: the prompt was too long, so its first tokens
-    were cut off, or it was refused. `forked`: why the prompt does not begin with the request's
-    `known` tokens; "": it does, or there were none."""
+    were cut off, or it was refused. `prompt_logprobs` `[P - 1]` are of the prompt's tokens but the
+    first, in nats, if they were asked for. `forked`: why the prompt does not begin with the
+    request's `known` tokens; "": it does, or there were none."""
 
     prompt_token_ids: TokenIds
     rollouts: tuple[Rollout, ...]
     replica: str = ""
     overlong: bool = False
+    prompt_logprobs: Logprobs = Logprobs()
     forked: str = ""

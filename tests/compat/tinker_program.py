@@ -48,6 +48,10 @@ def main(base_model: str) -> None:
         losses.append(sum(one.result().metrics["loss:sum"] for one in (first, second)))
         done.result()
     sampler = client.save_weights_and_get_sampling_client(name="learned")
+    whole = data[0].model_input.to_ints()
+    trained = client.forward(data[:1], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    scored = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result()
+    apart = np.abs(np.array(scored[1:]) - np.array(trained.tolist()[:-1])).max()
     params = types.SamplingParams(max_tokens=6, temperature=1.0)
     rewarded, answers = [], []
     for prompt, answer in SUMS:
@@ -76,6 +80,8 @@ def main(base_model: str) -> None:
             {
                 "losses": losses,
                 "logprobs": [one["logprobs"].tolist() for one in told.loss_fn_outputs],
+                "first_scored": scored[0],
+                "apart": float(apart),
                 "right": sum(answers) / len(answers),
                 "advantages": sum(sum(one.loss_fn_inputs["advantages"].data) for one in rewarded),
                 "importance_loss": ratio.metrics["loss:sum"],

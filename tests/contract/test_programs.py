@@ -128,6 +128,14 @@ async def test_a_model_learns_serves_and_ends(stack: Stack) -> None:
     samples.ParseFromString(response.content)
     assert [np.frombuffer(one.tokens, "<i4").tolist() for one in samples.sequences] == [[1, 2]] * 2
     assert stack.fakes.calls["generate"] == 1
+    for wanted, expected in (({}, [-1.0, -2.0]), ({"prompt_logprobs_last_n": 1}, [-2.0])):
+        more = {"seq_id": len(expected), "prompt_logprobs": True, **wanted}
+        more["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+        sample = await post(stack, "asample", order | more)
+        response = await asked(stack, "retrieve_future", {"request_id": sample["request_id"]})
+        samples.ParseFromString(response.content)
+        found = np.frombuffer(samples.prompt_logprobs, "<f4")
+        assert len(found) == 3 and found[~np.isnan(found)].tolist() == expected
 
     saved = await post(stack, "save_weights", {"model_id": model, "seq_id": 4, "path": "end"})
     assert (await result(stack, saved))["path"] == f"tinker://{model}/weights/end"

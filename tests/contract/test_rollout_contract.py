@@ -165,6 +165,15 @@ async def test_text_and_messages_are_encoded_by_the_model(serving: RolloutBench)
     assert (await serving.generate(prompt_token_ids=None, prompt=messages)).prompt_token_ids == (1,)
 
 
+async def test_a_prompts_log_probs_come_if_they_are_asked_for(serving: RolloutBench) -> None:
+    """The engine gives a token minus its id."""
+    group = await serving.generate(prompt_token_ids=(1, 2, 3), prompt_logprobs=True)
+    assert group.prompt_logprobs == (-2.0, -3.0)
+    assert (await serving.generate(prompt_token_ids=(1, 2, 3))).prompt_logprobs == ()
+    alone = await serving.generate(prompt_token_ids=(1,), prompt_logprobs=True)
+    assert alone.prompt_logprobs == ()
+
+
 async def test_given_answers_are_tokens_that_no_weights_sampled(serving: RolloutBench) -> None:
     group = await serving.generate(prompt_token_ids=None, prompt="four", answers=("abc", "f"))
     assert group.prompt_token_ids == (4,)

@@ -263,7 +263,9 @@ class FakeServices:
             )
             for r in right
         )
-        group = RolloutGroup(prompt_token_ids=PROMPT_IDS, rollouts=rollouts)
+        num = len(body.prompt_token_ids or ()) - 1 if body.prompt_logprobs else 0
+        found = Logprobs([-float(place) for place in range(1, num + 1)])
+        group = RolloutGroup(prompt_token_ids=PROMPT_IDS, rollouts=rollouts, prompt_logprobs=found)
         return self._answer("generate", group)
 
     async def _abort(self, body: AbortRequest) -> Aborted:

@@ -330,9 +330,16 @@ class Services:
 
     @waits_for("rollout", "sampling a group", "generate")
     async def sample(
-        self, prompt_token_ids: TokenIds, min_version: int, *, key: str, sampling: Sampling
+        self,
+        prompt_token_ids: TokenIds,
+        min_version: int,
+        *,
+        key: str,
+        sampling: Sampling,
+        prompt_logprobs: bool = False,
     ) -> RolloutGroup:
-        """Returns the completions of a prompt of token ids, by `sampling`."""
+        """Returns the completions of a prompt of token ids, by `sampling`; with `prompt_logprobs`
+        the prompt's log-probs too."""
         body = GenerateRequest(
             **self._fence(),
             prompt_token_ids=prompt_token_ids,
@@ -340,6 +347,7 @@ class Services:
             fit=True,
             sampling=sampling,
             min_version=min_version,
+            prompt_logprobs=prompt_logprobs,
         )
         return await self._sampled(body, key)
 

@@ -65,7 +65,11 @@ async def _sampled(services: Services, id: str, order: SampleOrder) -> Delivered
     key = f"{services.owner}:sample:{id}"
     try:
         group = await services.sample(
-            order.prompt_token_ids, order.step, key=key, sampling=order.sampling
+            order.prompt_token_ids,
+            order.step,
+            key=key,
+            sampling=order.sampling,
+            prompt_logprobs=order.prompt_logprobs is not None,
         )
     except BadRequest as error:
         return DeliveredSamples(error=error.detail)

@@ -19,6 +19,8 @@ from shared.wire import (
     OperationOutcome,
     Optimization,
     ProgramOperation,
+    RolloutGroup,
+    SampleOrder,
     Sampling,
     TokenLoss,
 )
@@ -187,18 +189,27 @@ def forward_backward_output(operation: ProgramOperation, outcome: OperationOutco
     return message.SerializeToString()
 
 
-def sample_response(tokens: Sequence[tuple[bytes, bytes, bool]]) -> bytes:
-    """Returns Tinker's message of samples: each one's token ids and log-probs, as bytes, and
-    whether it ended by itself."""
+def sample_response(order: SampleOrder, group: RolloutGroup) -> bytes:
+    """Returns Tinker's message of samples. Log-probs of the prompt are NaN where they were not
+    wanted, and of its first token."""
     message = messages.new("SampleResponse")
-    for ids, logprobs, stopped in tokens:
-        reason = messages.STOP if stopped else messages.LENGTH
-        message.sequences.add(stop_reason=reason, tokens=ids, logprobs=logprobs)
+    for one in group.rollouts:
+        message.sequences.add(
+            stop_reason=messages.STOP if one.finish_reason == "stop" else messages.LENGTH,
+            tokens=one.token_ids.data,
+            logprobs=one.logprobs.data,
+        )
+    if order.prompt_logprobs is not None:
+        found = np.full(len(order.prompt_token_ids), np.nan, "<f4")
+        last = order.prompt_logprobs or len(found)
+        first = max(1, len(found) - last)
+        found[first:] = np.frombuffer(group.prompt_logprobs.data, "<f4")[first - 1 :]
+        message.prompt_logprobs = found.tobytes()
     return message.SerializeToString()
 
 
 REFUSED = (
-    *("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs"),
+    *("topk_prompt_logprobs", "topk_sample_logprobs"),
     *("target_prompt_logprobs", "prompt_alt_tokens_k"),
 )
 """Keys of a request for samples that are not there."""
@@ -216,6 +227,12 @@ def read_prompt(body: Mapping[str, Any]) -> TokenIds:
     if not ids:
         raise BadRequest("the prompt has no tokens; expected at least one")
     return TokenIds(ids)
+
+
+def read_prompt_logprobs(body: Mapping[str, Any]) -> int | None:
+    """Returns for how many of the prompt's last tokens log-probs are wanted; 0: for all; None: for
+    none."""
+    return (body.get("prompt_logprobs_last_n") or 0) if body.get("prompt_logprobs") else None
 
 
 def read_sampling(body: Mapping[str, Any]) -> Sampling:

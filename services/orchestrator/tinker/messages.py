@@ -62,7 +62,7 @@ FIELDS: dict[str, dict[str, tuple[int, str]]] = {
         "tokens": (2, "bytes"),
         "logprobs": (3, "bytes"),
     },
-    "SampleResponse": {"sequences": (1, "*SampledSequence")},
+    "SampleResponse": {"sequences": (1, "*SampledSequence"), "prompt_logprobs": (2, "bytes")},
 }
 
 

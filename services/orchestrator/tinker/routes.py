@@ -147,7 +147,10 @@ class Programs:
         record = await self._model(model_id)
         sampling = mapping.read_sampling(body)
         order = SampleOrder(
-            step=int(step), prompt_token_ids=mapping.read_prompt(body), sampling=sampling
+            step=int(step),
+            prompt_token_ids=mapping.read_prompt(body),
+            sampling=sampling,
+            prompt_logprobs=mapping.read_prompt_logprobs(body),
         )
         log, id = OperationLog(Path(record.run_dir)), f"{step}-{number}"
         known = await asyncio.to_thread(log.ordered, id)
@@ -202,19 +205,16 @@ class Programs:
         return found
 
     async def _samples(self, record: JobRecord, log: OperationLog, id: str) -> Response | None:
+        order = await asyncio.to_thread(log.ordered, id)
+        if order is None:
+            raise NotFound(f"the model {record.id!r} has no samples {id!r}")
         samples = await asyncio.to_thread(log.samples, id)
         if samples is None:
-            if await asyncio.to_thread(log.ordered, id) is None:
-                raise NotFound(f"the model {record.id!r} has no samples {id!r}")
             self._runs.carry_out(record.id, id, log)
             return None
         if samples.group is None or samples.error:
             return _failed(samples.error or "there are no samples", user=samples.user)
-        found = [
-            (one.token_ids.data, one.logprobs.data, one.finish_reason == "stop")
-            for one in samples.group.rollouts
-        ]
-        return Response(mapping.sample_response(found), media_type=PROTOBUF)
+        return Response(mapping.sample_response(order, samples.group), media_type=PROTOBUF)
 
     async def _numbered(self, body: dict[str, Any], operation: ProgramOperation) -> dict[str, Any]:
         return await self._accept(str(body.get("model_id")), body.get("seq_id"), operation)

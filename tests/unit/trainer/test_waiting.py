@@ -12,7 +12,7 @@ from services.trainer.learning.loss import Denominators, total_loss
 from services.trainer.learning.metrics import StepMetrics
 from services.trainer.learning.model_checks import choose_layout
 from services.trainer.learning.policy import Policy
-from services.trainer.zero.update import _refusable
+from services.trainer.zero.update import refusable
 from shared.job import CorrectionSpec, TrainingSpec
 from shared.job.running import MemorySpec
 from shared.wire import Example
@@ -90,7 +90,7 @@ def test_a_pass_reads_no_value_on_the_host(one_rank, monkeypatch, shared_prefix,
         total = total_loss(x)
         metrics.add(batch, x, entropies_N, total)
         metrics.add_mismatch(batch, before_N)
-        _refusable(total, logprobs_N).backward()
+        refusable(total, logprobs_N).backward()
     assert reads.found == []
     assert model.lm_head.weight.grad.isfinite().all()
 
@@ -98,5 +98,5 @@ def test_a_pass_reads_no_value_on_the_host(one_rank, monkeypatch, shared_prefix,
 def test_a_loss_that_is_not_finite_leaves_no_gradient_finite():
     logprobs_N = torch.tensor([-1.0, -2.0], requires_grad=True)
     for loss, finite in ((logprobs_N[0] * 2, True), (logprobs_N.clamp(max=-9).sum() / 0, False)):
-        (gradient_N,) = torch.autograd.grad(_refusable(loss, logprobs_N), logprobs_N)
+        (gradient_N,) = torch.autograd.grad(refusable(loss, logprobs_N), logprobs_N)
         assert gradient_N.isfinite().all() == finite and gradient_N.isnan().all() != finite
