@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.report import Figure, finish, ratios, repeated
+from bench.report import Figure, count, finish, ratios, repeated
 from deploy import local, tool_model
 from deploy.machine import on_free_ports
 from services.orchestrator.play.group import sample_group
@@ -243,7 +243,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one repeat")
-    parser.add_argument("--repeats", type=int, default=3, help="default: 3")
+    parser.add_argument("--repeats", type=count, default=3, help="default: 3")
     args = parser.parse_args()
     repeats = 1 if args.quick else args.repeats
     with tempfile.TemporaryDirectory() as name:

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.report import Figure, finish, table
+from bench.report import Figure, count, finish, table
 from deploy.machine import on_free_ports
 
 MOST_SILENCE_S = 5.0
@@ -123,7 +123,7 @@ def main() -> int:
     )
     parser.add_argument("--model", help="a model folder, with --data (default: the demo's)")
     parser.add_argument("--data", help="a data file")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=count, default=1)
     arguments = parser.parse_args()
     starts = [one_start(arguments.model, arguments.data) for _ in range(arguments.repeats)]
     longest = max(starts, key=lambda start: start.silence_s)

@@ -57,7 +57,7 @@ from typing import Any
 
 import hone
 from bench.loop_side import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, LEARNING_RATE, Task, write_task
-from bench.report import Figure, finish, ratios, repeated, table
+from bench.report import Figure, count, finish, ratios, repeated, table
 from bench.side import start, told
 from deploy import local
 from deploy.machine import on_free_ports
@@ -105,8 +105,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="0.6M,40M", help="default: 0.6M,40M")
-    parser.add_argument("--steps", type=int, default=4, help="that count, in a turn (default: 4)")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each side (default: 3)")
+    parser.add_argument("--steps", type=count, default=4, help="that count, in a turn (default: 4)")
+    parser.add_argument("--repeats", type=count, default=3, help="turns of each side (default: 3)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the stack ends too
     figures: list[Figure] = []

@@ -20,7 +20,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from bench.report import Figure, finish, repeated
+from bench.report import Figure, count, finish, repeated
 from bench.side import start, told
 from tests.support.browser import browser, tab, until
 
@@ -57,8 +57,8 @@ PAINTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.page", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--events", type=int, default=EVENTS)
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--events", type=count, default=EVENTS)
     given = parser.parse_args()
     with orchestrator() as (side, at), browser() as chrome:
         figures = [

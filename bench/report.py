@@ -7,6 +7,7 @@ whether every goal was met.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -82,6 +83,18 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
             *(line.rstrip() for line in lines[1:]),
         ]
     )
+
+
+def count(text: str) -> int:
+    """Returns an option's value that counts something. Raises ArgumentTypeError below 1: the median
+    of no repeat is no figure."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return number
 
 
 def finish(bench: str, figures: Sequence[Figure], **facts: Any) -> int:

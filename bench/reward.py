@@ -42,7 +42,7 @@ from statistics import median
 import structlog
 
 from bench import answers
-from bench.report import Figure, finish, table
+from bench.report import Figure, count, finish, table
 from bench.reward_stalls import running_service, stalls
 from services.reward import graders
 from services.reward.grading import registry
@@ -102,7 +102,7 @@ async def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="three short rounds: about half a minute"
     )
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=count, default=9)
     args = parser.parse_args()
     rounds, seconds = (3, 0.4) if args.quick else (args.rounds, 1.0)
     structlog.configure(processors=[lambda *_: (_ for _ in ()).throw(structlog.DropEvent)])

@@ -34,7 +34,7 @@ from typing import Any
 
 import httpx2 as httpx
 
-from bench.report import Figure, finish, ratios, repeated
+from bench.report import Figure, count, finish, ratios, repeated
 from bench.rollout_side import PROMPT, write_model
 from bench.side import quiet, start, told
 from shared.http import codec, rendering
@@ -86,7 +86,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="two repeats")
-    parser.add_argument("--repeats", type=int, default=5, help="default: 5")
+    parser.add_argument("--repeats", type=count, default=5, help="default: 5")
     args = parser.parse_args()
     repeats = 2 if args.quick else args.repeats
     with tempfile.TemporaryDirectory() as name:

@@ -43,7 +43,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from bench.report import Figure, finish, repeated
+from bench.report import Figure, count, finish, repeated
 from bench.sync_adapter import measure_adapter
 from services.rollout.on_vllm.starter import VllmStarter
 from services.rollout.sampler import Sampler
@@ -322,7 +322,7 @@ def to_copying(label: str, runs: list[Measured]) -> list[Figure]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.sync")
     parser.add_argument("--quick", action="store_true", help="the demo's model only")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=count, default=3)
     methods = (*METHODS, "lora")
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))

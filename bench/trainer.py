@@ -49,7 +49,7 @@ from statistics import median
 from typing import Any
 
 from bench import trainer_ranks
-from bench.report import Figure, finish, ratios, repeated, table
+from bench.report import Figure, count, finish, ratios, repeated, table
 from bench.side import run
 from bench.trainer_side import Task
 
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="only `equal lengths`: about four minutes"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="default: 5")
+    parser.add_argument("--repeats", type=count, default=5, help="default: 5")
     args = parser.parse_args()
     tasks = dict(list(TASKS.items())[:1]) if args.quick else TASKS | WORKLOADS
     results = {

@@ -1,14 +1,18 @@
 """The useful share of the ranks' time, by simulation with the trainer's own packing and its `cost`
 (`services/trainer/learning/packing.py`). Each backward pass waits for all ranks, so a round lasts
-as long as its costliest micro-batch. The useful cost counts each shared prefix once."""
+as long as its costliest micro-batch. The useful cost counts each shared prefix once.
+
+    python -m bench.trainer_ranks      (in seconds; it is in `bench.trainer` too)
+"""
 
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass
 from math import log
 
-from bench.report import Figure, table
+from bench.report import Figure, finish, table
 from services.trainer.learning.packing import MicroBatches, cost, pack_shared
 
 NUM_RANKS = (1, 2, 4, 8)
@@ -93,3 +97,12 @@ def shown() -> str:
         for share in (True, False)
     ]
     return table(rows, ("useful share of the ranks' time", *(f"{num} ranks" for num in NUM_RANKS)))
+
+
+def main() -> int:
+    print(f"{shown()}\n")
+    return finish("trainer_ranks", figures(), num_ranks=NUM_RANKS, budget_tokens=BUDGET_TOKENS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

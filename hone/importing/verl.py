@@ -180,7 +180,7 @@ ROWS: dict[str, Row] = {
     f"{ACTOR}*": inside(OTHER_PLACE),
     f"{MODEL}enable_gradient_checkpointing": to("memory.gradient_checkpointing"),
     f"{MODEL}use_remove_padding": to(
-        "memory.packing", lambda value, _: None if value else "off", '"auto" packs where it is free'
+        "memory.packing", becomes.packing, '"auto" packs where it is free'
     ),
     f"{ACTOR}use_prefix_grouper": to(
         "memory.shared_prefix", lambda value, _: None, "prompts are computed once by default"

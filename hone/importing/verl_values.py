@@ -146,6 +146,13 @@ def reward(path: Any, values: Values) -> Any:
     return own_reward(SIGNATURE, values.get(f"reward.{key}") or values.get(key))(path, values)
 
 
+def packing(value: Any, values: Values) -> Any:
+    """PrefixGrouper there computes prompts once in padded rows; here padded rows share none."""
+    if value or values.get(f"{ACTOR}use_prefix_grouper"):
+        return None
+    return Said("off", "padded rows share no prompts")
+
+
 def lora(value: Any, values: Values) -> Any:
     if not value:
         return None

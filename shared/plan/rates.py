@@ -11,7 +11,7 @@ parameters of b bytes, T of them trained, and L layers with A heads of size D.
     sampling      ceil(R / S / s) c iterations, and 2 P p R / (group f t F S) for the prompts
     training      E (R (g(p + c) - g(p)) + Q g(p)) / (m N F)
                   g(n) = 2 P n + 2 L A D n^2 operations of a forward pass over n tokens
-                  Q prompts are computed: R without `memory.shared_prefix`; with it
+                  Q prompts are computed: R where the job's `[memory]` shares no prefix, else
                   R / group x M (1 - (1 - 1 / M)^group) in M minibatches, because a prompt is
                   computed in each minibatch that has a completion of it
                   E passes of the model: 1 forward and 2 backward (1 with LoRA), and 1 more with
@@ -37,6 +37,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.job import Job
+from shared.job.running import MemorySpec
 from shared.plan.gpus import Gpu
 from shared.plan.memory import cache_bytes_per_token, is_moved
 from shared.plan.model import Model
@@ -208,11 +209,18 @@ def _forward_flops(model: Model, job: Job, load: StepSize) -> float:
         return tokens * (2 * model.num_read() + attention * tokens)
 
     prompt, whole = flops(load.prompt_tokens), flops(load.prompt_tokens + load.completion_tokens)
-    minibatches, memory = job.training.minibatches, job.memory
+    minibatches = job.training.minibatches
     prompts_per_group = minibatches * (1 - (1 - 1 / minibatches) ** load.group)
-    if memory.shared_prefix == "off" or (memory.packing, memory.shared_prefix) == ("off", "auto"):
+    if not _may_share(job.memory):
         prompts_per_group = load.group
     return load.completions * (whole - prompt + prompt * prompts_per_group / load.group)
+
+
+def _may_share(memory: MemorySpec) -> bool:
+    """Returns whether the job's keys let the trainer share prefixes, if its model can."""
+    if memory.shared_prefix == "off" or (memory.packing, memory.shared_prefix) == ("off", "auto"):
+        return False
+    return memory.attention in ("auto", "sdpa")
 
 
 def _step(sample_s: float, train_s: float, sync_s: float, *, beside: bool) -> StepTime:

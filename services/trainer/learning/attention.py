@@ -181,12 +181,17 @@ def is_used_by(model: Any) -> bool:
     return getattr(model.config.get_text_config(), "_attn_implementation", None) == NAME
 
 
-def why_not(config: Any) -> str | None:
+def why_not(config: Any, asked: str = "auto") -> str | None:
     """Returns what a model's configuration asks for that this attention cannot compute; None if
-    nothing."""
+    nothing. `asked` is the job's `memory.attention`."""
+    if getattr(config, "attn_logit_softcapping", None):
+        return "caps the logits of its attention (attn_logit_softcapping)"
     implementation = getattr(config, "_attn_implementation", None)
     if implementation != "sdpa":
-        return f'has the attention {implementation!r}, and only "sdpa" is computed over a forest'
+        by = "" if asked == "auto" else " by memory.attention"
+        return (
+            f'has the attention {implementation!r}{by}, and only "sdpa" is computed over a forest'
+        )
     lists = (getattr(config, key, None) or () for key in LAYER_TYPE_KEYS)
     listed = {layer_type for types in lists for layer_type in types if isinstance(layer_type, str)}
     if others := listed - LAYER_TYPES:

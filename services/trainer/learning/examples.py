@@ -94,12 +94,15 @@ def _wrong_length(example: Example) -> str | None:
     if not num_tokens or not (num_prompt or begins_with_context):
         return (
             f"has {num_prompt} prompt tokens and {num_tokens} completion tokens; expected at least "
-            "1 of each, and a token before the first sampled one"
+            "1 completion token, and a token before the first sampled one"
         )
     for name in ("old_logprobs", "advantages", "sampled", "kept_counts"):
         length = len(getattr(example, name))
         if length not in (0, num_tokens):
             return f"has {length} {name}, expected {num_tokens}, one per completion token, or none"
+    mask = np.frombuffer(example.sampled.data, np.uint8)
+    if len(bad := np.flatnonzero(mask > 1)):
+        return f"has sampled {mask[bad[0]]} at completion token {bad[0]}, expected 0 or 1"
     if not num_sampled(example):
         return f"has no sampled token among {num_tokens}, expected at least 1"
     return None
@@ -134,11 +137,18 @@ def _wrong_versions(example: Example, sampled_by: range | None) -> str | None:
 
 
 def _wrong_ids(example: Example, vocab_size: int) -> str | None:
-    for packed in (example.prompt_token_ids, example.token_ids, example.kept_ids):
+    for place, packed in (
+        ("prompt token", example.prompt_token_ids),
+        ("completion token", example.token_ids),
+        ("kept id", example.kept_ids),
+    ):
         ids = integers(packed)
-        bad = ids[(ids < 0) | (ids >= vocab_size)]
+        bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
         if len(bad):
-            return f"has token id {bad[0]}, expected 0 to {vocab_size - 1} (the model's vocabulary)"
+            return (
+                f"has token id {ids[bad[0]]} at {place} {bad[0]}, expected 0 to {vocab_size - 1} "
+                "(the model's vocabulary)"
+            )
     return None
 
 
@@ -162,7 +172,9 @@ def _not_finite(example: Example) -> str | None:
 
 def _wrong_kept(example: Example) -> str | None:
     counts, ids = integers(example.kept_counts), integers(example.kept_ids)
-    if (counts < 0).any() or counts.sum() != len(ids):
+    if len(bad := np.flatnonzero(counts < 0)):
+        return f"has kept_counts {counts[bad[0]]} at completion token {bad[0]}, expected 0 or more"
+    if counts.sum() != len(ids):
         return f"has {len(ids)} kept_ids, expected {counts.sum()}, the sum of its kept_counts"
     owners = np.repeat(np.arange(len(counts)), counts)
     found = np.zeros(len(counts), dtype=bool)

@@ -19,8 +19,8 @@ sequence's tokens counts, there the sequence once.
                             temperature
     padding_fraction        share of the padded tokens that are padding
     tokens/trained          sampled tokens, of all passes
-    tokens/computed         tokens that went through the model for them, of all passes, with prompts
-                            and without padding; a shared prefix counts once
+    tokens/computed         tokens that went through the model for them, of all passes that train,
+                            with prompts and without padding; a shared prefix counts once
     tokens/shared_fraction  share of the sequences' tokens that were not computed again, because
                             another sequence of the micro-batch begins with them too
     rewards/chosen          with "dpo", over pairs: dpo_beta times the sum over the chosen answer's

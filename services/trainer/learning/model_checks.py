@@ -103,7 +103,7 @@ def choose_layout(model: Any, name: str, memory: MemorySpec) -> ChosenLayout:
     model = causal_lm(model)
     if memory.packing == "off" and memory.shared_prefix != "on":
         return ChosenLayout("padded")
-    why = _why_not_forest(model)
+    why = _why_not_forest(model, memory.attention)
     if why is None:
         return ChosenLayout("packed" if memory.shared_prefix == "off" else "shared")
     if memory.shared_prefix == "on":
@@ -135,10 +135,10 @@ def _cannot(model: Any, name: str, why: str, key: str) -> BadRequest:
     )
 
 
-def _why_not_forest(model: Any) -> str | None:
+def _why_not_forest(model: Any, asked: str) -> str | None:
     """Returns why the model's attention cannot be computed over a forest. None: it can, and the
-    model now uses forest attention."""
-    why = _why_no_positions(model) or attention.why_not(model.config.get_text_config())
+    model now uses forest attention. `asked` is the job's `memory.attention`."""
+    why = _why_no_positions(model) or attention.why_not(model.config.get_text_config(), asked)
     if why is not None:
         return why
     alone, batch = _states_alone(model), _probe_batch(model, "shared")

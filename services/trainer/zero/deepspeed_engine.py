@@ -343,17 +343,21 @@ class DeepSpeedEngine:
 
 
 def _window(config: Any) -> int | None:
-    """Returns the context length in tokens; None if it may be extended."""
+    """Returns the context length in tokens; None if the model has none, or may be extended."""
     # Some configurations have it under another name in their files.
-    return window_of(
-        {**config.to_dict(), "max_position_embeddings": config.max_position_embeddings}
-    )
+    return window_of({**config.to_dict(), "max_position_embeddings": _positions(config)})
+
+
+def _positions(config: Any) -> int | None:
+    """Returns the tokens for which a model has positions; None for a model without a limit, such as
+    Mamba and BLOOM."""
+    return getattr(config, "max_position_embeddings", None)
 
 
 def canary_ids(config: Any, max_model_len: int | None) -> TokenIds:
     """Returns tokens from all over the vocabulary; one fewer than the sampler takes at most."""
-    longest = min(config.max_position_embeddings, max_model_len or config.max_position_embeddings)
-    length = min(CANARY_TOKENS, longest - 1)
+    limits = [limit for limit in (_positions(config), max_model_len) if limit is not None]
+    length = min([CANARY_TOKENS, *(limit - 1 for limit in limits)])
     return TokenIds([(7919 * position + 11) % config.vocab_size for position in range(length)])
 
 

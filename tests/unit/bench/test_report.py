@@ -1,9 +1,12 @@
 """A bench's last line: one JSON object that says every figure, its goal, and whether all were
 met."""
 
+import argparse
 import json
 
-from bench.report import Figure, finish, table
+import pytest
+
+from bench.report import Figure, count, finish, table
 
 
 def test_goals_are_bounds_from_either_side_and_decide_the_status(capsys):
@@ -40,3 +43,12 @@ def test_a_median_is_shown_with_the_lowest_and_the_highest_of_its_repeats(capsys
     lines = capsys.readouterr().out.splitlines()
     assert "2.5 to 3.25" in lines[2] and "to" not in lines[3]
     assert json.loads(lines[-1])["figures"]["speed"]["spread"] == [2.5, 3.25]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "many", ""])
+def test_a_bench_of_no_repeats_is_refused_before_it_begins(text):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=f"got '{text}', expected a whole number of at least 1"
+    ):
+        count(text)
+    assert count("3") == 3

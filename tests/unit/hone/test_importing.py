@@ -258,6 +258,13 @@ def test_verl_s_two_bounds_are_of_tokens_or_of_sequences() -> None:
         assert job["correction"] == {"method": method, "low": 0.5, "high": 5.0}
 
 
+def test_verl_s_padded_rows_with_a_prefix_grouper_still_share_prompts() -> None:
+    padded = ["verl", "actor_rollout_ref.model.use_remove_padding=false"]
+    grouped = [*padded, "actor_rollout_ref.actor.use_prefix_grouper=true"]
+    assert imported(padded).job["memory"] == {"packing": "off"}
+    assert "memory" not in imported(grouped).job  # both keys are "auto", which shares
+
+
 def test_prime_rl_decays_over_the_last_steps_only(tmp_path: Path) -> None:
     text = PRIME_RL.replace('"cosine"', '"linear"')
     got = values(of(text, "rl.toml", tmp_path))

@@ -14,6 +14,7 @@ PAGE = ROOT / "services/orchestrator/page"
 SOURCES = (
     ROOT / "services/orchestrator/loop/metrics.py",
     ROOT / "services/trainer/learning/metrics.py",
+    ROOT / "services/trainer/zero/update.py",
 )
 
 
@@ -32,7 +33,9 @@ def test_every_metric_that_has_a_name_in_the_code_has_a_meaning() -> None:
     meanings = [one["name"] for one in json.loads((PAGE / "meanings.json").read_text())]
     patterns = [re.sub(r"<[^>]*>", ".+", re.escape(name)) for name in meanings]
     for source in SOURCES:
-        named = re.findall(r'^\s+f?"([a-z_]+(?:/[a-z_0-9/]+)?)"(?=:|,$)', source.read_text(), re.M)
+        text = source.read_text()
+        named = re.findall(r'^\s+f?"([a-z_]+(?:/[a-z_0-9/]+)?)"(?=:|,$)', text, re.M)
+        named += re.findall(r'\["([a-z_]+/[a-z_0-9/]+)"\] = ', text)
         for name in {name for name in named if "/" in name}:
             assert any(re.fullmatch(pattern, name) for pattern in patterns), name
 

@@ -276,8 +276,11 @@ def test_prompts_count_once_for_each_minibatch_with_some_of_their_group() -> Non
     # Attention apart 64 x 100 + 8 x 50 tokens, in 4 passes; 64 x 150 with nothing shared; and in 2
     # minibatches 64 x 100 + 8 x 50 x 2 (1 - 1 / 2^8), in 5 passes.
     once = train_s()
-    assert train_s(memory={"shared_prefix": "off"}) / once == pytest.approx(9600 / 6800, rel=2e-3)
-    assert train_s(memory={"packing": "off"}) == train_s(memory={"shared_prefix": "off"})
+    off = train_s(memory={"shared_prefix": "off"})
+    assert off / once == pytest.approx(9600 / 6800, rel=2e-3)
+    assert train_s(memory={"packing": "off"}) == train_s(memory={"attention": "eager"}) == off
+    assert train_s(memory={"attention": "flash_attention_2"}) == off
+    assert train_s(memory={"attention": "sdpa"}) == once
     twice = train_s(training={"minibatches": 2})
     assert twice / once == pytest.approx(5 * 7196.9 / (4 * 6800), rel=2e-3)
     assert train_s(memory={"packing": "off", "shared_prefix": "on"}) == once

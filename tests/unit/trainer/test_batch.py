@@ -172,7 +172,12 @@ def test_context_may_stand_in_for_the_prompt():
     ("bad", "sentence"),
     [
         (bad_example(prompt_token_ids=()), "has 0 prompt tokens and 2 completion"),
-        (bad_example(token_ids=()), "expected at least 1 of each"),
+        (
+            bad_example(prompt_token_ids=(), sampled=(1, 1)),
+            "has 0 prompt tokens and 2 completion tokens; expected at least 1 completion token, "
+            "and a token before the first sampled one",
+        ),
+        (bad_example(token_ids=()), "1 prompt tokens and 0 completion tokens; expected at least 1"),
         (
             bad_example(old_logprobs=(-1.0,)),
             "has 1 old_logprobs, expected 2, one per completion token, or none",
@@ -180,8 +185,12 @@ def test_context_may_stand_in_for_the_prompt():
         (bad_example(advantages=(1.0,)), "has 1 advantages, expected 2"),
         (bad_example(sampled=(1, 0, 1)), "has 3 sampled, expected 2"),
         (bad_example(sampled=(0, 0)), "has no sampled token among 2, expected at least 1"),
-        (bad_example(token_ids=(64,)), "token id 64, expected 0 to 63"),
-        (bad_example(prompt_token_ids=(-3,)), "token id -3, expected 0 to 63"),
+        (bad_example(sampled=(1, 2)), "has sampled 2 at completion token 1, expected 0 or 1"),
+        (
+            bad_example(token_ids=(63, 64)),
+            r"token id 64 at completion token 1, expected 0 to 63 \(the model's vocabulary\)",
+        ),
+        (bad_example(prompt_token_ids=(-3,)), "token id -3 at prompt token 0, expected 0 to 63"),
         (
             bad_example(old_logprobs=Logprobs(struct.pack("<2f", -1, math.nan))),
             "has old_logprobs nan at completion token 1, expected a finite number",
@@ -200,10 +209,17 @@ def test_context_may_stand_in_for_the_prompt():
             "has 2 kept_ids, expected 3, the sum of its kept_counts",
         ),
         (
+            bad_example(kept_counts=(3, -1), kept_ids=(1, 2)),
+            "has kept_counts -1 at completion token 1, expected 0 or more",
+        ),
+        (
             bad_example(kept_counts=(1, 2), kept_ids=(1, 5, 6)),
             "has completion token 1 outside its own kept_ids",
         ),
-        (bad_example(kept_counts=(0, 1), kept_ids=(64,)), "token id 64, expected 0 to 63"),
+        (
+            bad_example(kept_counts=(0, 1), kept_ids=(64,)),
+            "token id 64 at kept id 0, expected 0 to 63",
+        ),
         *(
             (
                 bad_example(spans=tuple(Span(version=1, start=start) for start in starts)),

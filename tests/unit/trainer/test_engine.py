@@ -15,7 +15,7 @@ from shared.weights.digest import digest_of
 from shared.wire import Canary, Example, Span
 from shared.wire.packed import TokenIds
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import make_tiny_model, save_tokenizer
 from tests.support.trainer_reference import (
     EXAMPLE_WITH_A_NAN,
     TEMPERATURE,
@@ -555,6 +555,33 @@ def test_an_example_longer_than_the_models_context_is_refused(rank, model, examp
     error = rank.call(refusal, a_job(model, memory=memory(2)), (examples[1], long))
     length = 256 + len(long.token_ids)
     assert error.startswith(f"example 1 of 2 has {length} tokens up to the last sampled one")
+
+
+def train_and_watch(job: Job, examples) -> tuple[float, list[int]]:
+    """Returns how many tokens an update computed, and the canary's tokens after it."""
+    engine = an_engine(job)
+    try:
+        update = engine.update(examples, 1e-2)
+        canary = engine.canary()
+        return update.metrics["tokens/computed"], list(canary.token_ids) if canary else []
+    finally:
+        engine.close()
+
+
+def test_a_model_without_positions_has_no_longest_example(rank, tmp_path):
+    import torch
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=64, n_layer=2, n_head=4))
+    assert not hasattr(bloom.config, "max_position_embeddings")
+    bloom.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    long = Example(prompt_token_ids=TokenIds(range(64)), token_ids=[3] * 200, advantage=1.0)
+    job = a_job(tmp_path, memory=memory(2), max_model_len=4)
+    computed, canary = rank.call(train_and_watch, job, (long, long))
+    assert computed == 2 * 264  # it takes no position_ids, so nothing is shared
+    assert canary == [11, 58, 41]  # 7919 = 123 x 64 + 47; one token fewer than max_model_len
 
 
 def meet_nan(job: Job, good, bad, folder: Path) -> tuple[str, Any, str]:

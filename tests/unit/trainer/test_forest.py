@@ -236,6 +236,9 @@ def test_a_model_with_another_kind_of_attention_does_not_share():
     recurrent = make("qwen2")
     recurrent.config.block_types = ["recurrent", "attention"]
     assert "another kind: 'recurrent'" in str(attention.why_not(recurrent.config))
+    capped = make("qwen2")
+    capped.config.attn_logit_softcapping = 50.0
+    assert "caps the logits of its attention" in str(attention.why_not(capped.config))
     hybrid = make("qwen2")
     hybrid.config.layer_types = ["linear_attention", "full_attention", "full_attention"]
     assert attention.why_not(hybrid.config) == "has layers of another kind: 'linear_attention'"

@@ -156,6 +156,11 @@ def test_eager_attention_packs_only_when_told_because_it_computes_all_pairs():
         'memory.shared_prefix is "on", expected "off" or "auto" here',
     ):
         choose_layout(model, "eager", MemorySpec(shared_prefix="on"))
+    asked = choose_layout(model, "eager", MemorySpec(attention="eager"))
+    assert asked.without == (
+        "prompts are computed again for each completion, because the model has the attention "
+        "'eager' by memory.attention, and only \"sdpa\" is computed over a forest"
+    )
 
 
 class Body(nn.Module):
