@@ -20,13 +20,13 @@ from services.trainer.trainer import Seams, Trainer
 
 class Engine:
     dtype, device, gpu, weights_bytes = "float32", "cpu", None, 1
-    num_parameters, num_trainable, without = 1, 1, ""
+    num_parameters, num_trainable, without, num_calls = 1, 1, "", 0
     def __init__(self, job): pass
     def live_weights(self): return {}
     def offload(self): pass
     def reload(self): pass
     def close(self): pass
-    def update(self, examples, learning_rate, totals=None, version=None):
+    def update(self, examples, learning_rate, totals=None, version=None, supervised=False):
         if dist.get_rank() == 1 and "life-0" in sys.argv[1]:
             raise MemoryError("17 bytes short")
         dist.all_reduce(torch.zeros(1))
