@@ -68,7 +68,8 @@ def test_a_program_learns_and_no_death_changes_what_it_learns(agent_stack: Agent
     undisturbed = played(agent_stack, model, lambda _: None)
     assert undisturbed["losses"][-1] < undisturbed["losses"][0] / 4
     assert undisturbed["right"] > 0.5
-    assert undisturbed["first_scored"] is None and undisturbed["apart"] < 1e-3
+    # in bfloat16, where a CPU computes in it, sampler and trainer round otherwise
+    assert undisturbed["first_scored"] is None and undisturbed["apart"] < 0.03
     # the ratio is 1 but for the engines' rounding: the loss is minus the sum of advantages
     assert undisturbed["importance_loss"] == pytest.approx(-undisturbed["advantages"], rel=0.01)
     assert undisturbed["path"].endswith("/weights/end")
