@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from shared.job import Job
 from shared.wire import Canary, Example, Optimization, StepTotals, TokenLoss
 from shared.wire.packed import Logprobs
 
@@ -92,6 +93,16 @@ class Engine(Protocol):
 
     def optim_step(self, how: Optimization) -> float:
         """Changes the weights by the gradient so far, and returns its norm before clipping."""
+        ...
+
+    def set_aside(self) -> object:
+        """Ends the turn of the job, and returns what is its own, in host memory: adapter,
+        optimizer, random numbers, gradient. Only of a job that `shares_as` something."""
+        ...
+
+    def take_up(self, job: Job, aside: Any) -> None:
+        """Begins the turn of a job that shares the engine: goes on from a result of `set_aside`, or
+        at the job's start (None)."""
         ...
 
     def canary(self) -> Canary | None:

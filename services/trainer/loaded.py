@@ -17,6 +17,7 @@ from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine
 from services.trainer.processes.together import Ranks, SaveAll
 from shared.host.disk import run_for_volume
+from shared.job import Job
 from shared.settings import Settings
 from shared.weights.checkpoints import STATE, StoredFile
 from shared.wire import (
@@ -33,13 +34,16 @@ from shared.wire.packed import Logprobs
 
 @dataclass
 class Loaded:
-    """`model` is the fingerprint of the job's model, `last` the fingerprint of the last step's body
-    with its result, `canary` the canary of a step. Rank 0 has a publisher."""
+    """`model` is the fingerprint of the job's model, `job` the job as the engine has it, `last` the
+    fingerprint of the last step's body with its result, `canary` the canary of a step. Rank 0 has a
+    publisher. `aside` is the job's own part of an engine that has another job's turn."""
 
     request: TrainerJob
     model: str
+    job: Job
     engine: Engine
     publisher: Publisher | None
+    aside: object = None
     damaged: tuple[str, ...] = ()
     resumed_step: int | None = None
     step: int = 0
@@ -84,10 +88,9 @@ class Loaded:
         )
 
     def close(self) -> None:
-        """Frees the job's memory, its shared memory included."""
+        """Frees the job's shared memory."""
         if self.publisher is not None:
             self.publisher.close()
-        self.engine.close()
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,11 @@ from services.trainer.learning.schedule import learning_rate
 from services.trainer.loaded import Loaded, RunsVolume, save_checkpoint
 from services.trainer.processes.launch_folder import Past
 from services.trainer.processes.together import Ranks, SaveAll
+from services.trainer.turns import Turns
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.host.logs import get_logger
 from shared.http import codec
+from shared.http.holders import Holders
 from shared.job import SYNC_METHODS, Job
 from shared.job.job import same_learning
 from shared.settings import Settings
@@ -85,9 +87,10 @@ T = TypeVar("T")
 class Trainer:
     """One rank's part of the service. `past`: what became of the ranks before these.
 
-    Only the caller of the newest PUT /job, by attempt and epoch, is obeyed, even if the job could
-    not be loaded. Requests with an older fence are refused as stale. Fences of different Redis
-    servers cannot be compared (`shared/http/ownership.py`).
+    Only the caller of the newest PUT /job, by attempt and epoch, is obeyed, and the attempts that
+    it named beside itself, even if the job could not be loaded. Requests with an older fence are
+    refused as stale. Fences of different Redis servers cannot be compared
+    (`shared/http/ownership.py`). Jobs that share the engine take turns (`turns.py`).
     """
 
     def __init__(
@@ -98,21 +101,18 @@ class Trainer:
         self._runs = RunsVolume.of(settings, ranks.rank)
         self._seams = seams
         self._past = past or Past()
-        self._loaded: Loaded | None = None
+        self._turns = Turns(ranks, self._start_engine)
+        self._holders = Holders()
         self._newest: TrainerJob | None = None
         self._boot_id = secrets.token_hex(8)
 
     def load_job(self, request: TrainerJob) -> TrainerState:
-        """Loads the job in place of the previous one: from its newest checkpoint, or at its start.
-        The same job again changes nothing, unless another trainer has taken it further. Raises
-        Conflict for checkpoints of another job or model."""
-        loaded = self._loaded
-        newest = self._newest
-        if newest and _same_owner(request, newest) and request.fence < newest.fence:
-            raise _stale(request, newest)
-        self._newest = request
+        """Loads the job in place of others, or beside those that share the trainer with it: from
+        its newest checkpoint, or at its start. The same job again changes nothing, unless another
+        trainer has taken it further. Raises Conflict for checkpoints of another job or model."""
+        self._let_in(request)
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
-        if loaded and loaded.request.job_id == request.job_id:
+        if loaded := self._turns.find(request.job_id):
             if not same_learning(loaded.request.job, request.job):
                 raise Conflict(
                     f"job {request.job_id!r} is loaded with another body; the same job id must "
@@ -126,23 +126,52 @@ class Trainer:
         model = self._ranks.from_rank_0(lambda: self._seams.fingerprint(request.job))
         self._ranks.together(self._runs.look)
         found = newest_whole(self._ranks, folder, request, model)
-        self.unload()
+        self._free_superseded(request, model)
         started = time.monotonic()
-        engine = self._seams.start_engine(self._fitting(request))
-        self._loaded = self._resumed(request, model, engine, found)
+        loaded = self._resumed(request, model, found)
         if self._ranks.rank == 0:
             sweep(folder)
             sweep(volume_dir(self._settings.runs_dir, request.job_id))
-            self._seams.remember_job(request)
+            self._remember()
         seconds = round(time.monotonic() - started, 2)
         get_logger().info(
             "job loaded",
             job=request.job_id,
             model=request.job.model,
-            step=self._loaded.step,
+            step=loaded.step,
+            beside=self._turns.num_jobs - 1,
             seconds=seconds,
         )
-        return self.state()
+        return self.state(loaded)
+
+    def _let_in(self, request: TrainerJob) -> None:
+        """Supersedes older attempts, but those that the request names beside itself. Raises
+        Conflict if it is superseded itself."""
+        newest = self._newest
+        if newest and not _same_owner(request, newest):
+            self._holders = Holders()
+        elif newest and self._holders.is_stale(request.fence):
+            raise _stale(request, newest)
+        self._holders.take(request.fence, request.beside)
+        if self._newest is None or request.fence >= self._holders.newest:
+            self._newest = request
+
+    def _free_superseded(self, request: TrainerJob, model: str) -> None:
+        """Frees the job's own previous state, and all jobs that do not share the trainer with
+        it."""
+        shares = request.job.shares_as
+
+        def stays(other: Loaded) -> bool:
+            alike = shares and (other.request.job.shares_as, other.model) == (shares, model)
+            return bool(alike) and other.request.attempt in self._holders
+
+        self._turns.free(request.job_id)
+        if not self._turns.keep(stays):
+            self.unload()
+
+    def _remember(self) -> None:
+        """Keeps the newest attempt's job for restarted ranks, else they would let older ones in."""
+        self._seams.remember_job(self._newest)
 
     def _newest_step(self, folder: Path) -> int:
         """Returns the step of the newest checkpoint, by any writer; -1 without one."""
@@ -155,8 +184,8 @@ class Trainer:
         use."""
         loaded.request = request
         if self._ranks.rank == 0:
-            self._seams.remember_job(request)  # else the next life would let older ones in
-        return self.state()
+            self._remember()
+        return self.state(loaded)
 
     def train_step(self, request: TrainStepRequest) -> StepResult:
         """Applies the next step. The last step again, with the same body, returns its result again
@@ -308,9 +337,10 @@ class Trainer:
             self._ranks.together(lambda: stack.enter_context(self._seams.writing()))
             return save_checkpoint(self._ranks, loaded, path, request, self._runs)
 
-    def state(self) -> TrainerState:
-        """Returns this trainer's state. Safe to call from another thread."""
-        loaded = self._loaded
+    def state(self, loaded: Loaded | None = None) -> TrainerState:
+        """Returns this trainer's state, with that of a job, by default of the job whose turn it is.
+        Safe to call from another thread."""
+        loaded = loaded or self._turns.current
         past = {
             "num_ranks": self._ranks.num_ranks,
             "restarts": self._past.restarts,
@@ -335,60 +365,64 @@ class Trainer:
             skipped_steps=loaded.skipped_steps,
             resumed_step=loaded.resumed_step,
             damaged=loaded.damaged,
+            sharing=self._turns.job_ids(),
+            turn_s=self._turns.turn_s,
             **past,
         )
 
     def list_checkpoints(self) -> CheckpointList:
-        """Returns the loaded job's checkpoints; none without a job. Safe to call from another
-        thread."""
-        loaded = self._loaded
+        """Returns the checkpoints of the job whose turn it is; none without a job. Safe to call
+        from another thread."""
+        loaded = self._turns.current
         if loaded is None:
             return CheckpointList(checkpoints=())
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, loaded.request.job_id)
         return CheckpointList(checkpoints=checkpoints.listed(folder))
 
     def unload(self) -> None:
-        """Forgets the job: restarted ranks will not load it. Frees its memory, its shared memory
-        included."""
+        """Forgets all jobs: restarted ranks will not load one. Frees their memory, their shared
+        memory included."""
         if self._ranks.rank == 0:
             self._seams.remember_job(None)
-        self._free()
+        self._turns.free_all()
 
     def device_fault(self) -> str | None:
         """Returns why this rank's device cannot be used any more; None if it works."""
         return self._seams.device_fault()
 
     def free_shared_memory(self) -> None:
-        """Frees only the job's shared memory. Safe to call from another thread, while the process
+        """Frees only the jobs' shared memory. Safe to call from another thread, while the process
         ends."""
-        if self._loaded is not None and self._loaded.publisher is not None:
-            self._loaded.publisher.close()
+        self._turns.free_shared_memory()
 
-    def _free(self) -> None:
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            loaded.close()
-            get_logger().info("job unloaded", job=loaded.request.job_id, step=loaded.step)
+    def took_turn(self) -> bool:
+        """Returns whether a job's turn has begun since this was asked last."""
+        return self._turns.took_turn()
 
     def _job(self, request: Fenced) -> Loaded:
-        """Returns the loaded job. Raises StateLost without one, and Conflict unless it is the
-        request's job with the same fence."""
-        if self._newest is not None and request.fence < self._newest.fence:
+        """Returns the loaded job, whose turn begins if it was another's. Raises StateLost if the
+        request's job is not loaded, and Conflict unless it has the same fence."""
+        if self._newest is not None and self._holders.is_stale(request.fence):
             raise _stale(request, self._newest)
-        if self._loaded is None:
-            raise StateLost(f"got job {request.job_id!r}, but no job is loaded; PUT /job first")
-        current = self._loaded.request
-        if current.job_id != request.job_id:
-            raise StateLost(
-                f"got job {request.job_id!r}, expected {current.job_id!r}, the one loaded"
-            )
+        loaded = self._turns.find(request.job_id)
+        if loaded is None:
+            found = self._turns.job_ids()
+            if not found:
+                raise StateLost(f"got job {request.job_id!r}, but no job is loaded; PUT /job first")
+            names = " or ".join(map(repr, found))
+            raise StateLost(f"got job {request.job_id!r}, expected {names}, the one loaded")
+        current = loaded.request
         if request.fence > current.fence:
             raise Conflict(
                 f"got attempt {request.attempt}, epoch {request.epoch}, expected "
                 f"{current.attempt}, {current.epoch}; PUT /job first",
                 code="out_of_order",
             )
-        return self._loaded
+        self._turns.begin(loaded)
+        return loaded
+
+    def _start_engine(self, job: Job) -> Engine:
+        return self._seams.start_engine(job)
 
     def _fitting(self, request: TrainerJob) -> Job:
         """Returns the job with the smallest budget of a micro-batch among the ranks."""
@@ -396,23 +430,26 @@ class Trainer:
         memory = request.job.memory.model_copy(update={"micro_batch_tokens": tokens})
         return request.job.model_copy(update={"memory": memory})
 
-    def _resumed(self, request: TrainerJob, model: str, engine: Engine, found: Found) -> Loaded:
+    def _resumed(self, request: TrainerJob, model: str, found: Found) -> Loaded:
         """Returns the job at its checkpoint, or at its start if there is none."""
+        job = self._fitting(request)
+        engine = self._turns.engine_for(job)
         publisher = None
         if self._ranks.rank == 0:
             publisher = Publisher(self._settings, request.job_id, engine.live_weights)
             publisher.close()
-        loaded = Loaded(request, model, engine, publisher)
+        loaded = Loaded(request, model, job, engine, publisher)
         try:
             loaded.resume(found)
         except BaseException:  # undone and raised again, whatever it was
-            engine.close()
+            self._turns.close_engine()
             raise
+        self._turns.current = loaded
         return loaded
 
     def _trained(self, loaded: Loaded, train: Callable[[], T]) -> T:
         """Returns what `train` does with the engine. If it breaks off in a way that the engine
-        cannot undo, frees the job."""
+        cannot undo, frees the job and the engine; jobs that share it are in host memory."""
         if loaded.publisher is not None:
             loaded.publisher.stop_sending()  # what is sent must not change
         if self._settings.colocate:
@@ -427,7 +464,8 @@ class Trainer:
             # An update that died on the way leaves half-filled gradient buckets: nothing can be
             # trained on top of them. If it died of another rank's death, the next life loads the
             # job again: it is not forgotten.
-            self._free()
+            self._turns.free(loaded.request.job_id)
+            self._turns.close_engine()
             raise
 
     def _apply(self, loaded: Loaded, request: TrainStepRequest) -> StepResult:

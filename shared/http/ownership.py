@@ -2,7 +2,7 @@
 
 Fences tell the attempts of one Redis apart. Each Redis has a counter of its own, so fences say
 nothing between orchestrators of different Redis servers. There the first orchestrator keeps the
-service until its job has left it, or the service has not heard from the job for SILENT_S; others
+service until its jobs have left it, or the service has heard from none of them for SILENT_S; others
 are refused (Conflict, code "taken"). Orchestrators that share a Redis are one owner. A header of
 each request names the caller and its job, so that polls and health requests of a job count as well.
 """
@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.errors import Conflict
 from shared.host.logs import get_logger
@@ -68,9 +68,27 @@ def asking_of(header: str) -> Asking | None:
 
 @dataclass(frozen=True)
 class _Owner:
+    """An orchestrator with the jobs that it has here, and the attempts that are still to come."""
+
     orchestrator: Orchestrator
-    job_id: str
-    fence: Fence
+    jobs: dict[str, Fence]
+    beside: frozenset[int] = field(default_factory=frozenset[int])
+
+    @property
+    def newest(self) -> str:
+        return max(self.jobs, key=lambda job_id: self.jobs[job_id])
+
+    def with_job(self, asker: Asker, beside: tuple[int, ...]) -> _Owner:
+        """Returns the owner once the asker's job has come: a new one takes the place of all others
+        but those beside it."""
+        assert asker.job_id is not None
+        own = {asker.job_id: asker.fence}
+        if asker.fence >= self.jobs[self.newest]:
+            kept = {job_id: fence for job_id, fence in self.jobs.items() if fence[0] in beside}
+            return _Owner(self.orchestrator, kept | own, frozenset(beside))
+        if asker.job_id in self.jobs or asker.attempt in self.beside:
+            return _Owner(self.orchestrator, self.jobs | own, self.beside)
+        return self
 
 
 class Ownership:
@@ -93,8 +111,8 @@ class Ownership:
         if who is None or who.job_id is None:
             return
         if self._last is None:
-            self._give(who.orchestrator, who.job_id, (0, 0))
-        elif owner and who.job_id == owner.job_id and not self._is_anothers(owner):
+            self._give(_Owner(who.orchestrator, {who.job_id: (0, 0)}))
+        elif owner and who.job_id in owner.jobs and not self._is_anothers(owner):
             self._heard_at = self._now()
 
     def taken(self) -> str | None:
@@ -105,7 +123,7 @@ class Ownership:
             return None
         name = "sampler" if self._service == "rollout" else self._service
         return (
-            f"the {name} has job {owner.job_id!r} of the orchestrator at "
+            f"the {name} has job {owner.newest!r} of the orchestrator at "
             f"{owner.orchestrator.place}; it serves another one once that job has ended or is "
             f"paused: wait for it, or name another in {PREFIX}{self._service.upper()}_URL"
         )
@@ -116,16 +134,22 @@ class Ownership:
             raise Conflict(why, code="taken")
 
     def take(self, asker: Asker) -> bool:
-        """Gives the service to the caller, for its job. Returns whether the last owner was another
-        orchestrator: fences of the two cannot be compared. Raises Conflict, code "taken"."""
+        """Gives the service to the caller, for its job and those beside it. Returns whether the
+        last owner was another orchestrator: fences of the two cannot be compared. Raises Conflict,
+        code "taken"."""
         self.check()
         who, owner = asking.get(), self._owner
         if who is None or asker.job_id is None:
             return False
         identity = who.orchestrator.identity
         passes = self._last not in (None, identity)
-        if passes or owner is None or asker.fence >= owner.fence:
-            self._give(who.orchestrator, asker.job_id, asker.fence)
+        shares = isinstance(asker, TrainerJob | ModelRequest)
+        beside = asker.beside if shares else ()
+        if passes or owner is None:
+            new = _Owner(who.orchestrator, {asker.job_id: asker.fence}, frozenset(beside))
+            self._give(new)
+        else:
+            self._give(owner.with_job(asker, beside))
         if passes:
             get_logger().info(
                 "another orchestrator's now", job=asker.job_id, at=who.orchestrator.place
@@ -135,18 +159,20 @@ class Ownership:
     def go_on(self, job: TrainerJob) -> None:
         """Gives the service back to the orchestrator whose job the previous process had loaded."""
         if job.orchestrator is not None:
-            self._give(job.orchestrator, job.job_id, job.fence)
+            beside = frozenset(job.beside)
+            self._give(_Owner(job.orchestrator, {job.job_id: job.fence}, beside))
 
     def leave(self, asker: Fenced) -> None:
         """Frees the service from the caller's job, unless a newer attempt has it by now."""
         self.check()
         owner = self._owner
-        if owner and owner.job_id == asker.job_id and owner.fence <= asker.fence:
-            self._owner = None
+        if owner and owner.jobs.get(asker.job_id, asker.fence) <= asker.fence:
+            left = {id: fence for id, fence in owner.jobs.items() if id != asker.job_id}
+            self._owner = _Owner(owner.orchestrator, left, owner.beside) if left else None
 
-    def _give(self, orchestrator: Orchestrator, job_id: str, fence: Fence) -> None:
-        self._owner = _Owner(orchestrator, job_id, fence)
-        self._last, self._heard_at = orchestrator.identity, self._now()
+    def _give(self, owner: _Owner) -> None:
+        self._owner = owner
+        self._last, self._heard_at = owner.orchestrator.identity, self._now()
 
     def _is_anothers(self, owner: _Owner) -> bool:
         who = asking.get()

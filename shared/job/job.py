@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import Field, model_validator
@@ -291,6 +293,21 @@ class Job(Section):
         if self.lora is None or self.weight_sync not in ("auto", "lora"):
             return None
         return self.lora.rank if self.lora.rank <= MAX_SERVED_RANK else None
+
+    @property
+    def shares_as(self) -> str | None:
+        """A digest of all that jobs have alike which may share a trainer and its samplers: the base
+        model, the shape of their adapters, and what the engines are started with. None: the job has
+        the trainer to itself. Under ZeRO-3 no adapter is whole on a rank."""
+        if not (self.trains and self.served_rank) or self.memory.zero_stage == 3:
+            return None
+        alike = {
+            "model": [self.model, self.model_revision, self.training.dtype, self.max_model_len],
+            "lora": self.lora.model_dump() if self.lora else None,
+            "memory": self.memory.model_dump(exclude={"micro_batch_tokens"}),
+            "sampler": [self.needs_masks, self.sampling.keep_prefixes],
+        }
+        return hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def needs_masks(self) -> bool:

@@ -31,6 +31,9 @@ from shared.http.urls import (
 
 PREFIX = "HONE_"
 
+MAX_PLACES = 16
+"""The most jobs that share a trainer."""
+
 OTEL_KINDS = ("", "TRACES_")
 """OpenTelemetry's variables for all that it exports, and for traces alone."""
 
@@ -345,9 +348,10 @@ class Settings(Documented):
     Hone's own jobs. None: it takes none."""
 
     rollout_adapters: int = Field(default=4, ge=1, le=64)
-    """Jobs whose LoRA adapters (`weight_sync = "lora"`) a sampler serves side by side, the one in
-    training included. Beyond it the adapter that was loaded longest ago is unloaded. Each takes its
-    size in device memory, 80 MB for rank 16 of a 7B model. Without effect on jobs without
+    """Jobs whose LoRA adapters (`weight_sync = "lora"`) a sampler serves side by side, those in
+    training included: so many jobs of one base model may share a trainer and its samplers, 16 at
+    most. 1: none does. Beyond it the adapter that was loaded longest ago is unloaded. Each takes
+    its size in device memory, 80 MB for rank 16 of a 7B model. Without effect on jobs without
     `[lora]`."""
 
     shm_dir: Path = Path(f"/dev/shm/hone-{os.getuid()}")
@@ -536,6 +540,11 @@ class Settings(Documented):
             self.model_copy(update={"trainer_url": trainer, "rollout_url": ",".join(places)})
             for trainer, places in zip(self.trainer_urls, samplers, strict=True)
         )
+
+    @property
+    def places(self) -> int:
+        """How many jobs may share a trainer and its samplers."""
+        return 1 if self.colocate else min(self.rollout_adapters, MAX_PLACES)
 
     @field_validator("teacher_url")
     @classmethod

@@ -68,6 +68,10 @@ class Fencing(Wire):
         return self.attempt, self.epoch
 
 
+Beside = tuple[Annotated[int, Field(ge=0)], ...]
+"""The attempts that shared the trainer and its samplers when an attempt got its lease: they stay."""
+
+
 class Fenced(Fencing):
     """A body that only the job's newest worker may send."""
 

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from shared.http.urls import check_service_url
 from shared.job import MAX_SERVED_RANK
-from shared.wire.base import Fencing, JobId, Listing, Wire
+from shared.wire.base import Beside, Fencing, JobId, Listing, Wire
 from shared.wire.packed import Logprobs
 from shared.wire.training import TrainerState
 
@@ -38,9 +38,11 @@ class ModelRequest(EngineSpec, Fencing):
     itself and its fence, and older fences are refused from then on; a request by hand names no job.
 
     `own_weights`: the weights in the model's folder serve the job, as version 0; it loads no
-    others. `keep_prefixes`: new weights leave the cache as it is, see `SamplingSpec`."""
+    others. `keep_prefixes`: new weights leave the cache as it is, see `SamplingSpec`. The attempts
+    of `beside` are not superseded: their adapters go on serving."""
 
     job_id: JobId | None = None
+    beside: Beside = ()
     own_weights: bool = False
     keep_prefixes: bool = False
 

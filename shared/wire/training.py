@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from shared.job import Job
-from shared.wire.base import Fenced, Fencing, JobId, Listing, Orchestrator, Wire
+from shared.wire.base import Beside, Fenced, Fencing, JobId, Listing, Orchestrator, Wire
 from shared.wire.packed import Logprobs, Mask, TokenIds
 from shared.wire.rewards import Score
 from shared.wire.rollouts import Prompt, RolloutGroup, Span
@@ -67,10 +67,12 @@ class StepTotals(Wire):
 
 class TrainerJob(Fenced):
     """`PUT /job`: load this job, from its newest checkpoint in the run folder or else at its start.
-    The same job again changes only the fence; another job replaces it. `orchestrator` is the job's
-    owner: the trainer takes it from the request's header."""
+    The same job again changes only the fence. Another job replaces it, unless its attempt is one of
+    `beside`: then the two take turns on one base model, each with its own adapter. `orchestrator`
+    is the job's owner: the trainer takes it from the request's header."""
 
     job: Job
+    beside: Beside = ()
     orchestrator: Orchestrator | None = None
 
 
@@ -84,7 +86,8 @@ class TrainerState(Fencing):
     checkpoint that the job resumed from, and `damaged` names newer checkpoints that could not be
     used. `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest
     failure. `boot_id` identifies this start of the ranks. `doing` says what takes long now, if it
-    is not the requested work. `gpu` is the UUID of rank 0's GPU; a sampler on the same GPU can read
+    is not the requested work. `sharing` are the jobs that are loaded and take turns, and `turn_s`
+    is how many seconds the last change of turns took (None: there was none). `gpu` is the UUID of rank 0's GPU; a sampler on the same GPU can read
     its memory if both have the same `memory_space` (shared/weights/meeting.py). `taken` says why
     the caller is refused: the trainer has another orchestrator's job.
     """
@@ -100,6 +103,8 @@ class TrainerState(Fencing):
     skipped_steps: int = 0
     resumed_step: int | None = None
     damaged: tuple[str, ...] = ()
+    sharing: tuple[JobId, ...] = ()
+    turn_s: float | None = None
     restarts: int = 0
     last_failure: str | None = None
     boot_id: str = ""

@@ -12,7 +12,8 @@
     hone:job:<id>:events         stream  what happened, in order
     hone:job:<id>:checkpoints    hash    step -> the checkpoint, as JSON
     hone:lease:<resource>        string  attempt of the worker that has that trainer or sampler;
-                                         expires
+                                         expires. Workers of jobs that share it have keys of their
+                                         own, which end with the place: `#2` and on
     hone:samplers                set     names of samplers that registered themselves
     hone:sampler:<name>          string  the registration, as JSON; expires
     hone:trainers                set     names of trainers that their workers registered
@@ -30,7 +31,9 @@ A job's hash has the fields of `wire.JobRecord`, and besides:
     schema            version of what `store.py` wrote
     submitted_ms      its age in the queue: Unix milliseconds of its submission, no two alike
     priority          the job's
-    attempt, trainer, samplers  the newest lease given for the job, and what it is on
+    attempt, trainer, samplers, trainer_place  the newest lease given for the job, and what it is on
+    shares            what jobs that may share a trainer have alike (`Job.shares_as`); '': it shares
+                      with none
     owner             the worker that has it, for people
     tries             how often a worker took the job up since its last new step
     furthest          the last of the steps that ever were done

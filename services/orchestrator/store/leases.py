@@ -49,13 +49,15 @@ class NoHeartbeat(LeaseLost):
 class Lease:
     """The right to work on a job with a trainer, for `lease_s` seconds from each heartbeat.
     `attempt` fences: it is larger than the attempt of any earlier lease. `tries` counts the
-    attempts in a row, this one included, that completed no new step."""
+    attempts in a row, this one included, that completed no new step. `beside` are the attempts that
+    shared the trainer when the lease was given."""
 
     job_id: str
     attempt: int
     trainer: str
     lease_s: float
     tries: int = 1
+    beside: tuple[int, ...] = ()
 
 
 def resource(url: str) -> str:

@@ -113,6 +113,7 @@ def fields_of(job: Job) -> dict[str, Any]:
         "model": job.model,
         "steps": job.steps,
         "priority": job.priority,
+        "shares": job.shares_as or "",
         "metadata": json.dumps(job.metadata),
         "models": None if job.trains else json.dumps([m.model for m in job.evaluated_models]),
         "openai": "1" if job.request else None,

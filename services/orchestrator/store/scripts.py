@@ -18,6 +18,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.orchestrator.store import keys
+from shared.settings import MAX_PLACES
 
 CALL_TTL_S = 900
 """Seconds that a script's answer is kept for retries of the same call: longer than a caller retries
@@ -33,5 +34,6 @@ def source(name: str) -> str:
     blocks before it."""
     texts = {name: value for name, value in vars(keys).items() if isinstance(value, str)}
     names = [f"local {name} = '{value}'" for name, value in texts.items() if name.isupper()]
+    names.append(f"local MAX_PLACES = {MAX_PLACES}")
     files = [(FOLDER / f"{each}.lua").read_text() for each in (SHARED, name)]
     return "\n".join([*names, f"local CALL_TTL_S = {CALL_TTL_S}", *files])

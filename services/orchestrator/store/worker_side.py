@@ -36,8 +36,10 @@ class WorkerSide:
         skip: Sequence[str] = (),
         *,
         own_only: bool = False,
+        places: int = 1,
     ) -> Lease | None:
-        """Returns a lease on `trainer`, `samplers` and a job, if all are free and a job waits.
+        """Returns a lease on `trainer`, `samplers` and a job, if a job waits and all are free, or
+        fewer than `places` jobs share them and the first that waits may share them too.
         Interrupted jobs come first, this trainer's own before others'; then the first in the queue,
         by priority and age. An interrupted job whose own trainer is registered and free is left to
         that trainer. With `own_only` it is left there in any case. Jobs in `skip` are passed
@@ -46,6 +48,7 @@ class WorkerSide:
             trainer,
             samplers,
             skip,
+            places=places,
             own_only=own_only or None,
             owner=owner,
             lease_ms=int(lease_s * 1000),
@@ -53,15 +56,21 @@ class WorkerSide:
         )
         if not answer:
             return None
-        attempt, tries, job_id = answer.split(" ")
-        return Lease(job_id, int(attempt), trainer, lease_s, tries=int(tries))
+        attempt, tries, job_id, others = answer.split(" ")
+        beside = tuple(sorted(map(int, filter(None, others.split(",")))))
+        return Lease(job_id, int(attempt), trainer, lease_s, tries=int(tries), beside=beside)
 
     async def peek(
-        self, trainer: str, samplers: Sequence[str] = (), skip: Sequence[str] = ()
+        self,
+        trainer: str,
+        samplers: Sequence[str] = (),
+        skip: Sequence[str] = (),
+        *,
+        places: int = 1,
     ) -> str | None:
         """Returns the id of the job that `take` would return, and changes nothing."""
-        answer = await self._next(trainer, samplers, skip, peek=True)
-        return answer.split(" ")[-1] if answer else None
+        answer = await self._next(trainer, samplers, skip, places=places, peek=True)
+        return answer.split(" ")[2] if answer else None
 
     async def _next(
         self, trainer: str, samplers: Sequence[str], skip: Sequence[str], **arguments: Any

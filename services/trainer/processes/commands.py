@@ -163,6 +163,7 @@ def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel 
     If ranks disagree about whether a job is loaded, it is unloaded. Raises RanksMustEnd if this
     rank's device has failed, and on rank 0 if ranks disagree about whether a step was applied.
     """
+    trainer.took_turn()
     outcome = _attempt(trainer, name, body, ranks.rank)
     problems = [
         problem for problem, _ in ranks.settle(outcome if isinstance(outcome, HoneError) else None)
@@ -174,7 +175,7 @@ def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel 
     if len(failed) < len(problems):
         if name == "load_job":
             trainer.unload()
-        elif name in CHANGE_WEIGHTS and ranks.rank == 0:
+        elif (name in CHANGE_WEIGHTS or trainer.took_turn()) and ranks.rank == 0:
             raise RanksMustEnd(error)
     return error
 

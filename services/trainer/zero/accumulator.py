@@ -13,6 +13,7 @@ only at the step. So the step itself brings the boundary, by a micro-batch whose
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +49,9 @@ class Accumulator:
     """Adds up gradients for the policy of `updater`. Every method is called on all ranks
     together."""
 
-    def __init__(self, updater: Updater) -> None:
+    def __init__(self, updater: Updater, calls: Sequence[_Call] = ()) -> None:
         self._updater = updater
-        self._calls: list[_Call] = []
+        self._calls = list(calls)
 
     @property
     def num_calls(self) -> int:
@@ -110,17 +111,23 @@ class Accumulator:
             )
         return norm
 
-    def drop(self) -> None:
-        """Drops the gradient so far."""
-        self._calls = []
-        drop_gradients(self._updater.zero)
+    def set_aside(self) -> tuple[_Call, ...]:
+        """Drops the gradient so far, and returns the calls of which it can be made again."""
+        if self._calls:
+            drop_gradients(self._updater.zero)
+        return tuple(self._calls)
+
+    def make_again(self) -> None:
+        """Makes the gradient of the calls so far again, after `set_aside`. Changes this rank's
+        random numbers."""
+        for call in self._calls:
+            restore_random_state(call.random)
+            self._add(call)
 
     def _again(self, failed: _Call) -> None:
         """Makes the gradient again, of the calls before the failed one."""
         drop_gradients(self._updater.zero)
-        for call in self._calls:
-            restore_random_state(call.random)
-            self._add(call)
+        self.make_again()
         restore_random_state(failed.random)
 
     def _add(self, call: _Call) -> tuple[float, Logprobs]:

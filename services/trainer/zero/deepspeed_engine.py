@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ from services.trainer.learning.preference import check_pairs
 from services.trainer.zero import internals, lora, state
 from services.trainer.zero import stages as zero
 from services.trainer.zero.accumulator import Accumulator
-from services.trainer.zero.internals import whole_weights
+from services.trainer.zero.host_memory import HostCopies
+from services.trainer.zero.internals import Snapshot, whole_weights
 from services.trainer.zero.memory import Planned
 from services.trainer.zero.models import (
     as_kept,
@@ -79,6 +80,8 @@ class Parts:
     updater: Any
     accumulator: Any
     layout: Layout
+    planned: Planned | None
+    copies: HostCopies
     without: str
     dtype: torch.dtype
     num_parameters: int
@@ -106,6 +109,7 @@ def assemble(job: Job, device: torch.device) -> Parts:
     weights_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     planned = _planned(model, job, dtype, device)
     wrapped = lora.attach(model, job.lora).eval() if job.lora else None
+    lora.begin(model, job.seed)
     num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     policy = Policy(model, job.temperature, job.memory.chunk_tokens)
     engine: Any = zero.start(policy, job, dtype)
@@ -116,7 +120,10 @@ def assemble(job: Job, device: torch.device) -> Parts:
         checkpoint_body(model, job.model)
     reference = start_reference(job, policy, wrapped, dtype, device)
     seed_everything(job.seed + dist.get_rank())  # ranks drop out differently
-    updater = Updater(job, engine, policy, reference, layout=layout, device=device, planned=planned)
+    copies = HostCopies(pinned=device.type == "cuda" and not job.memory.offload_optimizer)
+    updater = Updater(
+        job, engine, policy, reference, copies, layout=layout, device=device, planned=planned
+    )
     return Parts(
         model=model,
         wrapped=wrapped,
@@ -124,6 +131,8 @@ def assemble(job: Job, device: torch.device) -> Parts:
         updater=updater,
         accumulator=Accumulator(updater),
         layout=layout,
+        planned=planned,
+        copies=copies,
         without=without,
         dtype=dtype,
         num_parameters=num_parameters,
@@ -193,8 +202,23 @@ def start_reference(
     return frozen_copy(copy)
 
 
+@dataclass(frozen=True)
+class Aside:
+    """What is a job's own in an engine that several share, in host memory: the masters of its
+    adapter and the optimizer's state, this rank's random numbers, and the calls whose gradient
+    waits for an optimizer step. `job` has the budget of a micro-batch that fitted."""
+
+    job: Job
+    snapshot: Snapshot
+    copies: HostCopies
+    random: dict[str, Any]
+    calls: tuple[Any, ...]
+
+
 class DeepSpeedEngine:
-    """One job's model, optimizer and data-parallel slice on this rank: `start_engine` makes it."""
+    """A job's model, optimizer and data-parallel slice on this rank: `start_engine` makes it. Jobs
+    that train an adapter of the same model share one by turns: `set_aside` ends a job's turn, and
+    `take_up` begins one."""
 
     def __init__(self, job: Job, device: torch.device, parts: Parts) -> None:
         self._job = job
@@ -206,6 +230,46 @@ class DeepSpeedEngine:
         self.num_trainable = parts.num_trainable
         self.without = parts.without
         self.weights_bytes = parts.weights_bytes
+        self._own_copies: HostCopies | None = None  # memory in which the job was set aside before
+
+    def set_aside(self) -> Aside:
+        """Ends the turn of the job, and returns what is its own."""
+        parts = self._parts
+        calls = parts.accumulator.set_aside()
+        copies = self._own_copies or HostCopies(pinned=parts.copies.pinned)
+        snapshot = Snapshot.take(parts.zero, copies)
+        return Aside(parts.updater.job, snapshot, copies, internals.random_state(), calls)
+
+    def take_up(self, job: Job, aside: Aside | None) -> None:
+        """Begins the turn of a job: goes on from what was set aside, or at its start (None). All
+        ranks together."""
+        parts, calls = self._parts, () if aside is None else aside.calls
+        self._own_copies = aside and aside.copies
+        if aside is None:
+            lora.begin(parts.model, job.seed)
+            internals.begin_anew(parts.zero)
+            seed_everything(job.seed + dist.get_rank())
+        else:
+            job = aside.job
+            aside.snapshot.restore(parts.zero)
+        zero.set_optimizer(parts.zero, job.training)
+        policy = parts.updater.policy
+        reference = start_reference(job, policy, parts.wrapped, parts.dtype, self._device)
+        updater = Updater(
+            job,
+            parts.zero,
+            policy,
+            reference,
+            parts.copies,
+            layout=parts.layout,
+            device=self._device,
+            planned=parts.planned,
+        )
+        accumulator = Accumulator(updater, calls)
+        self._job, self._parts = job, replace(parts, updater=updater, accumulator=accumulator)
+        accumulator.make_again()
+        if aside is not None:
+            internals.restore_random_state(aside.random)
 
     def update(
         self,

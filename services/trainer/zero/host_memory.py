@@ -67,7 +67,7 @@ class HostCopies:
     """Holds the copies that were made since the last `begin`."""
 
     def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+        self.pinned = pinned
         self._blocks: list[Tensor] = []
         self._end = 0
 
@@ -94,7 +94,7 @@ class HostCopies:
             number, begin = divmod(self._end, BLOCK_BYTES)
             if number == len(self._blocks):
                 self._blocks.append(
-                    torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
+                    torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self.pinned)
                 )
             piece = self._blocks[number][begin : begin + size_bytes]
             size_bytes -= len(piece)

@@ -300,6 +300,20 @@ def masters_to_weights(zero: Any) -> None:
                 weight.data.copy_(master.data)
 
 
+@torch.no_grad()
+def begin_anew(zero: Any) -> None:
+    """Makes the optimizer that of the model's present weights before its first step, at ZeRO-0 to
+    2: masters are the weights, and moments are zero."""
+    weights = {name: p for name, p in zero.module.named_parameters() if p.requires_grad}
+    for each in fragments(zero):
+        master, weight = each.of(each.flat), weights[each.name].view(-1)
+        master.copy_(weight[each.start : each.start + each.numel])
+    for master in masters(zero):
+        state = zero.basic_optimizer.state.get(master, {})
+        for key, value in state.items():
+            state[key] = value.zero_() if isinstance(value, Tensor) else 0
+
+
 def gather_persistent(optimizer: Any) -> None:
     """Gathers again the small parameters that every rank holds in spite of ZeRO-3."""
     if optimizer.persistent_parameters:

@@ -10,9 +10,11 @@ round W a little more each time.
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear, LoraLayer
 from peft.utils import get_peft_model_state_dict
@@ -64,6 +66,19 @@ def attach(model: Any, spec: LoraSpec) -> Any:
                 "expected other layers"
             )
     return wrapped
+
+
+@torch.no_grad()
+def begin(model: nn.Module, seed: int) -> None:
+    """Gives the adapters their first values, which depend on nothing but the seed: A as PEFT draws
+    it, B zero. So a job that shares a base model begins as it would alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in lora_layers(model).values():
+        matrix_A, matrix_B = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        drawn = torch.empty(matrix_A.shape, dtype=torch.float32)
+        nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        matrix_A.copy_(drawn)
+        matrix_B.zero_()
 
 
 def _targets(model: Any, spec: LoraSpec) -> str | list[str]:

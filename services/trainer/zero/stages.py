@@ -255,8 +255,18 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+ADAM_EPS = 1e-8
+
 DECAYS = "decays"
 """Key of the optimizer's groups of parameters: whether weight decay is on them."""
+
+
+def set_optimizer(zero: Any, training: TrainingSpec) -> None:
+    """Gives an optimizer the constants of another job, as `make_optimizer` does."""
+    for group in zero.optimizer.param_groups:
+        group["betas"] = (training.adam_beta1, training.adam_beta2)
+        group["weight_decay"] = training.weight_decay if group[DECAYS] else 0.0
+        group["eps"] = ADAM_EPS
 
 
 def make_optimizer(
@@ -275,14 +285,14 @@ def make_optimizer(
         {"params": vectors, "weight_decay": 0.0, DECAYS: False},
     ]
     groups = [group for group in groups if group["params"]]
-    betas = (training.adam_beta1, training.adam_beta2)
+    betas, eps = (training.adam_beta1, training.adam_beta2), ADAM_EPS
     if not offload:
         # Fused: `foreach` would make a second float32 copy of all weights in the middle of a step.
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
+        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     try:
-        return DeepSpeedCPUAdam(groups, lr=0.0, betas=betas, adamw_mode=True)
+        return DeepSpeedCPUAdam(groups, lr=0.0, betas=betas, eps=eps, adamw_mode=True)
     except Exception as error:  # a compiler runs here, at first use, and can fail in many ways
         raise BadRequest(
             "memory.offload_optimizer needs DeepSpeed's CPU Adam, which is compiled at first use "

@@ -128,12 +128,13 @@ class Updater:
         zero: Any,
         policy: Policy,
         reference: Reference | None,
+        copies: HostCopies,
         *,
         layout: Layout,
         device: torch.device,
         planned: Planned | None = None,
     ) -> None:
-        self._job = job
+        self.job = job
         self.zero = zero
         self.policy = policy
         self._reference = reference
@@ -142,8 +143,7 @@ class Updater:
         self._planned = planned
         self._correction = resolve(job.correction, job.max_staleness)
         self.has_dropout = job.lora is not None and job.lora.dropout > 0
-        is_copied_from_gpu = device.type == "cuda" and not job.memory.offload_optimizer
-        self._copies = HostCopies(pinned=is_copied_from_gpu)
+        self._copies = copies
 
     def update(
         self,
@@ -165,20 +165,20 @@ class Updater:
             except DoesNotFit as too_large:
                 get_logger().warning(
                     "out of memory: the step is made again in smaller micro-batches",
-                    before=self._job.memory.micro_batch_tokens,
+                    before=self.job.memory.micro_batch_tokens,
                     micro_batch_tokens=too_large.budget,
                     reason=too_large.error.detail,
                 )
                 memory = {"micro_batch_tokens": too_large.budget}
-                self._job = self._job.model_copy(
-                    update={"memory": self._job.memory.model_copy(update=memory)}
+                self.job = self.job.model_copy(
+                    update={"memory": self.job.memory.model_copy(update=memory)}
                 )
 
     @torch.no_grad()
     def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
         """Returns the log-probs of the examples' sampled tokens, on all ranks, by the policy and by
         the reference (empty without one)."""
-        self.policy.temperature = self._job.temperature
+        self.policy.temperature = self.job.temperature
         asked = {"policy": lambda batch: self.policy(batch)[0], "reference": self._reference}
         passes = [ask for ask in asked.values() if ask is not None]
         num_tokens = sum(map(num_sampled, examples))
@@ -197,11 +197,11 @@ class Updater:
         self, examples: tuple[Example, ...], totals: StepTotals | None, num_minibatches: int
     ) -> list[Minibatch]:
         """Returns this rank's minibatches of a batch."""
-        training = self._job.training.model_copy(update={"minibatches": num_minibatches})
+        training = self.job.training.model_copy(update={"minibatches": num_minibatches})
         return plan(
             examples,
             totals,
-            self._job.model_copy(update={"training": training}),
+            self.job.model_copy(update={"training": training}),
             rank=dist.get_rank(),
             num_ranks=dist.get_world_size(),
             layout=self.layout,
@@ -215,8 +215,8 @@ class Updater:
         version: int | None,
         supervised: bool,
     ) -> Update:
-        training = self._job.training.supervised if supervised else self._job.training
-        self.policy.temperature = 1.0 if supervised else self._job.temperature
+        training = self.job.training.supervised if supervised else self.job.training
+        self.policy.temperature = 1.0 if supervised else self.job.temperature
         minibatches = self.planned_batches(examples, totals, training.minibatches)
         self._spare_host_memory(minibatches)
         progress = Progress(training.epochs * len(minibatches))
@@ -246,7 +246,7 @@ class Updater:
                 raise
             raise self._out_of_memory(error, undo, progress) from None
         loss, values = metrics.reduce(training.epochs * training.minibatches)
-        values["memory/micro_batch_tokens"] = float(self._job.memory.micro_batch_tokens)
+        values["memory/micro_batch_tokens"] = float(self.job.memory.micro_batch_tokens)
         logprobs, entropies = metrics.of_tokens()
         return Update(
             loss,
@@ -264,8 +264,8 @@ class Updater:
         batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
         tokens = max(batch.input_ids_BT.numel() for batch in batches)
         if host_memory.is_worth_giving_back(
-            self._planned.pass_bytes(self._job, tokens),
-            self._planned.peak_bytes(self._job, tokens) * dist.get_world_size(),
+            self._planned.pass_bytes(self.job, tokens),
+            self._planned.peak_bytes(self.job, tokens) * dist.get_world_size(),
             host_memory.room_bytes(),
         ):
             host_memory.give_back_large_blocks()
@@ -318,7 +318,7 @@ class Updater:
             (batch, of_batch.before_N, of_batch.reference_N)
             for batch, of_batch in zip(minibatch.micro_batches, known, strict=True)
         ]
-        found = Preferences.of(examples, of_batches, self._job.training.dpo_beta, self.device)
+        found = Preferences.of(examples, of_batches, self.job.training.dpo_beta, self.device)
         metrics.preferences = found
         micro_batches = tuple(found.applied(batch) for batch in minibatch.micro_batches)
         return [dataclasses.replace(minibatch, micro_batches=micro_batches)]
@@ -392,8 +392,8 @@ class Updater:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        turn = knobs(self._job, num_ranks, progress.shape, self._planned, device=self.device.type)
-        planned = f"{self._planned.sentence(self._job)}; " if self._planned else ""
+        turn = knobs(self.job, num_ranks, progress.shape, self._planned, device=self.device.type)
+        planned = f"{self._planned.sentence(self.job)}; " if self._planned else ""
         state = (
             "the weights and the optimizer are as they were"
             if kept
@@ -403,7 +403,7 @@ class Updater:
             f"out of memory in {progress} ({said}); {there_is}; {planned}{state}. Turn one "
             f"of: {turn}"
         )
-        half = progress.half(self._job.memory.micro_batch_tokens)
+        half = progress.half(self.job.memory.micro_batch_tokens)
         if not kept:
             return OutOfMemory(sentence, half)
         failed = Failed(sentence, code="out_of_memory")

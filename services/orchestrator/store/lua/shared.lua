@@ -41,30 +41,43 @@ local function become(id, status, level, message)
   event(id, 'status', level, message, cjson.encode({status = status}))
 end
 
--- Whether one of these resources (with blanks between) is leased.
-local function are_taken(resources)
+-- The places on a trainer and its samplers: a job has the first, and jobs that share them with it
+-- have others. The key of a lease ends with its place.
+local PLACES = {''}
+for number = 2, MAX_PLACES do PLACES[number] = '#' .. number end
+
+-- The attempts that have one of these resources (with blanks between), by place.
+local function holders(resources)
+  local found = {}
   for name in string.gmatch(resources, '%S+') do
-    if redis.call('EXISTS', LEASE .. name) == 1 then return true end
+    for _, place in ipairs(PLACES) do
+      found[place] = redis.call('GET', LEASE .. name .. place) or found[place]
+    end
   end
-  return false
+  return found
 end
 
--- Gives the caller a lease on all of these resources; returns its attempt. Attempts are at least
--- the Unix seconds, so that none is given twice even if Redis is emptied.
-local function lease(resources)
+local function are_taken(resources) return next(holders(resources)) ~= nil end
+
+-- Gives the caller a lease on a place of all of these resources; returns its attempt. Attempts are
+-- at least the Unix seconds, so that none is given twice even if Redis is emptied.
+local function lease(resources, place)
   local last, now = redis.call('INCR', ATTEMPTS), tonumber(redis.call('TIME')[1])
   local attempt = string.format('%d', math.max(last, now))
   redis.call('SET', ATTEMPTS, attempt)
   for name in string.gmatch(resources, '%S+') do
-    redis.call('SET', LEASE .. name, attempt, 'PX', call.lease_ms)
+    redis.call('SET', LEASE .. name .. place, attempt, 'PX', call.lease_ms)
   end
   return attempt
 end
 
+-- The key of the job's latest lease on one of its resources.
+local function lease_on(id, name) return LEASE .. name .. (field(id, 'trainer_place') or '') end
+
 -- Whether the job's latest lease is valid.
 local function is_leased(id)
   local attempt, trainer = field(id, 'attempt'), field(id, 'trainer')
-  return attempt and trainer and redis.call('GET', LEASE .. trainer) == attempt
+  return attempt and trainer and redis.call('GET', lease_on(id, trainer)) == attempt
 end
 
 -- Whether the caller has the job.
@@ -77,9 +90,8 @@ end
 local function samplers(id)
   local own = {}
   for name in string.gmatch(field(id, 'samplers') or '', '%S+') do
-    if redis.call('GET', LEASE .. name) == field(id, 'attempt') then
-      own[#own + 1] = LEASE .. name
-    end
+    local key = lease_on(id, name)
+    if redis.call('GET', key) == field(id, 'attempt') then own[#own + 1] = key end
   end
   return own
 end
@@ -94,7 +106,7 @@ local function free(id)
   wait(id, nil)
   if not is_leased(id) then return end
   for _, key in ipairs(samplers(id)) do redis.call('DEL', key) end
-  redis.call('DEL', LEASE .. field(id, 'trainer'))
+  redis.call('DEL', lease_on(id, field(id, 'trainer')))
 end
 
 -- Whether the job waits for a worker: it is queued, or its worker is gone.

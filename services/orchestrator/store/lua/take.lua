@@ -1,17 +1,44 @@
--- Gives the trainer, the samplers and a waiting job to the caller.
--- call: owner, trainer, samplers (names with blanks between), lease_ms, max_tries, paused (the
---   reason of a pause on request); perhaps skip (ids of jobs to pass over, with blanks between),
---   own_only (leave interrupted jobs to their own trainers, which may not be registered yet) and peek
---   (only return the job, change nothing).
--- Returns attempt, number of tries and job id; '' if any of the resources is taken or no job waits.
+-- Gives a place on the trainer and the samplers, and a waiting job, to the caller.
+-- call: owner, trainer, samplers (names with blanks between), places (how many jobs may share
+--   them), lease_ms, max_tries, paused (the reason of a pause on request); perhaps skip (ids of jobs
+--   to pass over, with blanks between), own_only (leave interrupted jobs to their own trainers, which
+--   may not be registered yet) and peek (only return the job, change nothing).
+-- Returns attempt, number of tries, job id and the attempts beside it (with commas between); '' if
+-- there is no place or no job waits.
+--
+-- Jobs share a trainer only if `shares` of their records is the same, and not empty. Nobody
+-- overtakes: where the first job that waits cannot share, no other one joins.
 --
 -- Interrupted jobs first: this trainer's own, then those whose own trainer is taken, away or not
 -- registered; then the first in the queue. An interrupted job is cancelled or paused instead if that
 -- was requested, and pauses if it was interrupted too often.
 
+-- What the jobs of these attempts all share as; nil if some job shares with none, or has other
+-- resources.
+local function shared_by(attempts)
+  local shares_of, common = {}, nil
+  for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
+    local is_here = is_job(id) and field(id, 'trainer') == call.trainer
+      and field(id, 'samplers') == call.samplers
+    if is_here then shares_of[field(id, 'attempt')] = field(id, 'shares') end
+  end
+  for _, attempt in ipairs(attempts) do
+    local shares = shares_of[attempt]
+    if not shares or shares == '' or (common and shares ~= common) then return nil end
+    common = shares
+  end
+  return common
+end
+
 return once(function()
   local resources = call.trainer .. ' ' .. call.samplers
-  if are_taken(resources) then return '' end
+  local held, place, beside, shares = holders(resources), nil, {}, nil
+  for number = tonumber(call.places), 1, -1 do
+    if not held[PLACES[number]] then place = PLACES[number] end
+  end
+  for _, attempt in pairs(held) do beside[#beside + 1] = attempt end
+  if #beside > 0 then shares = shared_by(beside) end
+  if not place or (#beside > 0 and not shares) then return '' end
 
   local is_skipped = {}
   for id in string.gmatch(call.skip or '', '%S+') do is_skipped[id] = true end
@@ -26,14 +53,20 @@ return once(function()
       pause(id, 'error', why)
       return false
     end
-    local attempt = lease(resources)
+    local attempt = lease(resources, place)
     begin(id)
     set(id, 'attempt', attempt, 'trainer', call.trainer, 'samplers', call.samplers,
-      'owner', call.owner, 'status', 'running')
+      'trainer_place', place, 'owner', call.owner, 'status', 'running')
     redis.call('HSETNX', job(id), 'started_at', call.now)
     local attempts = redis.call('HINCRBY', job(id), 'attempts', 1)
     event(id, 'status', 'info', 'running', cjson.encode({status = 'running', attempts = attempts}))
     return true
+  end
+
+  local is_line_kept = false
+  local function may_take(id)
+    is_line_kept = is_line_kept or shares ~= nil and field(id, 'shares') ~= shares
+    return not is_line_kept
   end
 
   local function first_of(ids)
@@ -42,8 +75,9 @@ return once(function()
       if status ~= 'queued' and status ~= 'running' then
         leave_queue(id)
       elseif not is_skipped[id] and is_waiting(id) and not stopped(id, call.paused)
-          and taken(id) then
-        return (field(id, 'attempt') or '0') .. ' ' .. (field(id, 'tries') or '0') .. ' ' .. id
+          and may_take(id) and taken(id) then
+        local attempt, tries = field(id, 'attempt') or '0', field(id, 'tries') or '0'
+        return attempt .. ' ' .. tries .. ' ' .. id .. ' ' .. table.concat(beside, ',')
       end
     end
   end

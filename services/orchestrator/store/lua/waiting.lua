@@ -12,9 +12,8 @@ end
 
 -- The job that has a sampler of a free trainer.
 local function holder(names)
-  for name in string.gmatch(names, '%S+') do
-    local attempt = redis.call('GET', LEASE .. name)
-    if attempt and job_of[attempt] then return {job = job_of[attempt]} end
+  for _, attempt in pairs(holders(names)) do
+    if job_of[attempt] then return {job = job_of[attempt]} end
   end
 end
 
