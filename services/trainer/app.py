@@ -23,6 +23,7 @@ from shared.wire import (
     Checkpoint,
     CheckpointList,
     CheckpointRequest,
+    Fenced,
     ForwardBackwardRequest,
     ForwardBackwardResult,
     ForwardRequest,
@@ -37,10 +38,9 @@ from shared.wire import (
     TrainerState,
     TrainStepRequest,
     WeightsRef,
-    Wire,
 )
 
-Run = Callable[[str, Wire], Awaitable[BaseModel]]
+Run = Callable[[str, Fenced], Awaitable[BaseModel]]
 """Runs a command (a method of `Trainer`) by name on all ranks."""
 
 Problem = Callable[[str | None], str | None]

@@ -348,6 +348,8 @@ class Trainer:
             "boot_id": self._boot_id,
             "gpu": self._seams.gpu,
             "memory_space": memory_space(),
+            "sharing": self._turns.job_ids(),
+            "turn_s": self._turns.turn_s,
         }
         if loaded is None:
             return TrainerState(job_id=None, step=0, dtype="", device="", num_parameters=0, **past)
@@ -365,8 +367,6 @@ class Trainer:
             skipped_steps=loaded.skipped_steps,
             resumed_step=loaded.resumed_step,
             damaged=loaded.damaged,
-            sharing=self._turns.job_ids(),
-            turn_s=self._turns.turn_s,
             **past,
         )
 

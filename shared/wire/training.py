@@ -68,11 +68,13 @@ class StepTotals(Wire):
 class TrainerJob(Fenced):
     """`PUT /job`: load this job, from its newest checkpoint in the run folder or else at its start.
     The same job again changes only the fence. Another job replaces it, unless its attempt is one of
-    `beside`: then the two take turns on one base model, each with its own adapter. `orchestrator`
-    is the job's owner: the trainer takes it from the request's header."""
+    `beside`: then the two take turns on one base model, each with its own adapter. Where both have
+    work, they get tokens in proportion to `weight`. `orchestrator` is the job's owner: the trainer
+    takes it from the request's header."""
 
     job: Job
     beside: Beside = ()
+    weight: float = Field(default=1.0, gt=0)
     orchestrator: Orchestrator | None = None
 
 

@@ -137,6 +137,14 @@ class FakeEngine:
         own = folder / f"rank-{self.rank}"
         self.num_updates = int((own if own.exists() else folder / "rank-0").read_text())
 
+    def set_aside(self) -> tuple[int, list[tuple[Example, ...]]]:
+        return self.num_updates, self.calls
+
+    def take_up(self, job: Job, aside: tuple[int, list[tuple[Example, ...]]] | None) -> None:
+        self.job = job
+        self.num_updates, self.calls = aside or (0, [])
+        self.turns.append(job.name)
+
     def offload(self) -> None:
         self.turns.append("offload")
 

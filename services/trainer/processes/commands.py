@@ -13,15 +13,14 @@ after an illegal access, because every later call on it fails too.
 from __future__ import annotations
 
 import asyncio
-import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
 
+from services.trainer.processes.fair_queue import FairQueue, Ticket
 from services.trainer.processes.rendezvous import Failures
 from services.trainer.processes.together import Ranks, as_hone_error
 from services.trainer.trainer import Trainer
@@ -31,6 +30,7 @@ from shared.http import codec
 from shared.http.health import Starting
 from shared.wire import (
     CheckpointRequest,
+    Fenced,
     ForwardBackwardRequest,
     ForwardRequest,
     OptimStepRequest,
@@ -47,7 +47,7 @@ bounded."""
 FAILURE_GRACE_S = 10.0
 FAILURE_POLL_S = 0.5
 
-BODIES: dict[str, type[Wire]] = {
+BODIES: dict[str, type[Fenced]] = {
     "load_job": TrainerJob,
     "train_step": TrainStepRequest,
     "forward": ForwardRequest,
@@ -72,40 +72,27 @@ class RanksMustEnd(Exception):
         self.error = error
 
 
-@dataclass(frozen=True)
-class Ticket:
-    """A command under way, and the future for its answer."""
-
-    name: str
-    body: Wire
-    answer: Future[BaseModel]
-    request_id: str
-
-
 class Inbox:
     """Hands commands from HTTP's thread to rank 0's main thread, one at a time, and answers
     back."""
 
     def __init__(self) -> None:
-        self._tickets: queue.Queue[Ticket] = queue.Queue()
+        self._waiting = FairQueue()
         self._current: Ticket | None = None
 
-    def put(self, name: str, body: Wire) -> Future[BaseModel]:
+    def put(self, name: str, body: Fenced) -> Future[BaseModel]:
         """Returns the future of the ranks' answer."""
         ticket = Ticket(name, body, Future(), request_id())
-        self._tickets.put(ticket)
+        self._waiting.put(ticket)
         return ticket.answer
 
-    async def run(self, name: str, body: Wire) -> BaseModel:
+    async def run(self, name: str, body: Fenced) -> BaseModel:
         """Returns the ranks' answer. The command goes on even if its caller goes away."""
         return await asyncio.shield(asyncio.wrap_future(self.put(name, body)))
 
     def next(self, timeout_s: float) -> Ticket | None:
         """Returns the next command, or None after `timeout_s` seconds without one."""
-        try:
-            self._current = self._tickets.get(timeout=timeout_s)
-        except queue.Empty:
-            self._current = None
+        self._current = self._waiting.next(timeout_s)
         return self._current
 
     def fail(self, error: HoneError) -> None:

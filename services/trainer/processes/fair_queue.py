@@ -1,0 +1,113 @@
+"""Whose command is next, where jobs share a trainer: start-time fair queueing (Goyal et al., 1996)
+of the tokens that commands compute.
+
+A command begins, in tokens per weight of its job, where the job's last one ended, or where the
+queue is now if that is later. The command that begins first is next. So a job that was idle gets no
+credit, and one that sends much waits for its own commands alone.
+
+A gradient that waits for its optimizer step is lost to a change of turns, and made again later. So
+its job stays next, up to TURN_TOKENS ahead of the others, and has HOLD_S to send its next command.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from shared.wire import (
+    Fenced,
+    ForwardBackwardRequest,
+    ForwardRequest,
+    OptimStepRequest,
+    TrainerJob,
+    TrainStepRequest,
+)
+
+HOLD_S = 0.1
+
+TURN_TOKENS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A command under way, and the future for its answer."""
+
+    name: str
+    body: Fenced
+    answer: Future[BaseModel]
+    request_id: str
+
+    @property
+    def job_id(self) -> str:
+        return self.body.job_id
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it computes, prompts included."""
+        body = self.body
+        if not isinstance(body, TrainStepRequest | ForwardRequest | ForwardBackwardRequest):
+            return 0
+        return sum(len(one.prompt_token_ids) + len(one.token_ids) for one in body.examples)
+
+
+class FairQueue:
+    """Commands by job. Any thread may put one in; one thread takes them out."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[float, int, Ticket]] = []
+        self._number = 0
+        self._now = 0.0
+        self._ends: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+        self._has_gradient: str | None = None
+
+    def put(self, ticket: Ticket) -> None:
+        with self._changed:
+            job_id, body = ticket.job_id, ticket.body
+            if isinstance(body, TrainerJob):
+                self._weights[job_id] = body.weight
+            begin = max(self._now, self._ends.get(job_id, 0.0))
+            self._ends[job_id] = begin + ticket.num_tokens / self._weights.get(job_id, 1.0)
+            self._number += 1
+            self._waiting.append((begin, self._number, ticket))
+            self._changed.notify()
+
+    def next(self, timeout_s: float) -> Ticket | None:
+        """Returns the next command, or None after `timeout_s` seconds without one."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._waiting, timeout_s):
+                return None
+            chosen = self._held() or min(self._waiting)
+            self._waiting.remove(chosen)
+            begin, _, ticket = chosen
+            self._now = max(self._now, begin)
+            if isinstance(ticket.body, ForwardBackwardRequest):
+                self._has_gradient = ticket.job_id
+            elif isinstance(ticket.body, OptimStepRequest) or ticket.job_id != self._has_gradient:
+                self._has_gradient = None
+            if not self._waiting:
+                self._forget_others()
+            return ticket
+
+    def _held(self) -> tuple[float, int, Ticket] | None:
+        """Returns the next command of the job whose gradient waits, if it comes soon and the job is
+        not too far ahead."""
+        job_id = self._has_gradient
+        if job_id is None:
+            return None
+
+        def own() -> list[tuple[float, int, Ticket]]:
+            return [each for each in self._waiting if each[2].job_id == job_id]
+
+        self._changed.wait_for(own, HOLD_S)
+        ahead = TURN_TOKENS / self._weights.get(job_id, 1.0)
+        first = min(own(), default=None)
+        return first if first and first[0] <= min(self._waiting)[0] + ahead else None
+
+    def _forget_others(self) -> None:
+        """Forgets jobs that are not ahead of the queue: they begin where it is."""
+        self._ends = {job_id: end for job_id, end in self._ends.items() if end > self._now}

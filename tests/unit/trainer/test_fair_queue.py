@@ -1,0 +1,133 @@
+"""Whose command is next on a trainer that several jobs share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from services.trainer.processes import fair_queue
+from services.trainer.processes.fair_queue import FairQueue, Ticket
+from shared.wire import (
+    Example,
+    Fenced,
+    ForwardBackwardRequest,
+    Optimization,
+    OptimStepRequest,
+    PublishRequest,
+    TokenLoss,
+    TrainStepRequest,
+)
+from shared.wire.packed import TokenIds
+from tests.support.trainer_fakes import job_request
+
+LOSS = TokenLoss(name="cross_entropy")
+HOW = Optimization(learning_rate=0.1)
+
+
+def of_tokens(num_tokens: int) -> Example:
+    ids = TokenIds([3] * (num_tokens - 2))
+    return Example(prompt_token_ids=TokenIds([1, 2]), token_ids=ids, advantage=1.0)
+
+
+def ticket(body: Fenced) -> Ticket:
+    return Ticket("any", body, Future(), "id")
+
+
+def step(job_id: str, num_tokens: int, number: int = 1) -> Ticket:
+    return ticket(TrainStepRequest(job_id=job_id, step=number, examples=(of_tokens(num_tokens),)))
+
+
+def call(job_id: str, num_tokens: int) -> Ticket:
+    examples = (of_tokens(num_tokens),)
+    return ticket(ForwardBackwardRequest(job_id=job_id, step=1, examples=examples, loss=LOSS))
+
+
+def next_of(queue: FairQueue) -> Ticket:
+    found = queue.next(0.0)
+    assert found is not None
+    return found
+
+
+def order(queue: FairQueue) -> str:
+    found = ""
+    while one := queue.next(0.0):
+        found += one.job_id
+    return found
+
+
+def test_jobs_get_equal_tokens_whatever_the_size_of_their_steps() -> None:
+    """`a` begins at 0, 10, 20, ...; `b` at 0 and 30: equal tokens, and the first to come at a
+    tie."""
+    queue = FairQueue()
+    for number in range(1, 7):
+        queue.put(step("a", 10, number))
+    for number in range(1, 3):
+        queue.put(step("b", 30, number))
+    assert order(queue) == "abaaabaa"
+
+
+def test_a_weight_is_a_share_of_the_tokens() -> None:
+    queue = FairQueue()
+    for job_id, weight in (("a", 1.0), ("b", 3.0)):
+        queue.put(ticket(job_request(job_id).model_copy(update={"weight": weight})))
+    for number in range(1, 9):
+        queue.put(step("a", 30, number))
+        queue.put(step("b", 30, number))
+    found = order(queue)[2:]
+    assert found[:8] == "abbbabbb"
+
+
+def test_a_job_that_was_idle_gets_no_credit_and_a_flood_hurts_itself_alone() -> None:
+    queue = FairQueue()
+    for number in range(1, 101):
+        queue.put(step("flood", 10, number))
+    assert all(queue.next(0.0) for _ in range(50))
+    queue.put(step("b", 10))
+    queue.put(step("b", 10, 2))
+    served = [one.job_id for one in (queue.next(0.0) for _ in range(4)) if one]
+    assert served.count("b") == 2, "it is served at once, by turns"
+
+
+def test_commands_without_tokens_are_done_in_order() -> None:
+    queue = FairQueue()
+    queue.put(step("a", 10))
+    queue.put(ticket(PublishRequest(job_id="a", version=1, method="lora")))
+    queue.put(step("b", 10))
+    queue.put(step("a", 10, 2))
+    found = [queue.next(0.0) for _ in range(4)]
+    own = [type(one.body).__name__ for one in found if one and one.job_id == "a"]
+    assert own == ["TrainStepRequest", "PublishRequest", "TrainStepRequest"]
+
+
+def test_a_job_whose_gradient_waits_keeps_its_turn() -> None:
+    queue = FairQueue()
+    queue.put(call("a", 1000))
+    queue.put(call("b", 10))
+    assert next_of(queue).job_id == "a"
+    later = threading.Timer(0.03, lambda: queue.put(ticket(step_of("a"))))
+    later.start()
+    assert isinstance(next_of(queue).body, OptimStepRequest), "it was waited for"
+    assert next_of(queue).job_id == "b"
+    started = time.monotonic()
+    queue.put(step("c", 10))
+    assert next_of(queue).job_id == "c"
+    assert time.monotonic() - started >= fair_queue.HOLD_S, "b's program sends nothing"
+
+
+def step_of(job_id: str) -> OptimStepRequest:
+    return OptimStepRequest(job_id=job_id, step=2, optimization=HOW)
+
+
+def test_a_gradient_of_many_calls_does_not_keep_the_trainer_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fair_queue, "TURN_TOKENS", 100)
+    queue = FairQueue()
+    for _ in range(20):
+        queue.put(call("a", 30))
+    queue.put(step("b", 10))
+    found = order(queue)
+    assert found.index("b") == 4, "a is at 120 tokens then, and b at 0"

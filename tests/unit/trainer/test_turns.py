@@ -1,0 +1,155 @@
+"""Jobs that take turns on one engine: each one's results are those of the job alone, to the bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.job import Job
+from shared.wire import Example, Optimization, TokenLoss
+from tests.support.engine_ranks import Ranks, a_job
+from tests.support.tiny_models import make_tiny_model
+from tests.support.trainer_reference import some_examples
+
+pytestmark = pytest.mark.engine
+
+CALL = TokenLoss(name="importance_sampling")
+HOW = Optimization(
+    learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, max_grad_norm=0.5
+)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks(request, tmp_path_factory) -> Iterator[Ranks]:
+    with Ranks(request.param, tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Of the weights, the optimizer's state and the random numbers, by name. A file's bytes depend
+    on the order in which tensors were made."""
+    import torch
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    for file in sorted(folder.rglob("*.safetensors")):
+        tensors = load_file(file)
+        found |= {
+            f"{file.stem}/{name}": tensors[name].float().numpy().tobytes() for name in tensors
+        }
+    for file in sorted(folder.rglob("*.pt")):
+        state = torch.load(file, weights_only=True)
+        found[file.stem] = repr([state["python"], state["torch"].tolist(), state["numpy"][1:]])
+    return found
+
+
+def turns(
+    jobs: Sequence[Job], order: Sequence[int], scripts: Sequence[Sequence[Any]], folder: Path
+) -> dict[int, list[Any]]:
+    """Does the next operation of the job that `order` names, each time, on one engine. Returns each
+    job's answers; the last one is the digest of all that a checkpoint has."""
+    import torch
+    import torch.distributed as dist
+
+    from services.trainer.zero.deepspeed_engine import start_engine
+
+    engine: Any = None
+    aside: dict[int, Any] = {}
+    current: int | None = None
+    answers: dict[int, list[Any]] = {}
+
+    def turn_to(number: int) -> None:
+        nonlocal engine, current
+        if current != number and engine is None:
+            engine = start_engine(jobs[number], torch.device("cpu"))
+        elif current != number:
+            aside[current] = engine.set_aside()  # pyright: ignore[reportArgumentType]
+            engine.take_up(jobs[number], aside.pop(number, None))
+        current = number
+
+    for number in order:
+        turn_to(number)
+        done = answers.setdefault(number, [])
+        what = scripts[number][len(done)]
+        if isinstance(what, Optimization):
+            done.append(engine.optim_step(what))
+        elif isinstance(what, tuple):
+            done.append(engine.forward_backward(what, CALL))
+        else:
+            found = engine.update(what.examples, what.rate)
+            done.append((found.loss, found.grad_norm, list(found.logprobs)))
+    for number in sorted(answers):
+        turn_to(number)
+        own = folder / str(number)
+        if dist.get_rank() == 0:
+            (own / "state").mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        engine.save_weights(own)
+        engine.save_state(own / "state")
+        dist.barrier()
+        answers[number].append(contents(own))
+    engine.close()
+    return answers
+
+
+class Step:
+    """An update of a job that says no operations."""
+
+    def __init__(self, examples: tuple[Example, ...], rate: float) -> None:
+        self.examples, self.rate = examples, rate
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "dtype"),
+    [
+        (0, False, "float32"),
+        (1, False, "float32"),
+        (2, False, "float32"),
+        (2, False, "bfloat16"),
+        (2, True, "float32"),
+    ],
+)
+def test_jobs_that_take_turns_are_as_they_are_alone(ranks, model, tmp_path, stage, offload, dtype):
+    examples = some_examples(model)
+    common: dict[str, Any] = {
+        "memory": {
+            "zero_stage": stage,
+            "offload_optimizer": offload,
+            "micro_batch_tokens": 40,
+        },
+        "lora": {"rank": 4, "dropout": 0.1},
+    }
+    training = {"dtype": dtype}
+    jobs = [
+        a_job(model, **common, seed=1, training={**training, "weight_decay": 0.1, "beta": 0.1}),
+        a_job(model, **common, seed=2, training={**training, "adam_beta1": 0.7, "minibatches": 2}),
+        a_job(model, **common, seed=3, training=training),
+    ]
+    assert len({job.shares_as for job in jobs}) == 1
+    scripts = [
+        [Step(examples, 1e-2), Step(examples[:4], 1e-2), Step(examples, 1e-3)],
+        [Step(examples, 1e-2), Step(examples, 2e-2), Step(examples[3:], 1e-2)],
+        [examples[:3], examples[3:5], HOW, examples, HOW],
+    ]
+    alone = {
+        number: ranks.call(
+            turns, jobs, [number] * len(script), scripts, tmp_path / f"alone{number}"
+        )
+        for number, script in enumerate(scripts)
+    }
+    order = [2, 0, 1, 2, 1, 2, 0, 2, 0, 2, 1]
+    shared = ranks.call(turns, jobs, order, scripts, tmp_path / "shared")
+    for number, answers in shared.items():
+        ours, theirs = answers.pop(), alone[number][number].pop()
+        assert [name for name in theirs if ours[name] != theirs[name]] == [], f"job {number}"
+        assert ours.keys() == theirs.keys()
+        assert answers == alone[number][number]
