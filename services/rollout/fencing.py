@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shared.errors import Conflict, HoneError, StateLost
+from shared.http.holders import Holders
 from shared.http.ownership import Ownership
 from shared.http.service import request_key
 from shared.wire import (
@@ -66,26 +67,35 @@ def spans(labels: Iterable[tuple[str, int]], owner: str) -> tuple[Span, ...]:
 
 
 class Fences:
-    """The newest fence that loaded weights or a model, and the fences that were aborted."""
+    """Which attempts may use the sampler, and the fences that were aborted."""
 
     def __init__(self, ownership: Ownership) -> None:
         self._ownership = ownership
-        self._newest: Fence = (0, 0)
+        self._holders = Holders()
         self._aborted: dict[str, Fence] = {}
 
     def take_over(self, asker: Fenced | ModelRequest | SleepRequest) -> bool:
-        """Makes all older attempts and epochs stale. Returns whether the sampler was another
-        orchestrator's before. Raises Conflict if it is now, or if the asker is stale itself."""
+        """Makes all older attempts and epochs stale, but those that the asker names beside itself.
+        Returns whether the sampler was another orchestrator's before. Raises Conflict if it is now,
+        or if the asker is stale itself."""
         if asker.job_id is None:
             return False
         if passes := self._ownership.take(asker):
-            self._newest, self._aborted = (0, 0), {}
+            self._holders, self._aborted = Holders(), {}
         self.refuse_stale(asker, asker.job_id)
-        self._newest = asker.fence
+        beside = asker.beside if isinstance(asker, ModelRequest) else ()
+        self._holders.take(asker.fence, beside)
         self._aborted = {
-            job_id: fence for job_id, fence in self._aborted.items() if fence >= asker.fence
+            job_id: fence
+            for job_id, fence in self._aborted.items()
+            if not self._holders.is_stale(fence)
         }
         return passes
+
+    def are_superseded(self, asker: Fencing) -> bool:
+        """Returns whether weights or requests of this fence are of no attempt that may use the
+        sampler."""
+        return asker.attempt not in self._holders or self._holders.is_stale(asker.fence)
 
     def abort(self, request: AbortRequest) -> None:
         """Makes the job stale up to this fence, and the sampler free for another orchestrator."""
@@ -106,8 +116,7 @@ class Fences:
             self.refuse_stale(request, request.job_id)
 
     def refuse_stale(self, asker: Fencing, job_id: str) -> None:
-        newest = max(self._newest, self._after_abort(job_id))
-        if asker.fence < newest:
+        if self._holders.is_stale(asker.fence) or asker.fence < self._after_abort(job_id):
             raise stale(asker, job_id)
 
     def _after_abort(self, job_id: str) -> Fence:

@@ -45,7 +45,7 @@ async def sampled_group(
         ids,
         sampling,
         owner=owner_of(request),
-        salt=running.salt(request.known.version if request.known else None),
+        salt=running.salt(request.job_id, request.known.version if request.known else None),
         deadline_s=request.deadline_s,
         adapter=adapter,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -49,11 +49,22 @@ class Start:
         return Starting(f"{self}, {since(self.at)}")
 
 
+@dataclass(frozen=True)
+class Served:
+    """A version that serves. `published` has the digests of its tensors, and `seen` the engine's
+    log-probs of its canary. `by_adapter`: it is an adapter beside the model."""
+
+    weights: ServingWeights
+    published: dict[str, str] = field(default_factory=dict)
+    seen: Seen | None = None
+    by_adapter: bool = False
+
+
 @dataclass
 class Running:
-    """An engine from its start to its end. `serving` describes the weights that serve, and
-    `nothing` is the same while no version serves. `published` has the digests of the version's
-    tensors, and `seen` the engine's log-probs of the last canary. `is_base`: the model has its own
+    """An engine from its start to its end. `latest` is the version that was loaded last, and
+    `of_jobs` the version of each job that shares the engine: adapters, or only the latest.
+    `nothing` describes an engine with which no version serves. `is_base`: the model has its own
     weights, so adapters may be loaded beside it. `keeps_weights`: asleep, it still has them.
     `is_updating`: a caller who is no job has begun to replace them. `fault` says why the weights
     are unknown."""
@@ -63,9 +74,8 @@ class Running:
     expected: Expected
     adapters: LoadedAdapters
     nothing: ServingWeights
-    serving: ServingWeights
-    published: dict[str, str] = field(default_factory=dict)
-    seen: Seen | None = None
+    latest: Served
+    of_jobs: dict[str, Served] = field(default_factory=dict)
     is_base: bool = True
     is_paused: bool = False
     is_asleep: bool = False
@@ -105,14 +115,41 @@ class Running:
         kept = ASLEEP_BY_HAND if self.keeps_weights else ASLEEP
         return kept if self.is_asleep else None
 
-    def check_version(self, min_version: int | None) -> None:
+    @property
+    def serving(self) -> ServingWeights:
+        """The weights that were loaded last."""
+        return self.latest.weights
+
+    def served_to(self, job_id: str | None) -> Served:
+        """Returns the version that serves the job; the latest one for no job, and for a job that
+        has none."""
+        return self.of_jobs.get(job_id or "", self.latest)
+
+    def serve(self, served: Served) -> None:
+        """Makes the version serve: beside other adapters, or alone."""
+        job_id = served.weights.job_id
+        if not served.by_adapter:
+            self.of_jobs.clear()
+        self.latest = served
+        if job_id is not None:
+            self.of_jobs[job_id] = served
+
+    def keep(self, stays: Callable[[ServingWeights], bool]) -> None:
+        """Forgets the versions of jobs that do not share the engine any more."""
+        self.of_jobs = {
+            job_id: served for job_id, served in self.of_jobs.items() if stays(served.weights)
+        }
+        self.adapters.kept = frozenset(self.of_jobs)
+
+    def check_version(self, min_version: int | None, job_id: str | None) -> None:
         """Raises Conflict, code "out_of_order", for a version that does not serve yet."""
-        version = self.serving.version
+        serving = self.served_to(job_id).weights
+        version = serving.version
         if min_version is not None and (version is None or version < min_version):
             have = (
                 "no version of a job"
                 if version is None
-                else f"version {version} of {self.serving.job_id!r}"
+                else f"version {version} of {serving.job_id!r}"
             )
             raise Conflict(
                 f"'min_version': got {min_version}, serving {have}; reload the weights first",
@@ -132,7 +169,7 @@ class Running:
     def serves(self, ref: Published) -> bool:
         """Returns whether `ref` serves now. Raises Conflict if a newer version of its job and epoch
         does, or other bytes of this one."""
-        serving = self.serving
+        serving = self.served_to(ref.job_id).weights
         if owner_of(serving) != owner_of(ref) or serving.version is None:
             return False
         if ref.version < serving.version:
@@ -156,23 +193,25 @@ class Running:
 
     # --- the weights that serve ------------------------------------------------------------------
 
-    def salt(self, version: int | None = None) -> str:
-        """Returns the key of the prefixes that a version has cached, by default of the version that
-        serves."""
-        return f"{owner_of(self.serving)}:{self.serving.version if version is None else version}"
+    def salt(self, job_id: str | None, version: int | None = None) -> str:
+        """Returns the key of the prefixes that a version of the job has cached, by default of the
+        version that serves."""
+        serving = self.served_to(job_id).weights
+        return f"{owner_of(serving)}:{serving.version if version is None else version}"
 
-    def serving_adapter(self) -> AbstractContextManager[Adapter | None]:
-        """Keeps the adapter that serves loaded during a request. None if no adapter serves."""
-        return self.adapters.using(self.adapters.serving)
+    def serving_adapter(self, job_id: str | None) -> AbstractContextManager[Adapter | None]:
+        """Keeps the adapter that serves the job loaded during a request. None if none does."""
+        by_adapter = self.served_to(job_id).by_adapter
+        return self.adapters.using(self.adapters.of_job(job_id) if by_adapter else None)
 
     async def checked(self) -> CheckedWeights:
         """Returns which of the engine's tensors differ from the version that serves, or from the
         model that it was started with. With an adapter both are compared."""
-        published, found = self.published, await self.engine.digests()
+        published, found = self.latest.published, await self.engine.digests()
         if self.is_base:
             base = await asyncio.to_thread(given_tensors, self.engine.folder, self.engine.dtype)
             published = {**base, **published}
-        with self.serving_adapter() as adapter:
+        with self.serving_adapter(self.serving.job_id) as adapter:
             if adapter:
                 found |= await self.engine.adapter_digests(adapter)
         return CheckedWeights(
@@ -188,9 +227,16 @@ class Running:
         self.adapters.forget()
         self.is_base = False
 
-    def forget(self) -> None:
-        """No version serves from now on."""
-        self.serving, self.published, self.seen = self.nothing, {}, None
+    def forget(self, seen: Seen | None = None) -> None:
+        """No version serves from now on. `seen` is what the next one is compared with."""
+        self.latest = Served(self.nothing, seen=seen)
+        self.of_jobs.clear()
+
+    def drop(self, job_id: str, why: str) -> str:
+        """Forgets the version of one of several jobs, and returns the reason as a sentence."""
+        served = self.of_jobs.pop(job_id)
+        self.latest = Served(self.nothing, seen=served.seen)
+        return f"version {served.weights.version} of job {job_id!r} does not serve: {why}"
 
     async def fall_asleep(self, level: int, requests: Requests) -> None:
         """Frees the engine's memory, and at level `LOST` gives up its weights. Does nothing to an

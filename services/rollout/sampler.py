@@ -32,7 +32,7 @@ from pathlib import Path
 from services.rollout.engine import Engine, Starter
 from services.rollout.fencing import Fences, Requests, owner_of, stale, taken
 from services.rollout.groups import given_group, sampled_group
-from services.rollout.running import LOST, Running, Start
+from services.rollout.running import LOST, Running, Served, Start
 from services.rollout.weights.adapters import LoadedAdapters
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.loading import Load
@@ -223,8 +223,7 @@ class Sampler:
         running.adapters.serving = None
         await running.engine.set_version(owner_of(request), 0)
         of_job = request.model_dump(include={"job_id", "attempt", "epoch"})
-        running.published, running.seen = {}, None
-        running.serving = running.nothing.model_copy(update={**of_job, "version": 0})
+        running.serve(Served(running.nothing.model_copy(update={**of_job, "version": 0})))
         return running.serving
 
     def _started(
@@ -248,7 +247,7 @@ class Sampler:
             replace(expected, max_lora_rank=engine.max_lora_rank),
             LoadedAdapters(engine, self.copies, self._max_adapters),
             nothing=serving,
-            serving=serving,
+            latest=Served(serving),
         )
 
     async def _stop_engine(self) -> None:
@@ -269,9 +268,9 @@ class Sampler:
             group = await given_group(request, (await self._alive()).engine)
             return group.model_copy(update={"replica": self.serving.replica})
         running = await self._ready()
-        self._fences.check(request, running.serving)
-        running.check_version(request.min_version)
-        with running.serving_adapter() as adapter:
+        self._fences.check(request, running.served_to(request.job_id).weights)
+        running.check_version(request.min_version, request.job_id)
+        with running.serving_adapter(request.job_id) as adapter:
             work = sampled_group(request, running, adapter)
             group = await self.requests.run(request, work)
         return group.model_copy(update={"replica": self.serving.replica})
@@ -299,15 +298,23 @@ class Sampler:
             yield await (self._ready() if ready else self._alive())
 
     def _take_over(self, asker: Published | ModelRequest | SleepRequest) -> None:
-        """Supersedes all older attempts and epochs, and ends their requests. Raises Conflict if the
-        asker is superseded itself, or is no job while one has the sampler."""
+        """Supersedes all older attempts and epochs, but those beside the asker, and ends their
+        requests. Raises Conflict if the asker is superseded itself, or is no job while one has the
+        sampler."""
         if asker.job_id is None:
             self.ownership.check()
         if self._fences.take_over(asker):
             self.requests.end(lambda other: other.job_id is not None, taken)
         elif asker.job_id is not None:
             self.requests.end(
-                lambda other: other.job_id is not None and other.fence < asker.fence, _stale
+                lambda other: other.job_id is not None and self._fences.are_superseded(other),
+                _stale,
+            )
+        if self._running and asker.job_id is not None:
+            self._running.keep(
+                lambda weights: (
+                    weights.job_id == asker.job_id or not self._fences.are_superseded(weights)
+                )
             )
 
     # --- weights ---------------------------------------------------------------------------------
@@ -323,7 +330,7 @@ class Sampler:
             running.check_no_update()
             await running.end_pauses()
             if running.serves(ref) and not ref.again:
-                return running.serving
+                return running.served_to(ref.job_id).weights
             return await Load(running, self.requests, ref).run(self.copies)
 
     async def check_weights(self) -> CheckedWeights:

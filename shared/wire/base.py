@@ -69,7 +69,7 @@ class Fencing(Wire):
 
 
 Beside = tuple[Annotated[int, Field(ge=0)], ...]
-"""The attempts that shared the trainer and its samplers when an attempt got its lease: they stay."""
+"""The attempts that had places on the trainer when an attempt got its lease: they stay."""
 
 
 class Fenced(Fencing):

@@ -89,9 +89,10 @@ class TrainerState(Fencing):
     used. `restarts` counts restarts of the ranks after a failure, and `last_failure` is the latest
     failure. `boot_id` identifies this start of the ranks. `doing` says what takes long now, if it
     is not the requested work. `sharing` are the jobs that are loaded and take turns, and `turn_s`
-    is how many seconds the last change of turns took (None: there was none). `gpu` is the UUID of rank 0's GPU; a sampler on the same GPU can read
-    its memory if both have the same `memory_space` (shared/weights/meeting.py). `taken` says why
-    the caller is refused: the trainer has another orchestrator's job.
+    is how many seconds the last change of turns took (None: there was none). `gpu` is the UUID of
+    rank 0's GPU; a sampler on the same GPU can read its memory if both have the same
+    `memory_space` (shared/weights/meeting.py). `taken` says why the caller is refused: the trainer
+    has another orchestrator's job.
     """
 
     job_id: JobId | None

@@ -58,6 +58,7 @@ class FakeEngine:
         self.turns: list[str] = []
         self.fault: BaseException | None = None
         self.save_fault: BaseException | None = None
+        self.turn_fault: BaseException | None = None
         self.skip = False
 
     @property
@@ -141,6 +142,8 @@ class FakeEngine:
         return self.num_updates, self.calls
 
     def take_up(self, job: Job, aside: tuple[int, list[tuple[Example, ...]]] | None) -> None:
+        if self.turn_fault is not None:
+            raise self.turn_fault
         self.job = job
         self.num_updates, self.calls = aside or (0, [])
         self.turns.append(job.name)

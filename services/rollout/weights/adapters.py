@@ -53,8 +53,9 @@ class Held:
 
 
 class LoadedAdapters:
-    """The adapters of one engine, for at most `limit` jobs. `serving` is the adapter that serves,
-    None if the model's own weights do."""
+    """The adapters of one engine, for at most `limit` jobs. `serving` is the adapter that was
+    loaded last and serves, None if the model's own weights do. `kept` are the jobs that share the
+    engine: their adapters stay beyond the limit too."""
 
     def __init__(self, engine: Engine, copies: Copies, limit: int) -> None:
         self._engine = engine
@@ -65,6 +66,7 @@ class LoadedAdapters:
         self._numbers = itertools.count(1)
         self._unloading: set[asyncio.Task[None]] = set()
         self.serving: Held | None = None
+        self.kept: frozenset[str] = frozenset()
 
     async def load(self, ref: AdapterWeights, copy: Copy) -> None:
         """Makes this adapter serve. Retires the job's previous adapter, one by hand of its name,
@@ -108,10 +110,14 @@ class LoadedAdapters:
             self._retire(before)
 
     def _retire_beyond_limit(self) -> None:
-        """Retires the adapters that were loaded longest ago, except the adapter that serves and
-        the newest."""
+        """Retires the adapters that were loaded longest ago, except those that serve and the
+        newest."""
         *older, _ = self._newest
-        spare = [name for name in older if self._newest[name] is not self.serving]
+        spare = [
+            name
+            for name in older
+            if name not in self.kept and self._newest[name] is not self.serving
+        ]
         for name in spare[: max(0, len(self._newest) - self._limit)]:
             self._retire(self._newest.pop(name))
 
@@ -133,6 +139,10 @@ class LoadedAdapters:
         finally:
             held.num_users -= 1
             self._unload_unused(held)
+
+    def of_job(self, job_id: str | None) -> Held | None:
+        """Returns the job's newest adapter; for None the adapter that serves."""
+        return self._newest.get(job_id) if job_id else self.serving
 
     def names(self) -> dict[str, Adapter]:
         """Returns the newest adapters by their jobs' ids."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.rollout.fencing import Requests, not_serving, owner_of
-from services.rollout.running import EXCHANGING, Running, sentence
+from services.rollout.running import EXCHANGING, Running, Served, sentence
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.methods import Act, Proven, ProvenAdapter, prove
 from services.rollout.weights.proofs import Seen, tensors_of
@@ -43,13 +43,14 @@ class Load:
         """Returns what serves once the version does."""
         start, running, ref = time.monotonic(), self.running, self.ref
         assert ref is not None, "`run_unpublished` is for weights without one"
+        self._check_alone()
         proven = await prove(ref, running.expected, copies)
         if isinstance(proven, ProvenAdapter):
             assert isinstance(ref, AdapterWeights)
             paused_s = await self._load_adapter(ref, proven)
         else:
             paused_s = await self._load_weights(proven)
-        running.serving = running.nothing.model_copy(
+        weights = running.nothing.model_copy(
             update={
                 "job_id": ref.job_id,
                 "attempt": ref.attempt,
@@ -61,10 +62,35 @@ class Load:
                 "received_bytes": proven.received_bytes,
             }
         )
+        before = running.served_to(ref.job_id).seen
+        by_adapter = isinstance(proven, ProvenAdapter)
+        running.serve(Served(weights, self._published, before, by_adapter=by_adapter))
+        running.adapters.kept = frozenset(running.of_jobs)
         await self._measure_canary(ref)
-        seconds = round(running.serving.load_s, 4)
+        seconds = round(weights.load_s, 4)
         get_logger().info("weights loaded", job=ref.job_id, version=ref.version, seconds=seconds)
         return running.serving
+
+    @property
+    def _published(self) -> dict[str, str]:
+        if isinstance(self.ref, AdapterWeights):
+            return tensors_of(self.ref)
+        return self.ref.tensors if self.ref else {}
+
+    def _check_alone(self) -> None:
+        """Raises Failed if the model's weights would be exchanged under the adapters of other
+        jobs."""
+        ref, running = self.ref, self.running
+        if isinstance(ref, AdapterWeights) and running.is_base:
+            return
+        others = [job_id for job_id in running.of_jobs if ref and job_id != ref.job_id]
+        if others:
+            raise Failed(
+                f"{self} cannot be loaded: it replaces the model's weights, and the sampler serves "
+                f"job {others[0]!r} beside it; `hone resume JOB --set weight_sync=http` gives the "
+                "job the trainer and its samplers alone",
+                code="shared",
+            )
 
     async def run_unpublished(self, load: Act) -> None:
         """Loads weights of no version, so the next job finds none to go on with."""
@@ -116,7 +142,6 @@ class Load:
             running.is_exchanging = False
         running.lose_base()
         running.fault, running.is_asleep = None, False
-        running.published = self.ref.tensors if self.ref else {}
         await self.running.go_on()
         return time.monotonic() - start
 
@@ -134,7 +159,7 @@ class Load:
         self._end_others()
         if running.fault and is_base:
             await self.running.go_on()
-        running.fault, running.published = None, tensors_of(ref)
+        running.fault = None
         return 0.0 if is_base else time.monotonic() - start
 
     async def _bring_base_back(self, ref: AdapterWeights, proven: ProvenAdapter) -> None:
@@ -173,9 +198,13 @@ class Load:
         self.requests.end(lambda _: True, lambda _: Unavailable(EXCHANGING))
 
     def _end_others(self) -> None:
-        """Ends the requests of other jobs, attempts and epochs."""
+        """Ends the requests of jobs, attempts and epochs that do not share the engine."""
+        by_adapter = isinstance(self.ref, AdapterWeights)
+        others = self.running.of_jobs.values() if by_adapter else ()
+        mine = self.ref.job_id if self.ref else None
+        stay = {owner_of(other.weights) for other in others if other.weights.job_id != mine}
         self.requests.end(
-            lambda asker: asker.job_id is not None and owner_of(asker) != self.owner,
+            lambda asker: asker.job_id is not None and owner_of(asker) not in {self.owner, *stay},
             lambda asker: not_serving(asker, self.ref or self.running.nothing),
         )
 
@@ -198,7 +227,7 @@ class Load:
             f"loading {self} failed halfway ({sentence(error)}), so the engine's weights are "
             "unknown; reload a version, or PUT /model"
         )
-        running.serving = running.nothing
+        running.forget(running.latest.seen)
         get_logger().error("weights unknown", of=str(self), error=sentence(error))
         self.requests.lose(running.fault)
         with contextlib.suppress(StateLost):  # a dead engine has nothing under way
@@ -211,13 +240,16 @@ class Load:
         """Keeps the log-probs of the canary by the weights or the adapter that serve. Raises Failed
         if they are the same as before: then the load did nothing."""
         running, canary = self.running, ref.canary
+        served = running.served_to(ref.job_id)
         if canary is None:
             return
-        with running.serving_adapter() as adapter:
+        with running.serving_adapter(ref.job_id) as adapter:
             logprobs = await running.engine.logprobs(list(canary.token_ids), adapter)
         seen = Seen(canary, Logprobs(logprobs))
-        if running.seen and seen.stands_still(running.seen):
+        if served.seen and seen.stands_still(served.seen):
             why = Failed("the engine's log-probs of the canary did not change at all")
-            raise Failed(await self._distrust(why), code="not_loaded")
-        running.seen = seen
-        running.serving = running.serving.model_copy(update={"canary_logprobs": seen.logprobs})
+            alone = set(running.of_jobs) <= {ref.job_id}
+            reason = await self._distrust(why) if alone else running.drop(ref.job_id, why.detail)
+            raise Failed(reason, code="not_loaded")
+        weights = served.weights.model_copy(update={"canary_logprobs": seen.logprobs})
+        running.serve(replace(served, weights=weights, seen=seen))

@@ -1,4 +1,4 @@
-"""Who is loaded on a trainer that jobs share, whose turn it is, and what each loses by the other."""
+"""Who is loaded on a trainer that jobs share, whose turn it is, and what a fault costs each."""
 
 from __future__ import annotations
 
@@ -123,10 +123,7 @@ def test_a_turn_that_fails_halfway_loses_that_job_alone(both: tuple[Trainer, Eng
     trainer, engines = both
     do(trainer, "b", 1)
 
-    def fails(*_: object) -> None:
-        raise RuntimeError("no memory")
-
-    engines[0].take_up = fails
+    engines[0].turn_fault = RuntimeError("no memory")
     with pytest.raises(RuntimeError):
         do(trainer, "a", 2)
     assert engines[0].closed
