@@ -31,7 +31,7 @@ from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.programs.sampling import Runs
 from services.orchestrator.pushing import areal, atropos, groups
 from services.orchestrator.pushing.groups import Pushing
-from services.orchestrator.run.worker import Worker
+from services.orchestrator.run.worker import SharedTrainer, Worker
 from services.orchestrator.runs.writable import Writable
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
 from services.orchestrator.store.store import Store
@@ -46,12 +46,18 @@ from shared.settings import Settings
 def create_service(
     settings: Settings, store: Store, *, works: bool = True, sessions: Sessions | None = None
 ) -> Service:
-    """Returns the orchestrator, with a worker inside for each trainer. If not `works`, it has no
-    worker: it only accepts jobs, and another orchestrator with this Redis runs them."""
+    """Returns the orchestrator, with a worker inside for each place on each trainer. If not
+    `works`, it has no worker: it only accepts jobs, and another orchestrator with this Redis runs
+    them."""
     per_trainer = settings.per_trainer if works else ()
     offered, sessions = Episodes(), Sessions() if sessions is None else sessions
     programs = Runs()
-    workers = [Worker(store, each, offered, sessions, programs) for each in per_trainer]
+    workers = [
+        Worker(store, each, offered, sessions, programs, trainer)
+        for each in per_trainer
+        for trainer in [SharedTrainer(each, store)]
+        for _ in range(each.places)
+    ]
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:

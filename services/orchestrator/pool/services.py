@@ -110,7 +110,8 @@ class Services:
     under way. `trainer_gpu` is the GPU that the trainer sends from and its memory space, once it
     has the job. `identity` names the orchestrator's Redis, by which trainer and samplers know whose
     job it is. With `grading_waits`, grading waits for a reward service that is away, so that the
-    sampled completions are not lost. `environment` is what conversations act in, and
+    sampled completions are not lost. `beside` are the attempts with which the trainer and the
+    samplers are shared, and `weight` is the job's share of the trainer. `environment` is what conversations act in, and
     `conversations` the room for them. `tell` reports to the job's events. `sessions` and `episodes`
     of this process are set for a run; play/ has their types."""
 
@@ -125,8 +126,11 @@ class Services:
         *,
         identity: str | None = None,
         grading_waits: bool = False,
+        beside: tuple[int, ...] = (),
+        weight: float = 1.0,
     ) -> None:
         self._job = job
+        self._beside, self._weight = beside, weight
         self._who = Fenced(job_id=job_id, attempt=attempt, epoch=0)
         self.settings = settings
         limit_s = (settings.wait_limit_s or math.inf) + MAX_PAUSE_S  # no last try before the limit
@@ -232,7 +236,9 @@ class Services:
 
     @waits_for("trainer", "loading the job")
     async def put_job(self) -> TrainerState:
-        body = TrainerJob(**self._fence(), job=self._job)
+        body = TrainerJob(
+            **self._fence(), job=self._job, beside=self._beside, weight=self._weight
+        )
         self._has_trainer = True
         state = await self._trainer.call(
             "PUT", "/job", body, TrainerState, deadline_s=self.settings.start_deadline_s
@@ -592,6 +598,7 @@ class Services:
         job = self._job
         return ModelRequest(
             **self._fence(),
+            beside=self._beside,
             model=job.model,
             revision=job.model_revision,
             dtype=job.training.dtype,

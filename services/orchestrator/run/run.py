@@ -115,6 +115,7 @@ class Run:
             store.samplers.urls,
             identity=store.identity,
             grading_waits=True,
+            beside=lease.beside,
         )
         self._episodes = self._services.episodes = episodes or Episodes()
         self._services.sessions = Sessions() if sessions is None else sessions

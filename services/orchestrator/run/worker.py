@@ -1,4 +1,5 @@
-"""Takes jobs from the queue and runs them, one at a time, on one trainer and its samplers.
+"""Takes jobs from the queue and runs them, one at a time, on one trainer and its samplers. A trainer
+that jobs share has a worker for each place, and one of the idle workers at a time looks for a job.
 
 While a job runs, its lease is renewed (leases.py). A lost lease stops the work at once, without
 a report to the store.
@@ -50,10 +51,20 @@ GOODBYE_S = 2.0
 """Seconds in which a stopped worker gives its lease back; else it expires."""
 
 
+class SharedTrainer:
+    """What the workers of one trainer have in common: what is missing, and which of them looks for
+    a job."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self.needs = Needs(settings, store)
+        self.looking = asyncio.Lock()
+
+
 class Worker:
     """A worker for the trainer and its samplers that `settings` name. It takes no job while
-    anything that a job needs is away. `episodes` and `sessions` are the process's. `num_queued` is
-    how many jobs wait to begin, as of two seconds ago."""
+    anything that a job needs is away. `episodes` and `sessions` are the process's, and `trainer` is
+    common to the workers of this trainer. `num_queued` is how many jobs wait to begin, as of two
+    seconds ago."""
 
     def __init__(
         self,
@@ -62,13 +73,15 @@ class Worker:
         episodes: Episodes | None = None,
         sessions: Sessions | None = None,
         programs: Runs | None = None,
+        trainer: SharedTrainer | None = None,
     ) -> None:
         self._store = store
         self._sessions = Sessions() if sessions is None else sessions
         self._settings = settings
         self._programs = programs or Runs()
         self._episodes = episodes or Episodes()
-        self._needs = Needs(settings, store)
+        trainer = trainer or SharedTrainer(settings, store)
+        self._needs, self._looking = trainer.needs, trainer.looking
         self._held: dict[str, DataFiles] = {}  # of queued jobs that wait for their data
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.num_queued = 0
@@ -99,21 +112,23 @@ class Worker:
             asked_at = time.monotonic()
             try:
                 await self._give_back()
-                if await self._needs.are_met() and not await self._is_next_held():
-                    asked_at = time.monotonic()
-                    self._lease = await self._store.take(
-                        self._owner,
-                        self._needs.trainer,
-                        self._settings.lease_s,
-                        self._needs.samplers,
-                        [*self._held],
-                        own_only=time.monotonic() < self._others_at,
-                    )
-                await self._redis.heard()
+                async with self._looking:
+                    if await self._needs.are_met() and not await self._is_next_held():
+                        asked_at = time.monotonic()
+                        self._lease = await self._store.take(
+                            self._owner,
+                            self._needs.trainer,
+                            self._settings.lease_s,
+                            self._needs.samplers,
+                            [*self._held],
+                            own_only=time.monotonic() < self._others_at,
+                            places=self._settings.places,
+                        )
+                    await self._redis.heard()
+                    if self._lease is None:
+                        await asyncio.sleep(POLL_S)
                 if self._lease:
                     await self._work(self._lease, asked_at)
-                else:
-                    await asyncio.sleep(POLL_S)
             except Unavailable as error:
                 get_logger().warning("queue unavailable", reason=error.detail)
                 await self._redis.missed(asked_at, error.detail)
@@ -149,7 +164,9 @@ class Worker:
         """Returns whether the data of the next job is away. Then the other queued jobs go first,
         until the data is there."""
         needs = self._needs
-        job_id = await self._store.peek(needs.trainer, needs.samplers, [*self._held])
+        job_id = await self._store.peek(
+            needs.trainer, needs.samplers, [*self._held], places=self._settings.places
+        )
         return job_id is not None and await self._is_held(job_id)
 
     async def _watch_held(self) -> None:
