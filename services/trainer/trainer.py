@@ -492,7 +492,7 @@ class Trainer:
             num_examples=len(request.examples),
             num_tokens=sum(map(num_sampled, request.examples)),
             train_s=time.monotonic() - started,
-            metrics=update.metrics,
+            metrics=update.metrics | self._turns.metrics(),
             num_updates=update.num_updates,
             skipped=update.skipped,
             logprobs=update.logprobs,

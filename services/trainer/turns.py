@@ -49,6 +49,10 @@ class Turns:
             return current
         return self._away.get(job_id)
 
+    def metrics(self) -> dict[str, float]:
+        """Returns what the present command's change of turns took, if it was one."""
+        return {"time/turn": self.turn_s or 0.0} if self._took_turn else {}
+
     def took_turn(self) -> bool:
         """Returns whether a turn has begun since this was asked last."""
         took, self._took_turn = self._took_turn, False
