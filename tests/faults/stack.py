@@ -36,11 +36,13 @@ KEEP_S = 0.2
 
 class Stack:
     """`async with Stack(seen) as stack`: `seen` hears the orchestrator's requests. `has_own_disk`:
-    the run folders are on a disk that can be filled. With the `environment` "worker" a worker runs
-    too. What is `held` is not started again. With `keeps` its folder, with the logs, stays."""
+    the run folders are on a disk that can be filled. `settings` are the services'. With the
+    `environment` "worker" a worker runs too. What is `held` is not started again. With `keeps` its
+    folder, with the logs, stays."""
 
-    def __init__(self, seen: Seen, environment: str | None = None) -> None:
+    def __init__(self, seen: Seen, environment: str | None = None, **settings: str) -> None:
         self._environment_kind = environment
+        self._settings = settings
         self.folder = Path(tempfile.mkdtemp(prefix="hone-faults-"))
         self.runs = self.folder / "runs"
         self._shm = Path("/dev/shm") / self.folder.name
@@ -115,7 +117,7 @@ class Stack:
             "HONE_TRAINER_THREADS": "1",
             "PYTHONPATH": str(ROOT),
         }
-        return clean | urls | own
+        return clean | urls | own | self._settings
 
     def _add(self, name: str, command: list[str], environment: dict[str, str]) -> None:
         log = self.folder / f"{name}.log"

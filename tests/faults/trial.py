@@ -130,7 +130,7 @@ async def run_trial(
         trial.usual = usual(moments.times, trial.struck)
         kept = ("status", "attempts", "recoveries")
         trial.record = {name: getattr(record, name) for name in kept}
-        trial.problems = await _problems(stack, record, replay.id)
+        trial.problems = await problems_of(stack, record, replay.id)
     finally:
         for task in (looking, ending):
             task.cancel()
@@ -200,7 +200,7 @@ async def _story(running: Running) -> str:
 # --- what it came to
 
 
-async def _problems(stack: Stack, record: JobRecord, replay_id: str) -> list[str]:
+async def problems_of(stack: Stack, record: JobRecord, replay_id: str) -> list[str]:
     """Returns what is wrong with an ended job, in sentences."""
     if record.status != "succeeded":
         return [f"it {record.status}: {record.error}"]
