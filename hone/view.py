@@ -114,8 +114,8 @@ def time_split(metrics: dict[str, float]) -> str:
 
 
 def job_list(records: Sequence[JobSummary]) -> Group:
-    """Returns the table of jobs, and below it what jobs wait for, why no trainer takes queued jobs,
-    and why paused jobs need a person."""
+    """Returns the table of jobs, and below it who shares a trainer, what jobs wait for, why no
+    trainer takes queued jobs, and why paused jobs need a person."""
     paused = [record for record in records if record.status == "paused" and record.error]
     why = [f"{record.id} is paused: {record.error}" for record in paused]
     waits = [f"{record.id} waits: {record.waits}" for record in records if record.waits]
@@ -123,9 +123,18 @@ def job_list(records: Sequence[JobSummary]) -> Group:
     taken = next((record.waits_for for record in records if record.waits_for), none)
     return Group(
         job_table(records),
+        *(Text(line, style=COLOURS["running"]) for line in _sharing(records)),
         *(Text(line, style=COLOURS["queued"]) for line in (*_obstacles(taken), *waits)),
         *(Text(line, style=COLOURS["paused"]) for line in why),
     )
+
+
+def _sharing(records: Sequence[JobSummary]) -> list[str]:
+    groups = {(r.trainer, *sorted((r.id, *r.shares_with))) for r in records if r.shares_with}
+    return [
+        f"{', '.join(jobs[:-1])} and {jobs[-1]} share the trainer {trainer}"
+        for trainer, *jobs in sorted(groups, key=str)
+    ]
 
 
 def _obstacles(waits_for: Mapping[str, Obstacle]) -> list[str]:
@@ -173,6 +182,7 @@ def job_details(record: JobRecord) -> Group:
         "place in the queue": record.place,
         "waits because": "; ".join(_obstacles(record.waits_for)) or None,
         "trainer": record.trainer,
+        "shares it with": ", ".join(record.shares_with) or None,
         "doing": record.doing,
         "waits for": record.waits,
         "model": record.job.model,

@@ -9,6 +9,7 @@ from shared.job import Job
 from shared.job.checks import check_groups
 from shared.plan import rates
 from shared.plan.gpus import GpuGroup, parse_gpus, visible_gpus
+from shared.plan.memory import GIB
 from shared.plan.model import CannotPlan, Model
 from shared.plan.placement import PlanInput, placements
 from shared.plan.prices import Price, price_per_hour
@@ -163,6 +164,8 @@ def _notes(
             f"{what} are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
             "), and times are from data sheets; `hone plan --measured RUN` takes the times of a run"
         )
+    if sharing := _sharing(needs, placement):
+        notes.append(sharing)
     host = placement.trainer_ranks * placement.trainer.host_gib
     if host >= LEAST_HOST_GIB:
         notes.append(f"the ranks need {host:.1f} GiB of the host's memory, which is not checked")
@@ -174,3 +177,17 @@ def _notes(
     if job.steps == 0:
         notes.append("steps is 0, for data.epochs says how many there are; a dry run counts them")
     return notes
+
+
+def _sharing(needs: PlanInput, placement: Placement) -> str | None:
+    """Returns how many such jobs share a trainer, and what each further one takes: of each trained
+    parameter a float32 master and Adam's two moments in the host's memory, beside its adapter in
+    the sampler, which the plan counts for all."""
+    job, places = needs.job, needs.settings.places
+    if job.shares_as is None or places == 1 or placement.kind == "turns":
+        return None
+    host = 12 * needs.model.num_trainable(job.lora) / GIB
+    return (
+        f"{places} jobs of this base model and adapter share the trainer and its samplers "
+        f"(HONE_ROLLOUT_ADAPTERS); each further one takes {host:.2f} GiB of the host's memory"
+    )

@@ -48,6 +48,8 @@ async def test_jobs_of_one_base_model_share_a_trainer_and_know_each_other(store:
     assert (first.beside, second.beside) == ((), (first.attempt,))
     assert await store.peek(TRAINER, SAMPLERS, places=2) is None, "both places are taken"
     assert await take(store, 2) is None
+    listed = (await store.list(None, 9)).jobs
+    assert [job.shares_with for job in reversed(listed)] == [(ids[1],), (ids[0],), ()]
     await finish(store, first)
     third = await taken(store, 2)
     assert (third.job_id, third.beside) == (ids[2], (second.attempt,))

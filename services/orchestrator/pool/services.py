@@ -111,9 +111,9 @@ class Services:
     has the job. `identity` names the orchestrator's Redis, by which trainer and samplers know whose
     job it is. With `grading_waits`, grading waits for a reward service that is away, so that the
     sampled completions are not lost. `beside` are the attempts with which the trainer and the
-    samplers are shared, and `weight` is the job's share of the trainer. `environment` is what conversations act in, and
-    `conversations` the room for them. `tell` reports to the job's events. `sessions` and `episodes`
-    of this process are set for a run; play/ has their types."""
+    samplers are shared, and `weight` is the job's share of the trainer. `environment` is what
+    conversations act in, and `conversations` the room for them. `tell` reports to the job's events.
+    `sessions` and `episodes` of this process are set for a run; play/ has their types."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Takes jobs from the queue and runs them, one at a time, on one trainer and its samplers. A trainer
-that jobs share has a worker for each place, and one of the idle workers at a time looks for a job.
+"""Takes jobs from the queue and runs them, one at a time, on one trainer and its samplers. A
+trainer that jobs share has a worker for each place; one idle worker at a time looks for a job.
 
 While a job runs, its lease is renewed (leases.py). A lost lease stops the work at once, without
 a report to the store.

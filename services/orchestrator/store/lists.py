@@ -78,7 +78,8 @@ class Lists:
 
     async def _with_places(self, records: Sequence[S]) -> tuple[S, ...]:
         """Returns the records. Waiting jobs, queued or running without a worker, get their place in
-        the queue, and why no trainer takes them."""
+        the queue, and why no trainer takes them; running ones get the jobs that share their
+        trainer."""
         may_wait = [record.id for record in records if record.status in ("queued", "running")]
         if not may_wait:
             return tuple(records)
@@ -87,12 +88,20 @@ class Lists:
             trainer: Obstacle.model_validate(obstacle)
             for trainer, obstacle in sorted(found["obstacles"].items())
         }
-        return tuple(
-            record.model_copy(update={"place": place, "waits_for": waits_for})
-            if record.id in may_wait and (place := found["places"].get(record.id))
-            else record
-            for record in records
-        )
+        beside = {
+            job_id: tuple(other for other in jobs if other != job_id)
+            for jobs in found["sharing"].values()
+            for job_id in jobs
+        }
+
+        def shown(record: S) -> S:
+            if record.id in may_wait and (place := found["places"].get(record.id)):
+                return record.model_copy(update={"place": place, "waits_for": waits_for})
+            if others := beside.get(record.id):
+                return record.model_copy(update={"shares_with": others})
+            return record
+
+        return tuple(map(shown, records))
 
 
 def _cursor(after: str | None) -> tuple[str | None, str | None]:

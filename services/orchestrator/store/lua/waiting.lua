@@ -1,11 +1,15 @@
 -- call: ids (with blanks between).
 -- Returns JSON: `obstacles`, why each trainer takes no job (a `job` has it or one of its samplers,
--- or it is `away`); and `places`, the place of each waiting job, 1 for the job that is taken next.
+-- or it is `away`); `places`, the place of each waiting job, 1 for the job that is taken next; and
+-- `sharing`, the jobs on each trainer.
 
-local obstacles, places, begun, job_of = {}, {}, begun_waiting(), {}
+local obstacles, places, begun, job_of, sharing = {}, {}, begun_waiting(), {}, {}
 for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
   if is_job(id) and is_leased(id) then
-    obstacles[field(id, 'trainer')] = {job = id}
+    local trainer = field(id, 'trainer')
+    obstacles[trainer] = obstacles[trainer] or {job = id}
+    sharing[trainer] = sharing[trainer] or {}
+    table.insert(sharing[trainer], id)
     job_of[field(id, 'attempt')] = id
   end
 end
@@ -31,4 +35,4 @@ for id in string.gmatch(call.ids, '%S+') do
   local rank = redis.call('ZRANK', QUEUE, id)
   if rank then places[id] = #begun + rank + 1 end
 end
-return cjson.encode({obstacles = obstacles, places = places})
+return cjson.encode({obstacles = obstacles, places = places, sharing = sharing})
