@@ -429,10 +429,12 @@ class AsyncClient:
         )
         return answer.root["choices"][0]["message"]["content"] or ""
 
-    async def create_key(self, name: str, access: wire.Access = "full") -> wire.CreatedKey:
+    async def create_key(
+        self, name: str, access: wire.Access = "full", weight: float = 1.0
+    ) -> wire.CreatedKey:
         """Returns a new API key with its secret, which is shown only this once. Raises Conflict if
         the name is taken. Needs HONE_TOKEN, as the other two methods for keys do."""
-        body = body_of(wire.CreateKey, name=name, access=access)
+        body = body_of(wire.CreateKey, name=name, access=access, weight=weight)
         return await self._calls.post("/v1/keys", body, wire.CreatedKey)
 
     async def keys(self) -> wire.KeyList:

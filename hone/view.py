@@ -181,6 +181,7 @@ def job_details(record: JobRecord) -> Group:
         "priority": record.job.priority or None,
         "place in the queue": record.place,
         "waits because": "; ".join(_obstacles(record.waits_for)) or None,
+        "submitted by": record.submitted_by,
         "trainer": record.trainer,
         "shares it with": ", ".join(record.shares_with) or None,
         "doing": record.doing,

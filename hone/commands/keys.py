@@ -9,7 +9,14 @@ import typer
 from rich.table import Table
 
 from hone.shell import Output, OutputOption, app, command_of, connect, show
-from shared.wire import KeyList
+from shared.errors import BadRequest
+from shared.wire import Access, KeyList
+
+MAY: dict[Access, str] = {
+    "read": "read",
+    "full": "read and change",
+    "own": "submit jobs, and read and change these alone",
+}
 
 NO_KEYS = "no keys yet; `hone keys create NAME` makes one"
 
@@ -25,13 +32,19 @@ def create(
     read_only: Annotated[
         bool, typer.Option("--read-only", help="it shows everything and changes nothing")
     ] = False,
+    own: Annotated[bool, typer.Option("--own", help="it sees and changes its own jobs")] = False,
+    weight: Annotated[
+        float, typer.Option(help="its jobs' share of a trainer that several share")
+    ] = 1.0,
     output: OutputOption = Output.table,
 ) -> None:
     """Make a key, and print its secret, which is shown only now."""
+    if read_only and own:
+        raise BadRequest("--read-only and --own were given; expected one of them or none")
+    access: Access = "read" if read_only else "own" if own else "full"
     with connect() as client:
-        made = client.create_key(name, "read" if read_only else "full")
-    may = "read" if read_only else "read and change"
-    said = f"key {made.name} may {may}; clients send it in place of HONE_TOKEN"
+        made = client.create_key(name, access, weight)
+    said = f"key {made.name} may {MAY[access]}; clients send it in place of HONE_TOKEN"
     show(output, made, lambda: f"{made.secret}\n{said}")
 
 
@@ -52,8 +65,8 @@ def revoke(name: NameArgument, output: OutputOption = Output.table) -> None:
 
 
 def _table(listed: KeyList) -> Table:
-    table = Table("key", "access", "made", box=None, pad_edge=False)
+    table = Table("key", "access", "weight", "made", box=None, pad_edge=False)
     for key in listed.keys:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_at))
-        table.add_row(key.name, key.access, made)
+        table.add_row(key.name, key.access, f"{key.weight:g}", made)
     return table

@@ -78,7 +78,7 @@ def create_service(
             for error in filter(None, left):
                 raise error
 
-    named, runs = access.Keys(settings.runs_dir), Writable(settings.runs_dir)
+    named, runs = access.Keys(settings.runs_dir, store.submitted_by), Writable(settings.runs_dir)
     readiness = {"redis": store.why_unusable, "runs": runs.why_not}
     service = Service(
         "orchestrator",

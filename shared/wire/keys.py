@@ -8,8 +8,11 @@ from pydantic import Field
 
 from shared.wire.base import Listing, Wire
 
-Access = Literal["read", "full"]
-"""A key's rights: "read" may look at everything, "full" may also change it."""
+Access = Literal["read", "full", "own"]
+"""A key's rights: "read" may look at everything, "full" may also change it. "own" may submit jobs,
+and may look at these alone, and change them."""
+
+Weight = Annotated[float, Field(ge=0.01, le=100)]
 
 KeyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 
@@ -19,14 +22,17 @@ class CreateKey(Wire):
 
     name: KeyName
     access: Access = "full"
+    weight: Weight = 1.0
 
 
 class ApiKey(Wire):
-    """A key that is valid. `created_at` is Unix seconds."""
+    """A key that is valid. `created_at` is Unix seconds. Jobs that share a trainer get tokens in
+    proportion to the `weight` of the keys that submitted them."""
 
     name: KeyName
     access: Access
     created_at: int
+    weight: Weight = 1.0
 
 
 class CreatedKey(ApiKey):

@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +26,15 @@ from fastapi import Depends, Request, Response
 from fastapi import Path as Path_
 
 from services.orchestrator.runs.writable import writing
-from shared.errors import BadRequest, Conflict, Forbidden, NotFound, Unauthorized, Unavailable
+from shared.errors import (
+    BadRequest,
+    Conflict,
+    Forbidden,
+    NotFound,
+    Unauthorized,
+    Unavailable,
+    no_job,
+)
 from shared.host import disk
 from shared.host.logs import API_KEY, get_logger
 from shared.http import codec, openapi
@@ -37,6 +47,30 @@ from shared.wire import Access, ApiKey, CreatedKey, CreateKey, KeyList, KeyRevok
 KEY, REVOKED = ".key", ".revoked"
 
 PATH = "/v1/keys"
+
+OWN_JOB = re.compile(r"/v1/jobs/([^/]+)")
+
+OWN_PATHS = [
+    re.compile(path)
+    for path in (
+        r"/v1/jobs(/.*)?",
+        r"/v1/files(/file-[0-9a-f]+(/content)?)?",
+        r"/api/v1/.*",
+        r"/operations/.*",
+        r"/openapi\.json",
+    )
+]
+"""What a key of access "own" may ask for. An uploaded file is found by its id alone, 96 random
+bits."""
+
+NOT_OWN = {("GET", "/v1/files")}
+
+OwnerOf = Callable[[str], Awaitable[str | None]]
+
+
+async def _nobody(_: str) -> str | None:
+    return None
+
 
 Name = Annotated[str, Path_(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 
@@ -58,17 +92,23 @@ class StoredKey(ApiKey):
 
 
 class Keys:
-    """The keys of one folder of runs."""
+    """The keys of one folder of runs. `owner_of` returns the name of the key that submitted a job;
+    "" for HONE_TOKEN, None for no job."""
 
-    def __init__(self, runs_dir: Path) -> None:
+    def __init__(self, runs_dir: Path, owner_of: OwnerOf = _nobody) -> None:
         self._root = runs_dir / ".keys"
+        self._owner_of = owner_of
         self._reading = ThreadPoolExecutor(2, "keys")  # so other work in threads delays no request
 
-    def create(self, name: str, access: Access) -> CreatedKey:
+    def create(self, name: str, access: Access, weight: float = 1.0) -> CreatedKey:
         """Returns a new key, which is on disk. Raises Conflict if the name is taken."""
         secret = f"hone_{name}_{secrets.token_urlsafe(32)}"
         stored = StoredKey(
-            name=name, access=access, created_at=int(time.time()), digest=_digest(secret)
+            name=name,
+            access=access,
+            created_at=int(time.time()),
+            weight=weight,
+            digest=_digest(secret),
         )
         with writing("folder", self._root):
             disk.make_folder(self._root)
@@ -80,7 +120,7 @@ class Keys:
                     f"there is a key {name!r} already, and its secret is shown only once; revoke "
                     "it, or take another name"
                 ) from error
-        return CreatedKey(name=name, access=access, created_at=stored.created_at, secret=secret)
+        return CreatedKey(**stored.model_dump(exclude={"digest"}), secret=secret)
 
     def list(self) -> list[ApiKey]:
         """Returns the readable keys, by name. Raises Unavailable if the folder cannot be read."""
@@ -92,7 +132,7 @@ class Keys:
             raise self._unreadable(error) from error
         stored = map(self._stored, names)
         return [
-            ApiKey(name=key.name, access=key.access, created_at=key.created_at)
+            ApiKey(**key.model_dump(exclude={"digest"}))
             for key in stored
             if key  # else it was revoked since
         ]
@@ -111,7 +151,8 @@ class Keys:
 
     async def check(self, secret: str, method: str, path: str) -> ApiKey:
         """Returns the key with this secret. Raises Unauthorized if there is none, Forbidden if it
-        does not allow the method, and Unavailable if the keys cannot be read."""
+        does not allow the method or the path, NotFound for another key's job that it may not see,
+        and Unavailable if the keys cannot be read."""
         found = API_KEY.fullmatch(secret)
         loop = asyncio.get_running_loop()
         read = loop.run_in_executor(self._reading, self._stored, found["name"]) if found else None
@@ -121,7 +162,21 @@ class Keys:
             raise Unauthorized("the API key is unknown or was revoked; `hone keys` makes one")
         if stored.access == "read" and method not in READING:
             raise Forbidden(f"key {stored.name!r} may only read, and {method} {path} is a change")
+        if stored.access == "own":
+            await self._check_own(stored.name, method, path)
         return stored
+
+    async def _check_own(self, name: str, method: str, path: str) -> None:
+        """Raises Forbidden for what is not about the key's own jobs, and NotFound for a job of
+        another key. `Store.get` looks at jobs that a body names."""
+        if not any(own.fullmatch(path) for own in OWN_PATHS) or (method, path) in NOT_OWN:
+            raise Forbidden(
+                f"key {name!r} is for its own jobs alone, and {method} {path} is about others too"
+            )
+        if found := OWN_JOB.match(path):
+            owner = await self._owner_of(found[1])
+            if owner is not None and owner != name:
+                raise no_job(found[1])
 
     def _stored(self, name: str) -> StoredKey | None:
         """Returns the stored key; None if there is no file, or it holds no key."""
@@ -164,7 +219,7 @@ def add_routes(service: Service, settings: Settings, keys: Keys) -> None:
             )
         data = await request.body()
         wanted = codec.decode(CreateKey, data, media_type(request, data))
-        key = await asyncio.to_thread(keys.create, wanted.name, wanted.access)
+        key = await asyncio.to_thread(keys.create, wanted.name, wanted.access, wanted.weight)
         made = Made[CreatedKey](body=key, location=f"{PATH}/{key.name}", is_new=True)
         return await render(made, request)
 

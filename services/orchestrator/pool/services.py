@@ -236,9 +236,7 @@ class Services:
 
     @waits_for("trainer", "loading the job")
     async def put_job(self) -> TrainerState:
-        body = TrainerJob(
-            **self._fence(), job=self._job, beside=self._beside, weight=self._weight
-        )
+        body = TrainerJob(**self._fence(), job=self._job, beside=self._beside, weight=self._weight)
         self._has_trainer = True
         state = await self._trainer.call(
             "PUT", "/job", body, TrainerState, deadline_s=self.settings.start_deadline_s

@@ -116,6 +116,7 @@ class Run:
             identity=store.identity,
             grading_waits=True,
             beside=lease.beside,
+            weight=record.weight,
         )
         self._episodes = self._services.episodes = episodes or Episodes()
         self._services.sessions = Sessions() if sessions is None else sessions

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.orchestrator.runs.folder import JOB, SUBMITTED, RunFolder
-from services.orchestrator.runs.note import Note
+from services.orchestrator.runs.note import OF_SUBMISSION, Note
 from shared.errors import HoneError
 from shared.http import codec
 from shared.job import JOB_ID, Job
@@ -27,7 +27,7 @@ class FoundRun:
     """A job's run folder. `job` None: `problem` says why no record can be made. `end` is how the
     job ended, None if the folder says no end. A succeeded job has a `summary`. Times are Unix
     seconds; `reward` is the last step's. `redis` is the identity of the job's Redis, if known.
-    `key` and `fingerprint` are of its submission."""
+    `key`, `fingerprint`, `submitted_by` and `weight` are of its submission."""
 
     id: str
     path: Path
@@ -40,6 +40,8 @@ class FoundRun:
     error: str | None = None
     key: str | None = None
     fingerprint: str | None = None
+    submitted_by: str | None = None
+    weight: float = 1.0
     step: int = 0
     reward: float | None = None
     data: dict[str, str] = field(default_factory=dict[str, str])
@@ -121,7 +123,7 @@ def _of_note(note: Note | None, job: Path, ended: Path) -> dict[str, Any]:
         known = {"end": "succeeded", "finished_at": ended.stat().st_mtime}
     if note is None:
         return {**known, "created_at": job.stat().st_mtime}
-    return {**known, **note.model_dump(include={"created_at", "key", "fingerprint"})}
+    return {**known, **note.model_dump(include=set(OF_SUBMISSION))}
 
 
 def _checkpoints(folder: Path) -> Iterator[Checkpoint]:

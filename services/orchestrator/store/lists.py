@@ -8,7 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from services.orchestrator.store.records import SUMMARY, Unreadable, summary_of, time_of
+from services.orchestrator.store.records import (
+    SUMMARY,
+    Unreadable,
+    own_jobs_of,
+    summary_of,
+    time_of,
+)
 from shared.errors import NotFound
 from shared.wire import JobList, JobSummary, Obstacle
 
@@ -22,7 +28,8 @@ job was deleted."""
 @dataclass(frozen=True)
 class Wanted:
     """The filter of a list: jobs that match every given field. `metadata` are names and values that
-    a job must have, None: it must have none; `openai`: it was submitted in OpenAI's shape."""
+    a job must have, None: it must have none; `openai`: it was submitted in OpenAI's shape. A caller
+    whose key may see its own jobs alone wants no others."""
 
     status: str | None = None
     name: str | None = None
@@ -37,6 +44,7 @@ class Wanted:
             "name": self.name,
             "metadata": None if any_metadata else json.dumps(self.metadata),
             "openai": self.openai or None,
+            "submitted_by": own_jobs_of(),
         }
 
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.runs.found import FoundRun
-from services.orchestrator.runs.note import Note
+from services.orchestrator.runs.note import OF_SUBMISSION, Note
 from shared.errors import BadRequest, Failed
+from shared.http.gate import caller
 from shared.job import UPLOADED, Job
-from shared.wire import Event, JobRecord, JobState, JobSummary
+from shared.wire import ApiKey, Event, JobRecord, JobState, JobSummary
 
 SCHEMA = 1
 """Version of a job's hash. Readers ignore unknown fields."""
@@ -50,7 +51,8 @@ class Unreadable(Failed):
 class Submission:
     """A job to be submitted, with its run folder in `runs_dir`. `key` is the idempotency key;
     `data` are the versions of its data. `asked` is the job as it was sent, if keys were computed
-    for it since. `warnings` are its probable mistakes. Times are Unix seconds."""
+    for it since. `warnings` are its probable mistakes, and `by` is the API key that submits it.
+    Times are Unix seconds."""
 
     job: Job
     runs_dir: Path
@@ -59,6 +61,7 @@ class Submission:
     asked: Job | None = None
     warnings: Sequence[str] = ()
     created_at: float = field(default_factory=time.time)
+    by: ApiKey | None = field(default_factory=caller.get)
 
     @functools.cached_property
     def id(self) -> str:
@@ -78,7 +81,7 @@ class Submission:
         """The fields of the record."""
         return {
             **fields_of(self.job),
-            **self.note.model_dump(include={"created_at", "key", "fingerprint"}),
+            **self.note.model_dump(include=set(OF_SUBMISSION), exclude_none=True),
             "schema": SCHEMA,
             "id": self.id,
             "step": 0,
@@ -95,7 +98,15 @@ class Submission:
             status="queued",
             key=self.key,
             fingerprint=self.fingerprint if self.key else None,
+            submitted_by=self.by.name if self.by else None,
+            weight=self.by.weight if self.by else 1.0,
         )
+
+
+def own_jobs_of() -> str | None:
+    """Returns the name of the caller's key if it may see its own jobs alone."""
+    key = caller.get()
+    return key.name if key and key.access == "own" else None
 
 
 def fingerprint_of(job: Job) -> str:
@@ -153,6 +164,8 @@ def recovered_fields(run: FoundRun, job: Job) -> dict[str, Any]:
         "created_at": run.created_at,
         "key": run.key,
         "fingerprint": run.fingerprint,
+        "submitted_by": run.submitted_by,
+        "weight": run.weight,
         "finished_at": run.finished_at,
         "submitted_ms": int(run.created_at * 1000),
         "step": run.step,

@@ -14,7 +14,7 @@ from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.found import unsubmitted
 from services.orchestrator.runs.writable import ANSWERS_WITHIN_S
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
-from services.orchestrator.store.records import Submission
+from services.orchestrator.store.records import Submission, own_jobs_of
 from services.orchestrator.store.store import Store
 from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.host.logs import get_logger
@@ -36,6 +36,7 @@ by then. Also the seconds between two searches for such folders."""
 async def accept(store: Store, submission: Submission) -> JobRecord:
     """Returns the record and raises as `Store.submit`; raises Unavailable if the run folder cannot
     be written. The folder is removed unless Redis has the job, or may have it."""
+    await _check_models(store, submission)
     folder, redis = RunFolder(submission.run_dir), store.identity
     prepare = functools.partial(
         folder.prepare, submission.job, submission.data, redis, submission.note
@@ -53,6 +54,17 @@ async def accept(store: Store, submission: Submission) -> JobRecord:
     else:
         await _discard(folder)
     return record
+
+
+async def _check_models(store: Store, submission: Submission) -> None:
+    """Raises NotFound for a checkpoint of a job that the caller's key may not see."""
+    if own_jobs_of() is None:
+        return
+    job, root = submission.job, submission.runs_dir.resolve()
+    for model in {job.model, *(one.model for one in job.evaluated_models)}:
+        path = await asyncio.to_thread(lambda model=model: Path(model).resolve())
+        if path.is_relative_to(root):
+            await store.get((*path.relative_to(root).parts, "")[0])
 
 
 async def accepted(store: Store, asked: Job, key: str | None) -> JobRecord | None:

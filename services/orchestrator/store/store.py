@@ -25,6 +25,7 @@ from services.orchestrator.store.records import (
     fingerprint_of,
     is_first_id,
     note_of,
+    own_jobs_of,
     record_of,
     state_of,
 )
@@ -157,9 +158,18 @@ class Store(WorkerSide, Lists):
         return None if answer == WITHDRAWN else answer.partition(" ")[0]
 
     async def get(self, job_id: str) -> JobRecord:
-        """Raises NotFound, or Unreadable for a record that this version cannot read."""
+        """Raises NotFound, also where the caller's key may not see the job, or Unreadable for a
+        record that this version cannot read."""
         (record,) = await self._with_places([record_of(job_id, await self._fields(job_id))])
+        if (owner := own_jobs_of()) and record.submitted_by != owner:
+            raise no_job(job_id)
         return record
+
+    async def submitted_by(self, job_id: str) -> str | None:
+        """Returns the name of the key that submitted the job; "" for HONE_TOKEN, None for no
+        job."""
+        fields = await self._hash(keys.job(job_id))
+        return fields.get("submitted_by", "") if fields else None
 
     async def note(self, job_id: str) -> Note:
         """Returns the part of the record that the run folder keeps. Raises as `get`."""

@@ -1,0 +1,145 @@
+"""A key for its own jobs alone: another key's job is not there for it, however it is named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from pydantic import SecretStr
+
+from services.orchestrator.api.access import Keys
+from services.orchestrator.app import create_service
+from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.records import Submission
+from services.orchestrator.store.run_folders import accept
+from services.orchestrator.store.store import Store
+from shared.errors import NotFound
+from shared.http.gate import caller
+from shared.job import Job, LoraSpec
+from shared.settings import Settings
+from shared.wire import ApiKey
+from tests.support import orchestrator_stack
+from tests.support.job_records import JOB
+
+ROOT = "root-token-of-the-stack"
+
+store = orchestrator_stack.store
+
+
+@pytest.fixture
+def settings(settings: Settings) -> Settings:
+    settings.runs_dir.mkdir(parents=True, exist_ok=True)
+    return settings.model_copy(update={"token": SecretStr(ROOT)})
+
+
+@pytest.fixture
+async def http(settings: Settings, store: Store) -> AsyncGenerator[httpx.AsyncClient]:
+    app = create_service(settings, store, works=False).app
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://host:8000") as http:
+        yield http
+
+
+def key_of(name: str, weight: float = 1.0) -> ApiKey:
+    return ApiKey(name=name, access="own", created_at=int(time.time()), weight=weight)
+
+
+def bearer(settings: Settings, name: str) -> dict[str, str]:
+    secret = Keys(settings.runs_dir).create(name, "own", 3.0).secret
+    return {"authorization": f"Bearer {secret}"}
+
+
+async def submitted(store: Store, settings: Settings, by: ApiKey | None, job: Job = JOB) -> str:
+    submission = Submission(job, settings.runs_dir, by=by)
+    return (await accept(store, submission)).id
+
+
+async def test_another_keys_job_is_not_there(
+    http: httpx.AsyncClient, store: Store, settings: Settings
+) -> None:
+    alice, bob = bearer(settings, "alice"), bearer(settings, "bob")
+    hers = await submitted(store, settings, key_of("alice", 3.0))
+    his = await submitted(store, settings, key_of("bob"))
+    roots = await submitted(store, settings, None)
+    listed = (await http.get("/v1/jobs", headers=alice)).json()["jobs"]
+    assert [job["id"] for job in listed] == [hers]
+    own = (await http.get(f"/v1/jobs/{hers}", headers=alice)).json()
+    assert (own["submitted_by"], own["weight"]) == ("alice", 3.0)
+    for job_id in (his, roots):
+        for method, path in (
+            ("GET", ""),
+            ("GET", "/events"),
+            ("GET", "/metrics"),
+            ("GET", "/checkpoints"),
+            ("GET", "/rollouts"),
+            ("POST", "/cancel"),
+            ("POST", "/pause"),
+            ("POST", "/resume"),
+            ("DELETE", ""),
+        ):
+            found = await http.request(method, f"/v1/jobs/{job_id}{path}", headers=alice)
+            assert found.status_code == 404, (method, path, found.text)
+            assert f"no job {job_id!r}" in found.json()["detail"]
+        asked = {"model_id": job_id}
+        found = await http.post("/api/v1/get_info", json=asked, headers=alice)
+        assert found.status_code == 404, found.text
+    assert (await http.post(f"/v1/jobs/{his}/pause", headers=bob)).status_code == 200
+    root = {"authorization": f"Bearer {ROOT}"}
+    assert len((await http.get("/v1/jobs", headers=root)).json()["jobs"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/files"),
+        ("GET", "/v1/samplers"),
+        ("GET", "/v1/services"),
+        ("GET", "/metrics"),
+        ("GET", "/v1/models"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/fine_tuning/jobs"),
+        ("GET", "/v1/fine_tuning/jobs"),
+        ("POST", "/v1/keys"),
+        ("POST", "/v1/recover"),
+        ("POST", "/v1/episodes/lease"),
+        ("GET", "//v1/jobs"),
+        ("GET", "/v1/jobsx"),
+    ],
+)
+async def test_what_is_about_others_too_is_forbidden(
+    http: httpx.AsyncClient, settings: Settings, method: str, path: str
+) -> None:
+    key = bearer(settings, "alice")
+    refused = await http.request(method, f"http://host:8000{path}", headers=key, json={})
+    assert refused.status_code == 403, refused.text
+    assert refused.json()["detail"] == (
+        f"key 'alice' is for its own jobs alone, and {method} {path} is about others too"
+    )
+
+
+async def test_another_keys_checkpoint_is_no_model_to_begin_with(
+    store: Store, settings: Settings
+) -> None:
+    his = await submitted(store, settings, key_of("bob"))
+    model = str(settings.runs_dir / his / "checkpoints" / "step-000001")
+    job = JOB.model_copy(update={"model": model})
+    token = caller.set(key_of("alice"))
+    try:
+        with pytest.raises(NotFound):
+            await submitted(store, settings, caller.get(), job)
+        caller.set(key_of("bob"))
+        assert await submitted(store, settings, caller.get(), job)
+    finally:
+        caller.reset(token)
+
+
+async def test_who_submitted_a_job_outlives_redis(store: Store, settings: Settings) -> None:
+    job = JOB.model_copy(update={"lora": LoraSpec(rank=2)})
+    job_id = await submitted(store, settings, key_of("alice", 0.5), job)
+    note = RunFolder(Path(settings.runs_dir) / job_id).note()
+    assert note and (note.submitted_by, note.weight) == ("alice", 0.5)
+    assert await store.submitted_by(job_id) == "alice"
+    assert await store.submitted_by("demo-none") is None
