@@ -73,7 +73,9 @@ def own_logging() -> Iterator[None]:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(runs_dir=tmp_path / "runs", shm_dir=tmp_path / "shm", log_level="warning")
+    folders = {"runs_dir": tmp_path / "runs", "shm_dir": tmp_path / "shm"}
+    # The services that stand in for the real ones have one job at a time.
+    return Settings(**folders, rollout_adapters=1, log_level="warning")
 
 
 @pytest.fixture

@@ -51,11 +51,11 @@ def create_service(
     them."""
     per_trainer = settings.per_trainer if works else ()
     offered, sessions = Episodes(), Sessions() if sessions is None else sessions
-    programs = Runs()
+    programs, closing = Runs(), set[str]()
     workers = [
         Worker(store, each, offered, sessions, programs, trainer)
         for each in per_trainer
-        for trainer in [SharedTrainer(each, store)]
+        for trainer in [SharedTrainer(each, store, closing)]
         for _ in range(each.places)
     ]
 

@@ -92,10 +92,11 @@ class Fences:
         }
         return passes
 
-    def are_superseded(self, asker: Fencing) -> bool:
-        """Returns whether weights or requests of this fence are of no attempt that may use the
-        sampler."""
-        return asker.attempt not in self._holders or self._holders.is_stale(asker.fence)
+    def are_superseded(self, asker: GenerateRequest | ServingWeights) -> bool:
+        """Returns whether weights or requests are of no attempt that may use the sampler."""
+        is_over = asker.fence < self._after_abort(asker.job_id or "")
+        is_known = asker.attempt in self._holders and not self._holders.is_stale(asker.fence)
+        return is_over or not is_known
 
     def abort(self, request: AbortRequest) -> None:
         """Makes the job stale up to this fence, and the sampler free for another orchestrator."""

@@ -281,6 +281,7 @@ class Sampler:
         if request.keys:
             return Aborted(num_requests=self.requests.end_keys(request))
         self._fences.abort(request)
+        self._keep_holders()
         num_requests = self.requests.end(
             lambda asker: asker.job_id == request.job_id and asker.fence <= request.fence,
             _stale,
@@ -310,11 +311,15 @@ class Sampler:
                 lambda other: other.job_id is not None and self._fences.are_superseded(other),
                 _stale,
             )
-        if self._running and asker.job_id is not None:
+        if asker.job_id is not None:
+            self._keep_holders(asker.job_id)
+
+    def _keep_holders(self, job_id: str | None = None) -> None:
+        """Forgets the versions of attempts that may not use the sampler any more; those of the job
+        stay until it has others."""
+        if self._running:
             self._running.keep(
-                lambda weights: (
-                    weights.job_id == asker.job_id or not self._fences.are_superseded(weights)
-                )
+                lambda weights: weights.job_id == job_id or not self._fences.are_superseded(weights)
             )
 
     # --- weights ---------------------------------------------------------------------------------
@@ -326,6 +331,9 @@ class Sampler:
         await self._alive()
         async with self._change:
             running, ref = await self._alive(), request.root
+            known = running.of_jobs.get(ref.job_id)
+            if known and ref.fence < known.weights.fence:
+                raise stale(ref, ref.job_id)
             self._take_over(ref)
             running.check_no_update()
             await running.end_pauses()

@@ -395,13 +395,17 @@ class Trainer:
         ends."""
         self._turns.free_shared_memory()
 
-    def took_turn(self) -> bool:
-        """Returns whether a job's turn has begun since this was asked last."""
-        return self._turns.took_turn()
+    def give_up(self, job_id: str) -> None:
+        """Frees a job of which ranks disagree whether it is loaded; others are in host memory."""
+        self._turns.free(job_id)
+        self._turns.close_engine()
+        if self._ranks.rank == 0 and not self._turns.num_jobs:
+            self._seams.remember_job(None)
 
     def _job(self, request: Fenced) -> Loaded:
         """Returns the loaded job, whose turn begins if it was another's. Raises StateLost if the
         request's job is not loaded, and Conflict unless it has the same fence."""
+        self._turns.new_command()
         if self._newest is not None and self._holders.is_stale(request.fence):
             raise _stale(request, self._newest)
         loaded = self._turns.find(request.job_id)
@@ -412,6 +416,8 @@ class Trainer:
             names = " or ".join(map(repr, found))
             raise StateLost(f"got job {request.job_id!r}, expected {names}, the one loaded")
         current = loaded.request
+        if request.fence < current.fence:
+            raise _stale(request, current)
         if request.fence > current.fence:
             raise Conflict(
                 f"got attempt {request.attempt}, epoch {request.epoch}, expected "

@@ -53,17 +53,20 @@ class Turns:
         """Returns what the present command's change of turns took, if it was one."""
         return {"time/turn": self.turn_s or 0.0} if self._took_turn else {}
 
-    def took_turn(self) -> bool:
-        """Returns whether a turn has begun since this was asked last."""
-        took, self._took_turn = self._took_turn, False
-        return took
+    def new_command(self) -> None:
+        """A command begins, which has had no turn yet."""
+        self._took_turn = False
 
     def begin(self, loaded: Loaded) -> None:
         """Begins the turn of a loaded job, if it is another's."""
         if loaded is self.current:
             return
         started = time.monotonic()
-        loaded.engine = self._turn_to(loaded.job, loaded.aside)
+        try:
+            loaded.engine = self._turn_to(loaded.job, loaded.aside)
+        except Exception:  # undone and raised again: its newest checkpoint is loaded in its place
+            self.free(loaded.request.job_id)
+            raise
         loaded.aside = None
         self.current = self._away.pop(loaded.request.job_id)
         self.turn_s = time.monotonic() - started
@@ -77,25 +80,26 @@ class Turns:
         return self._turn_to(job, None)
 
     def _turn_to(self, job: Job, aside: object) -> Engine:
-        """Returns the engine with the job in it. Nobody has the turn if that fails."""
+        """Returns the engine with the job in it. If that fails on any rank it fails on all, nobody
+        has the turn, and the engine is closed."""
         self._took_turn = True
+        try:
+            self._ranks.together(lambda: self._exchange(job, aside))
+        except BaseException:  # undone and raised again: half of it may be in the engine
+            self.close_engine()
+            raise
+        assert self._engine is not None, "the exchange has made it"
+        return self._engine
+
+    def _exchange(self, job: Job, aside: object) -> None:
         if (before := self.current) and self._engine:
-            try:
-                before.aside = self._engine.set_aside()
-            except BaseException:  # undone and raised again: nothing of it is known
-                self.close_engine()
-                raise
+            before.aside = self._engine.set_aside()
             self.current = None
             self._away[before.request.job_id] = before
         is_new = self._engine is None
         engine = self._engine = self._engine or self._start_engine(job)
         if aside is not None or not is_new:
-            try:
-                engine.take_up(job, aside)
-            except BaseException:  # undone and raised again: half of it may be in the engine
-                self.close_engine()
-                raise
-        return engine
+            engine.take_up(job, aside)
 
     def free(self, job_id: str) -> None:
         """Frees a job, if it is loaded. The engine stays for the others."""

@@ -70,6 +70,19 @@ class RequestMetrics:
         )
 
 
+def own_jobs_of() -> str | None:
+    """Returns the name of the caller's API key if it may see its own jobs alone."""
+    key = caller.get()
+    return key.name if key and key.access == "own" else None
+
+
+def scoped(key: str) -> str:
+    """Returns an idempotency key as it is kept: those of an API key that sees its own jobs alone
+    are its own."""
+    owner = own_jobs_of()
+    return f"{owner}/{key}" if owner else key
+
+
 class AcceptedKeys(Protocol):
     """The API keys that a service accepts beside HONE_TOKEN."""
 

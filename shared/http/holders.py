@@ -36,10 +36,12 @@ class Holders:
         return attempt < self._newest
 
     def take(self, fence: Fence, beside: Iterable[int] = ()) -> None:
-        """Lets a caller in that is not stale. A new attempt supersedes all others but those
-        `beside` it."""
+        """Lets a caller in that is not stale, and those that it names `beside` itself. A new
+        attempt supersedes all others."""
         attempt, epoch = fence
         if attempt not in self._epochs:
-            self._newest = attempt
-            self._epochs = {other: self._epochs.get(other, 0) for other in beside}
+            self._newest, known = attempt, self._epochs
+            self._epochs = {other: known.get(other, 0) for other in beside}
+        elif attempt == self._newest:  # it may have come before without a word of the others
+            self._epochs |= {other: 0 for other in beside if other not in self._epochs}
         self._epochs[attempt] = epoch

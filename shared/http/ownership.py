@@ -78,11 +78,13 @@ class _Owner:
     def newest(self) -> str:
         return max(self.jobs, key=lambda job_id: self.jobs[job_id])
 
-    def with_job(self, asker: Asker, beside: tuple[int, ...]) -> _Owner:
+    def with_job(self, asker: Asker, beside: tuple[int, ...] | None) -> _Owner:
         """Returns the owner once the asker's job has come: a new one takes the place of all others
-        but those beside it."""
+        but those beside it (None: it does not say, and takes nobody's)."""
         assert asker.job_id is not None
         own = {asker.job_id: asker.fence}
+        if beside is None:
+            return _Owner(self.orchestrator, self.jobs | own, self.beside)
         if asker.fence >= self.jobs[self.newest]:
             kept = {job_id: fence for job_id, fence in self.jobs.items() if fence[0] in beside}
             return _Owner(self.orchestrator, kept | own, frozenset(beside))
@@ -143,10 +145,9 @@ class Ownership:
             return False
         identity = who.orchestrator.identity
         passes = self._last not in (None, identity)
-        shares = isinstance(asker, TrainerJob | ModelRequest)
-        beside = asker.beside if shares else ()
+        beside = asker.beside if isinstance(asker, TrainerJob | ModelRequest) else None
         if passes or owner is None:
-            new = _Owner(who.orchestrator, {asker.job_id: asker.fence}, frozenset(beside))
+            new = _Owner(who.orchestrator, {asker.job_id: asker.fence}, frozenset(beside or ()))
             self._give(new)
         else:
             self._give(owner.with_job(asker, beside))

@@ -37,7 +37,7 @@ from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.host.processes import check_port, resident_bytes
 from shared.http import codec, openapi, rendering, streams
-from shared.http.gate import AcceptedKeys, Gate, HttpConnection, RequestMetrics
+from shared.http.gate import AcceptedKeys, Gate, HttpConnection, RequestMetrics, scoped
 from shared.http.health import Check, Draining, add_health_routes, hone_version
 from shared.http.operations import Operation, Operations
 from shared.http.ownership import Ownership
@@ -133,6 +133,7 @@ class Service:
                 deadline_s = self.settings.operation_deadline_s
                 return await streams.answer(stream(body), request, name, deadline_s, self.draining)
             given = key(body) if key else request.headers.get("idempotency-key")
+            given = given and scoped(given)
             request_key.set(given)
             with tracing.continuing(request.headers):
                 operation = self.operations.start(

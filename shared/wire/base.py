@@ -72,6 +72,10 @@ Beside = tuple[Annotated[int, Field(ge=0)], ...]
 """The attempts that had places on the trainer when an attempt got its lease: they stay."""
 
 
+Weight = Annotated[float, Field(ge=0.01, le=100)]
+"""A job's share of a trainer's tokens, in proportion to the weights of the others."""
+
+
 class Fenced(Fencing):
     """A body that only the job's newest worker may send."""
 

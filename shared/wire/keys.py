@@ -6,13 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from shared.wire.base import Listing, Wire
+from shared.wire.base import Listing, Weight, Wire
 
 Access = Literal["read", "full", "own"]
 """A key's rights: "read" may look at everything, "full" may also change it. "own" may submit jobs,
 and may look at these alone, and change them."""
-
-Weight = Annotated[float, Field(ge=0.01, le=100)]
 
 KeyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 

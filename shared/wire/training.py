@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from shared.job import Job
-from shared.wire.base import Beside, Fenced, Fencing, JobId, Listing, Orchestrator, Wire
+from shared.wire.base import Beside, Fenced, Fencing, JobId, Listing, Orchestrator, Weight, Wire
 from shared.wire.packed import Logprobs, Mask, TokenIds
 from shared.wire.rewards import Score
 from shared.wire.rollouts import Prompt, RolloutGroup, Span
@@ -74,7 +74,7 @@ class TrainerJob(Fenced):
 
     job: Job
     beside: Beside = ()
-    weight: float = Field(default=1.0, gt=0)
+    weight: Weight = 1.0
     orchestrator: Orchestrator | None = None
 
 

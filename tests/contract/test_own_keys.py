@@ -16,7 +16,7 @@ from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store
-from shared.errors import NotFound
+from shared.errors import Forbidden, NotFound
 from shared.http.gate import caller
 from shared.job import Job, LoraSpec
 from shared.settings import Settings
@@ -143,3 +143,41 @@ async def test_who_submitted_a_job_outlives_redis(store: Store, settings: Settin
     assert note and (note.submitted_by, note.weight) == ("alice", 0.5)
     assert await store.submitted_by(job_id) == "alice"
     assert await store.submitted_by("demo-none") is None
+
+
+async def test_another_keys_submission_is_not_withdrawn(
+    http: httpx.AsyncClient, store: Store, settings: Settings
+) -> None:
+    alice = bearer(settings, "alice")
+    submission = Submission(JOB, settings.runs_dir, key="run-2", by=None)
+    job_id = (await accept(store, submission)).id
+    found = await http.post("/v1/jobs/withdraw", json={"key": "run-2"}, headers=alice)
+    assert (found.status_code, found.json()) == (200, {"job": None})
+    caller.set(None)
+    assert (await store.get(job_id)).status == "queued"
+
+
+async def test_a_priority_above_others_is_refused(store: Store, settings: Settings) -> None:
+    job = JOB.model_copy(update={"priority": 1})
+    token = caller.set(key_of("alice"))
+    try:
+        with pytest.raises(Forbidden, match="priority is 1, expected 0 or less"):
+            await submitted(store, settings, caller.get(), job)
+    finally:
+        caller.reset(token)
+
+
+async def test_names_of_others_are_not_told(
+    http: httpx.AsyncClient, store: Store, settings: Settings
+) -> None:
+    alice = bearer(settings, "alice")
+    job = JOB.model_copy(update={"lora": LoraSpec(rank=2)})
+    hers = await submitted(store, settings, key_of("alice"), job)
+    secret = job.model_copy(update={"name": "secret"})
+    await submitted(store, settings, key_of("bob"), secret)
+    waiting = await submitted(store, settings, key_of("alice"), job)
+    for _ in range(2):
+        assert await store.take("w", "t:1", 30, ["s:1"], places=2)
+    for path in ("", f"/{hers}", f"/{waiting}"):
+        found = await http.get(f"/v1/jobs{path}", headers=alice)
+        assert found.status_code == 200 and "secret" not in found.text, found.text

@@ -99,7 +99,7 @@ class RenderingSampler:
         await self.may_answer.wait()
         if self.replies and self.replies[0].error:
             raise cast(HoneError, self.replies.pop(0).error)
-        running = SimpleNamespace(engine=self, salt=lambda _: "")
+        running = SimpleNamespace(engine=self, salt=lambda *_: "")
         return await sampled_group(request, cast(Running, running), None)
 
     # --- engine ---

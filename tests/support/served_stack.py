@@ -43,7 +43,11 @@ def served_stack(folder: Path, **settings: Any) -> Generator[ServedStack]:
     a fake one."""
     with running_redis(folder / "redis") as redis_url:
         own = Settings(
-            runs_dir=folder / "runs", shm_dir=folder / "shm", log_level="error", **settings
+            runs_dir=folder / "runs",
+            shm_dir=folder / "shm",
+            rollout_adapters=1,
+            log_level="error",
+            **settings,
         )
         thread = _Thread(FakeServices(own), own, settings, redis_url)
         thread.start()

@@ -23,6 +23,7 @@ from services.orchestrator.store.run_folders import accept, accepted, stop
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import sentences
+from shared.http.gate import scoped
 from shared.http.rendering import Made
 from shared.http.service import Service, request_key
 from shared.job import Job
@@ -68,7 +69,7 @@ def add_routes(
     async def withdraw(request: WithdrawRequest) -> Withdrawn:
         """Withdraws the submission with an Idempotency-Key. A submission that is under way or has
         yet to arrive is refused (409); a job that was accepted already is cancelled."""
-        job_id = await store.withdraw(request.key)
+        job_id = await store.withdraw(scoped(request.key))
         return Withdrawn(job=await stop(store, job_id) if job_id else None)
 
     async def dry_run(request: SubmitRequest) -> DryRun:

@@ -464,7 +464,7 @@ class Services:
         tracing.note(examples=len(examples))
         await self.free_gpu()
         body = TrainStepRequest(**self._fence(), step=step, examples=examples, totals=totals)
-        deadline_s = self.settings.train_deadline_s
+        deadline_s = self._in_turns(self.settings.train_deadline_s)
         return await self._trainer.call(
             "POST", "/train_step", body, StepResult, deadline_s=deadline_s
         )
@@ -473,7 +473,7 @@ class Services:
     async def forward(self, step: int, examples: tuple[Example, ...]) -> ForwardResult:
         """Returns what the weights of the last applied step give the examples."""
         body = ForwardRequest(**self._fence(), step=step, examples=examples)
-        deadline_s = self.settings.train_deadline_s
+        deadline_s = self._in_turns(self.settings.train_deadline_s)
         return await self._trainer.call(
             "POST", "/forward", body, ForwardResult, deadline_s=deadline_s
         )
@@ -485,7 +485,7 @@ class Services:
         """Adds the gradient of the examples' loss, as operation `step`."""
         await self.free_gpu()
         body = ForwardBackwardRequest(**self._fence(), step=step, examples=examples, loss=loss)
-        deadline_s = self.settings.train_deadline_s
+        deadline_s = self._in_turns(self.settings.train_deadline_s)
         return await self._trainer.call(
             "POST", "/forward_backward", body, ForwardBackwardResult, deadline_s=deadline_s
         )
@@ -495,7 +495,7 @@ class Services:
         """Changes the weights by the gradient so far, as operation `step`."""
         await self.free_gpu()
         body = OptimStepRequest(**self._fence(), step=step, optimization=optimization)
-        deadline_s = self.settings.train_deadline_s
+        deadline_s = self._in_turns(self.settings.train_deadline_s)
         return await self._trainer.call(
             "POST", "/optim_step", body, OptimStepResult, deadline_s=deadline_s
         )
@@ -504,7 +504,7 @@ class Services:
     async def publish_weights(self, version: int, method: SyncMethod) -> WeightsRef:
         tracing.note(version=version, weight_sync=method)
         body = PublishRequest(**self._fence(), version=version, method=method)
-        deadline_s = self.settings.sync_deadline_s
+        deadline_s = self._in_turns(self.settings.sync_deadline_s)
         return await self._trainer.call(
             "POST", "/publish_weights", body, WeightsRef, deadline_s=deadline_s
         )
@@ -519,10 +519,16 @@ class Services:
     async def checkpoint(self, step: int, keep: tuple[int, ...] = ()) -> Checkpoint:
         """Writes the step's checkpoint. Old ones are removed, except the steps `keep`."""
         body = CheckpointRequest(**self._fence(), step=step, keep=keep)
-        deadline_s = self.settings.sync_deadline_s
+        deadline_s = self._in_turns(self.settings.sync_deadline_s)
         return await self._trainer.call(
             "POST", "/checkpoints", body, Checkpoint, deadline_s=deadline_s
         )
+
+    def _in_turns(self, deadline_s: float) -> float:
+        """Returns the deadline of a command that may wait for one of each job that shares the
+        trainer."""
+        others = self.settings.places - 1 if self._job.shares_as else 0
+        return deadline_s + others * self.settings.train_deadline_s
 
     def away(self) -> dict[str, float]:
         """Returns the services that are away, and since when (Unix time)."""

@@ -52,12 +52,15 @@ GOODBYE_S = 2.0
 
 
 class SharedTrainer:
-    """What the workers of one trainer have in common: what is missing, and which of them looks for
-    a job."""
+    """What the workers of one trainer have in common: what is missing, which of them looks for a
+    job, and until when (time.monotonic) they leave interrupted jobs to other trainers. `closing`
+    are the jobs of the process whose last run is not closed yet."""
 
-    def __init__(self, settings: Settings, store: Store) -> None:
+    def __init__(self, settings: Settings, store: Store, closing: set[str] | None = None) -> None:
         self.needs = Needs(settings, store)
         self.looking = asyncio.Lock()
+        self.others_at = 0.0
+        self.closing = set[str]() if closing is None else closing
 
 
 class Worker:
@@ -80,8 +83,8 @@ class Worker:
         self._settings = settings
         self._programs = programs or Runs()
         self._episodes = episodes or Episodes()
-        trainer = trainer or SharedTrainer(settings, store)
-        self._needs, self._looking = trainer.needs, trainer.looking
+        self._trainer = trainer or SharedTrainer(settings, store)
+        self._needs = self._trainer.needs
         self._held: dict[str, DataFiles] = {}  # of queued jobs that wait for their data
         self._owner = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
         self.num_queued = 0
@@ -89,7 +92,6 @@ class Worker:
         self._redis = Presence("Redis", self._tell)
         self._news: str | None = None
         self._is_stopping = False  # the work on a job, which may hang
-        self._others_at = 0.0
 
     @property
     def has_job(self) -> bool:
@@ -112,7 +114,7 @@ class Worker:
             asked_at = time.monotonic()
             try:
                 await self._give_back()
-                async with self._looking:
+                async with self._trainer.looking:
                     if await self._needs.are_met() and not await self._is_next_held():
                         asked_at = time.monotonic()
                         self._lease = await self._store.take(
@@ -120,8 +122,8 @@ class Worker:
                             self._needs.trainer,
                             self._settings.lease_s,
                             self._needs.samplers,
-                            [*self._held],
-                            own_only=time.monotonic() < self._others_at,
+                            [*self._held, *self._trainer.closing],
+                            own_only=time.monotonic() < self._trainer.others_at,
                             places=self._settings.places,
                         )
                     await self._redis.heard()
@@ -145,7 +147,7 @@ class Worker:
     def _leave_others(self) -> None:
         """Leaves other trainers' interrupted jobs to them until they had time to register again:
         they have the jobs' latest state."""
-        self._others_at = time.monotonic() + TRAINER_REGISTRATION_S
+        self._trainer.others_at = time.monotonic() + TRAINER_REGISTRATION_S
 
     async def leave(self) -> None:
         """Gives back the lease of cancelled work, so that another worker need not wait until it
@@ -164,8 +166,9 @@ class Worker:
         """Returns whether the data of the next job is away. Then the other queued jobs go first,
         until the data is there."""
         needs = self._needs
+        skip = [*self._held, *self._trainer.closing]
         job_id = await self._store.peek(
-            needs.trainer, needs.samplers, [*self._held], places=self._settings.places
+            needs.trainer, needs.samplers, skip, places=self._settings.places
         )
         return job_id is not None and await self._is_held(job_id)
 
@@ -264,6 +267,7 @@ class Worker:
             await self._store.halt(lease, error.detail)
             return
         await self._say_news()
+        self._trainer.closing.add(lease.job_id)
         run = Run(
             record,
             lease,
@@ -300,6 +304,7 @@ class Worker:
                     await run.close()
                 finally:
                     self._is_stopping = False
+                    self._trainer.closing.discard(lease.job_id)
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
         resume = f"then `hone resume {lease.job_id}` goes on from there"

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from services.orchestrator.store.records import (
     SUMMARY,
     Unreadable,
-    own_jobs_of,
     summary_of,
     time_of,
 )
 from shared.errors import NotFound
+from shared.http.gate import own_jobs_of
 from shared.wire import JobList, JobSummary, Obstacle
 
 S = TypeVar("S", bound=JobSummary)
@@ -101,6 +101,12 @@ class Lists:
             for jobs in found["sharing"].values()
             for job_id in jobs
         }
+        if own_jobs_of():  # of the others not even their names
+            beside, nameless = {}, Obstacle(away="it has other jobs")
+            waits_for = {
+                trainer: nameless if obstacle.job else obstacle
+                for trainer, obstacle in waits_for.items()
+            }
 
         def shown(record: S) -> S:
             if record.id in may_wait and (place := found["places"].get(record.id)):

@@ -103,12 +103,6 @@ class Submission:
         )
 
 
-def own_jobs_of() -> str | None:
-    """Returns the name of the caller's key if it may see its own jobs alone."""
-    key = caller.get()
-    return key.name if key and key.access == "own" else None
-
-
 def fingerprint_of(job: Job) -> str:
     return hashlib.sha256(job.model_dump_json().encode()).hexdigest()
 

@@ -14,11 +14,12 @@ from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.found import unsubmitted
 from services.orchestrator.runs.writable import ANSWERS_WITHIN_S
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
-from services.orchestrator.store.records import Submission, own_jobs_of
+from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from shared.errors import Conflict, Failed, HoneError, Unavailable
+from shared.errors import Conflict, Failed, Forbidden, HoneError, Unavailable
 from shared.host.logs import get_logger
 from shared.host.processes import in_own_thread
+from shared.http.gate import own_jobs_of
 from shared.job import Job
 from shared.wire import JobRecord, JobState
 
@@ -36,7 +37,7 @@ by then. Also the seconds between two searches for such folders."""
 async def accept(store: Store, submission: Submission) -> JobRecord:
     """Returns the record and raises as `Store.submit`; raises Unavailable if the run folder cannot
     be written. The folder is removed unless Redis has the job, or may have it."""
-    await _check_models(store, submission)
+    await _check_own(store, submission)
     folder, redis = RunFolder(submission.run_dir), store.identity
     prepare = functools.partial(
         folder.prepare, submission.job, submission.data, redis, submission.note
@@ -56,10 +57,16 @@ async def accept(store: Store, submission: Submission) -> JobRecord:
     return record
 
 
-async def _check_models(store: Store, submission: Submission) -> None:
-    """Raises NotFound for a checkpoint of a job that the caller's key may not see."""
-    if own_jobs_of() is None:
+async def _check_own(store: Store, submission: Submission) -> None:
+    """Raises NotFound for a checkpoint of a job that the caller's key may not see, and Forbidden
+    for a priority that other keys' jobs would wait for."""
+    if (name := own_jobs_of()) is None:
         return
+    if submission.job.priority > 0:
+        raise Forbidden(
+            f"priority is {submission.job.priority}, expected 0 or less: key {name!r} is for its "
+            "own jobs alone, and others' would wait"
+        )
     job, root = submission.job, submission.runs_dir.resolve()
     for model in {job.model, *(one.model for one in job.evaluated_models)}:
         path = await asyncio.to_thread(lambda model=model: Path(model).resolve())

@@ -25,7 +25,6 @@ from services.orchestrator.store.records import (
     fingerprint_of,
     is_first_id,
     note_of,
-    own_jobs_of,
     record_of,
     state_of,
 )
@@ -33,6 +32,7 @@ from services.orchestrator.store.registrations import SamplerRegistrations, Trai
 from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST, WorkerSide
 from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, Conflict, Failed, NotFound, no_job
+from shared.http.gate import own_jobs_of
 from shared.job import JOB_ID, Job
 from shared.wire import (
     TERMINAL,

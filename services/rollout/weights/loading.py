@@ -83,7 +83,11 @@ class Load:
         ref, running = self.ref, self.running
         if isinstance(ref, AdapterWeights) and running.is_base:
             return
-        others = [job_id for job_id in running.of_jobs if ref and job_id != ref.job_id]
+        others = [
+            job_id
+            for job_id, served in running.of_jobs.items()
+            if ref and job_id != ref.job_id and served.weights.attempt != ref.attempt
+        ]
         if others:
             raise Failed(
                 f"{self} cannot be loaded: it replaces the model's weights, and the sampler serves "

@@ -144,13 +144,12 @@ def follow(trainer: Trainer, ranks: Ranks, inbox: Inbox | None) -> None:
                 _answer(ticket.answer, outcome)
 
 
-def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel | HoneError:
+def perform(trainer: Trainer, ranks: Ranks, name: str, body: Fenced) -> BaseModel | HoneError:
     """Returns this rank's result, or the error of the first rank that had one.
 
-    If ranks disagree about whether a job is loaded, it is unloaded. Raises RanksMustEnd if this
+    If ranks disagree about whether a job is loaded, it is freed. Raises RanksMustEnd if this
     rank's device has failed, and on rank 0 if ranks disagree about whether a step was applied.
     """
-    trainer.took_turn()
     outcome = _attempt(trainer, name, body, ranks.rank)
     problems = [
         problem for problem, _ in ranks.settle(outcome if isinstance(outcome, HoneError) else None)
@@ -161,8 +160,8 @@ def perform(trainer: Trainer, ranks: Ranks, name: str, body: Wire) -> BaseModel 
     error = from_problem(failed[0]["status"], failed[0], "a rank")
     if len(failed) < len(problems):
         if name == "load_job":
-            trainer.unload()
-        elif (name in CHANGE_WEIGHTS or trainer.took_turn()) and ranks.rank == 0:
+            trainer.give_up(body.job_id)
+        elif name in CHANGE_WEIGHTS and ranks.rank == 0:
             raise RanksMustEnd(error)
     return error
 
@@ -217,7 +216,7 @@ def _message(ticket: Ticket | None) -> bytes:
         return b""
 
 
-def _decode(message: bytes) -> tuple[str, str, Wire]:
+def _decode(message: bytes) -> tuple[str, str, Fenced]:
     """Returns a command's name, its request's id, and its body."""
     head, _, data = message.partition(b"\n")
     name, id = head.decode().split(" ")

@@ -3,10 +3,12 @@ of the tokens that commands compute.
 
 A command begins, in tokens per weight of its job, where the job's last one ended, or where the
 queue is now if that is later. The command that begins first is next. So a job that was idle gets no
-credit, and one that sends much waits for its own commands alone.
+credit, and one that sends much waits for its own commands alone. A command that computes no tokens,
+such as the publication of a step's weights, waits for nobody's tokens.
 
 A gradient that waits for its optimizer step is lost to a change of turns, and made again later. So
 its job stays next, up to TURN_TOKENS ahead of the others, and has HOLD_S to send its next command.
+Beyond that its job is charged for making it again.
 """
 
 from __future__ import annotations
@@ -64,14 +66,19 @@ class FairQueue:
         self._ends: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._has_gradient: str | None = None
+        self._pending: dict[str, int] = {}
 
     def put(self, ticket: Ticket) -> None:
         with self._changed:
             job_id, body = ticket.job_id, ticket.body
             if isinstance(body, TrainerJob):
                 self._weights[job_id] = body.weight
-            begin = max(self._now, self._ends.get(job_id, 0.0))
-            self._ends[job_id] = begin + ticket.num_tokens / self._weights.get(job_id, 1.0)
+            if ticket.num_tokens:
+                begin = max(self._now, self._ends.get(job_id, 0.0))
+                self._ends[job_id] = begin + ticket.num_tokens / self._weights.get(job_id, 1.0)
+            else:  # at once, but for the job's own commands before it
+                own = [begin for begin, _, other in self._waiting if other.job_id == job_id]
+                begin = max(own, default=self._now)
             self._number += 1
             self._waiting.append((begin, self._number, ticket))
             self._changed.notify()
@@ -85,13 +92,27 @@ class FairQueue:
             self._waiting.remove(chosen)
             begin, _, ticket = chosen
             self._now = max(self._now, begin)
-            if isinstance(ticket.body, ForwardBackwardRequest):
-                self._has_gradient = ticket.job_id
-            elif isinstance(ticket.body, OptimStepRequest) or ticket.job_id != self._has_gradient:
-                self._has_gradient = None
+            self._note_gradient(ticket)
             if not self._waiting:
                 self._forget_others()
             return ticket
+
+    def _note_gradient(self, ticket: Ticket) -> None:
+        """Notes whose gradient waits, and charges its job for making it again after a turn."""
+        job_id, pending = ticket.job_id, self._pending
+        if isinstance(ticket.body, ForwardBackwardRequest | OptimStepRequest):
+            if job_id in pending and job_id != self._has_gradient:
+                again = pending[job_id] / self._weights.get(job_id, 1.0)
+                self._ends[job_id] = max(self._now, self._ends.get(job_id, 0.0)) + again
+            if isinstance(ticket.body, ForwardBackwardRequest):
+                pending[job_id] = pending.get(job_id, 0) + ticket.num_tokens
+                self._has_gradient = job_id
+                return
+            pending.pop(job_id, None)
+        elif isinstance(ticket.body, TrainerJob):
+            pending.pop(job_id, None)
+        if job_id == self._has_gradient or ticket.num_tokens:
+            self._has_gradient = None
 
     def _held(self) -> tuple[float, int, Ticket] | None:
         """Returns the next command of the job whose gradient waits, if it comes soon and the job is

@@ -52,6 +52,7 @@ class Accumulator:
     def __init__(self, updater: Updater, calls: Sequence[_Call] = ()) -> None:
         self._updater = updater
         self._calls = list(calls)
+        self._is_made = not calls
 
     @property
     def num_calls(self) -> int:
@@ -64,6 +65,7 @@ class Accumulator:
         """Adds the gradient of the examples' loss, and returns the loss and the tokens' log-probs,
         at temperature 1. Raises Failed if the loss is not finite or memory ran out, with the
         gradient as it was; OutOfMemory if memory ran out and this rank cannot go on."""
+        self._make_again()
         call = _Call(examples, loss, random_state())
         try:
             total, logprobs = self._add(call)
@@ -93,6 +95,7 @@ class Accumulator:
         """Takes an optimizer step by the gradient so far, and returns the gradient's norm before
         clipping; without a gradient it is 0 and Adam's means decay. Raises Failed if the gradient
         is not finite: then it is dropped, and weights and optimizer are as they were."""
+        self._make_again()
         zero = self._updater.zero
         for group in zero.optimizer.param_groups:
             group["lr"], group["eps"] = how.learning_rate, how.eps
@@ -112,23 +115,30 @@ class Accumulator:
         return norm
 
     def set_aside(self) -> tuple[_Call, ...]:
-        """Drops the gradient so far, and returns the calls of which it can be made again."""
-        if self._calls:
+        """Drops the gradient so far, and returns the calls of which it is made again once it is
+        added to or stepped by."""
+        if self._calls and self._is_made:
             drop_gradients(self._updater.zero)
         return tuple(self._calls)
 
-    def make_again(self) -> None:
-        """Makes the gradient of the calls so far again, after `set_aside`. Changes this rank's
-        random numbers."""
-        for call in self._calls:
-            restore_random_state(call.random)
-            self._add(call)
+    def _make_again(self) -> None:
+        """Makes the gradient of the calls that were set aside."""
+        if not self._is_made:
+            before = random_state()
+            self._add_all()
+            restore_random_state(before)
+            self._is_made = True
 
     def _again(self, failed: _Call) -> None:
         """Makes the gradient again, of the calls before the failed one."""
         drop_gradients(self._updater.zero)
-        self.make_again()
+        self._add_all()
         restore_random_state(failed.random)
+
+    def _add_all(self) -> None:
+        for call in self._calls:
+            restore_random_state(call.random)
+            self._add(call)
 
     def _add(self, call: _Call) -> tuple[float, Logprobs]:
         updater = self._updater

@@ -244,6 +244,7 @@ class DeepSpeedEngine:
         """Begins the turn of a job: goes on from what was set aside, or at its start (None). All
         ranks together."""
         parts, calls = self._parts, () if aside is None else aside.calls
+        internals.drop_gradients(parts.zero)  # of a job that was freed in its turn
         self._own_copies = aside and aside.copies
         if aside is None:
             lora.begin(parts.model, job.seed)
@@ -267,7 +268,6 @@ class DeepSpeedEngine:
         )
         accumulator = Accumulator(updater, calls)
         self._job, self._parts = job, replace(parts, updater=updater, accumulator=accumulator)
-        accumulator.make_again()
         if aside is not None:
             internals.restore_random_state(aside.random)
 

@@ -50,6 +50,32 @@ def refusal(owned: Ownership) -> str:
     return caught.value.detail
 
 
+def loads(job_id: str, attempt: int, *beside: int) -> TrainerJob:
+    changes = {"job_id": job_id, "attempt": attempt, "beside": beside}
+    return job_request(job_id).model_copy(update=changes)
+
+
+def test_jobs_that_share_are_the_owners_until_the_last_has_left(trainer: Ownership):
+    as_(A, "next")
+    trainer.take(loads("next", 9, 7))
+    trainer.take(Fenced(job_id="next", attempt=9, epoch=2))  # as each reload of weights does
+    trainer.leave(Fenced(job_id="next", attempt=9, epoch=2))
+    as_(B, "other")
+    assert "'job' of the orchestrator" in refusal(trainer)
+    as_(A, "job")
+    trainer.leave(JOB)
+    as_(B, "other")
+    assert trainer.take(OTHER) is True
+
+
+def test_a_job_that_nobody_named_is_no_owner_any_more(trainer: Ownership):
+    as_(A, "next")
+    trainer.take(loads("next", 9))
+    trainer.leave(Fenced(job_id="next", attempt=9))
+    as_(B, "other")
+    assert trainer.take(OTHER) is True
+
+
 def test_another_orchestrator_is_told_who_has_the_trainer(trainer: Ownership):
     as_(B, "other")
     assert refusal(trainer) == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,15 @@ from services.trainer.trainer import Trainer
 from shared.errors import Conflict, StateLost
 from shared.job import LoraSpec
 from shared.wire import CheckpointRequest, PublishRequest, TrainerJob
-from tests.support.trainer_fakes import Engines, job_request, make_trainer, step_request
+from tests.support.trainer_fakes import (
+    Engines,
+    ThreadRanks,
+    Together,
+    job_request,
+    make_trainer,
+    on_all,
+    step_request,
+)
 
 
 def shared(
@@ -127,9 +136,41 @@ def test_a_turn_that_fails_halfway_loses_that_job_alone(both: tuple[Trainer, Eng
     with pytest.raises(RuntimeError):
         do(trainer, "a", 2)
     assert engines[0].closed
+    with pytest.raises(
+        StateLost
+    ):  # and its newest checkpoint is loaded, in place of the same again
+        do(trainer, "a", 2)
     do(trainer, "b", 2)
-    do(trainer, "a", 2)
     assert [engine.num_updates for engine in engines[1:]] == [2]
+
+
+def test_an_older_attempt_of_the_job_itself_is_obeyed_no_more(
+    both: tuple[Trainer, Engines],
+) -> None:
+    """Its lease has not expired everywhere, so the newer attempt may have named it."""
+    trainer, _ = both
+    trainer.load_job(shared("a", 9, (5, 7)))
+    with pytest.raises(Conflict) as raised:
+        do(trainer, "a", 2)
+    assert raised.value.code == "stale"
+
+
+def test_a_turn_that_fails_on_one_rank_fails_on_all_and_a_later_fault_is_that_ranks_own(
+    tmp_path: Path,
+) -> None:
+    group = Together(2)
+    made = [make_trainer(tmp_path / str(rank), ThreadRanks(group, rank)) for rank in range(2)]
+    trainers = [trainer for trainer, _ in made]
+    for request in (shared("a", 5), shared("b", 7, (5,))):
+        on_all(*(partial(trainer.load_job, request) for trainer in trainers))
+    made[1][1][0].turn_fault = RuntimeError("no memory")
+    errors = on_all(*(lambda t=t: do(t, "a", 1) for t in trainers))
+    assert ["no memory" in str(error) for error in errors] == [True, True]
+    assert [trainer.state().sharing for trainer in trainers] == [("b",), ("b",)]
+    assert all(
+        not isinstance(one, Exception)
+        for one in on_all(*(lambda t=t: do(t, "b", 1) for t in trainers))
+    )
 
 
 def test_the_newest_attempt_is_remembered_for_restarted_ranks(

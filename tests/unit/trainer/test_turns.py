@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,34 @@ def turns(
         answers[number].append(contents(own))
     engine.close()
     return answers
+
+
+def freed(jobs: Sequence[Job], examples: tuple[Example, ...], *, left: bool) -> Any:
+    """Returns what the first step of the second job did, after the first one was freed in its turn,
+    with a gradient `left` or without."""
+    import torch
+
+    from services.trainer.zero.deepspeed_engine import start_engine
+
+    engine = start_engine(jobs[0], torch.device("cpu"))
+    if left:
+        engine.forward_backward(examples, CALL)
+    engine.take_up(jobs[1], None)
+    found = engine.update(examples, 1e-2)
+    engine.close()
+    return found.loss, found.grad_norm
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_nothing_of_a_job_that_was_freed_in_its_turn_reaches_the_next(ranks, model, stage):
+    examples = some_examples(model)
+    memory = {"zero_stage": stage, "micro_batch_tokens": 40}
+    jobs = [
+        a_job(model, memory=memory, lora={"rank": 4}, seed=seed, training={"dtype": "float32"})
+        for seed in (1, 2)
+    ]
+    clean, after = (ranks.call(partial(freed, left=left), jobs, examples) for left in (False, True))
+    assert after == clean
 
 
 class Step:

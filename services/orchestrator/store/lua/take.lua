@@ -14,15 +14,15 @@
 -- was requested, and pauses if it was interrupted too often.
 
 -- What the jobs of these attempts all share as; nil if some job shares with none, or has other
--- resources.
-local function shared_by(attempts)
+-- resources than these.
+local function shared_by(attempts, trainer, samplers)
   local shares_of, common = {}, nil
   for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do
-    local is_here = is_job(id) and field(id, 'trainer') == call.trainer
-      and field(id, 'samplers') == call.samplers
+    local is_here = is_job(id) and field(id, 'trainer') == trainer
+      and field(id, 'samplers') == samplers
     if is_here then shares_of[field(id, 'attempt')] = field(id, 'shares') end
   end
-  for _, attempt in ipairs(attempts) do
+  for _, attempt in pairs(attempts) do
     local shares = shares_of[attempt]
     if not shares or shares == '' or (common and shares ~= common) then return nil end
     common = shares
@@ -37,11 +37,19 @@ return once(function()
     if not held[PLACES[number]] then place = PLACES[number] end
   end
   for _, attempt in pairs(held) do beside[#beside + 1] = attempt end
-  if #beside > 0 then shares = shared_by(beside) end
+  if #beside > 0 then shares = shared_by(beside, call.trainer, call.samplers) end
   if not place or (#beside > 0 and not shares) then return '' end
 
   local is_skipped = {}
   for id in string.gmatch(call.skip or '', '%S+') do is_skipped[id] = true end
+
+  -- Whether a lease of the job's latest attempt has not expired on some resource.
+  local function has_remains(id)
+    for _, attempt in ipairs(beside) do
+      if field(id, 'attempt') == attempt then return true end
+    end
+    return false
+  end
 
   -- Gives the job to the caller; returns whether it did. Pauses a job interrupted too often.
   local function taken(id)
@@ -74,31 +82,35 @@ return once(function()
       local status = is_job(id) and field(id, 'status')
       if status ~= 'queued' and status ~= 'running' then
         leave_queue(id)
-      elseif not is_skipped[id] and is_waiting(id) and not stopped(id, call.paused)
-          and may_take(id) and taken(id) then
+      elseif not is_skipped[id] and is_waiting(id) and not has_remains(id)
+          and not stopped(id, call.paused) and may_take(id) and taken(id) then
         local attempt, tries = field(id, 'attempt') or '0', field(id, 'tries') or '0'
         return attempt .. ' ' .. tries .. ' ' .. id .. ' ' .. table.concat(beside, ',')
       end
     end
   end
 
-  -- For each registered trainer, whether it is about to take a job itself.
-  local function ready_trainers()
-    local ready = {}
-    for _, each in ipairs(trainers()) do
-      ready[each.trainer] = ready[each.trainer] or is_free(each)
+  -- Whether a registered trainer is about to take the job up itself: it is free, or has a place
+  -- beside jobs that the job may share it with.
+  local function is_ready(id, registered)
+    for _, each in ipairs(registered) do
+      local attempts = holders(each.trainer .. ' ' .. each.samplers)
+      if each.trainer == field(id, 'trainer') and not each.away and (next(attempts) == nil
+          or shared_by(attempts, each.trainer, each.samplers) == field(id, 'shares')) then
+        return true
+      end
     end
-    return ready
+    return false
   end
 
-  local own, others, ready = {}, {}, nil
+  local own, others, registered = {}, {}, nil
   for _, id in ipairs(begun_waiting()) do
     local trainer = field(id, 'trainer')
     if trainer == call.trainer then
       own[#own + 1] = id
     else
-      ready = ready or ready_trainers()
-      if not ready[trainer] then others[#others + 1] = id end
+      registered = registered or trainers()
+      if not is_ready(id, registered) then others[#others + 1] = id end
     end
   end
   if call.own_only and #others > 0 then return first_of(own) or '' end
