@@ -174,6 +174,17 @@ def _is_supervised_whole(job: Job) -> None:
                 f"{key} is set, and no step learns one answer to each prompt; expected "
                 'training.objective "sft", or warmup.steps of 1 or more'
             )
+    default = type(training).model_fields["dpo_beta"].default
+    if training.objective != "dpo" and training.dpo_beta != default:
+        raise ValueError(
+            f"training.dpo_beta is {training.dpo_beta:g} and training.objective "
+            f'"{training.objective}"; expected it with "dpo" only'
+        )
+    if not warms_up and job.warmup.learning_rate is not None:
+        raise ValueError(
+            f"warmup.learning_rate is {job.warmup.learning_rate:g} and warmup.steps 0; expected "
+            "warmup.steps of 1 or more with it"
+        )
     if not job.samples_nothing and not warms_up:
         return
     got = f"warmup.steps is {job.warmup.steps}"

@@ -314,6 +314,8 @@ class Job(Section):
         """Whether the sampler is to say which tokens it could have sampled."""
         sampling = self.sampling
         truncates = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+        if self.samples_nothing:  # no completion of a sampler is trained on
+            return False
         return truncates and self.correction.truncated_sampling == "refuse"
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from services.orchestrator.evals.estimates import estimate, means, of_all, problem_metrics
 from services.orchestrator.loop.groups import is_graded
 from services.orchestrator.loop.prompts import group_seed
+from services.orchestrator.loop.supervised import asked
 from services.orchestrator.play.group import sample_group
 from services.orchestrator.pool.services import Services
 from services.orchestrator.tasks import all_of
@@ -46,7 +47,7 @@ async def evaluate(
     a named set), sampled by weights of at least `version`; empty without sets."""
     metrics: dict[str, float] = {}
     for name, prompts in held_out.items():
-        answers_P = await sample_held_out(job, name, prompts, services, version)
+        answers_P = await sample_held_out(job, name, asked(prompts, job), services, version)
         prefix = f"eval/{name}/" if name else "eval/"
         found = set_metrics(answers_P).items()
         metrics |= {prefix + metric: value for metric, value in found}

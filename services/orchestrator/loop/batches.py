@@ -22,7 +22,7 @@ from services.orchestrator.loop.groups import (
     verdicts_of,
 )
 from services.orchestrator.loop.prompts import Prompts, group_seed
-from services.orchestrator.loop.supervised import given_groups
+from services.orchestrator.loop.supervised import asked, given_groups
 from services.orchestrator.play.group import environment_failed, sample_group
 from services.orchestrator.play.pushed import PushedGroups
 from services.orchestrator.pool.services import Services
@@ -184,7 +184,8 @@ class Batches:
             count.stages.through("keep")
             return graded
 
-        prompts = await asyncio.to_thread(self.prompts.for_step, step, round)
+        found = await asyncio.to_thread(self.prompts.for_step, step, round)
+        prompts = asked(found, self.job)
         return await all_of(
             sample_group(prompt, position) for position, prompt in enumerate(prompts[:num_prompts])
         )

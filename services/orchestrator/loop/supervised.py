@@ -68,6 +68,8 @@ def _own(prompt: Prompt, job: Job, where: str) -> list[Lesson]:
     if isinstance(content, str) or content[-1]["role"] != "assistant":
         return [_lesson(prompt, prompt.row.get(ANSWER), f"column {ANSWER!r}", where)]
     ends = [end for end, message in enumerate(content) if end and _is_learned(message)]
+    for message in content:
+        _check_message(message, f"row {prompt.index} of {where}")
     if not ends:
         raise BadRow(
             f"row {prompt.index} of {where}: its chat has no assistant's message to learn; "
@@ -84,6 +86,23 @@ def _own(prompt: Prompt, job: Job, where: str) -> list[Lesson]:
 def _is_learned(message: Message) -> bool:
     """Whether it is an assistant's, and OpenAI's key `weight` does not leave it out."""
     return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def _check_message(message: Message, at: str) -> None:
+    """Raises BadRow for an assistant's message that cannot be learned."""
+    if message["role"] != "assistant":
+        return
+    if message.get("weight", 1) not in (0, 1):
+        raise BadRow(
+            f"{at}: an assistant's message has weight {message['weight']!r:.40}; expected 0 or 1"
+        )
+    content = message.get("content")
+    has_text = isinstance(content, str) and content.strip()
+    if message.get("weight") != 0 and not has_text and not message.get("tool_calls"):
+        raise BadRow(
+            f"{at}: an assistant's message has content {content!r:.40}; expected content that is "
+            "text, or tool_calls"
+        )
 
 
 def _lesson(prompt: Prompt, answer: Any, what: str, where: str) -> Lesson:
@@ -107,10 +126,12 @@ def _preference(prompt: Prompt, where: str) -> Lesson:
         _answer(value, content, f"row {prompt.index} of {where}, column {name!r}")
         for name, value in given.items()
     )
-    if answers[0] == answers[1]:
+    texts = [answer if isinstance(answer, str) else answer.get("content") for answer in answers]
+    calls = [None if isinstance(answer, str) else answer.get("tool_calls") for answer in answers]
+    if texts[0] == texts[1] and calls[0] == calls[1]:
         raise BadRow(
             f"row {prompt.index} of {where}: {CHOSEN!r} and {REJECTED!r} are both "
-            f"{answers[0]!r:.80}; expected two answers of which one is better"
+            f"{texts[0]!r:.80}; expected two answers of which one is better"
         )
     return Lesson(prompt.model_copy(update={"content": content}), answers)
 
@@ -127,6 +148,7 @@ def _answer(value: Any, content: Content, at: str) -> Answer:
             f"{at}: got {value!r:.80}; expected an answer: text, or a list of chat messages that "
             "ends with an assistant's"
         )
+    _check_message(last, at)
     before = messages[:-1]
     if before and (isinstance(content, str) or list(content[-len(before) :]) != before):
         raise BadRow(
@@ -134,6 +156,26 @@ def _answer(value: Any, content: Content, at: str) -> Answer:
             "prompt's messages and then the answer, or the answer alone"
         )
     return str(last.get("content") or "") if isinstance(content, str) else last
+
+
+def asked(prompts: Sequence[Prompt], job: Job) -> tuple[Prompt, ...]:
+    """Returns the prompts as completions are sampled after them, of a job whose rows have answers:
+    a chat without its last message, if that is the answer."""
+    if not job.has_answers or job.data.answer is not None:
+        return tuple(prompts)
+    return tuple(
+        prompt.model_copy(update={"content": prompt.content[:-1]})
+        if _ends_with_it(prompt)
+        else prompt
+        for prompt in prompts
+    )
+
+
+def _ends_with_it(prompt: Prompt) -> bool:
+    content = prompt.content
+    if isinstance(content, str) or len(content) < 2 or CHOSEN in prompt.row:
+        return False
+    return content[-1]["role"] == "assistant"
 
 
 async def given_groups(

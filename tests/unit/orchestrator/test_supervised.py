@@ -14,7 +14,7 @@ from services.orchestrator.loop.groups import to_batch
 from services.orchestrator.loop.metrics import step_metrics
 from services.orchestrator.loop.pipeline import Pipeline, Step, syncs_after
 from services.orchestrator.loop.prompts import load_prompts, with_steps
-from services.orchestrator.loop.supervised import learned, lessons
+from services.orchestrator.loop.supervised import asked, learned, lessons
 from services.orchestrator.pool.services import NOT_GRADED
 from shared.errors import BadRequest
 from shared.job import Job
@@ -42,6 +42,7 @@ def said(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+ASKED = [said("user", "a")]
 CHAT = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]
 
 
@@ -78,6 +79,11 @@ def test_a_chat_teaches_each_answer_after_the_messages_before_it() -> None:
         ({"prompt": "1?", "answer": " "}, "has no answer to learn: column 'answer' is ' '"),
         ({"prompt": "1?", "answer": 1}, "has no answer to learn: column 'answer' is 1"),
         ({"prompt": [CHAT[1]]}, "its chat has no assistant's message to learn; expected one"),
+        ({"prompt": [*ASKED, said("assistant", " ")]}, "expected content that is text"),
+        (
+            {"prompt": [*ASKED, said("assistant", "b") | {"weight": 0.5}]},
+            "an assistant's message has weight 0.5; expected 0 or 1",
+        ),
         ({"prompt": CHAT[:3]}, "has no answer to learn: column 'answer' is None"),
     ],
 )
@@ -92,7 +98,6 @@ def test_a_row_without_an_answer_is_found_when_the_job_is_submitted(
 
 
 DPO: dict[str, Any] = {"training": {"objective": "dpo"}}
-ASKED = [said("user", "a")]
 
 
 @pytest.mark.parametrize(
@@ -357,3 +362,70 @@ def test_what_supervised_steps_have_no_use_for_is_refused(
     with pytest.raises(BadRequest) as raised:
         job(**changes)
     assert message in raised.value.detail
+
+
+REWARDED: dict[str, Any] = {
+    "training": {},
+    "rewards": [{"grader": "length"}],
+    "warmup": {"steps": 2},
+}
+
+
+def sampled_after(job: Job) -> list[Any]:
+    return [prompt.content for prompt in asked(load_prompts(job, Settings()).first(), job)]
+
+
+def test_after_a_warm_up_no_completion_is_sampled_after_the_answer() -> None:
+    assert sampled_after(job([{"prompt": CHAT}], **REWARDED))[0] == tuple(CHAT[:3])
+    unlearned = {**REWARDED, "warmup": {}}
+    assert sampled_after(job([{"prompt": CHAT}], **unlearned))[0] == tuple(CHAT)
+    chosen = job([{"prompt": CHAT, "rejected": "c"}], **DPO)
+    assert sampled_after(chosen)[0] == tuple(CHAT[:3])
+
+
+def test_a_warm_up_ends_before_the_passes_over_the_data_do() -> None:
+    data = {"train": [{"prompt": f"{i}?", "answer": "a"} for i in range(6)], "epochs": 1}
+    short = job(data=data, steps=0, **REWARDED)  # 6 rows of 2 a step
+    assert with_steps(short, 6).steps == 3
+    with pytest.raises(
+        BadRequest, match=r"data.epochs is 1: warmup.steps is 2 and steps 2; expected"
+    ):
+        with_steps(short, 4)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": "a", "rejected": [said("assistant", "a")]}, "are both 'a'"),
+        (
+            {"chosen": [said("assistant", "")], "rejected": "b"},
+            "column 'chosen': an assistant's message has content ''",
+        ),
+    ],
+)
+def test_a_preference_that_teaches_nothing_is_refused(row: dict[str, Any], message: str) -> None:
+    pair = {"prompt": ASKED, "chosen": "b", "rejected": "c"} | row
+    with pytest.raises(BadRequest, match=message):
+        taught(job([pair], **DPO))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training": {"objective": "sft", "dpo_beta": 0.5}}, "training.dpo_beta is 0.5"),
+        ({**REWARDED, "warmup": {"learning_rate": 0.5}}, "warmup.learning_rate is 0.5"),
+    ],
+)
+def test_a_key_that_no_step_uses_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        job(**changes)
+
+
+def test_a_wrong_objective_is_the_only_fault_named() -> None:
+    with pytest.raises(BadRequest, match="got 'SFT'") as raised:
+        job(training={"objective": "SFT"})
+    assert "rewards" not in raised.value.detail
+
+
+def test_given_answers_need_no_bound_of_a_samplers_choice() -> None:
+    assert not job(sampling={"prompts_per_step": 2, "top_p": 0.9}).needs_masks
