@@ -216,6 +216,7 @@ class Running:
                 found |= await self.engine.adapter_digests(adapter)
         return CheckedWeights(
             version=self.serving.version,
+            job_id=self.serving.job_id,
             replica=self.serving.replica,
             num_tensors=len(published),
             differing=differing(found, published),

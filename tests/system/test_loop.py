@@ -607,14 +607,17 @@ def is_rank(pid: int) -> bool:
 def test_adapters_alone_are_moved_and_a_finished_jobs_model_is_called_by_its_id(
     stack: Stack,
 ) -> None:
-    """Two jobs, each with steps that are sampled while the one before trains."""
+    """Two jobs at once on the trainer, each with steps that are sampled while the one before
+    trains."""
     import openai
 
-    ids = []
+    ids, turns = [], 0
     for name in ("first", "second"):
         changes = (f"name={name}", "steps=4", "max_staleness=1", "lora.rank=4", "lora.alpha=64")
         sets = [part for change in changes for part in ("--set", change)]
-        stack.hone("submit", "job.toml", *sets, "--follow")
+        stack.hone("submit", "job.toml", *sets)
+    for name in ("first", "second"):
+        stack.hone("wait", name)
         record = json.loads(stack.hone("get", name, "-o", "json").stdout)
         assert record["status"] == "succeeded", record["error"]
         ids.append(record["id"])
@@ -628,6 +631,8 @@ def test_adapters_alone_are_moved_and_a_finished_jobs_model_is_called_by_its_id(
             row["metrics"]["mismatch/logprob_diff_max"] for row in metrics if row["step"]
         ]
         assert len(differences) == 4
+        turns += sum("time/turn" in row["metrics"] for row in metrics)
+    assert turns > 1, "they took turns"
     client = openai.OpenAI(base_url=f"{stack.urls['rollout']}/v1", api_key="none")
     assert {model.id for model in client.models.list().data} >= set(ids)
     answers = [

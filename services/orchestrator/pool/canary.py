@@ -123,7 +123,7 @@ async def prove(sampler: Client, published: WeightsRef, serving: ServingWeights)
         return
     if problem := fault(ref.canary, serving):
         checked = await _read_back(sampler)
-        if _holds_all(checked) and may_be_rounding(ref.canary, serving):
+        if _holds_all(checked, ref) and may_be_rounding(ref.canary, serving):
             get_logger().warning(
                 "the canary differs, but no tensor that was read back from the engine does",
                 version=ref.version,
@@ -133,7 +133,7 @@ async def prove(sampler: Client, published: WeightsRef, serving: ServingWeights)
             return
         raise SyncFailed(
             f"weight sync: the sampler does not compute with version {ref.version}: {problem} "
-            f"({_describe(checked)})"
+            f"({_describe(checked, ref)})"
         )
 
 
@@ -147,17 +147,26 @@ async def _read_back(sampler: Client) -> CheckedWeights | HoneError:
         return error
 
 
-def _holds_all(checked: CheckedWeights | HoneError) -> bool:
-    """Returns whether every tensor was read back, and none differs. A mixture's experts need not
-    be: some kernels keep them in an order that the sampler does not know."""
+def _is_of_another(checked: CheckedWeights, ref: Published) -> bool:
+    """Whether a job that shares the sampler has loaded a version meanwhile, which was read back."""
+    return checked.job_id is not None and checked.job_id != ref.job_id
+
+
+def _holds_all(checked: CheckedWeights | HoneError, ref: Published) -> bool:
+    """Returns whether every tensor of the version was read back, and none differs. A mixture's
+    experts need not be: some kernels keep them in an order that the sampler does not know."""
     if not isinstance(checked, CheckedWeights) or checked.differing:
+        return False
+    if _is_of_another(checked, ref):
         return False
     return all(EXPERTS in name for name in checked.unread)
 
 
-def _describe(checked: CheckedWeights | HoneError) -> str:
+def _describe(checked: CheckedWeights | HoneError, ref: Published) -> str:
     if isinstance(checked, HoneError):
         return f"its tensors could not be read back: {checked.detail}"
+    if _is_of_another(checked, ref):
+        return "a job that shares the sampler has loaded a version meanwhile"
     if not checked.differing:
         read = checked.num_tensors - len(checked.unread)
         return f"the {read} tensors of the engine that could be read back are those published"
