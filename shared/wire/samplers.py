@@ -94,9 +94,9 @@ class SleepRequest(Fencing):
 
 
 class CheckedWeights(Wire):
-    """`POST /weights/check`: `version` of `job_id` is the version that was loaded last and claims to
-    serve; None: the model that the engine started with. Of `num_tensors` tensors the engine's bytes differ for `differing`;
-    `unread` could not be read back."""
+    """`POST /weights/check`: `version` of `job_id` was loaded last, and claims to serve; None: the
+    model that the engine started with. Of `num_tensors` tensors the engine's bytes differ for
+    `differing`; `unread` could not be read back."""
 
     version: int | None
     job_id: JobId | None = None
