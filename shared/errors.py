@@ -72,6 +72,7 @@ CODES = {
     "not_loaded": "the engine does not hold what it was to load; load again, or another way",
     "not_met": "trainer and sampler do not reach each other this way; send the weights another way",
     "no_adapters": "the engine takes no such adapter; send merged weights",
+    "shared": "the weights would replace those under other jobs' adapters",
     "tensors_differ": "the weights are not of the model that serves and were not loaded",
 }
 """Every code and what it means. The first of each group is the default of its class."""

@@ -125,7 +125,9 @@ class Engine(Protocol):
 
     def save_state(self, folder: Path) -> None: ...
 
-    def load_state(self, folder: Path) -> None: ...
+    def load_state(self, folder: Path, *, optimizer: bool = True) -> None:
+        """Goes on from what `save_state` wrote, or without `optimizer` from its weights alone."""
+        ...
 
     def offload(self) -> None:
         """Moves the states that only an update needs off the device, if possible."""

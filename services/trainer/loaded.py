@@ -52,9 +52,14 @@ class Loaded:
     canary: tuple[int, Canary | None] | None = None
 
     def resume(self, found: Found) -> None:
-        """Resumes from the found checkpoint, if there is one."""
+        """Resumes from the found checkpoint, if there is one, and else begins with the checkpoint
+        that the job names. Raises Conflict for a checkpoint of another model."""
         self.damaged = found.damaged
         if found.path is None or found.manifest is None:
+            training = self.request.job.training
+            if training.start_from is not None:
+                begin = Path(training.start_from) / STATE
+                self.engine.load_state(begin, optimizer=training.start_optimizer)
             return
         self.engine.load_state(found.path / STATE)
         manifest = found.manifest

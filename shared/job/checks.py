@@ -174,6 +174,11 @@ def _is_supervised_whole(job: Job) -> None:
                 f"{key} is set, and no step learns one answer to each prompt; expected "
                 'training.objective "sft", or warmup.steps of 1 or more'
             )
+    if training.start_optimizer and training.start_from is None:
+        raise ValueError(
+            "training.start_optimizer is true and there is no training.start_from; expected the "
+            "checkpoint whose optimizer's state is taken"
+        )
     default = type(training).model_fields["dpo_beta"].default
     if training.objective != "dpo" and training.dpo_beta != default:
         raise ValueError(

@@ -70,6 +70,15 @@ class TrainingSpec(Section):
     completions. `data.answer`, and the columns `chosen` and `rejected`, say what the answers
     are. "program": a program says each step, by Tinker's API, which makes such a job itself."""
 
+    start_from: str | None = Field(default=None, min_length=1, max_length=4096)
+    """A checkpoint of another job, by its folder below `HONE_RUNS_DIR`, whose trained weights this
+    job begins with: of the same base model, and with an adapter of the same shape if there is one.
+    None: the model as it is."""
+
+    start_optimizer: bool = False
+    """Whether the optimizer's state of `start_from` is taken too. Else the optimizer begins
+    anew."""
+
     dpo_beta: float = Field(default=0.1, gt=0)
     """How strongly "dpo" holds the policy near the model that the job began with: the factor on the
     log-ratios of its loss, above 0. 0.1 is usual; lower lets the policy go further."""

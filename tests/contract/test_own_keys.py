@@ -16,10 +16,11 @@ from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store
-from shared.errors import Forbidden, NotFound
+from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http.gate import caller
 from shared.job import Job, LoraSpec
 from shared.settings import Settings
+from shared.weights.checkpoints import STATE
 from shared.wire import ApiKey
 from tests.support import orchestrator_stack
 from tests.support.job_records import JOB
@@ -181,3 +182,27 @@ async def test_names_of_others_are_not_told(
     for path in ("", f"/{hers}", f"/{waiting}"):
         found = await http.get(f"/v1/jobs{path}", headers=alice)
         assert found.status_code == 200 and "secret" not in found.text, found.text
+
+
+async def test_another_keys_checkpoint_is_nothing_to_begin_with(
+    store: Store, settings: Settings
+) -> None:
+    his = await submitted(store, settings, key_of("bob"))
+    folder = settings.runs_dir / his / "checkpoints" / "step-000001"
+    (folder / STATE).mkdir(parents=True)
+
+    def beginning(with_folder: Path) -> Job:
+        training = JOB.training.model_copy(update={"start_from": str(with_folder)})
+        return JOB.model_copy(update={"training": training})
+
+    token = caller.set(key_of("alice"))
+    try:
+        with pytest.raises(NotFound):
+            await submitted(store, settings, caller.get(), beginning(folder))
+        for other in (settings.runs_dir, Path("/etc"), folder / STATE):
+            with pytest.raises(BadRequest, match="is no checkpoint below HONE_RUNS_DIR"):
+                await submitted(store, settings, caller.get(), beginning(other))
+        caller.set(key_of("bob"))
+        assert await submitted(store, settings, caller.get(), beginning(folder))
+    finally:
+        caller.reset(token)

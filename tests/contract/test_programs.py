@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import zstandard
 from services.orchestrator.programs import driving
 from services.orchestrator.tinker import messages, routes
 from shared.errors import Failed, StateLost
+from shared.weights.checkpoints import STATE
 from shared.wire import OptimStepRequest
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
@@ -301,7 +303,12 @@ async def test_what_is_not_there_is_refused_with_a_sentence(
         ),
         ("create_sampling_session", {"base_model": "x"}, 422, "base models are not sampled here"),
         ("create_sampling_session", {"model_path": "x"}, 422, "expected tinker://MODEL/sampler_w"),
-        ("load_weights", {"path": "tinker://a/weights/b"}, 422, "weights are not loaded into"),
+        (
+            "load_weights",
+            {"path": "tinker://a/weights/b"},
+            422,
+            "cannot be loaded into a model that there is",
+        ),
         ("retrieve_future", {"request_id": "nobody:1"}, 404, "nobody"),
         ("get_info", {"model_id": "../x"}, 404, "../x"),
         ("asample", {"sampling_session_id": "x", "seq_id": 1}, 422, "expected a session of this"),
@@ -316,3 +323,54 @@ async def test_a_bad_request_is_refused_with_a_sentence(
     refused = await asked(stack, path, body)
     assert refused.status_code == status, refused.text
     assert message in refused.json()["detail"]
+
+
+async def test_a_model_begins_with_a_checkpoint_of_another(stack: Stack) -> None:
+    first = await created(stack)
+    await result(stack, await post(stack, "forward_backward", call(first, 1, weights=[0, 1])))
+    await result(stack, await post(stack, "optim_step", {"model_id": first, "seq_id": 2, **ADAM}))
+    saving = {"model_id": first, "seq_id": 3, "path": "kept"}
+    path = (await result(stack, await post(stack, "save_weights", saving)))["path"]
+    folder = (await stack.store.checkpoints(first))[-1].path
+    (Path(folder) / STATE).mkdir(parents=True, exist_ok=True)
+    info = await post(stack, "weights_info", {"tinker_path": path})
+    assert info == {"base_model": "owner/model", "is_lora": True, "lora_rank": 4}
+    await result(stack, await post(stack, "unload_model", {"model_id": first}))
+
+    asks = {"session_id": "s", "model_seq_id": 1, "path": path, "optimizer": True}
+    answer = await post(stack, "load_weights", asks)
+    second = answer["model_id"]
+    future = await post(stack, "retrieve_future", {"request_id": answer["request_id"]})
+    assert future == {"type": "load_weights", "model_id": second} and second != first
+    assert (await post(stack, "load_weights", asks))["model_id"] == second
+    job = (await stack.store.get(second)).job
+    assert (job.training.start_from, job.training.start_optimizer) == (folder, True)
+    assert job.lora is not None and job.lora.rank == 4
+    alias = "s:train:1"  # what the SDK calls it by
+    assert (await post(stack, "get_info", {"model_id": alias}))["model_id"] == second
+    step = {"model_id": alias, "seq_id": 1, **ADAM}
+    assert (await result(stack, await post(stack, "optim_step", step)))["type"] == "optim_step"
+    assert 0 in stack.fakes.checkpointed
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "message"),
+    [
+        ({"path": "tinker://{model}/weights/none"}, 404, "has no checkpoint 'none'"),
+        ({"path": "/etc"}, 422, "expected tinker://MODEL/weights/NAME"),
+        ({"session_id": None, "model_id": "{model}"}, 422, "expected a new model"),
+        ({"base_model": "owner/other"}, 422, "expected 'owner/model', the checkpoint's"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_refused(
+    stack: Stack, changes: dict[str, Any], status: int, message: str
+) -> None:
+    model = await created(stack)
+    await result(stack, await post(stack, "forward_backward", call(model, 1, weights=[0, 1])))
+    await result(stack, await post(stack, "optim_step", {"model_id": model, "seq_id": 2, **ADAM}))
+    saving = {"model_id": model, "seq_id": 3, "path": "kept"}
+    path = (await result(stack, await post(stack, "save_weights", saving)))["path"]
+    given = {key: value and value.format(model=model) for key, value in changes.items()}
+    asks = {"session_id": "s", "model_seq_id": 1, "path": path, "optimizer": False} | given
+    response = await asked(stack, "load_weights", asks)
+    assert response.status_code == status and message in response.json()["detail"], response.text

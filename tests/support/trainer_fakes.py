@@ -56,6 +56,7 @@ class FakeEngine:
         self.calls: list[tuple[Example, ...]] = []
         self.closed = False
         self.turns: list[str] = []
+        self.loads: list[tuple[Path, bool]] = []
         self.fault: BaseException | None = None
         self.save_fault: BaseException | None = None
         self.turn_fault: BaseException | None = None
@@ -134,7 +135,8 @@ class FakeEngine:
             raise self.save_fault
         (folder / f"rank-{self.rank}").write_text(str(self.num_updates))
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path, *, optimizer: bool = True) -> None:
+        self.loads.append((folder, optimizer))
         own = folder / f"rank-{self.rank}"
         self.num_updates = int((own if own.exists() else folder / "rank-0").read_text())
 

@@ -70,7 +70,10 @@ class Driving:
         self._serves = self.at
 
     async def run(self) -> int:
-        """Does the operations until the model is unloaded. Returns the trainer's last one."""
+        """Does the operations until the model is unloaded. Returns the trainer's last one. A model
+        that begins with a checkpoint of another job has one of its own before its first."""
+        if self.job.training.start_from and not self.at:
+            await self.services.checkpoint(0)
         number = 0
         while True:
             number += 1

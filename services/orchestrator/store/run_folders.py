@@ -16,11 +16,12 @@ from services.orchestrator.runs.writable import ANSWERS_WITHIN_S
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from shared.errors import Conflict, Failed, Forbidden, HoneError, Unavailable
+from shared.errors import BadRequest, Conflict, Failed, Forbidden, HoneError, Unavailable
 from shared.host.logs import get_logger
 from shared.host.processes import in_own_thread
 from shared.http.gate import own_jobs_of
 from shared.job import Job
+from shared.weights.checkpoints import STATE
 from shared.wire import JobRecord, JobState
 
 WRITTEN_WITHIN_S = 30.0
@@ -37,6 +38,7 @@ by then. Also the seconds between two searches for such folders."""
 async def accept(store: Store, submission: Submission) -> JobRecord:
     """Returns the record and raises as `Store.submit`; raises Unavailable if the run folder cannot
     be written. The folder is removed unless Redis has the job, or may have it."""
+    await _check_start(store, submission)
     await _check_own(store, submission)
     folder, redis = RunFolder(submission.run_dir), store.identity
     prepare = functools.partial(
@@ -55,6 +57,27 @@ async def accept(store: Store, submission: Submission) -> JobRecord:
     else:
         await _discard(folder)
     return record
+
+
+async def _check_start(store: Store, submission: Submission) -> None:
+    """Raises BadRequest for a checkpoint to begin with that is none of a job's, and NotFound for
+    one of a job that is not there for the caller."""
+    start = submission.job.training.start_from
+    if start is None:
+        return
+
+    def place() -> tuple[str, ...] | None:
+        path, root = Path(start).resolve(), submission.runs_dir.resolve()
+        is_one = path.is_relative_to(root) and (path / STATE).is_dir()
+        return path.relative_to(root).parts if is_one else None
+
+    parts = await in_own_thread(place)
+    if parts is None:
+        raise BadRequest(
+            f"training.start_from is {start!r:.200}, which is no checkpoint below HONE_RUNS_DIR; "
+            "`hone checkpoints JOB` lists a job's"
+        )
+    await store.get(parts[0])
 
 
 async def _check_own(store: Store, submission: Submission) -> None:

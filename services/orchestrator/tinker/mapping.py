@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from services.orchestrator.tinker import messages
 from shared.errors import BadRequest
-from shared.job import name_of
+from shared.job import Job, name_of
 from shared.wire import (
     Example,
     OperationOutcome,
@@ -66,7 +66,7 @@ def job_document(body: Mapping[str, Any]) -> dict[str, Any]:
         "steps": ENDLESS,
         "rewards": [],
         "training": {"objective": "program"},
-        "metadata": _metadata(body.get("user_metadata") or {}),
+        "metadata": _metadata(body),
     }
     if lora:
         document["lora"] = {"rank": lora.get("rank"), "alpha": ALPHA}
@@ -74,8 +74,35 @@ def job_document(body: Mapping[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _metadata(given: Mapping[str, Any]) -> dict[str, str]:
-    return {str(name)[:64]: str(value)[:512] for name, value in [*given.items()][:16]}
+def loaded_document(body: Mapping[str, Any], source: Job, checkpoint: str) -> dict[str, Any]:
+    """Returns the job of a new model that begins with a checkpoint of `source`. Raises BadRequest
+    for what is not there."""
+    base = body.get("base_model")
+    if base is not None and base != source.model:
+        raise BadRequest(
+            f"'base_model': got {base!r:.200}, expected {source.model!r}, the checkpoint's"
+        )
+    document = source.model_dump(mode="json", exclude_unset=True, exclude={"metadata"})
+    training = {"start_from": checkpoint, "start_optimizer": body.get("optimizer") is True}
+    return document | {
+        "training": document.get("training", {}) | training,
+        "metadata": _metadata(body),
+    }
+
+
+MODEL = "tinker_model"
+"""The name, in a job's metadata, of the id that the SDK gives a model by itself."""
+
+
+def model_id_of(body: Mapping[str, Any]) -> str:
+    """Returns the id that the SDK gives the model that it creates."""
+    return f"{body.get('session_id')}:train:{body.get('model_seq_id')}"
+
+
+def _metadata(body: Mapping[str, Any]) -> dict[str, str]:
+    given = body.get("user_metadata") or {}
+    own = {str(name)[:64]: str(value)[:512] for name, value in [*given.items()][:15]}
+    return own | {MODEL: model_id_of(body)[:512]}
 
 
 def read_forward_backward(body: bytes) -> tuple[str, int, ProgramOperation]:

@@ -23,6 +23,7 @@ from services.orchestrator.programs.driving import PUT_AWAY
 from services.orchestrator.programs.log import OperationLog
 from services.orchestrator.programs.sampling import Runs
 from services.orchestrator.runs.writable import Writable
+from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted
 from services.orchestrator.store.store import Store
@@ -66,7 +67,41 @@ class Programs:
 
     async def create_model(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits the model as a job. The same model of a session is the same job."""
-        job = parse_job(mapping.job_document(body), "the model asked for")
+        return await self._created(body, mapping.job_document(body))
+
+    async def load_weights(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Submits a model that begins with a checkpoint, as a job."""
+        if body.get("session_id") is None or body.get("model_seq_id") is None:
+            raise BadRequest(
+                f"{body.get('path')!r:.200} cannot be loaded into a model that there is; expected "
+                "a new model: create_training_client_from_state, or ..._with_optimizer"
+            )
+        source, checkpoint = await self._checkpoint(body.get("path"))
+        return await self._created(body, mapping.loaded_document(body, source.job, checkpoint))
+
+    async def weights_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        record, _ = await self._checkpoint(body.get("tinker_path"))
+        lora = record.job.lora
+        return {
+            "base_model": record.job.model,
+            "is_lora": lora is not None,
+            "lora_rank": lora.rank if lora else None,
+        }
+
+    async def _checkpoint(self, path: Any) -> tuple[JobRecord, str]:
+        """Returns the model of a checkpoint's path, and the checkpoint's folder."""
+        found = re.fullmatch(r"tinker://([\w:-]+)/weights/([\w.-]+)", str(path))
+        if not found:
+            raise BadRequest(f"'path': got {path!r:.200}; expected tinker://MODEL/weights/NAME")
+        record = await self._model(found[1])
+        log = OperationLog(Path(record.run_dir))
+        outcome = await asyncio.to_thread(_newest, log, "checkpoint", found[2])
+        if outcome is None or not outcome.path:
+            raise NotFound(f"the model {record.id!r} has no checkpoint {found[2]!r}")
+        return record, outcome.path
+
+    async def _created(self, body: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+        job = parse_job(document, "the model asked for")
         key = f"tinker:{body.get('session_id')}:{body.get('model_seq_id')}"
         record = await accepted(self._store, job, key)
         if record is None:
@@ -127,12 +162,13 @@ class Programs:
                 f"'model_path': got {path!r:.200}; expected tinker://MODEL/sampler_weights/NAME"
             )
         record = await self._model(found[1])
-        step = await asyncio.to_thread(_snapshot, OperationLog(Path(record.run_dir)), found[2])
-        if step is None:
+        log = OperationLog(Path(record.run_dir))
+        outcome = await asyncio.to_thread(_newest, log, "snapshot", found[2])
+        if outcome is None:
             raise NotFound(f"the model {record.id!r} has no snapshot {found[2]!r}")
         return {
             "type": "create_sampling_session",
-            "sampling_session_id": f"{record.id}:{step}",
+            "sampling_session_id": f"{record.id}:{outcome.step}",
         }
 
     async def asample(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -188,7 +224,8 @@ class Programs:
 
     async def _result(self, record: JobRecord, log: OperationLog, rest: str) -> Response | None:
         if rest == "0":
-            return JSONResponse({"type": "create_model", "model_id": record.id})
+            kind = "load_weights" if record.job.training.start_from else "create_model"
+            return JSONResponse({"type": kind, "model_id": record.id})
         kind, _, id = rest.rpartition(":")
         found: Response | None = None
         if kind == "sample" and SAMPLE.fullmatch(id):
@@ -232,8 +269,18 @@ class Programs:
             await self._store.resume(record.id)
         return {"request_id": f"{record.id}:{number}", "model_id": record.id}
 
+    async def _job_id(self, model_id: str) -> str:
+        """Returns the job of a model's id, which the SDK may have made of the session's."""
+        if ":train:" not in model_id:
+            return model_id
+        wanted = Wanted(metadata={mapping.MODEL: model_id})
+        listed = (await self._store.list(None, 1, wanted)).jobs
+        if not listed:
+            raise NotFound(f"there is no model {model_id!r:.200}")
+        return listed[0].id
+
     async def _model(self, model_id: Any) -> JobRecord:
-        record = await self._store.get(str(model_id))
+        record = await self._store.get(await self._job_id(str(model_id)))
         if not record.job.is_program:
             raise NotFound(f"job {model_id!r} is no model of a program")
         return record
@@ -252,12 +299,13 @@ def _name(path: Any) -> str:
     return path
 
 
-def _snapshot(log: OperationLog, name: str) -> int | None:
-    """Returns the version of the newest snapshot with the name."""
+def _newest(log: OperationLog, kind: str, name: str) -> OperationOutcome | None:
+    """Returns the outcome of the newest operation of the kind with the name; None without one, or
+    if it failed."""
     for number in range(log.newest(), 0, -1):
         operation, outcome = log.operation(number), log.outcome(number)
-        if operation and outcome and operation.kind == "snapshot" and operation.name == name:
-            return None if outcome.error else outcome.step
+        if operation and outcome and operation.kind == kind and operation.name == name:
+            return None if outcome.error else outcome
     return None
 
 
@@ -303,11 +351,6 @@ def add_routes(service: Service, programs: Programs) -> None:
     async def nothing(_: dict[str, Any], __: str) -> dict[str, Any]:
         return {}
 
-    async def refused(body: dict[str, Any], _: str) -> dict[str, Any]:
-        raise BadRequest(
-            f"{body.get('path')!r:.200} cannot be loaded: weights are not loaded into a model here"
-        )
-
     answers: dict[str, Answer] = {
         "client/config": nothing,
         "create_session": session,
@@ -318,7 +361,8 @@ def add_routes(service: Service, programs: Programs) -> None:
         "optim_step": programs.optim_step,
         "save_weights": programs.save_weights,
         "save_weights_for_sampler": programs.save_weights_for_sampler,
-        "load_weights": refused,
+        "load_weights": lambda body, _: programs.load_weights(body),
+        "weights_info": lambda body, _: programs.weights_info(body),
         "unload_model": programs.unload_model,
         "create_sampling_session": lambda body, _: programs.create_sampling_session(body),
         "asample": lambda body, _: programs.asample(body),

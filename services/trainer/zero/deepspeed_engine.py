@@ -377,9 +377,11 @@ class DeepSpeedEngine:
         """Writes this rank's share of what is needed to go on to the bit."""
         state.save(self._parts.zero, folder)
 
-    def load_state(self, folder: Path) -> None:
-        """Goes on from what `save_state` wrote."""
+    def load_state(self, folder: Path, *, optimizer: bool = True) -> None:
+        """Goes on from what `save_state` wrote, or without `optimizer` from its weights alone."""
         state.load(self._parts.zero, folder)
+        if not optimizer:
+            internals.forget_moments(self._parts.zero)
 
     def offload(self) -> None:
         """Moves master weights and optimizer into the host's memory. The weights stay on the

@@ -308,6 +308,12 @@ def begin_anew(zero: Any) -> None:
     for each in fragments(zero):
         master, weight = each.of(each.flat), weights[each.name].view(-1)
         master.copy_(weight[each.start : each.start + each.numel])
+    forget_moments(zero)
+
+
+@torch.no_grad()
+def forget_moments(zero: Any) -> None:
+    """Makes the optimizer's state the one before its first step: moments are zero."""
     for master in masters(zero):
         state = zero.basic_optimizer.state.get(master, {})
         for key, value in state.items():

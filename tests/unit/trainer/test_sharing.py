@@ -11,6 +11,7 @@ import pytest
 from services.trainer.trainer import Trainer
 from shared.errors import Conflict, StateLost
 from shared.job import LoraSpec
+from shared.weights.checkpoints import STATE
 from shared.wire import CheckpointRequest, PublishRequest, TrainerJob
 from tests.support.trainer_fakes import (
     Engines,
@@ -155,7 +156,7 @@ def test_an_older_attempt_of_the_job_itself_is_obeyed_no_more(
     assert raised.value.code == "stale"
 
 
-def test_a_turn_that_fails_on_one_rank_fails_on_all_and_a_later_fault_is_that_ranks_own(
+def test_a_turn_that_fails_on_one_rank_fails_on_all(
     tmp_path: Path,
 ) -> None:
     group = Together(2)
@@ -194,3 +195,18 @@ def test_each_job_has_checkpoints_of_its_own(both: tuple[Trainer, Engines]) -> N
             CheckpointRequest(job_id=job_id, step=1, attempt=ATTEMPTS[job_id], epoch=1)
         )
         assert found and f"/{job_id}/" in found.path
+
+
+def test_a_job_begins_with_a_checkpoint_once_and_then_goes_on_from_its_own(tmp_path: Path) -> None:
+    trainer, engines = make_trainer(tmp_path)
+    start = tmp_path / "runs/other/checkpoints/step-000004"
+    (start / STATE).mkdir(parents=True)
+    (start / STATE / "rank-0").write_text("7")
+    request = job_request("a", start_from=str(start), start_optimizer=True)
+    trainer.load_job(request)
+    assert engines[0].loads == [(start / STATE, True)]
+    trainer.write_checkpoint(CheckpointRequest(job_id="a", step=0))
+    next_life, engines = make_trainer(tmp_path)
+    next_life.load_job(request)
+    own = tmp_path / "runs/a/checkpoints/step-000000" / STATE
+    assert engines[0].loads == [(own, True)]
