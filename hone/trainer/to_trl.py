@@ -40,6 +40,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "advantages.credit": (("episode",), "TRL gives all tokens of a completion one advantage"),
     "warmup.steps": ((0,), "each step of TRL's GRPO samples"),
     "training.objective": (("rl",), "TRL's GRPO learns from rewards"),
+    "training.start_from": ((None,), "TRL begins with the model; name the checkpoint as model"),
     "training.loss": (
         ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"),
         'TRL has it as loss "grpo" with importance "sequence"',

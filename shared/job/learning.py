@@ -73,7 +73,7 @@ class TrainingSpec(Section):
     start_from: str | None = Field(default=None, min_length=1, max_length=4096)
     """A checkpoint of another job, by its folder below `HONE_RUNS_DIR`, whose trained weights this
     job begins with: of the same base model, and with an adapter of the same shape if there is one.
-    None: the model as it is."""
+    None: the model as it is, from which `beta` and `dpo_beta` measure in any case."""
 
     start_optimizer: bool = False
     """Whether the optimizer's state of `start_from` is taken too. Else the optimizer begins

@@ -75,6 +75,13 @@ def main(base_model: str) -> None:
     client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
     told = client.forward(data[:3], "cross_entropy").result()
     saved = client.save_state("end").result()
+    twin = service.create_training_client_from_state_with_optimizer(saved.path).result()
+    went_on = []
+    for one in (client, twin):  # they share the trainer
+        one.forward_backward(data[:6], "cross_entropy")
+        one.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        found = one.forward(data[:3], "cross_entropy").result().loss_fn_outputs
+        went_on.append([outputs["logprobs"].tolist() for outputs in found])
     print(
         json.dumps(
             {
@@ -86,6 +93,7 @@ def main(base_model: str) -> None:
                 "advantages": sum(sum(one.loss_fn_inputs["advantages"].data) for one in rewarded),
                 "importance_loss": ratio.metrics["loss:sum"],
                 "path": saved.path,
+                "twins_are_equal": went_on[0] == went_on[1],
             }
         ),
         flush=True,

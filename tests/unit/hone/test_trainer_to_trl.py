@@ -178,6 +178,7 @@ BOUNDS = {
     *("correction.sequence_ratio", "correction.low", "correction.high"),  # of a method
     "correction.truncated_sampling",
     *("training.train_on", "training.dpo_beta", "warmup.learning_rate"),  # of given answers
+    "training.start_optimizer",  # of training.start_from
 }
 
 
