@@ -75,6 +75,7 @@ EXPECTED: dict[tuple[type[Exception], str], Action] = {
     (Failed, "not_seen"): RECOVER,
     (Failed, "not_met"): RECOVER,
     (Failed, "not_loaded"): RECOVER,
+    (Failed, "shared"): RECOVER,
     (Failed, "tensors_differ"): RECOVER,
     (Failed, "out_of_memory"): PAUSE,
     (Failed, "not_finite"): PAUSE,
