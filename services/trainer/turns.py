@@ -84,6 +84,11 @@ class Turns:
         has the turn, and the engine is closed."""
         self._took_turn = True
         try:
+            if (before := self.current) and (engine := self._engine):
+                found: list[object] = []
+                self._ranks.together(lambda: found.append(engine.set_aside()))
+                before.aside = found[0]
+                self.current, self._away[before.request.job_id] = None, before
             self._ranks.together(lambda: self._exchange(job, aside))
         except BaseException:  # undone and raised again: half of it may be in the engine
             self.close_engine()
@@ -92,10 +97,6 @@ class Turns:
         return self._engine
 
     def _exchange(self, job: Job, aside: object) -> None:
-        if (before := self.current) and self._engine:
-            before.aside = self._engine.set_aside()
-            self.current = None
-            self._away[before.request.job_id] = before
         is_new = self._engine is None
         engine = self._engine = self._engine or self._start_engine(job)
         if aside is not None or not is_new:

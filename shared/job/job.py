@@ -298,8 +298,12 @@ class Job(Section):
     def shares_as(self) -> str | None:
         """A digest of all that jobs have alike which may share a trainer and its samplers: the base
         model, the shape of their adapters, and what the engines are started with. None: the job has
-        the trainer to itself. Under ZeRO-3 no adapter is whole on a rank."""
-        if not (self.trains and self.served_rank) or self.memory.zero_stage == 3:
+        the trainer to itself. Under ZeRO-3 no adapter is whole on a rank, and DeepSpeed's CPU Adam
+        keeps powers of its betas from one step to the next, whichever job took it."""
+        memory = self.memory
+        if memory.zero_stage == 3 or memory.offload_optimizer:
+            return None
+        if not (self.trains and self.served_rank):
             return None
         alike = {
             "model": [self.model, self.model_revision, self.training.dtype, self.max_model_len],

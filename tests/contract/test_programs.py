@@ -374,3 +374,10 @@ async def test_what_cannot_be_loaded_is_refused(
     asks = {"session_id": "s", "model_seq_id": 1, "path": path, "optimizer": False} | given
     response = await asked(stack, "load_weights", asks)
     assert response.status_code == status and message in response.json()["detail"], response.text
+
+
+async def test_a_forward_pass_of_another_loss_is_refused(stack: Stack) -> None:
+    model = await created(stack)
+    body = call(model, 1, loss="ppo", forward_only=True, logprobs=[0, -1], advantages=[0, 1])
+    response = await asked(stack, "forward", body)
+    assert response.status_code == 422 and "expected 'cross_entropy'" in response.json()["detail"]

@@ -60,6 +60,7 @@ class FakeEngine:
         self.fault: BaseException | None = None
         self.save_fault: BaseException | None = None
         self.turn_fault: BaseException | None = None
+        self.aside_fault: BaseException | None = None
         self.skip = False
 
     @property
@@ -141,6 +142,8 @@ class FakeEngine:
         self.num_updates = int((own if own.exists() else folder / "rank-0").read_text())
 
     def set_aside(self) -> tuple[int, list[tuple[Example, ...]]]:
+        if self.aside_fault is not None:
+            raise self.aside_fault
         return self.num_updates, self.calls
 
     def take_up(self, job: Job, aside: tuple[int, list[tuple[Example, ...]]] | None) -> None:

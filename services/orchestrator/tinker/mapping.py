@@ -126,6 +126,11 @@ def read_forward_backward(body: bytes) -> tuple[str, int, ProgramOperation]:
             f"loss_fn_config has {unknown[0]!r}; expected {', '.join(known) or 'no key'} with "
             f"loss_fn {name!r}"
         )
+    if message.forward_only and name != "cross_entropy":
+        raise BadRequest(
+            f"loss_fn is {name!r} of a forward; expected 'cross_entropy': a forward pass gives "
+            "log-probs, and of other losses no sum"
+        )
     if not message.data:
         raise BadRequest("'data' is empty; expected at least one datum")
     loss = TokenLoss(name=name, **{known[key]: value for key, value in config.items()})

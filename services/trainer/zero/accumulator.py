@@ -70,17 +70,9 @@ class Accumulator:
         try:
             total, logprobs = self._add(call)
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            sentence = f"out of memory ({first_line(error)}); {usage(self._updater.device)}"
-            if dist.get_world_size() > 1:
-                raise OutOfMemory(f"{sentence}; this rank cannot go on from here") from None
+            refused = self._out_of_memory(error)
             self._again(call)
-            raise Failed(
-                f"{sentence}; the gradient is as it was. Lower memory.micro_batch_tokens or send "
-                "shorter examples",
-                code="out_of_memory",
-            ) from None
+            raise refused from None
         if not math.isfinite(total):
             self._again(call)
             raise Failed(
@@ -123,11 +115,32 @@ class Accumulator:
 
     def _make_again(self) -> None:
         """Makes the gradient of the calls that were set aside."""
-        if not self._is_made:
-            before = random_state()
+        if self._is_made:
+            return
+        before = random_state()
+        try:
             self._add_all()
+        except (MemoryError, RuntimeError) as error:
+            refused = self._out_of_memory(error)
+            drop_gradients(self._updater.zero)
             restore_random_state(before)
-            self._is_made = True
+            raise refused from None
+        restore_random_state(before)
+        self._is_made = True
+
+    def _out_of_memory(self, error: Exception) -> Failed:
+        """Returns the error of a call for which this rank has no memory, which it can undo. Raises
+        OutOfMemory if it cannot, beside other ranks, and any other error as it is."""
+        if not is_out_of_memory(error):
+            raise error
+        sentence = f"out of memory ({first_line(error)}); {usage(self._updater.device)}"
+        if dist.get_world_size() > 1:
+            raise OutOfMemory(f"{sentence}; this rank cannot go on from here") from None
+        return Failed(
+            f"{sentence}; the gradient is as it was. Lower memory.micro_batch_tokens or send "
+            "shorter examples",
+            code="out_of_memory",
+        )
 
     def _again(self, failed: _Call) -> None:
         """Makes the gradient again, of the calls before the failed one."""

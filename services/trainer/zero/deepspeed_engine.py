@@ -379,9 +379,11 @@ class DeepSpeedEngine:
 
     def load_state(self, folder: Path, *, optimizer: bool = True) -> None:
         """Goes on from what `save_state` wrote, or without `optimizer` from its weights alone."""
+        own = internals.random_state()
         state.load(self._parts.zero, folder)
         if not optimizer:
             internals.forget_moments(self._parts.zero)
+            internals.restore_random_state(own)
 
     def offload(self) -> None:
         """Moves master weights and optimizer into the host's memory. The weights stay on the

@@ -180,6 +180,8 @@ class Snapshot:
         for master, saved, state in zip(tensors, self.masters, self.states, strict=True):
             saved.restore(master)
             current = zero.basic_optimizer.state[master]
+            if state and not current:  # an engine that has not stepped yet
+                current.update(new_state(zero, master))
             for key, value in current.items():
                 if not isinstance(value, Tensor):
                     current[key] = state.get(key, 0)
@@ -189,6 +191,17 @@ class Snapshot:
                     value.zero_()
         _wait(tensors)
         masters_to_weights(zero)
+
+
+STEPS = "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def new_state(zero: Any, flat: Tensor) -> dict[str, Any]:
+    """Returns a new optimizer state for `flat`, as the optimizer makes it at its first step."""
+    in_torch = isinstance(zero.basic_optimizer, torch.optim.AdamW)
+    count = torch.zeros((), dtype=torch.float32, device=flat.device) if in_torch else 0
+    return {STEPS: count} | {what: torch.zeros_like(flat.detach()) for what in MOMENTS}
 
 
 def _wait(tensors: list[Tensor]) -> None:

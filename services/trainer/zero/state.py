@@ -28,18 +28,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from services.trainer.zero.internals import (
+    MOMENTS,
+    STEPS,
     Fragment,
     every_rank_has_all,
     fragments,
     masters_to_weights,
+    new_state,
     random_state,
     restore_random_state,
 )
 from shared.errors import Conflict
 
 MASTER = "master"
-STEPS = "step"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 FILE_BYTES = 1 << 30
 
 
@@ -162,17 +163,10 @@ def _restore(zero: Any, fragment: Fragment, saved: Saved) -> None:
         return
     state = zero.basic_optimizer.state[fragment.flat]
     if not state:
-        state.update(_new_state(zero, fragment.flat))
+        state.update(new_state(zero, fragment.flat))
     state[STEPS] = state[STEPS].fill_(steps) if isinstance(state[STEPS], Tensor) else steps
     for what in MOMENTS:
         saved.read(f"{what}/{fragment.name}", start, end, fragment.of(state[what]))
-
-
-def _new_state(zero: Any, flat: Tensor) -> dict[str, Any]:
-    """Returns a new optimizer state for `flat`, as the optimizer makes it at its first step."""
-    in_torch = isinstance(zero.basic_optimizer, torch.optim.AdamW)
-    count = torch.zeros((), dtype=torch.float32, device=flat.device) if in_torch else 0
-    return {STEPS: count} | {what: torch.zeros_like(flat.detach()) for what in MOMENTS}
 
 
 def _random_file(folder: Path) -> Path:

@@ -222,6 +222,7 @@ class Updater:
         progress = Progress(training.epochs * len(minibatches))
         num_tokens = sum(map(num_sampled, examples))
         metrics = StepMetrics(self.device, training, self._correction, version, num_tokens)
+        zero_stages.set_optimizer(self.zero, self.job.training)
         for group in self.zero.optimizer.param_groups:
             group["lr"] = learning_rate
         undo = Undo(random_state())

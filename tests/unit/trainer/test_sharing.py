@@ -174,6 +174,18 @@ def test_a_turn_that_fails_on_one_rank_fails_on_all(
     )
 
 
+def test_what_cannot_be_set_aside_on_one_rank_is_loaded_on_none(tmp_path: Path) -> None:
+    group = Together(2)
+    made = [make_trainer(tmp_path / str(rank), ThreadRanks(group, rank)) for rank in range(2)]
+    trainers = [trainer for trainer, _ in made]
+    for request in (shared("a", 5), shared("b", 7, (5,))):
+        on_all(*(partial(trainer.load_job, request) for trainer in trainers))
+    made[1][1][0].aside_fault = RuntimeError("no memory")
+    errors = on_all(*(partial(do, trainer, "a", 1) for trainer in trainers))
+    assert ["no memory" in str(error) for error in errors] == [True, True]
+    assert [trainer.state().sharing for trainer in trainers] == [(), ()]
+
+
 def test_the_newest_attempt_is_remembered_for_restarted_ranks(
     both: tuple[Trainer, Engines], tmp_path: Path
 ) -> None:
