@@ -44,10 +44,14 @@ class Example(Wire):
     `old_logprobs` `[T]` are the sampler's `logprobs`, in nats, each by the weights that sampled the
     token; empty: unknown, taken to be the trainer's own. `advantages` `[T]` are per token and
     replace `advantage`; empty: `advantage` counts for all tokens. `spans` empty: sampled by no
-    job's weights, as far as is known."""
+    job's weights, as far as is known.
+
+    `context_ids` `[T]` are what the model reads in the completion's places, where that is not
+    `token_ids`; then `token_ids` are targets alone. Empty: `token_ids`."""
 
     prompt_token_ids: TokenIds
     token_ids: TokenIds
+    context_ids: TokenIds = TokenIds()
     old_logprobs: Logprobs = Logprobs()
     advantage: float
     advantages: Logprobs = Logprobs()

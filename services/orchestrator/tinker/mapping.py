@@ -165,20 +165,18 @@ def _example(datum: Any, loss: str, at: int) -> Example:
                 f"{where}, {name!r} has the shape {values.shape}, expected {inputs.shape}, one for "
                 "each token of model_input"
             )
-    if (targets[:-1] != inputs[1:]).any():
-        raise BadRequest(
-            f"{where}: target_tokens are not model_input moved by one token; expected that: other "
-            "targets are not there"
-        )
     weights, *rest = INPUTS[loss][::-1]
     missing = [name for name in rest if name not in given]
     if missing or (weights not in given and loss != "cross_entropy"):
         raise BadRequest(f"{where} has no {(missing or [weights])[0]!r}, which {loss!r} needs")
     advantages = given.get(weights, np.ones(len(inputs), "<f4")).astype("<f4")
     old = given["logprobs"].astype("<f4") if rest else np.zeros(0, "<f4")
+    is_moved = (targets[:-1] == inputs[1:]).all()
+    read = np.append(inputs[1:], targets[-1:]).astype("<i4")
     return Example(
         prompt_token_ids=TokenIds(inputs[:1].astype("<i4").tobytes()),
         token_ids=TokenIds(targets.tobytes()),
+        context_ids=TokenIds() if is_moved else TokenIds(read.tobytes()),
         old_logprobs=Logprobs(old.tobytes()),
         advantage=1.0,
         advantages=Logprobs(advantages.tobytes()),

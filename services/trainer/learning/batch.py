@@ -54,6 +54,7 @@ from services.trainer.learning.examples import (
     floats,
     integers,
     num_sampled,
+    read_ids,
     sampled_positions,
     versions,
 )
@@ -165,10 +166,7 @@ def _pack(
 def _sequences(examples: Sequence[Example], layout: Layout) -> list[NDArray[np.int32]]:
     """Returns the tokens of each example that the model computes: all of them, or in the layout
     "shared" all before the last sampled token, which is only a target."""
-    sequences = [
-        np.concatenate([integers(example.prompt_token_ids), integers(example.token_ids)])
-        for example in examples
-    ]
+    sequences = [read_ids(example) for example in examples]
     if layout != "shared":
         return sequences
     ends = [

@@ -29,6 +29,12 @@ def floats(packed: Logprobs) -> NDArray[np.float32]:
     return np.frombuffer(packed.data, "<f4")
 
 
+def read_ids(example: Example) -> NDArray[np.int32]:
+    """Returns the token ids that the model reads, prompt and completion."""
+    completion = example.context_ids or example.token_ids
+    return np.concatenate([integers(example.prompt_token_ids), integers(completion)])
+
+
 def sampled_positions(example: Example) -> NDArray[np.intp]:
     """Returns the positions of the completion's tokens that the policy sampled, ascending. Its
     other tokens are context."""
@@ -96,7 +102,7 @@ def _wrong_length(example: Example) -> str | None:
             f"has {num_prompt} prompt tokens and {num_tokens} completion tokens; expected at least "
             "1 completion token, and a token before the first sampled one"
         )
-    for name in ("old_logprobs", "advantages", "sampled", "kept_counts"):
+    for name in ("context_ids", "old_logprobs", "advantages", "sampled", "kept_counts"):
         length = len(getattr(example, name))
         if length not in (0, num_tokens):
             return f"has {length} {name}, expected {num_tokens}, one per completion token, or none"
@@ -140,6 +146,7 @@ def _wrong_ids(example: Example, vocab_size: int) -> str | None:
     for place, packed in (
         ("prompt token", example.prompt_token_ids),
         ("completion token", example.token_ids),
+        ("context token", example.context_ids),
         ("kept id", example.kept_ids),
     ):
         ids = integers(packed)

@@ -14,7 +14,7 @@ import pytest
 from shared.errors import HoneError
 from shared.job import Job
 from shared.wire import Example, Optimization, TokenLoss
-from shared.wire.packed import Logprobs
+from shared.wire.packed import Logprobs, TokenIds
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (
@@ -62,12 +62,14 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def examples(model) -> tuple[Example, ...]:
-    """Each token has an advantage of its own."""
+    """Each token has an advantage of its own, and the model reads other tokens than the targets of
+    the first example."""
     found = []
     for one in some_examples(model):
         advantages = Logprobs([one.advantage * (-0.7) ** t for t in range(len(one.token_ids))])
         found.append(one.model_copy(update={"advantages": advantages}))
-    return tuple(found)
+    read = TokenIds([id + 1 for id in found[0].token_ids])
+    return (found[0].model_copy(update={"context_ids": read}), *found[1:])
 
 
 def run(job: Job, script: Sequence[Any], folder: Path) -> list[Any]:
@@ -97,7 +99,8 @@ def logprobs_of(policy: Any, example: Example) -> Any:
     """At temperature 1, from whole logits."""
     import torch
 
-    ids = torch.tensor([[*example.prompt_token_ids, *example.token_ids]])
+    read = example.context_ids or example.token_ids
+    ids = torch.tensor([[*example.prompt_token_ids, *read]])
     logits = policy(ids).logits[0, len(example.prompt_token_ids) - 1 : -1]
     return torch.log_softmax(logits, -1)[range(len(example.token_ids)), list(example.token_ids)]
 

@@ -10,7 +10,7 @@ from services.trainer.learning.batch import collate, plan
 from services.trainer.learning.examples import UNKNOWN, allowed_versions, check
 from shared.errors import BadRequest
 from shared.wire import Example, Span
-from shared.wire.packed import Logprobs
+from shared.wire.packed import Logprobs, TokenIds
 from tests.support.engine_ranks import a_job
 
 
@@ -56,6 +56,15 @@ def test_a_packed_row_holds_the_sequences_end_to_end_and_positions_begin_again()
 def test_trap_pad_equal_to_eos_masks_neither():
     batch = collate([example((0, 0), (0, 0)), example((0,), (0,))])
     assert batch.attention_mask_BT.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_targets_may_be_other_tokens_than_the_model_reads(layout):
+    one = example([7], [8, 9, 5]).model_copy(update={"context_ids": TokenIds([1, 2, 3])})
+    batch = collate([one, example([7], [1, 4])], layout=layout)
+    assert batch.targets_N.tolist() == [8, 9, 5, 1, 4]
+    read = batch.input_ids_BT[batch.rows_N, batch.columns_N].tolist()
+    assert read == [7, 1, 2, 7, 1]
 
 
 def test_a_rank_without_rows_gets_a_dummy_of_weight_zero():
@@ -183,6 +192,8 @@ def test_context_may_stand_in_for_the_prompt():
             "has 1 old_logprobs, expected 2, one per completion token, or none",
         ),
         (bad_example(advantages=(1.0,)), "has 1 advantages, expected 2"),
+        (bad_example(context_ids=(1,)), "has 1 context_ids, expected 2"),
+        (bad_example(context_ids=(1, 64)), "token id 64 at context token 1, expected 0 to 63"),
         (bad_example(sampled=(1, 0, 1)), "has 3 sampled, expected 2"),
         (bad_example(sampled=(0, 0)), "has no sampled token among 2, expected at least 1"),
         (bad_example(sampled=(1, 2)), "has sampled 2 at completion token 1, expected 0 or 1"),
