@@ -44,14 +44,23 @@ async def sampled_group(
     rollouts = await engine.sample(
         ids,
         sampling,
-        owner=owner_of(request),
-        salt=running.salt(request.job_id, request.known.version if request.known else None),
+        owner="" if request.own_weights else owner_of(request),
+        salt=_salt(request, running),
         deadline_s=request.deadline_s,
         adapter=adapter,
     )
     if turn:
         rollouts = await _with_messages(turn, ids, rollouts, engine)
     return group.model_copy(update={"rollouts": rollouts})
+
+
+def _salt(request: GenerateRequest, running: Running) -> str:
+    """Returns the key of the prefixes that these weights have cached."""
+    if request.snapshot is not None:
+        return request.snapshot.adapter
+    if request.own_weights:
+        return "own weights"
+    return running.salt(request.job_id, request.known.version if request.known else None)
 
 
 async def given_group(request: GenerateRequest, engine: Engine) -> RolloutGroup:

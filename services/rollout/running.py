@@ -141,6 +141,15 @@ class Running:
         }
         self.adapters.kept = frozenset(self.of_jobs)
 
+    def check_base(self) -> None:
+        """Raises Conflict, code "no_adapters", if the model has not its own weights."""
+        if not self.is_base:
+            raise Conflict(
+                "other weights have replaced the model's own, so neither these nor an adapter of "
+                "theirs can be sampled",
+                code="no_adapters",
+            )
+
     def check_version(self, min_version: int | None, job_id: str | None) -> None:
         """Raises Conflict, code "out_of_order", for a version that does not serve yet."""
         serving = self.served_to(job_id).weights

@@ -26,16 +26,18 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from services.rollout.engine import Engine, Starter
+from services.rollout.engine import Adapter, Engine, Starter
 from services.rollout.fencing import Fences, Requests, owner_of, stale, taken
 from services.rollout.groups import given_group, sampled_group
 from services.rollout.running import LOST, Running, Served, Start
-from services.rollout.weights.adapters import LoadedAdapters
+from services.rollout.weights.adapters import Held, LoadedAdapters
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.loading import Load
+from services.rollout.weights.methods import ProvenAdapter, prove
 from services.rollout.weights.proofs import Expected, expected_of
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
 from shared.host.logs import get_logger
@@ -44,6 +46,7 @@ from shared.weights.meeting import memory_space
 from shared.wire import (
     Aborted,
     AbortRequest,
+    AdapterWeights,
     CheckedWeights,
     EngineSpec,
     GenerateRequest,
@@ -268,12 +271,38 @@ class Sampler:
             group = await given_group(request, (await self._alive()).engine)
             return group.model_copy(update={"replica": self.serving.replica})
         running = await self._ready()
-        self._fences.check(request, running.served_to(request.job_id).weights)
-        running.check_version(request.min_version, request.job_id)
-        with running.serving_adapter(request.job_id) as adapter:
+        with await self._adapter_for(request, running) as adapter:
             work = sampled_group(request, running, adapter)
             group = await self.requests.run(request, work)
         return group.model_copy(update={"replica": self.serving.replica})
+
+    async def _adapter_for(
+        self, request: GenerateRequest, running: Running
+    ) -> AbstractContextManager[Adapter | None]:
+        """Keeps the adapter that the request is sampled by loaded; None: the model's weights are
+        enough. Raises Conflict for weights that the request may not have."""
+        if request.snapshot is None and not request.own_weights:
+            self._fences.check(request, running.served_to(request.job_id).weights)
+            running.check_version(request.min_version, request.job_id)
+            return running.serving_adapter(request.job_id)
+        self._fences.check_asker(request)
+        running.check_base()
+        if request.snapshot is None:
+            return contextlib.nullcontext()
+        return running.adapters.using(await self._snapshot(request.snapshot, running))
+
+    async def _snapshot(self, ref: AdapterWeights, running: Running) -> Held:
+        """Returns the adapter, loaded."""
+        if held := running.adapters.snapshot(ref.adapter):
+            return held
+        async with self._change:
+            running = await self._ready()
+            running.check_base()
+            if held := running.adapters.snapshot(ref.adapter):
+                return held
+            proven = await prove(ref, running.expected, self.copies)
+            assert isinstance(proven, ProvenAdapter), "the method is lora"
+            return await running.adapters.load_snapshot(ref, proven.copy)
 
     async def abort(self, request: AbortRequest) -> Aborted:
         """Ends the job's requests up to this fence, and refuses later ones; or ends only the

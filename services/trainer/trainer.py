@@ -287,6 +287,8 @@ class Trainer:
                 f"got method {request.method!r} for job {request.job_id!r}, which has no [lora] "
                 "and so no adapter to publish"
             )
+        if request.snapshot is not None and not is_adapter:
+            raise BadRequest(f'got a snapshot by method {request.method!r}; expected "lora"')
         engine, publisher = loaded.engine, loaded.publisher
         size_bytes = 4 * engine.num_trainable if is_adapter else engine.weights_bytes
 

@@ -56,6 +56,9 @@ class StoredFile(Wire):
         return cls(size_bytes=size_bytes, crc32=crc32)
 
 
+SNAPSHOTS = "snapshots"
+"""The folder, in a run folder, of adapters that stay for samplers."""
+
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 FILES = (CONFIG, WEIGHTS)

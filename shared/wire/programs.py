@@ -10,6 +10,7 @@ from shared.wire.base import Wire
 from shared.wire.packed import Logprobs, TokenIds
 from shared.wire.rollouts import RolloutGroup, Sampling
 from shared.wire.training import Example, Optimization, TokenLoss
+from shared.wire.weights import AdapterWeights
 
 
 class ProgramOperation(Wire):
@@ -31,7 +32,9 @@ class ProgramOperation(Wire):
 
 class OperationOutcome(Wire):
     """What an operation did. `error` says why it failed: of the `user`, or of the server. `step`
-    is the trainer's last operation at its end, and so the weights' version."""
+    is the trainer's last operation at its end, and so the weights' version. `path` is of a
+    checkpoint. `adapter` is a snapshot's, in the run folder; None: the model has no adapter that
+    samplers take, and its newest snapshot alone is sampled."""
 
     step: int = 0
     error: str | None = None
@@ -40,13 +43,24 @@ class OperationOutcome(Wire):
     logprobs: Logprobs = Logprobs()
     grad_norm: float = 0.0
     path: str = ""
+    adapter: AdapterWeights | None = None
+
+
+class SamplingSession(Wire):
+    """The weights that a session samples by: the snapshot of version `step`, by its `adapter` if it
+    has one; or the base model (`own_weights`). `of_path` is the path by which it was opened."""
+
+    step: int = 0
+    adapter: AdapterWeights | None = None
+    own_weights: bool = False
+    of_path: str | None = None
 
 
 class SampleOrder(Wire):
-    """Samples that a program asked for: of the snapshot of version `step`. `prompt_logprobs` says
-    for how many of the prompt's last tokens log-probs are wanted; 0: for all; None: for none."""
+    """Samples that a program asked for in a session. `prompt_logprobs` says for how many of the
+    prompt's last tokens log-probs are wanted; 0: for all; None: for none."""
 
-    step: int
+    session: SamplingSession
     prompt_token_ids: TokenIds
     sampling: Sampling
     prompt_logprobs: int | None = None

@@ -9,6 +9,7 @@ from pydantic import Field
 from shared.documented import Plain
 from shared.wire.base import Fenced, Fencing, JobId, Message, Wire
 from shared.wire.packed import Logprobs, Mask, TokenIds
+from shared.wire.weights import AdapterWeights
 
 
 class Prompt(Wire):
@@ -70,6 +71,9 @@ class GenerateRequest(Fencing):
     in the tokens that the model would have sampled, with an end-of-sequence token and without
     log-probs. Weights need not serve.
 
+    A job may name a `snapshot`, an adapter of its base model, or `own_weights`, the base model
+    without one: these sample then, whatever serves.
+
     With `prompt_logprobs` the group has the prompt's log-probs too.
 
     With `tool_choice` "none" the calls in an answer stay text. A prompt that is too long is
@@ -81,6 +85,8 @@ class GenerateRequest(Fencing):
 
     job_id: JobId | None = None
     min_version: int | None = None
+    snapshot: AdapterWeights | None = None
+    own_weights: bool = False
     prompt: str | tuple[Message, ...] | None = None
     prompt_token_ids: TokenIds | None = None
     template_args: dict[str, Plain] = {}

@@ -14,10 +14,12 @@ from shared.wire.packed import Logprobs, TokenIds
 
 class PublishRequest(Fenced):
     """`POST /publish_weights`: make version `version` (the trainer's step; else 409) loadable by
-    samplers."""
+    samplers. `snapshot`, of the method "lora" alone: the number under which the adapter stays in
+    the run folder, until it is removed there."""
 
     version: int = Field(ge=0)
     method: SyncMethod
+    snapshot: int | None = Field(default=None, ge=0)
 
 
 class Canary(Wire):

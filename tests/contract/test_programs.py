@@ -16,7 +16,7 @@ from services.orchestrator.programs import driving
 from services.orchestrator.tinker import messages, routes
 from shared.errors import Failed, StateLost
 from shared.weights.checkpoints import STATE
-from shared.wire import OptimStepRequest
+from shared.wire import GenerateRequest, OptimStepRequest
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 
@@ -144,6 +144,78 @@ async def test_a_model_learns_serves_and_ends(stack: Stack) -> None:
     ended = await post(stack, "unload_model", {"model_id": model})
     assert (await result(stack, ended))["type"] == "unload_model"
     assert (await stack.until(model)).status == "succeeded"
+
+
+ORDER = {
+    "num_samples": 1,
+    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+    "sampling_params": {"max_tokens": 4},
+}
+
+
+async def session_on(stack: Stack, number: int = 0, **weights: str) -> str:
+    body = {"session_id": "s", "sampling_session_seq_id": number, **weights}
+    return (await post(stack, "create_sampling_session", body))["sampling_session_id"]
+
+
+async def sampled_by(stack: Stack, session: str, number: int = 0) -> GenerateRequest:
+    """Samples once in the session, and returns what the sampler was asked for."""
+    asked_for: list[GenerateRequest] = []
+
+    async def note(body: GenerateRequest) -> None:
+        asked_for.append(body)
+
+    stack.fakes.fault["generate"] = note
+    order = ORDER | {"sampling_session_id": session, "seq_id": number}
+    sample = await post(stack, "asample", order)
+    async with asyncio.timeout(60):
+        while True:
+            done = await asked(stack, "retrieve_future", {"request_id": sample["request_id"]})
+            if done.status_code != 408:
+                break
+    assert done.headers["content-type"] == "application/x-protobuf", done.text
+    (request,) = asked_for
+    return request
+
+
+async def snapshot(stack: Stack, model: str, number: int, name: str | None) -> Any:
+    body = {"model_id": model, "seq_id": number, "path": name}
+    return await result(stack, await post(stack, "save_weights_for_sampler", body))
+
+
+async def test_every_snapshot_can_be_sampled_also_of_a_model_that_has_ended(stack: Stack) -> None:
+    model = await created(stack)
+    first = (await snapshot(stack, model, 1, None))["sampling_session_id"]
+    await post(stack, "forward_backward", call(model, 2))
+    await result(stack, await post(stack, "optim_step", {"model_id": model, "seq_id": 3, **ADAM}))
+    path = (await snapshot(stack, model, 4, "new"))["path"]
+    second = await session_on(stack, model_path=path)
+    for session, version in ((first, 0), (second, 2)):
+        request = await sampled_by(stack, session)
+        assert request.snapshot is not None and request.snapshot.version == version
+        assert (request.job_id, request.own_weights) == (model, False)
+    other = await session_on(stack, 1, model_path=path)
+    assert (await sampled_by(stack, other)).snapshot, "number 0 is free in each session"
+
+    await result(stack, await post(stack, "unload_model", {"model_id": model}))
+    await stack.until(model)
+    twin = await created(stack, "t")
+    late = await session_on(stack, 2, model_path=path)
+    request = await sampled_by(stack, late)
+    assert request.job_id == twin and request.snapshot and request.snapshot.job_id == model
+    told = await stack.http.get(f"/api/v1/samplers/{late}")
+    assert told.json() == {"sampler_id": late, "base_model": "owner/model", "model_path": path}
+
+
+async def test_a_base_model_is_sampled_beside_a_model_or_by_one_of_its_own(stack: Stack) -> None:
+    alone = await session_on(stack, base_model="owner/model")
+    request = await sampled_by(stack, alone)
+    assert request.own_weights and request.snapshot is None
+    assert await session_on(stack, base_model="owner/model") == alone, "it is the same session"
+    job = (await stack.get(str(request.job_id))).job
+    assert job.lora is not None and job.lora.rank == 32
+    beside = await session_on(stack, 1, base_model="owner/model")
+    assert beside.startswith(f"{request.job_id}:"), "it samples beside the model that runs"
 
 
 async def test_operations_are_done_in_the_order_of_their_numbers(stack: Stack) -> None:
@@ -301,7 +373,8 @@ async def test_what_is_not_there_is_refused_with_a_sentence(
             422,
             "is 'muon'; expected 'adamw'",
         ),
-        ("create_sampling_session", {"base_model": "x"}, 422, "base models are not sampled here"),
+        ("create_sampling_session", {"base_model": "x"}, 422, "there is no folder 'x' here"),
+        ("create_sampling_session", {}, 422, "'base_model': got None; expected a model's folder"),
         ("create_sampling_session", {"model_path": "x"}, 422, "expected tinker://MODEL/sampler_w"),
         (
             "load_weights",

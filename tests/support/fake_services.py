@@ -241,6 +241,8 @@ class FakeServices:
                 prompt_token_ids=PROMPT_IDS, rollouts=tuple(map(_given, body.answers))
             )
         version = self.serving.version
+        if body.snapshot is not None or body.own_weights:
+            version = body.snapshot.version if body.snapshot else 0
         if version is None or version < (body.min_version or 0):
             raise Conflict(
                 f"serving version {version}, asked for {body.min_version}", code="out_of_order"
@@ -389,7 +391,7 @@ class FakeServices:
         where = WHERE.get(body.method, {"path": "/w"})
         return WeightsRef.model_validate(
             {
-                **body.model_dump(),
+                **body.model_dump(exclude={"snapshot"}),
                 **where,
                 "digest": f"digest-{body.version}",
                 "size_bytes": 1,

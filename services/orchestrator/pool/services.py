@@ -59,6 +59,7 @@ from shared.wire import (
     Rollout,
     RolloutGroup,
     Sampling,
+    SamplingSession,
     Score,
     ScoreItem,
     ScoreRequest,
@@ -336,21 +337,23 @@ class Services:
     async def sample(
         self,
         prompt_token_ids: TokenIds,
-        min_version: int,
+        session: SamplingSession,
         *,
         key: str,
         sampling: Sampling,
         prompt_logprobs: bool = False,
     ) -> RolloutGroup:
-        """Returns the completions of a prompt of token ids, by `sampling`; with `prompt_logprobs`
-        the prompt's log-probs too."""
+        """Returns the completions of a prompt of token ids, by the session's weights and
+        `sampling`; with `prompt_logprobs` the prompt's log-probs too."""
         body = GenerateRequest(
             **self._fence(),
             prompt_token_ids=prompt_token_ids,
             deadline_s=self.settings.generate_deadline_s,
             fit=True,
             sampling=sampling,
-            min_version=min_version,
+            min_version=session.step,
+            snapshot=session.adapter,
+            own_weights=session.own_weights,
             prompt_logprobs=prompt_logprobs,
         )
         return await self._sampled(body, key)
@@ -501,9 +504,11 @@ class Services:
         )
 
     @waits_for("trainer", "publishing weights", "publish")
-    async def publish_weights(self, version: int, method: SyncMethod) -> WeightsRef:
+    async def publish_weights(
+        self, version: int, method: SyncMethod, snapshot: int | None = None
+    ) -> WeightsRef:
         tracing.note(version=version, weight_sync=method)
-        body = PublishRequest(**self._fence(), version=version, method=method)
+        body = PublishRequest(**self._fence(), version=version, method=method, snapshot=snapshot)
         deadline_s = self._in_turns(self.settings.sync_deadline_s)
         return await self._trainer.call(
             "POST", "/publish_weights", body, WeightsRef, deadline_s=deadline_s

@@ -23,7 +23,7 @@ from services.orchestrator.store.journal import SUPERVISED, Journal
 from services.orchestrator.tasks import to_disk
 from shared.errors import BadRequest, Conflict, Failed
 from shared.job import Job
-from shared.wire import MetricsRow, OperationOutcome, ProgramOperation
+from shared.wire import AdapterWeights, MetricsRow, OperationOutcome, ProgramOperation
 
 POLL_S = 0.05
 """Seconds between two looks for the next operation."""
@@ -43,6 +43,9 @@ PUT_AWAY = "put away"
 
 REFUSED = frozenset({"not_finite", "out_of_memory"})
 """Codes of errors that an operation has to itself: the model goes on as it was."""
+
+NOT_NAMED = {"tensors": {}, "canary": None}
+"""What a request for samples need not carry of an adapter: the digest is of all tensors."""
 
 
 @dataclass
@@ -95,6 +98,8 @@ class Driving:
     ) -> OperationOutcome:
         """Does the operation, and returns its outcome; one that is `known` stays."""
         outcome = await self._do(operation)
+        if operation.kind == "snapshot" and known is None and outcome.error is None:
+            outcome = await self._kept_for_samplers(number, outcome)
         if operation.kind == "forward_backward" and outcome.error is None:
             self._num_calls += 1
         if operation.kind == "optim_step":
@@ -105,6 +110,14 @@ class Driving:
         if outcome.error is not None and known.error is None:
             raise Failed(f"operation {number} was done, and fails now: {outcome.error}")
         return known
+
+    async def _kept_for_samplers(self, number: int, outcome: OperationOutcome) -> OperationOutcome:
+        """Has the snapshot's adapter written into the run folder, if samplers take adapters."""
+        if not isinstance(self.services.published, AdapterWeights):
+            return outcome
+        ref = (await self.services.publish_weights(self.at, "lora", number)).root
+        assert isinstance(ref, AdapterWeights)
+        return outcome.model_copy(update={"adapter": ref.model_copy(update=NOT_NAMED)})
 
     def _is_lost(self, operation: ProgramOperation, outcome: OperationOutcome) -> bool:
         """Whether what an operation did is not in the trainer, or samplers, that there are now. A

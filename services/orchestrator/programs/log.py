@@ -2,6 +2,7 @@
 
     operations/00000017.msgpack          operation 17, once it is accepted
     operations/00000017.outcome.msgpack  what it did, once it is done
+    operations/session-<id>.msgpack      a session of samples, and the weights that it samples by
     operations/sample-<id>.msgpack       samples that were asked for, and .outcome.msgpack
 
 Operations are numbered from 1 by the program, and done in this order. The same number again with
@@ -17,7 +18,14 @@ from typing import TypeVar
 from shared.errors import Conflict, Failed
 from shared.host import disk
 from shared.http import codec
-from shared.wire import DeliveredSamples, OperationOutcome, ProgramOperation, SampleOrder, Wire
+from shared.wire import (
+    DeliveredSamples,
+    OperationOutcome,
+    ProgramOperation,
+    SampleOrder,
+    SamplingSession,
+    Wire,
+)
 
 W = TypeVar("W", bound=Wire)
 
@@ -64,6 +72,19 @@ class OperationLog:
         """Returns the greatest number that has come; 0 without any."""
         names = (path.name for path in self._folder.glob("[0-9]*.msgpack"))
         return max((int(name[:8]) for name in names), default=0)
+
+    def open_session(self, id: str, session: SamplingSession) -> None:
+        disk.make_folder(self._folder)
+        disk.write_file(self._file(f"session-{id}"), _packed(session))
+
+    def session(self, id: str) -> SamplingSession | None:
+        """Returns the session; None without one. The number of a snapshot is a session too."""
+        if not id.isdecimal():
+            return _read(self._file(f"session-{id}"), SamplingSession)
+        operation, outcome = self.operation(int(id)), self.outcome(int(id))
+        if operation is None or outcome is None or operation.kind != "snapshot" or outcome.error:
+            return None
+        return SamplingSession(step=outcome.step, adapter=outcome.adapter)
 
     def order(self, id: str, order: SampleOrder) -> None:
         """Returns once the order of samples is on disk."""

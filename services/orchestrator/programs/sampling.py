@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 from services.orchestrator.pool.services import Services
 from services.orchestrator.programs.log import OperationLog
 from services.orchestrator.tasks import to_disk
-from shared.errors import BadRequest, HoneError
+from shared.errors import BadRequest, Conflict, Failed, HoneError
 from shared.host.logs import get_logger
-from shared.wire import DeliveredSamples, RolloutGroup, SampleOrder
+from shared.wire import DeliveredSamples, RolloutGroup, SampleOrder, SamplingSession
 
 AGAIN_S = 1.0
 """Seconds after a failure before an order is carried out again: the snapshot may not serve yet,
 because what a trainer lost is being done again."""
+
+GONE = frozenset({"not_seen", "digest_differs", "tensors_differ", "no_adapters"})
+"""Codes of errors of a snapshot whose files are not there any more or are not what was written, or
+which the samplers do not take."""
 
 
 @dataclass
@@ -66,27 +70,28 @@ async def _sampled(services: Services, id: str, order: SampleOrder) -> Delivered
     try:
         group = await services.sample(
             order.prompt_token_ids,
-            order.step,
+            order.session,
             key=key,
             sampling=order.sampling,
             prompt_logprobs=order.prompt_logprobs is not None,
         )
     except BadRequest as error:
         return DeliveredSamples(error=error.detail)
-    return DeliveredSamples(group=group, error=_why_wrong(group, order.step))
+    except (Conflict, Failed) as error:
+        if error.code not in GONE:
+            raise
+        return DeliveredSamples(error=f"the weights cannot be sampled: {error.detail}")
+    return DeliveredSamples(group=group, error=_why_wrong(group, order.session))
 
 
-def _why_wrong(group: RolloutGroup, step: int) -> str | None:
+def _why_wrong(group: RolloutGroup, session: SamplingSession) -> str | None:
     for rollout in group.rollouts:
         if rollout.went_wrong:
             return rollout.error or "the sample went wrong"
-        if set(rollout.versions) - {step}:
-            return _not_served(step, f"weights of {list(rollout.versions)} sampled")
+        if not session.own_weights and set(rollout.versions) - {session.step}:
+            return (
+                f"the snapshot of version {session.step} does not serve any more (weights of "
+                f"{list(rollout.versions)} sampled); expected samples of the newest snapshot of a "
+                "model that has no adapter: save_weights_for_sampler makes one"
+            )
     return None
-
-
-def _not_served(step: int, why: str) -> str:
-    return (
-        f"the snapshot of operation {step} does not serve any more ({why}); expected samples of "
-        "the newest snapshot: save_weights_for_sampler makes one"
-    )

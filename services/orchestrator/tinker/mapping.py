@@ -90,6 +90,18 @@ def loaded_document(body: Mapping[str, Any], source: Job, checkpoint: str) -> di
     }
 
 
+def sampler_document(body: Mapping[str, Any], source: Job | None = None) -> dict[str, Any]:
+    """Returns the job of a model that only samples: the base model, or snapshots of `source`."""
+    if source is None:
+        document = job_document({**body, "lora_config": {"rank": SAMPLER_RANK}})
+        return document | {"metadata": {}}
+    document = source.model_dump(mode="json", exclude_unset=True, exclude={"metadata"})
+    return document | {"training": {"objective": "program"}}
+
+
+SAMPLER_RANK = 32
+"""The rank of the adapter, which stays unused, of a model that samples the base model."""
+
 MODEL = "tinker_model"
 """The name, in a job's metadata, of the id that the SDK gives a model by itself."""
 

@@ -31,9 +31,17 @@ from services.orchestrator.tasks import to_disk
 from services.orchestrator.tinker import mapping
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.http.service import Service
+from shared.job import Job
 from shared.job.file import parse_job
 from shared.settings import Settings
-from shared.wire import TERMINAL, JobRecord, OperationOutcome, ProgramOperation, SampleOrder
+from shared.wire import (
+    TERMINAL,
+    JobRecord,
+    OperationOutcome,
+    ProgramOperation,
+    SampleOrder,
+    SamplingSession,
+)
 
 ROOT = "/api/v1"
 
@@ -44,8 +52,14 @@ WAIT_S = 20.0
 
 PROTOBUF = "application/x-protobuf"
 
-SAMPLE = re.compile(r"[0-9]{1,12}--?[0-9]{1,20}")
-"""Id of an order of samples: the snapshot's version, and the order's number in its session."""
+SESSION = re.compile(r"[0-9]{1,12}|x[0-9a-f]{16}")
+"""Name of a session of samples: the number of a snapshot without a name, or a digest."""
+
+SAMPLE = re.compile(rf"({SESSION.pattern})--?[0-9]{{1,20}}")
+"""Id of an order of samples: its session, and its number there."""
+
+MAX_LISTED = 100
+"""Jobs that are looked at for one that may sample for a session."""
 
 NAME = re.compile(r"[\w.-]{1,100}")
 """Name of a checkpoint or snapshot."""
@@ -103,6 +117,11 @@ class Programs:
     async def _created(self, body: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
         job = parse_job(document, "the model asked for")
         key = f"tinker:{body.get('session_id')}:{body.get('model_seq_id')}"
+        record = await self._submitted(job, key)
+        return {"request_id": f"{record.id}:0", "model_id": record.id}
+
+    async def _submitted(self, job: Job, key: str) -> JobRecord:
+        """Returns the job's record. The same key is the same job."""
         record = await accepted(self._store, job, key)
         if record is None:
             await self._writable.check()
@@ -111,7 +130,7 @@ class Programs:
                 job, self._settings.runs_dir, key, looked.versions, job, looked.warnings
             )
             record = await accept(self._store, submission)
-        return {"request_id": f"{record.id}:0", "model_id": record.id}
+        return record
 
     async def get_info(self, body: dict[str, Any]) -> dict[str, Any]:
         record = await self._model(body.get("model_id"))
@@ -149,14 +168,32 @@ class Programs:
         return await self._accept(record.id, number, ProgramOperation(kind="unload", digest=digest))
 
     async def create_sampling_session(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Opens a session on a snapshot, by its path."""
-        path = body.get("model_path")
-        if not path:
-            raise BadRequest(
-                f"'base_model' is {body.get('base_model')!r} and there is no 'model_path'; "
-                "expected the path of a snapshot: base models are not sampled here"
-            )
-        found = re.fullmatch(r"tinker://([\w-]+)/sampler_weights/([\w.-]+)", str(path))
+        """Opens a session on a snapshot, by its path, or on a base model. The same number of the
+        SDK's session is the same session."""
+        path, base = body.get("model_path"), body.get("base_model")
+        if path:
+            source, session = await self._snapshot(path)
+            if base is not None and base != source.job.model:
+                raise BadRequest(
+                    f"'base_model': got {base!r:.200}, expected {source.job.model!r}, which the "
+                    "snapshot is of"
+                )
+            sampler = source
+            if source.status in TERMINAL:
+                document = mapping.sampler_document(body, source.job)
+                rank = source.job.lora.rank if source.job.lora else 0
+                sampler = await self._sampler(body, document, rank)
+        else:
+            session = SamplingSession(own_weights=True)
+            sampler = await self._sampler(body, mapping.sampler_document(body), 0)
+        number = f"{body.get('session_id')}:{body.get('sampling_session_seq_id')}"
+        id = "x" + mapping.digest(number.encode())[:16]
+        await to_disk(OperationLog(Path(sampler.run_dir)).open_session, id, session)
+        return {"type": "create_sampling_session", "sampling_session_id": f"{sampler.id}:{id}"}
+
+    async def _snapshot(self, path: Any) -> tuple[JobRecord, SamplingSession]:
+        """Returns the model of a snapshot's path, and the session that samples the snapshot."""
+        found = re.fullmatch(r"tinker://([\w:-]+)/sampler_weights/([\w.-]+)", str(path))
         if not found:
             raise BadRequest(
                 f"'model_path': got {path!r:.200}; expected tinker://MODEL/sampler_weights/NAME"
@@ -166,29 +203,64 @@ class Programs:
         outcome = await asyncio.to_thread(_newest, log, "snapshot", found[2])
         if outcome is None:
             raise NotFound(f"the model {record.id!r} has no snapshot {found[2]!r}")
+        if record.status in TERMINAL and outcome.adapter is None:
+            raise Conflict(
+                f"the model {record.id!r} is {record.status}, and its snapshot is no adapter that "
+                "another model's samplers could take; expected a model that runs"
+            )
+        return record, SamplingSession(
+            step=outcome.step, adapter=outcome.adapter, of_path=str(path)
+        )
+
+    async def _sampler(
+        self, body: dict[str, Any], document: dict[str, Any], rank: int
+    ) -> JobRecord:
+        """Returns a model whose samplers have the document's base model, and take adapters of the
+        rank: one that runs, or is to run, or a new one."""
+        wanted = parse_job(document, "the model asked for")
+        for status in ("running", "queued"):
+            listed = await self._store.list(None, MAX_LISTED, Wanted(status=status))
+            for one in listed.jobs:
+                record = await self._store.get(one.id)
+                if _can_sample(record.job, wanted.model, rank):
+                    return record
+        key = f"tinker:{body.get('session_id')}:sampler:{mapping.digest(repr(document).encode())}"
+        return await self._submitted(wanted, key)
+
+    async def get_sampler(self, id: str) -> dict[str, Any]:
+        record, session, _ = await self._session(id)
         return {
-            "type": "create_sampling_session",
-            "sampling_session_id": f"{record.id}:{outcome.step}",
+            "sampler_id": id,
+            "base_model": record.job.model,
+            "model_path": session.of_path,
         }
+
+    async def _session(self, id: str) -> tuple[JobRecord, SamplingSession, str]:
+        """Returns the model that samples for a session, the session, and its name there."""
+        model_id, _, name = id.rpartition(":")
+        record = await self._model(model_id) if SESSION.fullmatch(name) else None
+        log = OperationLog(Path(record.run_dir)) if record else None
+        session = await asyncio.to_thread(log.session, name) if log else None
+        if record is None or session is None:
+            raise BadRequest(
+                f"'sampling_session_id': got {id!r:.120}; expected a session of this server"
+            )
+        return record, session, name
 
     async def asample(self, body: dict[str, Any]) -> dict[str, Any]:
         """Orders samples. The same number in a session is the same order."""
-        session, number = str(body.get("sampling_session_id")), body.get("seq_id")
-        model_id, _, step = session.rpartition(":")
-        if not step.isdecimal() or not isinstance(number, int):
-            raise BadRequest(
-                f"'sampling_session_id' is {session!r:.100} and 'seq_id' {number!r:.40}; expected "
-                "a session of this server, and a whole number"
-            )
-        record = await self._model(model_id)
+        number = body.get("seq_id")
+        if not isinstance(number, int):
+            raise BadRequest(f"'seq_id': got {number!r:.40}; expected a whole number")
+        record, session, name = await self._session(str(body.get("sampling_session_id")))
         sampling = mapping.read_sampling(body)
         order = SampleOrder(
-            step=int(step),
+            session=session,
             prompt_token_ids=mapping.read_prompt(body),
             sampling=sampling,
             prompt_logprobs=mapping.read_prompt_logprobs(body),
         )
-        log, id = OperationLog(Path(record.run_dir)), f"{step}-{number}"
+        log, id = OperationLog(Path(record.run_dir)), f"{name}-{number}"
         known = await asyncio.to_thread(log.ordered, id)
         if known is None:
             await to_disk(log.order, id, order)
@@ -291,6 +363,13 @@ def _is_put_away(record: JobRecord) -> bool:
     return record.status == "paused" and (record.error or "").startswith(PUT_AWAY)
 
 
+def _can_sample(job: Job, base_model: str, rank: int) -> bool:
+    """Whether the samplers of a program's model have the base model, and take adapters of the
+    rank."""
+    is_fit = job.is_program and job.model == base_model
+    return is_fit and job.served_rank is not None and job.served_rank >= rank
+
+
 def _name(path: Any) -> str:
     if not isinstance(path, str) or not NAME.fullmatch(path):
         raise BadRequest(
@@ -320,10 +399,12 @@ def _outcome(model_id: str, log: OperationLog, number: int) -> Response | None:
     if operation.kind in ("forward", "forward_backward"):
         found = mapping.forward_backward_output(operation, outcome)
         return Response(found, media_type=PROTOBUF)
-    return JSONResponse(_told(model_id, operation, outcome))
+    return JSONResponse(_told(model_id, number, operation, outcome))
 
 
-def _told(model_id: str, operation: ProgramOperation, outcome: OperationOutcome) -> dict[str, Any]:
+def _told(
+    model_id: str, number: int, operation: ProgramOperation, outcome: OperationOutcome
+) -> dict[str, Any]:
     if operation.kind == "optim_step":
         return {"type": "optim_step", "metrics": {"grad_norm:mean": outcome.grad_norm}}
     if operation.kind == "checkpoint":
@@ -333,7 +414,7 @@ def _told(model_id: str, operation: ProgramOperation, outcome: OperationOutcome)
     if operation.name:
         path = f"tinker://{model_id}/sampler_weights/{operation.name}"
         return {"type": "save_weights_for_sampler", "path": path}
-    session = f"{model_id}:{outcome.step}"
+    session = f"{model_id}:{number}"
     return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
 
@@ -380,9 +461,13 @@ def add_routes(service: Service, programs: Programs) -> None:
     async def capabilities() -> dict[str, Any]:
         return {"supported_models": []}
 
+    async def sampler(id: str) -> dict[str, Any]:
+        return await programs.get_sampler(id)
+
     add = service.app.add_api_route
     for path in ("forward_backward", "forward"):
         add(f"{ROOT}/{path}", forward_backward, methods=["POST"], include_in_schema=False)
+    add(f"{ROOT}/samplers/{{id}}", sampler, methods=["GET"], include_in_schema=False)
     add(f"{ROOT}/healthz", health, methods=["GET"], include_in_schema=False)
     add(f"{ROOT}/get_server_capabilities", capabilities, methods=["GET"], include_in_schema=False)
 

@@ -1,5 +1,5 @@
-"""The LoRA adapters that an engine holds beside its model: the newest of each job, and older ones
-as long as requests use them.
+"""The LoRA adapters that an engine holds beside its model: the newest of each job, older ones as
+long as requests use them, and the snapshots that requests named last.
 
     loaded --a newer one of the job, or too many jobs--> retired --no request uses it--> unloaded
 
@@ -63,6 +63,7 @@ class LoadedAdapters:
         self._limit = limit
         self._newest: dict[str, Held] = {}  # by job; the one loaded longest ago is first
         self._held: dict[str, Held] = {}  # by the adapter's name, older ones too
+        self._snapshots: dict[str, Held] = {}  # by name; the one used longest ago is first
         self._numbers = itertools.count(1)
         self._unloading: set[asyncio.Task[None]] = set()
         self.serving: Held | None = None
@@ -89,6 +90,23 @@ class LoadedAdapters:
         await self._load(Held(Adapter(name, next(self._numbers), 0, copy.folder), name, copy))
         self._retire_beyond_limit()
 
+    def snapshot(self, name: str) -> Held | None:
+        """Returns the adapter of that name, if it is loaded."""
+        if name in self._snapshots:
+            self._snapshots[name] = self._snapshots.pop(name)
+        return self._held.get(name)
+
+    async def load_snapshot(self, ref: AdapterWeights, copy: Copy) -> Held:
+        """Loads an adapter for requests that name it. What serves stays, and beyond the limit the
+        snapshot that was used longest ago is retired. Raises as `load` does."""
+        adapter = Adapter(ref.adapter, next(self._numbers), ref.version, copy.folder)
+        held = Held(adapter, ref.job_id, copy)
+        await self._load_into_engine(held)
+        self._held[ref.adapter] = self._snapshots[ref.adapter] = held
+        while len(self._snapshots) > self._limit:
+            self._retire(self._snapshots.pop(next(iter(self._snapshots))))
+        return held
+
     def drop(self, name: str) -> bool:
         """Unloads the adapter that was loaded by hand under `name`. Returns whether there was
         one."""
@@ -98,12 +116,15 @@ class LoadedAdapters:
         self._retire(self._newest.pop(name))
         return True
 
-    async def _load(self, held: Held) -> None:
+    async def _load_into_engine(self, held: Held) -> None:
         try:
             await self._engine.load_adapter(held.adapter)
         except BaseException:  # undone and raised again, whatever it was
             self._copies.remove(held.copy)
             raise
+
+    async def _load(self, held: Held) -> None:
+        await self._load_into_engine(held)
         before = self._newest.pop(held.job_id, None)
         self._newest[held.job_id] = self._held[held.adapter.name] = held
         if before:
@@ -123,7 +144,8 @@ class LoadedAdapters:
 
     def forget(self) -> None:
         """Retires all adapters: the weights that they were trained on are replaced."""
-        gone, self._newest, self.serving = [*self._newest.values()], {}, None
+        gone = [*self._newest.values(), *self._snapshots.values()]
+        self._newest, self._snapshots, self.serving = {}, {}, None
         for held in gone:
             self._retire(held)
 
@@ -159,9 +181,8 @@ class LoadedAdapters:
             stack.enter_context(self.using(held))
         return held.adapter if held else None
 
-    @property
-    def num_jobs(self) -> int:
-        return len(self._newest)
+    def __bool__(self) -> bool:
+        return bool(self._newest or self._snapshots)
 
     def _named(self, name: str | None) -> Held | None:
         if name is None:

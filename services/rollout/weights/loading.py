@@ -104,7 +104,7 @@ class Load:
     async def begin_unpublished(self) -> None:
         """Stops sampling, for weights that come in several calls."""
         self._end_others()
-        has_adapters = self.running.adapters.num_jobs > 0
+        has_adapters = bool(self.running.adapters)
         if has_adapters:
             self.requests.end(lambda _: True, lambda _: Unavailable(EXCHANGING))
         await self._stop_sampling(abort=has_adapters)
@@ -130,7 +130,7 @@ class Load:
         await proven.meet(engine)
         self._end_others()
         start = time.monotonic()
-        has_adapters = running.adapters.num_jobs > 0
+        has_adapters = bool(running.adapters)
         if has_adapters:
             self._exchange()
         try:

@@ -5,6 +5,7 @@
     delta    the changes since earlier versions, fetched likewise (deltas.py)
     lora     <shm_dir>/<job>/a<version>/            the adapter alone; samplers that do not see the
                                                     folder fetch it
+             <runs_dir>/<job>/snapshots/s<number>/  an adapter that stays: a snapshot
     disk     <runs_dir>/<job>/weights/v<version>/   a shared volume; the file `latest` beside it
                                                     names the newest folder
     reload   as disk; the sampler frees its engine's memory before it loads
@@ -32,7 +33,7 @@ from shared.host.disk import run_for_volume, write_file
 from shared.job import JOB_ID, SyncMethod
 from shared.settings import Settings
 from shared.weights import digest
-from shared.weights.checkpoints import CONFIG, FILES, adapter_digests
+from shared.weights.checkpoints import CONFIG, FILES, SNAPSHOTS, adapter_digests
 from shared.wire import (
     AdapterWeights,
     AnyWeights,
@@ -50,6 +51,9 @@ KEEP_VERSIONS = 2
 """How many versions stay: a sampler may still be reading the one before the newest."""
 
 SPARE = ASIDE + "spare"
+
+SNAPSHOT = "s"
+"""The first letter of a snapshot's folder."""
 
 Save = Callable[[Path], dict[str, str]]
 """Writes `*.safetensors` in the trainer's dtype under Hugging Face names (tied weights once) and
@@ -228,6 +232,8 @@ class Publisher:
         self, settings: Settings, job_id: str, live: Callable[[], Mapping[str, Any]] = dict
     ) -> None:
         in_memory, on_volume = settings.shm_dir / job_id, volume_dir(settings.runs_dir, job_id)
+        self.snapshots = snapshots_dir(settings.runs_dir, job_id)
+        self.commit = settings.runs_commit
         self.memory = Folders(in_memory)
         self.deltas = Deltas(in_memory)
         self.adapters = Folders(in_memory, ADAPTER)
@@ -256,12 +262,17 @@ Publish = Callable[[Publisher, PublishRequest, int, Save], AnyWeights]
 and is not written already."""
 
 
+def _common(request: PublishRequest) -> dict[str, Any]:
+    """Returns the fields that a request and its reference share."""
+    return request.model_dump(exclude={"snapshot"})
+
+
 def in_folder(place: Callable[[Publisher], Folders]) -> Publish:
     def publish(
         job: Publisher, request: PublishRequest, size_bytes: int, save: Save
     ) -> FolderWeights:
         written = place(job).write(request.version, size_bytes, save)
-        return FolderWeights(**request.model_dump(), **written.proof(), path=str(written.folder))
+        return FolderWeights(**_common(request), **written.proof(), path=str(written.folder))
 
     return publish
 
@@ -269,7 +280,7 @@ def in_folder(place: Callable[[Publisher], Folders]) -> Publish:
 def fetched(job: Publisher, request: PublishRequest, size_bytes: int, save: Save) -> HttpWeights:
     written = job.memory.write(request.version, size_bytes, save)
     return HttpWeights(
-        **request.model_dump(), **written.proof(), files=files_to_fetch(request.job_id, written)
+        **_common(request), **written.proof(), files=files_to_fetch(request.job_id, written)
     )
 
 
@@ -290,14 +301,14 @@ def changes(job: Publisher, request: PublishRequest, size_bytes: int, save: Save
         for step in job.deltas.leading_to(whole.digest)
     )
     files = files_to_fetch(request.job_id, whole)
-    return DeltaWeights(**request.model_dump(), **whole.proof(), files=files, steps=steps)
+    return DeltaWeights(**_common(request), **whole.proof(), files=files, steps=steps)
 
 
 def broadcast(job: Publisher, request: PublishRequest, _: int, __: Save) -> BroadcastWeights:
     proof = job.device.sealed(request.version).proof()
     sending = job.device.send()
     return BroadcastWeights(
-        **request.model_dump(),
+        **_common(request),
         **proof,
         deadline_s=job.device.deadline_s,
         port=sending.port,
@@ -311,7 +322,7 @@ def shared(job: Publisher, request: PublishRequest, _: int, __: Save) -> SharedW
 
     gpu, tensors = share(job.device.tensors())
     return SharedWeights(
-        **request.model_dump(),
+        **_common(request),
         **job.device.sealed(request.version).proof(),
         deadline_s=job.device.deadline_s,
         gpu=gpu,
@@ -324,14 +335,25 @@ def adapter(job: Publisher, request: PublishRequest, size_bytes: int, save: Save
         save(folder)
         return adapter_digests(folder)
 
-    written = job.adapters.write(request.version, size_bytes, saved)
+    if request.snapshot is None:
+        written = job.adapters.write(request.version, size_bytes, saved)
+    else:
+        written = _snapshot(job, request.snapshot, size_bytes, saved)
     return AdapterWeights(
-        **request.model_dump(),
+        **_common(request),
         **written.proof(),
         path=str(written.folder),
         files=tuple(_fetchable(request.job_id, written.folder / name) for name in FILES),
         adapter=f"{request.job_id}/v{request.version}-{request.attempt}.{request.epoch}",
     )
+
+
+def _snapshot(job: Publisher, number: int, size_bytes: int, save: Save) -> Written:
+    folder = job.snapshots / f"{SNAPSHOT}{number}"
+    with written_aside(folder, size_bytes, durable=True) as aside:
+        tensors = save(aside)
+    run_for_volume(job.commit, "samplers cannot be shown the snapshot")
+    return Written(tensors, size_of(folder), folder, ADAPTER)
 
 
 shared_volume = in_folder(lambda job: job.volume)
@@ -354,6 +376,10 @@ def volume_dir(runs_dir: Path, job_id: str) -> Path:
     return runs_dir.resolve() / job_id / "weights"
 
 
+def snapshots_dir(runs_dir: Path, job_id: str) -> Path:
+    return runs_dir.resolve() / job_id / SNAPSHOTS
+
+
 def files_to_fetch(job_id: str, written: Written) -> tuple[WeightFile, ...]:
     """Returns the version's files as `GET /weights` serves them."""
     files = sorted(written.folder.glob("*.safetensors"))
@@ -362,11 +388,13 @@ def files_to_fetch(job_id: str, written: Written) -> tuple[WeightFile, ...]:
 
 def published_file(settings: Settings, job_id: str, version: str, name: str) -> Path:
     """Returns the file behind `GET /weights/<job_id>/<version>/<name>`. Raises NotFound for
-    anything but a file of a published version in shared memory."""
-    path = settings.shm_dir / job_id / version / name
+    anything but a file of a published version in shared memory, or of a snapshot."""
+    is_snapshot = version.startswith(SNAPSHOT)
+    of_job = snapshots_dir(settings.runs_dir, job_id) if is_snapshot else settings.shm_dir / job_id
+    path = of_job / version / name
     plain = (
         re.fullmatch(JOB_ID, job_id)
-        and re.fullmatch(r"[vda]\d+", version)
+        and re.fullmatch(r"[vdas]\d+", version)
         and (name == CONFIG or re.fullmatch(r"[\w-][\w.-]*\.safetensors", name))
     )
     if not plain or path.is_symlink() or not path.is_file():
