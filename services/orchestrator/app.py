@@ -36,6 +36,7 @@ from services.orchestrator.runs.writable import Writable
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
+from services.orchestrator.tinker import managing
 from services.orchestrator.tinker import routes as tinker
 from shared.errors import HoneError
 from shared.http.health import Draining
@@ -67,13 +68,14 @@ def create_service(
         removing = asyncio.create_task(files.finish_removals(settings, store))
         clearing = asyncio.create_task(keep_unsubmitted_removed(store, settings.runs_dir))
         sweeping = asyncio.create_task(keep_swept(lambda: store.identity, store.status, settings))
+        expiring = asyncio.create_task(managing.Management(store, None).keep_swept())
         leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
             yield
         finally:
             service.draining.begin()
             left = await asyncio.gather(*leaving, return_exceptions=True)
-            await stop(noting, removing, clearing, sweeping)
+            await stop(noting, removing, clearing, sweeping, expiring)
             await store.close()
             for error in filter(None, left):
                 raise error
@@ -86,7 +88,7 @@ def create_service(
         readiness=readiness,
         lifespan=lifespan,
         keys=SessionKeys(sessions, named),
-        public=page.is_public,
+        public=lambda path: page.is_public(path) or managing.is_public(path),
     )
     if workers:
         _add_gauges(service, workers)

@@ -12,22 +12,33 @@ from shared.wire.rollouts import RolloutGroup, Sampling
 from shared.wire.training import Example, Optimization, TokenLoss
 from shared.wire.weights import AdapterWeights
 
+SavedKind = Literal["checkpoint", "snapshot", "export"]
+"""What a program saves: a checkpoint, weights for samplers, or a checkpoint to be downloaded."""
+
 
 class ProgramOperation(Wire):
-    """One operation: what it does, and the digest of the request's body. `name` is that of a
-    checkpoint or a snapshot; "" names none."""
+    """One operation: what it does, and the digest of the request's body. `name` is the name of what
+    it saves; "" names none. `ttl_s` is for how many seconds that is kept; None: for ever."""
 
-    kind: Literal["forward", "forward_backward", "optim_step", "checkpoint", "snapshot", "unload"]
+    kind: Literal[
+        "forward", "forward_backward", "optim_step", "checkpoint", "snapshot", "export", "unload"
+    ]
     digest: str
     examples: tuple[Example, ...] = ()
     loss: TokenLoss | None = None
     optimization: Optimization | None = None
     name: str = ""
+    ttl_s: float | None = None
 
     @property
     def is_numbered(self) -> bool:
         """Whether the trainer counts it: it changes the gradient or the weights."""
         return self.kind in ("forward_backward", "optim_step")
+
+    @property
+    def saves(self) -> SavedKind | None:
+        """What it saves; None: nothing."""
+        return self.kind if self.kind in ("checkpoint", "snapshot", "export") else None
 
 
 class OperationOutcome(Wire):
@@ -42,6 +53,21 @@ class OperationOutcome(Wire):
     loss: float = 0.0
     logprobs: Logprobs = Logprobs()
     grad_norm: float = 0.0
+    path: str = ""
+    adapter: AdapterWeights | None = None
+
+
+class SavedWeights(Wire):
+    """What operation `number` saved: weights of version `step`, in the folder `path` or, of a
+    snapshot, as an `adapter` if there is one. Times are Unix seconds."""
+
+    number: int
+    kind: SavedKind
+    name: str
+    step: int
+    made_at: float
+    expires_at: float | None = None
+    size_bytes: int = 0
     path: str = ""
     adapter: AdapterWeights | None = None
 

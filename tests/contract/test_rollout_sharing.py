@@ -10,7 +10,7 @@ import pytest
 
 from shared.errors import Conflict, Failed
 from shared.wire import Aborted, AbortRequest, ModelRequest
-from tests.contract.test_rollout_adapters import Bench, text
+from tests.contract.test_rollout_adapters import Bench, held, text, until_held
 
 FENCES = {"a": (5, 1), "b": (7, 1), "c": (9, 1)}
 
@@ -104,3 +104,33 @@ async def test_an_older_attempt_of_the_job_loads_nothing(bench: Bench) -> None:
     with pytest.raises(Conflict) as raised:
         await bench.reload(bench.publish_adapter(9, "a", fence=(5, 1)))
     assert raised.value.code == "stale"
+
+
+async def test_a_request_may_name_a_snapshot_and_what_serves_stays(bench: Bench) -> None:
+    old = bench.publish_adapter(1, "z")
+    assert await text(bench, **who("a"), snapshot=old) == old.adapter
+    assert await text(bench, **who("a")) == "a/v3-5.1"
+    assert await text(bench, **who("b"), snapshot=old) == old.adapter
+    assert held(bench) == ["a/v3-5.1", "b/v1-7.1", old.adapter], "it is loaded once"
+    damaged = old.model_copy(update={"adapter": "z/other", "digest": old.digest[:-1] + "x"})
+    with pytest.raises(Failed, match="it was not loaded"):
+        await bench.generate(**who("a"), snapshot=damaged)
+    with pytest.raises(Conflict, match="superseded"):
+        await bench.generate(job_id="a", attempt=4, epoch=1, snapshot=old)
+
+
+async def test_the_snapshots_that_were_used_last_stay_loaded(bench: Bench) -> None:
+    one, two, three = (bench.publish_adapter(version, "z") for version in (1, 2, 3))
+    for ref in (one, two, one, three):  # 2 stay: the second one was used longest ago
+        await bench.generate(**who("a"), snapshot=ref)
+    await until_held(bench, "a/v3-5.1", "b/v1-7.1", one.adapter, three.adapter)
+
+
+async def test_a_request_may_ask_for_the_models_own_weights(bench: Bench) -> None:
+    assert await text(bench, **who("a"), own_weights=True) == "own weights"
+    await bench.put(model("c"))
+    tensors = {name: tensor + 1 for name, tensor in Bench.base.items()}
+    await bench.reload(bench.publish(4, job="c", fence=FENCES["c"], **tensors))
+    for weights in ({"own_weights": True}, {"snapshot": bench.publish_adapter(1, "z")}):
+        with pytest.raises(Conflict, match="have replaced the model's own"):
+            await bench.generate(**who("c"), **weights)

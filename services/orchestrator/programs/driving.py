@@ -13,17 +13,25 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from services.orchestrator.errors import MustPause
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.programs.log import OperationLog
+from services.orchestrator.programs.saved import Saved
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.journal import SUPERVISED, Journal
 from services.orchestrator.tasks import to_disk
 from shared.errors import BadRequest, Conflict, Failed
 from shared.job import Job
-from shared.wire import AdapterWeights, MetricsRow, OperationOutcome, ProgramOperation
+from shared.wire import (
+    AdapterWeights,
+    MetricsRow,
+    OperationOutcome,
+    ProgramOperation,
+    SavedWeights,
+)
 
 POLL_S = 0.05
 """Seconds between two looks for the next operation."""
@@ -63,13 +71,13 @@ class Driving:
     """The trainer's last operation."""
     _done: int = 0  # how many operations of the log the trainer counts
     _serves: int = 0  # the version that samplers serve
-    _kept: set[int] = field(default_factory=set[int])
     _num_calls: int = 0  # calls of this attempt since the last optimizer step
     _loss: float = 0.0  # of the calls since the last optimizer step
     _checkpoint_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self._log = OperationLog(self.folder.path)
+        self._saved = Saved(self.folder.path)
         self._serves = self.at
 
     async def run(self) -> int:
@@ -88,8 +96,6 @@ class Driving:
                 outcome = await self._made(number, operation, outcome)
             elif operation.is_numbered and outcome.error is None:
                 self._done += 1
-            if operation.kind == "checkpoint" and outcome.error is None:
-                self._kept.add(outcome.step)
             if operation.kind == "unload":
                 return self._done
 
@@ -98,8 +104,8 @@ class Driving:
     ) -> OperationOutcome:
         """Does the operation, and returns its outcome; one that is `known` stays."""
         outcome = await self._do(operation)
-        if operation.kind == "snapshot" and known is None and outcome.error is None:
-            outcome = await self._kept_for_samplers(number, outcome)
+        if known is None and outcome.error is None:
+            outcome = await self._kept(number, operation, outcome)
         if operation.kind == "forward_backward" and outcome.error is None:
             self._num_calls += 1
         if operation.kind == "optim_step":
@@ -111,13 +117,35 @@ class Driving:
             raise Failed(f"operation {number} was done, and fails now: {outcome.error}")
         return known
 
-    async def _kept_for_samplers(self, number: int, outcome: OperationOutcome) -> OperationOutcome:
-        """Has the snapshot's adapter written into the run folder, if samplers take adapters."""
-        if not isinstance(self.services.published, AdapterWeights):
+    async def _kept(
+        self, number: int, operation: ProgramOperation, outcome: OperationOutcome
+    ) -> OperationOutcome:
+        """Lists what the operation saved, if it saved something, and removes what has expired."""
+        if operation.saves is None:
             return outcome
-        ref = (await self.services.publish_weights(self.at, "lora", number)).root
-        assert isinstance(ref, AdapterWeights)
-        return outcome.model_copy(update={"adapter": ref.model_copy(update=NOT_NAMED)})
+        ref = None
+        if operation.kind == "snapshot" and isinstance(self.services.published, AdapterWeights):
+            ref = (await self.services.publish_weights(self.at, "lora", number)).root
+            assert isinstance(ref, AdapterWeights)
+            outcome = outcome.model_copy(update={"adapter": ref.model_copy(update=NOT_NAMED)})
+        now = time.time()
+        saved = SavedWeights(
+            number=number,
+            kind=operation.saves,
+            name=operation.name,
+            step=outcome.step,
+            made_at=now,
+            expires_at=None if operation.ttl_s is None else now + operation.ttl_s,
+            size_bytes=ref.size_bytes if ref else await to_disk(_size_of, outcome.path),
+            path=outcome.path,
+            adapter=outcome.adapter,
+        )
+        await to_disk(self._saved.add, saved)
+        await to_disk(self._saved.sweep)
+        return outcome
+
+    async def _kept_steps(self) -> tuple[int, ...]:
+        return await asyncio.to_thread(self._saved.steps)
 
     def _is_lost(self, operation: ProgramOperation, outcome: OperationOutcome) -> bool:
         """Whether what an operation did is not in the trainer, or samplers, that there are now. A
@@ -157,7 +185,7 @@ class Driving:
             return
         try:
             if self.at:
-                await self.services.checkpoint(self.at, tuple(sorted(self._kept)))
+                await self.services.checkpoint(self.at, await self._kept_steps())
         except Conflict as error:  # a gradient waits: its calls are done again later
             await self.journal.log(error.detail)
         raise MustPause(
@@ -172,7 +200,7 @@ class Driving:
         except (BadRequest, Failed, Conflict) as error:
             if isinstance(error, Failed) and error.code not in REFUSED:
                 raise
-            if isinstance(error, Conflict) and operation.kind != "checkpoint":
+            if isinstance(error, Conflict) and operation.kind not in ("checkpoint", "export"):
                 raise
             return OperationOutcome(step=self.at, error=error.detail)
 
@@ -192,8 +220,9 @@ class Driving:
             return OperationOutcome(step=step, loss=done.loss, logprobs=done.logprobs)
         if operation.kind == "optim_step":
             return await self._optim_step(operation)
-        if operation.kind == "checkpoint":
-            checkpoint = await services.checkpoint(self.at, tuple(sorted(self._kept | {self.at})))
+        if operation.kind in ("checkpoint", "export"):
+            keep = {*await self._kept_steps(), self.at}
+            checkpoint = await services.checkpoint(self.at, tuple(sorted(keep)))
             await self.journal.checkpoint(checkpoint)
             return OperationOutcome(step=self.at, path=checkpoint.path)
         if operation.kind == "snapshot":
@@ -213,7 +242,7 @@ class Driving:
             await self._record(step, operation.optimization.learning_rate, done.grad_norm, loss)
         self.tell(step)
         if time.monotonic() - self._checkpoint_at > CHECKPOINT_EVERY_S:
-            await self.services.checkpoint(step, tuple(sorted(self._kept)))
+            await self.services.checkpoint(step, await self._kept_steps())
             self._checkpoint_at = time.monotonic()
         return OperationOutcome(step=step, grad_norm=done.grad_norm)
 
@@ -225,3 +254,8 @@ class Driving:
         row = MetricsRow(step=step, metrics=metrics)
         await to_disk(self.folder.append_metrics, row)
         await self.journal.operation(row)
+
+
+def _size_of(folder: str) -> int:
+    """Returns the bytes of a checkpoint's files; 0 for no folder."""
+    return sum(path.stat().st_size for path in Path(folder).rglob("*")) if folder else 0

@@ -86,6 +86,11 @@ class OperationLog:
             return None
         return SamplingSession(step=outcome.step, adapter=outcome.adapter)
 
+    def changed_at(self) -> float | None:
+        """Returns when the newest operation was accepted, in Unix seconds; None without one."""
+        newest = self.newest()
+        return self._file(f"{newest:08}").stat().st_mtime if newest else None
+
     def order(self, id: str, order: SampleOrder) -> None:
         """Returns once the order of samples is on disk."""
         disk.make_folder(self._folder)

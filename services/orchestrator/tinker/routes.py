@@ -10,10 +10,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import zstandard
-from fastapi import Request
+from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
@@ -22,6 +22,7 @@ from services.orchestrator.api.jobs import check_job
 from services.orchestrator.programs.driving import PUT_AWAY
 from services.orchestrator.programs.log import OperationLog
 from services.orchestrator.programs.sampling import Runs
+from services.orchestrator.programs.saved import Saved
 from services.orchestrator.runs.writable import Writable
 from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.records import Submission
@@ -29,8 +30,10 @@ from services.orchestrator.store.run_folders import accept, accepted
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import to_disk
 from services.orchestrator.tinker import mapping
+from services.orchestrator.tinker.managing import Management, path_to, read_ttl
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.http.service import Service
+from shared.http.streams import DownloadedFile
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.settings import Settings
@@ -41,6 +44,7 @@ from shared.wire import (
     ProgramOperation,
     SampleOrder,
     SamplingSession,
+    SavedKind,
 )
 
 ROOT = "/api/v1"
@@ -66,6 +70,10 @@ NAME = re.compile(r"[\w.-]{1,100}")
 
 MAX_BODY_BYTES = 64 << 20
 
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+Offset = Annotated[int, Query(ge=0)]
+
 
 class Programs:
     """The models of a store that programs drive."""
@@ -78,6 +86,8 @@ class Programs:
         self._writable = writable
         self._checks = checks
         self._runs = runs
+        secret = settings.token.get_secret_value() if settings.token else None
+        self.management = Management(store, secret)
 
     async def create_model(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits the model as a job. The same model of a session is the same job."""
@@ -108,11 +118,10 @@ class Programs:
         if not found:
             raise BadRequest(f"'path': got {path!r:.200}; expected tinker://MODEL/weights/NAME")
         record = await self._model(found[1])
-        log = OperationLog(Path(record.run_dir))
-        outcome = await asyncio.to_thread(_newest, log, "checkpoint", found[2])
-        if outcome is None or not outcome.path:
+        saved = await asyncio.to_thread(Saved(Path(record.run_dir)).find, "checkpoint", found[2])
+        if saved is None:
             raise NotFound(f"the model {record.id!r} has no checkpoint {found[2]!r}")
-        return record, outcome.path
+        return record, saved.path
 
     async def _created(self, body: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
         job = parse_job(document, "the model asked for")
@@ -151,15 +160,15 @@ class Programs:
     async def optim_step(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
         return await self._numbered(body, mapping.read_optim_step(body, digest))
 
-    async def save_weights(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
-        operation = ProgramOperation(kind="checkpoint", digest=digest, name=_name(body.get("path")))
-        return await self._numbered(body, operation)
-
-    async def save_weights_for_sampler(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
-        name = "" if body.get("path") is None else _name(body["path"])
-        return await self._numbered(
-            body, ProgramOperation(kind="snapshot", digest=digest, name=name)
+    async def save(self, body: dict[str, Any], digest: str, kind: SavedKind) -> dict[str, Any]:
+        is_unnamed = kind == "snapshot" and body.get("path") is None
+        operation = ProgramOperation(
+            kind=kind,
+            digest=digest,
+            name="" if is_unnamed else _name(body.get("path")),
+            ttl_s=read_ttl(body),
         )
+        return await self._numbered(body, operation)
 
     async def unload_model(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
         record = await self._model(body.get("model_id"))
@@ -199,18 +208,15 @@ class Programs:
                 f"'model_path': got {path!r:.200}; expected tinker://MODEL/sampler_weights/NAME"
             )
         record = await self._model(found[1])
-        log = OperationLog(Path(record.run_dir))
-        outcome = await asyncio.to_thread(_newest, log, "snapshot", found[2])
-        if outcome is None:
+        saved = await asyncio.to_thread(Saved(Path(record.run_dir)).find, "snapshot", found[2])
+        if saved is None:
             raise NotFound(f"the model {record.id!r} has no snapshot {found[2]!r}")
-        if record.status in TERMINAL and outcome.adapter is None:
+        if record.status in TERMINAL and saved.adapter is None:
             raise Conflict(
                 f"the model {record.id!r} is {record.status}, and its snapshot is no adapter that "
                 "another model's samplers could take; expected a model that runs"
             )
-        return record, SamplingSession(
-            step=outcome.step, adapter=outcome.adapter, of_path=str(path)
-        )
+        return record, SamplingSession(step=saved.step, adapter=saved.adapter, of_path=str(path))
 
     async def _sampler(
         self, body: dict[str, Any], document: dict[str, Any], rank: int
@@ -260,6 +266,8 @@ class Programs:
             sampling=sampling,
             prompt_logprobs=mapping.read_prompt_logprobs(body),
         )
+        if name.isdecimal():
+            await to_disk(Saved(Path(record.run_dir)).use, int(name))
         log, id = OperationLog(Path(record.run_dir)), f"{name}-{number}"
         known = await asyncio.to_thread(log.ordered, id)
         if known is None:
@@ -341,6 +349,27 @@ class Programs:
             await self._store.resume(record.id)
         return {"request_id": f"{record.id}:{number}", "model_id": record.id}
 
+    async def training_run(self, model_id: str) -> dict[str, Any]:
+        return await self.management.training_run(await self._model(model_id))
+
+    async def checkpoints(self, model_id: str) -> dict[str, Any]:
+        return await self.management.checkpoints(await self._model(model_id))
+
+    async def delete(self, model_id: str, id: str) -> None:
+        await self.management.delete(await self._model(model_id), id)
+
+    async def expire(self, model_id: str, id: str, body: dict[str, Any]) -> None:
+        await self.management.expire(await self._model(model_id), id, read_ttl(body))
+
+    async def urls(self, model_id: str, id: str, base_url: str) -> dict[str, Any]:
+        return await self.management.urls(await self._model(model_id), id, base_url)
+
+    async def capabilities(self) -> dict[str, Any]:
+        """Returns the base models of the newest jobs: any other one may be named too."""
+        names = {one.model: None for one in (await self._store.list(None, MAX_LISTED)).jobs}
+        able = {"trainable": True, "sampleable": True}
+        return {"supported_models": [{"model_name": name, **able} for name in names]}
+
     async def _job_id(self, model_id: str) -> str:
         """Returns the job of a model's id, which the SDK may have made of the session's."""
         if ":train:" not in model_id:
@@ -378,16 +407,6 @@ def _name(path: Any) -> str:
     return path
 
 
-def _newest(log: OperationLog, kind: str, name: str) -> OperationOutcome | None:
-    """Returns the outcome of the newest operation of the kind with the name; None without one, or
-    if it failed."""
-    for number in range(log.newest(), 0, -1):
-        operation, outcome = log.operation(number), log.outcome(number)
-        if operation and outcome and operation.kind == kind and operation.name == name:
-            return None if outcome.error else outcome
-    return None
-
-
 def _outcome(model_id: str, log: OperationLog, number: int) -> Response | None:
     operation, outcome = log.operation(number), log.outcome(number)
     if operation is None:
@@ -407,13 +426,11 @@ def _told(
 ) -> dict[str, Any]:
     if operation.kind == "optim_step":
         return {"type": "optim_step", "metrics": {"grad_norm:mean": outcome.grad_norm}}
-    if operation.kind == "checkpoint":
-        return {"type": "save_weights", "path": f"tinker://{model_id}/weights/{operation.name}"}
+    if operation.saves and operation.name:
+        path = path_to(model_id, operation.saves, operation.name)
+        return {"type": SAVED[operation.saves], "path": path}
     if operation.kind == "unload":
         return {"type": "unload_model", "model_id": model_id}
-    if operation.name:
-        path = f"tinker://{model_id}/sampler_weights/{operation.name}"
-        return {"type": "save_weights_for_sampler", "path": path}
     session = f"{model_id}:{number}"
     return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
@@ -421,6 +438,13 @@ def _told(
 def _failed(error: str, *, user: bool) -> Response:
     return JSONResponse({"error": error, "category": "user" if user else "server"})
 
+
+SAVED: dict[SavedKind, str] = {
+    "checkpoint": "save_weights",
+    "snapshot": "save_weights_for_sampler",
+    "export": "save_weights_external",
+}
+"""The operations that save something, as the SDK calls them."""
 
 Answer = Callable[[dict[str, Any], str], Awaitable[Any]]
 
@@ -440,8 +464,7 @@ def add_routes(service: Service, programs: Programs) -> None:
         "create_model": lambda body, _: programs.create_model(body),
         "get_info": lambda body, _: programs.get_info(body),
         "optim_step": programs.optim_step,
-        "save_weights": programs.save_weights,
-        "save_weights_for_sampler": programs.save_weights_for_sampler,
+        **{path: _saving(programs, kind) for kind, path in SAVED.items()},
         "load_weights": lambda body, _: programs.load_weights(body),
         "weights_info": lambda body, _: programs.weights_info(body),
         "unload_model": programs.unload_model,
@@ -458,9 +481,6 @@ def add_routes(service: Service, programs: Programs) -> None:
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    async def capabilities() -> dict[str, Any]:
-        return {"supported_models": []}
-
     async def sampler(id: str) -> dict[str, Any]:
         return await programs.get_sampler(id)
 
@@ -469,18 +489,60 @@ def add_routes(service: Service, programs: Programs) -> None:
         add(f"{ROOT}/{path}", forward_backward, methods=["POST"], include_in_schema=False)
     add(f"{ROOT}/samplers/{{id}}", sampler, methods=["GET"], include_in_schema=False)
     add(f"{ROOT}/healthz", health, methods=["GET"], include_in_schema=False)
-    add(f"{ROOT}/get_server_capabilities", capabilities, methods=["GET"], include_in_schema=False)
+    _add_management(service, programs)
+
+
+def _add_management(service: Service, programs: Programs) -> None:
+    def add(method: str, path: str, route: Callable[..., Awaitable[Any]]) -> None:
+        service.app.add_api_route(
+            f"{ROOT}/{path}", route, methods=[method], include_in_schema=False, response_model=None
+        )
+
+    async def training_runs(limit: Limit = 20, offset: Offset = 0) -> dict[str, Any]:
+        return await programs.management.training_runs(limit, offset)
+
+    async def all_checkpoints(limit: Limit = 100, offset: Offset = 0) -> dict[str, Any]:
+        return await programs.management.all_checkpoints(limit, offset)
+
+    async def delete(id: str, checkpoint: str) -> Response:
+        await programs.delete(id, checkpoint)
+        return Response(status_code=204)
+
+    async def expire(id: str, checkpoint: str, request: Request) -> Response:
+        await programs.expire(id, checkpoint, _json(await _body(request)))
+        return Response(status_code=204)
+
+    async def urls(id: str, checkpoint: str, request: Request) -> dict[str, Any]:
+        return await programs.urls(id, checkpoint, f"{request.base_url}api/v1/files")
+
+    async def file(sign: str, expires: int, job: str, number: int, name: str) -> Response:
+        path = await programs.management.file(sign, expires, job, number, name)
+        return DownloadedFile(path, path.name)
+
+    async def finish(session: str) -> dict[str, Any]:
+        return {}
+
+    one = "training_runs/{id}/checkpoints/{checkpoint:path}"
+    add("GET", "get_server_capabilities", programs.capabilities)
+    add("GET", "training_runs", training_runs)
+    add("GET", "training_runs/{model_id}", programs.training_run)
+    add("GET", "training_runs/{model_id}/checkpoints", programs.checkpoints)
+    add("GET", "checkpoints", all_checkpoints)
+    add("GET", f"{one}/external_weights_urls", urls)
+    add("PUT", f"{one}/ttl", expire)
+    add("DELETE", one, delete)
+    add("GET", "files/{sign}/{expires}/{job}/{number}/{name:path}", file)
+    add("POST", "sessions/{session}/finish", finish)
+
+
+def _saving(programs: Programs, kind: SavedKind) -> Answer:
+    return lambda body, digest: programs.save(body, digest, kind)
 
 
 def _add(service: Service, path: str, answer: Answer) -> None:
     async def route(request: Request) -> Response:
         body = await _body(request)
-        try:
-            given = json.loads(body or b"{}")
-        except ValueError as error:
-            raise BadRequest(f"the body is no JSON: {error}") from error
-        if not isinstance(given, dict):
-            raise BadRequest("the body is no JSON object; expected one")
+        given = _json(body)
         try:
             found = await answer(given, mapping.digest(body))
         except (ValidationError, TypeError) as error:
@@ -488,6 +550,16 @@ def _add(service: Service, path: str, answer: Answer) -> None:
         return found if isinstance(found, Response) else JSONResponse(found)
 
     service.app.add_api_route(f"{ROOT}/{path}", route, methods=["POST"], include_in_schema=False)
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        given = json.loads(body or b"{}")
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise BadRequest("the body is no JSON object; expected one")
+    return given
 
 
 async def _constant(answer: dict[str, Any]) -> dict[str, Any]:

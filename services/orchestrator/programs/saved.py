@@ -1,0 +1,103 @@
+"""The checkpoints and snapshots of a model, in its run folder, until they are removed or expire.
+
+    saved/<number>.msgpack    what operation <number> saved
+    snapshots/s<number>/      the adapter of a snapshot, which the trainer wrote
+    checkpoints/step-<step>/  a checkpoint
+
+Several checkpoints may be of one step, and so one folder. The newest folder stays as long as the
+model does, which resumes from it. All functions wait for the disk: call them in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shared.host import disk
+from shared.http import codec
+from shared.weights.checkpoints import SNAPSHOTS, step_of
+from shared.wire import SavedKind, SavedWeights
+
+FOLDER = "saved"
+
+UNNAMED_S = 3600.0
+"""Seconds that a snapshot without a name stays after its last sample."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the model of the run folder `run` saved."""
+
+    run: Path
+
+    def add(self, saved: SavedWeights) -> None:
+        """Returns once the entry is on disk. Replaces the entry of that number."""
+        disk.make_folder(self.run / FOLDER)
+        disk.write_file(self._file(saved.number), codec.encode(saved, codec.MSGPACK))
+
+    def all(self) -> list[SavedWeights]:
+        """Returns what is there and has not expired, in the order of the operations."""
+        found = (self._read(file) for file in sorted((self.run / FOLDER).glob("*.msgpack")))
+        return [saved for saved in found if saved and not self._is_over(saved)]
+
+    def find(self, kind: SavedKind, name: str) -> SavedWeights | None:
+        """Returns the newest of that kind and name."""
+        return next(
+            (one for one in reversed(self.all()) if (one.kind, one.name) == (kind, name)), None
+        )
+
+    def steps(self) -> tuple[int, ...]:
+        """Returns the steps of all checkpoints."""
+        return tuple(sorted({one.step for one in self.all() if one.kind != "snapshot"}))
+
+    def use(self, number: int) -> None:
+        """Notes that a snapshot is sampled now."""
+        with contextlib.suppress(FileNotFoundError):
+            self._file(number).touch()
+
+    def remove(self, saved: SavedWeights) -> None:
+        """Removes the entry, and its weights unless another entry or the model needs them."""
+        self._file(saved.number).unlink(missing_ok=True)
+        if saved.kind == "snapshot":
+            _discard(self.run / SNAPSHOTS / f"s{saved.number}")
+            return
+        folder = Path(saved.path)
+        others = (step_of(path.name) for path in folder.parent.glob("step-*"))
+        is_newest = saved.step >= max((step for step in others if step is not None), default=0)
+        if not is_newest and saved.step not in self.steps():
+            _discard(folder)
+
+    def sweep(self) -> None:
+        """Removes what has expired."""
+        for file in sorted((self.run / FOLDER).glob("*.msgpack")):
+            if (saved := self._read(file)) and self._is_over(saved):
+                self.remove(saved)
+
+    def _is_over(self, saved: SavedWeights) -> bool:
+        expires_at = saved.expires_at
+        if not saved.name:
+            with contextlib.suppress(FileNotFoundError):
+                expires_at = self._file(saved.number).stat().st_mtime + UNNAMED_S
+        return expires_at is not None and expires_at < time.time()
+
+    def _file(self, number: int) -> Path:
+        return self.run / FOLDER / f"{number:08}.msgpack"
+
+    def _read(self, file: Path) -> SavedWeights | None:
+        try:
+            data = file.read_bytes()
+        except FileNotFoundError:
+            return None
+        return codec.decode(SavedWeights, data, codec.MSGPACK)
+
+
+def _discard(folder: Path) -> None:
+    """Removes a folder of which nobody may see half."""
+    aside = folder.with_name(f".tmp-{folder.name}")
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,210 @@
+"""Training runs and what they saved, as Tinker's REST API shows them: lists, deletion, expiry, and
+the files of an export."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from services.orchestrator.programs.log import OperationLog
+from services.orchestrator.programs.saved import Saved
+from services.orchestrator.runs.checkpoint_files import files_of, path_of
+from services.orchestrator.store.store import Store
+from services.orchestrator.tasks import to_disk
+from services.orchestrator.tinker.mapping import MODEL
+from shared.errors import BadRequest, HoneError, NotFound, Unauthorized
+from shared.host.logs import get_logger
+from shared.wire import JobRecord, JobSummary, SavedKind, SavedWeights
+
+KINDS: dict[str, tuple[SavedKind, str]] = {
+    "weights": ("checkpoint", "training"),
+    "sampler_weights": ("snapshot", "sampler"),
+    "external_weights": ("export", "external"),
+}
+"""The kinds by their part of a path, and Tinker's names of their types."""
+
+PARTS = {kind: part for part, (kind, _) in KINDS.items()}
+
+PAGE = 100
+
+MAX_TTL_S = 10 * 365 * 86400
+"""Ten years, as the SDK says."""
+
+URL_S = 3600.0
+"""Seconds for which the address of an export's file is valid."""
+
+SWEEP_S = 600.0
+"""Seconds between two sweeps of what has expired."""
+
+
+def path_to(model_id: str, kind: SavedKind, name: str) -> str:
+    return f"tinker://{model_id}/{PARTS[kind]}/{name}"
+
+
+def read_ttl(body: dict[str, Any]) -> float | None:
+    """Returns for how many seconds something is to be kept; None: for ever. Raises BadRequest."""
+    ttl = body.get("ttl_seconds")
+    if ttl is None:
+        return None
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= MAX_TTL_S:
+        raise BadRequest(
+            f"'ttl_seconds': got {ttl!r:.40}; expected seconds from 1 to {MAX_TTL_S}, or null"
+        )
+    return float(ttl)
+
+
+class Management:
+    """The models of a store, and what they saved. `secret` signs addresses of files."""
+
+    def __init__(self, store: Store, secret: str | None) -> None:
+        self._store = store
+        self._secret = (secret or secrets.token_hex(32)).encode()
+
+    async def training_runs(self, limit: int, offset: int) -> dict[str, Any]:
+        found = [one async for one in self.models()]
+        records = [await self._store.get(one.id) for one in found[offset : offset + limit]]
+        runs = [await self.training_run(record) for record in records]
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        return {"training_runs": runs, "cursor": cursor}
+
+    async def models(self) -> AsyncIterator[JobSummary]:
+        """Yields the models that programs made, newest first."""
+        after: str | None = None
+        while True:
+            page = await self._store.list(after, PAGE)
+            for one in page.jobs:
+                if MODEL in one.metadata:
+                    yield one
+            after = page.next_after
+            if after is None:
+                return
+
+    async def training_run(self, record: JobRecord) -> dict[str, Any]:
+        lora = record.job.lora
+        listed = (await self.checkpoints(record))["checkpoints"]
+
+        def last(kind: str) -> Any:
+            return next((one for one in reversed(listed) if one["checkpoint_type"] == kind), None)
+
+        changed_at = await asyncio.to_thread(OperationLog(Path(record.run_dir)).changed_at)
+        return {
+            "training_run_id": record.id,
+            "base_model": record.job.model,
+            "model_owner": record.submitted_by or "HONE_TOKEN",
+            "is_lora": lora is not None,
+            "lora_rank": lora.rank if lora else None,
+            "corrupted": record.status == "failed",
+            "last_request_time": _iso(changed_at or record.created_at),
+            "last_checkpoint": last("training"),
+            "last_sampler_checkpoint": last("sampler"),
+            "user_metadata": {k: v for k, v in record.job.metadata.items() if k != MODEL},
+        }
+
+    async def checkpoints(self, record: JobRecord) -> dict[str, Any]:
+        """Returns what the model saved under a name, oldest first."""
+        saved = await asyncio.to_thread(Saved(Path(record.run_dir)).all)
+        return {"checkpoints": [_checkpoint(record.id, one) for one in saved if one.name]}
+
+    async def all_checkpoints(self, limit: int, offset: int) -> dict[str, Any]:
+        """Returns what all models saved, newest first."""
+        found: list[dict[str, Any]] = []
+        async for one in self.models():
+            found += (await self.checkpoints(await self._store.get(one.id)))["checkpoints"]
+        found.sort(key=lambda one: str(one["time"]), reverse=True)
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
+
+    async def delete(self, record: JobRecord, id: str) -> None:
+        saved = Saved(Path(record.run_dir))
+        await to_disk(saved.remove, await self.saved(record, id))
+
+    async def expire(self, record: JobRecord, id: str, ttl_s: float | None) -> None:
+        one = await self.saved(record, id)
+        expires_at = None if ttl_s is None else time.time() + ttl_s
+        await to_disk(
+            Saved(Path(record.run_dir)).add, one.model_copy(update={"expires_at": expires_at})
+        )
+
+    async def saved(self, record: JobRecord, id: str) -> SavedWeights:
+        """Returns what has Tinker's id `weights/NAME`, for example. Raises NotFound."""
+        part, _, name = id.partition("/")
+        kind = KINDS[part][0] if part in KINDS else None
+        found = kind and await asyncio.to_thread(Saved(Path(record.run_dir)).find, kind, name)
+        if not found:
+            raise NotFound(f"the model {record.id!r} has no {id!r:.200}, or not any more")
+        return found
+
+    # --- the files of an export ------------------------------------------------------------------
+
+    async def urls(self, record: JobRecord, id: str, base_url: str) -> dict[str, Any]:
+        """Returns an address for each file of an export, which needs no key for a while."""
+        one = await self.saved(record, id)
+        expires = int(time.time() + URL_S)
+        files = await asyncio.to_thread(files_of, Path(one.path))
+        urls = {
+            file.name: f"{base_url}/{self._signed(record.id, one.number, file.name, expires)}/"
+            f"{expires}/{record.id}/{one.number}/{file.name}"
+            for file in files
+        }
+        return {"urls": urls, "expires": _iso(expires)}
+
+    async def file(self, signature: str, expires: int, job: str, number: int, name: str) -> Path:
+        """Returns the file behind an address of `urls`. Raises Unauthorized for any other one."""
+        wanted = self._signed(job, number, name, expires)
+        if not hmac.compare_digest(wanted, signature) or expires < time.time():
+            raise Unauthorized("the address is not one of an export's files, or not any more")
+        run_dir = Path((await self._store.get(job)).run_dir)
+        found = {one.number: one for one in await asyncio.to_thread(Saved(run_dir).all)}
+        if number not in found:
+            raise NotFound("the export is not there any more")
+        return await asyncio.to_thread(path_of, Path(found[number].path), name)
+
+    def _signed(self, job: str, number: int, name: str, expires: int) -> str:
+        text = f"tinker file\n{job}\n{number}\n{name}\n{expires}"
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
+
+    # --- what has expired ------------------------------------------------------------------------
+
+    async def keep_swept(self) -> None:
+        """Removes, again and again, what has expired."""
+        while True:
+            try:
+                async for one in self.models():
+                    record = await self._store.get(one.id)
+                    await to_disk(Saved(Path(record.run_dir)).sweep)
+            except (HoneError, OSError) as error:  # a later sweep may do better
+                get_logger().warning("expired weights not removed", reason=str(error))
+            await asyncio.sleep(SWEEP_S)
+
+
+IS_FILE = re.compile(r"/api/v1/files/[0-9a-f]{64}/[0-9]{1,12}/[\w-]+/[0-9]{1,9}/.+")
+
+
+def is_public(path: str) -> bool:
+    """Returns whether the path has a signature in place of a key."""
+    return IS_FILE.fullmatch(path) is not None
+
+
+def _checkpoint(model_id: str, saved: SavedWeights) -> dict[str, Any]:
+    part = PARTS[saved.kind]
+    return {
+        "checkpoint_id": f"{part}/{saved.name}",
+        "checkpoint_type": KINDS[part][1],
+        "time": _iso(saved.made_at),
+        "tinker_path": path_to(model_id, saved.kind, saved.name),
+        "size_bytes": saved.size_bytes,
+        "public": False,
+        "expires_at": None if saved.expires_at is None else _iso(saved.expires_at),
+    }
+
+
+def _iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
