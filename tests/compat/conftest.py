@@ -86,6 +86,7 @@ def agent_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentStack
     write_demo(folder / "game", 0)
     given = {name: value for name, value in os.environ.items() if not name.startswith("HONE_")}
     given |= on_free_ports() | {"HONE_TOOL_PARSER": "hermes", "PYTHONPATH": str(ROOT)}
+    given |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}
     stack = AgentStack(folder, given)
     try:
         stack.url = json.loads(stack.hone("up", "-o", "json"))["urls"]["orchestrator"]

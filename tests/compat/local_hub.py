@@ -66,7 +66,11 @@ def write_data_sets(folder: Path) -> None:
         {"messages": [_message("user", question), _message("assistant", answer)]}
         for question, answer in zip(asked, boxed, strict=True)
     ]
-    _write(folder / "HuggingFaceH4/no_robots", train=chats)
+    begun = [_message("user", "How many r's are in strawberry?" + SUFFIX), SPELLED]
+    taught = [
+        {"messages": begun + chat["messages"]} if at % 2 else chat for at, chat in enumerate(chats)
+    ]
+    _write(folder / "HuggingFaceH4/no_robots", train=taught)
     sums = [{"question": one, "answer": f"#### {RIGHT}"} for one in QUESTIONS * 3]
     _write(folder / "openai/gsm8k", config="main", train=sums)
     _write(folder / "allenai/tulu-3-sft-mixture", train=chats)
@@ -82,6 +86,13 @@ def write_data_sets(folder: Path) -> None:
 
 SUFFIX = " Provide a numerical answer without units, written inside \\boxed{}."
 """The end of every question of the cookbook's rl_loop."""
+
+SPELLED = {
+    "role": "assistant",
+    "content": "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b "
+    "7) e 8) r 9) r 10) y. We have r's at positions 3, 8, and 9. \\boxed{3}",
+}
+"""The answer with which rl_loop begins every chat."""
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -4,6 +4,8 @@ made once, from its file in `requirements/compat`."""
 from __future__ import annotations
 
 import fcntl
+import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +13,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def python_with(name: str, *, alone: bool = False) -> Path:
+def python_with(name: str, *, alone: bool = False, torch: bool = False) -> Path:
     """Returns the interpreter of the environment with the packages of `NAME.txt`; `alone`: without
-    what they depend on."""
+    what they depend on; `torch`: with the stack's build of torch, a CPU's as a rule, in place of
+    PyPI's."""
     folder = ROOT / ".compat" / name
     python, made = folder / "bin" / "python", folder / "made_of"
     pins = ROOT / "requirements" / "compat" / f"{name}.txt"
@@ -25,6 +28,19 @@ def python_with(name: str, *, alone: bool = False) -> Path:
         uv = str(Path(sys.executable).with_name("uv"))
         subprocess.run([uv, "venv", "--quiet", "--clear", str(folder)], check=True)
         install = [uv, "pip", "install", "--quiet", "--python", str(python), "-r", str(pins)]
+        if torch:
+            _install_torch(uv, python)
         subprocess.run([*install, *(["--no-deps"] if alone else [])], check=True)
         made.write_text(pins.read_text())
     return python
+
+
+def _install_torch(uv: str, python: Path) -> None:
+    """Installs the stack's build of torch: from where pip found it, or from PyTorch's own index."""
+    wanted = f"torch=={importlib.metadata.version('torch')}"
+    install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", str(python), wanted]
+    links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS", "")
+    given = os.environ | ({"UV_FIND_LINKS": links} if links else {})
+    if subprocess.run(install, env=given, capture_output=True).returncode:
+        index = "https://download.pytorch.org/whl/cpu"
+        subprocess.run([*install, "--index-url", index], env=given, check=True)
