@@ -161,7 +161,11 @@ def job_table(records: Iterable[JobSummary]) -> Table:
 
 
 def _step(record: JobSummary) -> str:
-    return f"{record.step}/{record.steps}" if record.steps else "evaluates"
+    from shared.job import ENDLESS
+
+    if not record.steps:
+        return "evaluates"
+    return str(record.step) if record.steps == ENDLESS else f"{record.step}/{record.steps}"
 
 
 def _status(record: JobSummary) -> str:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from shared.errors import Failed
 
+PUT_AWAY = "put away"
+"""What the sentence of a `PutAway` begins with."""
+
 
 class MustPause(Failed):
     """The job cannot go on until a person has done what the sentence says. Nothing is lost: it goes
     on where it was."""
+
+
+class PutAway(MustPause):
+    """The job made room for another one, and goes on by itself once it has something to do."""
 
 
 class TooDear(MustPause):

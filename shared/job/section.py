@@ -10,6 +10,9 @@ from pydantic import ConfigDict, ValidationInfo, field_validator
 
 from shared.documented import Documented
 
+ENDLESS = 10**9
+"""`steps` of a job that its program ends."""
+
 JOB_ID = r"^[a-z0-9][a-z0-9_-]{0,62}$"
 """Ids and names end up in paths and URLs, so they are made of these characters only."""
 

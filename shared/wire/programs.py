@@ -57,6 +57,14 @@ class OperationOutcome(Wire):
     adapter: AdapterWeights | None = None
 
 
+class LogStart(Wire):
+    """Where a log of operations begins: those before `number` were done, the trainer counted `done`
+    of them, and every checkpoint that it may resume from has them."""
+
+    number: int = 1
+    done: int = 0
+
+
 class SavedWeights(Wire):
     """What operation `number` saved: weights of version `step`, in the folder `path` or, of a
     snapshot, as an `adapter` if there is one. Times are Unix seconds."""

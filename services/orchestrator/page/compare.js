@@ -5,7 +5,7 @@ import { get } from "./api.js";
 import { Chart } from "./chart.js";
 import { AddMetric, AxisChoice } from "./charts.js";
 import { hasEnded } from "./live.js";
-import { Fault, Status } from "./parts.js";
+import { ENDLESS, Fault, Status } from "./parts.js";
 import { lineOf, withRates } from "./series.js";
 import { link, useChoice, useRepeated } from "./state.js";
 import { number, visible } from "./text.js";
@@ -67,5 +67,5 @@ function Last({ jobs, labels, metrics }) {
   const last = (/** @type {any} */ job, /** @type {string} */ metric) => (job.series.columns[metric] ?? []).findLast((/** @type {number | null} */ value) => value !== null);
   return html`<div class="scrolls"><table><thead><tr><th>job</th><th>status</th><th>steps</th>${metrics.map((name) => html`<th>${name}</th>`)}</tr></thead>
     <tbody>${jobs.map((job, index) => html`<tr><td><a href=${link(["jobs", job.record.id])}>${visible(labels[index])}</a></td><td><${Status} status=${job.record.status} /></td>
-      <td>${job.record.step}/${job.record.steps}</td>${metrics.map((name) => html`<td>${number(last(job, name), 4)}</td>`)}</tr>`)}</tbody></table></div>`;
+      <td>${job.record.step}${job.record.steps === ENDLESS ? "" : `/${job.record.steps}`}</td>${metrics.map((name) => html`<td>${number(last(job, name), 4)}</td>`)}</tr>`)}</tbody></table></div>`;
 }

@@ -91,10 +91,14 @@ export function Fault({ error }) {
   return html`<p class="fault" role="alert">${error instanceof Error ? error.message : String(error)}</p>`;
 }
 
+/** The steps of a job that its program ends. */
+export const ENDLESS = 1e9;
+
 /**
  * @param {{value: number | null | undefined, of: number | null | undefined}} props
  */
 export function Progress({ value, of }) {
+  if (of === ENDLESS) return html`<span class="progress">${value ?? 0}</span>`;
   const share = of ? Math.min(1, (value ?? 0) / of) : 0;
   return html`<span class="progress"><span class="bar" aria-hidden="true"><span style=${{ width: `${share * 100}%` }}></span></span>
     ${value ?? 0}<span class="of">/${of ?? "?"}</span></span>`;

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.orchestrator.errors import MustPause
+from services.orchestrator.errors import PUT_AWAY, MustPause, PutAway
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.programs.log import OperationLog
@@ -27,6 +27,7 @@ from shared.errors import BadRequest, Conflict, Failed
 from shared.job import Job
 from shared.wire import (
     AdapterWeights,
+    LogStart,
     MetricsRow,
     OperationOutcome,
     ProgramOperation,
@@ -35,6 +36,9 @@ from shared.wire import (
 
 POLL_S = 0.05
 """Seconds between two looks for the next operation."""
+
+LOOK_S = 1.0
+"""Seconds between two looks at which numbers have come."""
 
 GAP_S = 30.0
 """Seconds after which a number that did not come is passed over: its request was refused or lost,
@@ -45,9 +49,6 @@ CHECKPOINT_EVERY_S = 120.0
 
 IDLE_S = 10.0
 """Seconds without an operation after which a model makes room for a job that waits."""
-
-PUT_AWAY = "put away"
-"""What the reason begins with of a model that made room: its next operation brings it back."""
 
 REFUSED = frozenset({"not_finite", "out_of_memory"})
 """Codes of errors that an operation has to itself: the model goes on as it was."""
@@ -71,9 +72,11 @@ class Driving:
     """The trainer's last operation."""
     _done: int = 0  # how many operations of the log the trainer counts
     _serves: int = 0  # the version that samplers serve
+    _look_at: float = 0.0  # when the numbers that have come are looked at next
     _num_calls: int = 0  # calls of this attempt since the last optimizer step
     _loss: float = 0.0  # of the calls since the last optimizer step
     _checkpoint_at: float = field(default_factory=time.monotonic)
+    _at_checkpoint: LogStart | None = None  # what the newest checkpoint of this attempt has
 
     def __post_init__(self) -> None:
         self._log = OperationLog(self.folder.path)
@@ -85,7 +88,13 @@ class Driving:
         that begins with a checkpoint of another job has one of its own before its first."""
         if self.job.training.start_from and not self.at:
             await self.services.checkpoint(0)
-        number = 0
+        start = await asyncio.to_thread(self._log.start)
+        if self.at < start.done:
+            raise MustPause(
+                f"the trainer went on from operation {self.at}, and the log begins after operation "
+                f"{start.done}: the checkpoints since then are damaged or gone"
+            )
+        self._done, number = start.done, start.number - 1
         while True:
             number += 1
             operation = await self._next(number)
@@ -104,6 +113,11 @@ class Driving:
     ) -> OperationOutcome:
         """Does the operation, and returns its outcome; one that is `known` stays."""
         outcome = await self._do(operation)
+        if operation.kind in ("checkpoint", "export") and outcome.error is None:
+            await self._checkpointed(number)
+        elif operation.kind == "optim_step" and self._is_time():
+            await self.services.checkpoint(self.at, await self._kept_steps())
+            await self._checkpointed(number)
         if known is None and outcome.error is None:
             outcome = await self._kept(number, operation, outcome)
         if operation.kind == "forward_backward" and outcome.error is None:
@@ -144,6 +158,17 @@ class Driving:
         await to_disk(self._saved.sweep)
         return outcome
 
+    def _is_time(self) -> bool:
+        return time.monotonic() - self._checkpoint_at > CHECKPOINT_EVERY_S
+
+    async def _checkpointed(self, number: int) -> None:
+        """Makes the log begin where the checkpoint before this one was: that one is left, should
+        this one be damaged."""
+        self._checkpoint_at = time.monotonic()
+        if self._at_checkpoint is not None:
+            await to_disk(self._log.advance, self._at_checkpoint)
+        self._at_checkpoint = LogStart(number=number + 1, done=self._done)
+
     async def _kept_steps(self) -> tuple[int, ...]:
         return await asyncio.to_thread(self._saved.steps)
 
@@ -166,7 +191,7 @@ class Driving:
                 operation = await asyncio.to_thread(self._log.operation, number)
                 if operation is not None:
                     return operation
-                if await asyncio.to_thread(self._log.newest) > number:
+                if await asyncio.to_thread(self._is_behind, number):
                     gap_since = gap_since or time.monotonic()
                     if time.monotonic() - gap_since > GAP_S:
                         await self.journal.warn(
@@ -179,8 +204,15 @@ class Driving:
                     since = time.monotonic()
                 await asyncio.sleep(POLL_S)
 
+    def _is_behind(self, number: int) -> bool:
+        """Whether later operations than this one have come."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_S
+        return self._log.newest() > number
+
     async def _make_room(self) -> None:
-        """Raises MustPause if another job waits for the trainer."""
+        """Raises PutAway if another job waits for the trainer."""
         if not self.num_queued():
             return
         try:
@@ -188,7 +220,7 @@ class Driving:
                 await self.services.checkpoint(self.at, await self._kept_steps())
         except Conflict as error:  # a gradient waits: its calls are done again later
             await self.journal.log(error.detail)
-        raise MustPause(
+        raise PutAway(
             f"{PUT_AWAY}: its program sent nothing for {IDLE_S:g} s, and another job waits; the "
             "next operation brings it back"
         )
@@ -241,9 +273,6 @@ class Driving:
         if not is_again:
             await self._record(step, operation.optimization.learning_rate, done.grad_norm, loss)
         self.tell(step)
-        if time.monotonic() - self._checkpoint_at > CHECKPOINT_EVERY_S:
-            await self.services.checkpoint(step, await self._kept_steps())
-            self._checkpoint_at = time.monotonic()
         return OperationOutcome(step=step, grad_norm=done.grad_norm)
 
     async def _record(self, step: int, rate: float, grad_norm: float, loss: float) -> None:

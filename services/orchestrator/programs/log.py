@@ -2,16 +2,20 @@
 
     operations/00000017.msgpack          operation 17, once it is accepted
     operations/00000017.outcome.msgpack  what it did, once it is done
+    operations/start.msgpack             which operations are done for good
     operations/session-<id>.msgpack      a session of samples, and the weights that it samples by
     operations/sample-<id>.msgpack       samples that were asked for, and .outcome.msgpack
 
 Operations are numbered from 1 by the program, and done in this order. The same number again with
-the same body is the same operation; with another body it is refused. All functions wait for the
-disk: call them in a thread.
+the same body is the same operation; with another body it is refused. What is done for good is
+removed after an hour, with its outcome: until then a program may ask for it again. All functions
+wait for the disk: call them in a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import time
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +24,7 @@ from shared.host import disk
 from shared.http import codec
 from shared.wire import (
     DeliveredSamples,
+    LogStart,
     OperationOutcome,
     ProgramOperation,
     SampleOrder,
@@ -30,6 +35,9 @@ from shared.wire import (
 W = TypeVar("W", bound=Wire)
 
 FOLDER = "operations"
+
+KEPT_S = 3600.0
+"""Seconds that what is done for good stays, and samples do."""
 
 
 class OperationLog:
@@ -45,6 +53,8 @@ class OperationLog:
         if not self._run.is_dir():
             raise Failed(f"the run folder {self._run} is gone", code="run_folder_gone")
         disk.make_folder(self._folder)
+        if number < self.start().number and self.operation(number) is None:
+            raise Conflict(f"operation {number} was done long ago; expected a new number")
         try:
             disk.create_file(self._file(f"{number:08}"), _packed(operation))
         except FileExistsError:
@@ -71,25 +81,36 @@ class OperationLog:
     def newest(self) -> int:
         """Returns the greatest number that has come; 0 without any."""
         names = (path.name for path in self._folder.glob("[0-9]*.msgpack"))
-        return max((int(name[:8]) for name in names), default=0)
+        return max((int(name[:8]) for name in names), default=self.start().number - 1)
+
+    def start(self) -> LogStart:
+        return _read(self._file("start"), LogStart) or LogStart()
+
+    def advance(self, start: LogStart) -> None:
+        """Makes the log begin there, and removes what nobody can need any more."""
+        disk.write_file(self._file("start"), _packed(start))
+        old = time.time() - KEPT_S
+        for file in self._folder.glob("*.msgpack"):
+            number = file.name[:8]
+            is_done = number.isdecimal() and int(number) < start.number
+            if is_done or file.name.startswith("sample-"):
+                with contextlib.suppress(FileNotFoundError):
+                    if file.stat().st_mtime < old:
+                        file.unlink()
 
     def open_session(self, id: str, session: SamplingSession) -> None:
         disk.make_folder(self._folder)
         disk.write_file(self._file(f"session-{id}"), _packed(session))
 
     def session(self, id: str) -> SamplingSession | None:
-        """Returns the session; None without one. The number of a snapshot is a session too."""
-        if not id.isdecimal():
-            return _read(self._file(f"session-{id}"), SamplingSession)
-        operation, outcome = self.operation(int(id)), self.outcome(int(id))
-        if operation is None or outcome is None or operation.kind != "snapshot" or outcome.error:
-            return None
-        return SamplingSession(step=outcome.step, adapter=outcome.adapter)
+        """Returns the session; None without one."""
+        return _read(self._file(f"session-{id}"), SamplingSession)
 
     def changed_at(self) -> float | None:
         """Returns when the newest operation was accepted, in Unix seconds; None without one."""
-        newest = self.newest()
-        return self._file(f"{newest:08}").stat().st_mtime if newest else None
+        with contextlib.suppress(FileNotFoundError):
+            return self._file(f"{self.newest():08}").stat().st_mtime
+        return None
 
     def order(self, id: str, order: SampleOrder) -> None:
         """Returns once the order of samples is on disk."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, cast
 
-from services.orchestrator.errors import MustPause, TooDear
+from services.orchestrator.errors import MustPause, PutAway, TooDear
 from services.orchestrator.runs.folder import BatchExists, RunFolder
 from services.orchestrator.runs.found import WAS_DELETED, End
 from services.orchestrator.store.connection import StoreUnavailable
@@ -62,7 +62,7 @@ class Action(Enum):
 @dataclass(frozen=True)
 class Rule:
     """A rule for errors of class `kind`, and with one of `codes` if given. `remedy` says what a
-    person does before resuming the job."""
+    person does before resuming the job; "": nothing, it resumes by itself."""
 
     kind: type[Exception]
     action: Action
@@ -110,6 +110,7 @@ RULES = (
     Rule(BatchExists, Action.GIVE_BACK),
     Rule(StoreUnavailable, Action.STOP),
     Rule(TooDear, Action.PAUSE, "raise it with `hone resume JOB --set stop.max_cost=...`"),
+    Rule(PutAway, Action.PAUSE, ""),
     Rule(MustPause, Action.PAUSE),
     Rule(Conflict, Action.STOP, codes=_codes("emptied")),
     Rule(Conflict, Action.GIVE_BACK, codes=_codes("stale")),
@@ -159,7 +160,8 @@ def decide(error: Exception, num_in_a_row: int = 0) -> Decision:
     if num_in_a_row >= LIMITS.get(action, math.inf):
         action = Action.PAUSE
     why = _sentence(error)
-    return Decision(action, f"{why}; {rule.remedy}" if action is Action.PAUSE else why)
+    has_remedy = action is Action.PAUSE and rule.remedy
+    return Decision(action, f"{why}; {rule.remedy}" if has_remedy else why)
 
 
 def found_end(folder: RunFolder) -> Outcome | None:

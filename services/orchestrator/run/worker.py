@@ -15,6 +15,7 @@ import secrets
 import socket
 import time
 
+from services.orchestrator.errors import PUT_AWAY
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.programs.sampling import Runs
@@ -307,13 +308,15 @@ class Worker:
                     self._trainer.closing.discard(lease.job_id)
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
-        resume = f"then `hone resume {lease.job_id}` goes on from there"
+        resume = f", then `hone resume {lease.job_id}` goes on from there"
+        if str(outcome.why).startswith(PUT_AWAY):
+            resume = ""
         if outcome.status == "queued":
             get_logger().warning("job given back", job=lease.job_id, reason=outcome.why)
             await self._store.leave(lease, str(outcome.why))
         elif outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
-            await self._store.halt(lease, f"{outcome.why}, {resume}")
+            await self._store.halt(lease, f"{outcome.why}{resume}")
         else:
             await self._end(lease, outcome)
 

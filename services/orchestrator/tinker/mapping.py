@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from services.orchestrator.tinker import messages
 from shared.errors import BadRequest
-from shared.job import Job, name_of
+from shared.job import ENDLESS, Job, name_of
 from shared.wire import (
     Example,
     OperationOutcome,
@@ -37,9 +37,6 @@ CONFIG = {
 
 INPUTS = {"cross_entropy": ("weights",)} | dict.fromkeys(LOSSES[1:], ("logprobs", "advantages"))
 """What a loss takes beside `target_tokens`."""
-
-ENDLESS = 10**9
-"""Steps of a job that its program ends."""
 
 ALPHA = 32.0
 """LoRA's alpha, whatever the rank: Tinker's."""

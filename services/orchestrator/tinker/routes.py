@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.jobs import check_job
-from services.orchestrator.programs.driving import PUT_AWAY
+from services.orchestrator.errors import PUT_AWAY
 from services.orchestrator.programs.log import OperationLog
 from services.orchestrator.programs.sampling import Runs
 from services.orchestrator.programs.saved import Saved
@@ -244,13 +244,12 @@ class Programs:
     async def _session(self, id: str) -> tuple[JobRecord, SamplingSession, str]:
         """Returns the model that samples for a session, the session, and its name there."""
         model_id, _, name = id.rpartition(":")
-        record = await self._model(model_id) if SESSION.fullmatch(name) else None
-        log = OperationLog(Path(record.run_dir)) if record else None
-        session = await asyncio.to_thread(log.session, name) if log else None
-        if record is None or session is None:
-            raise BadRequest(
-                f"'sampling_session_id': got {id!r:.120}; expected a session of this server"
-            )
+        if not SESSION.fullmatch(name):
+            raise _no_session(id)
+        record = await self._model(model_id)
+        session = await asyncio.to_thread(_session, Path(record.run_dir), name)
+        if session is None:
+            raise _no_session(id)
         return record, session, name
 
     async def asample(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -399,6 +398,22 @@ def _can_sample(job: Job, base_model: str, rank: int) -> bool:
     return is_fit and job.served_rank is not None and job.served_rank >= rank
 
 
+def _session(run: Path, name: str) -> SamplingSession | None:
+    """Returns the session of that name. The number of a snapshot is a session too."""
+    if not name.isdecimal():
+        return OperationLog(run).session(name)
+    found = (one for one in Saved(run).all() if one.number == int(name) and one.kind == "snapshot")
+    saved = next(found, None)
+    return saved and SamplingSession(step=saved.step, adapter=saved.adapter)
+
+
+def _no_session(id: str) -> BadRequest:
+    return BadRequest(
+        f"'sampling_session_id': got {id!r:.120}; expected a session of this server whose snapshot "
+        "is there"
+    )
+
+
 def _name(path: Any) -> str:
     if not isinstance(path, str) or not NAME.fullmatch(path):
         raise BadRequest(
@@ -410,7 +425,7 @@ def _name(path: Any) -> str:
 def _outcome(model_id: str, log: OperationLog, number: int) -> Response | None:
     operation, outcome = log.operation(number), log.outcome(number)
     if operation is None:
-        raise NotFound(f"the model {model_id!r} has no operation {number}")
+        raise NotFound(f"the model {model_id!r} has no operation {number}, or not any more")
     if outcome is None:
         return None
     if outcome.error is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.errors import MustPause, SyncFailed
+from services.orchestrator.errors import MustPause, PutAway, SyncFailed
 from services.orchestrator.run.decisions import (
     LIMITS,
     MAX_LOSSES,
@@ -144,4 +144,5 @@ def test_a_pause_names_its_remedy() -> None:
     )
     refused = decide(BadRequest("413 Request Entity Too Large", code="foreign")).why
     assert "a proxy, or another program" in refused
-    assert all(rule.remedy for rule in RULES)
+    assert decide(PutAway("put away: another job waits")).why == "put away: another job waits"
+    assert all(rule.remedy for rule in RULES if rule.kind is not PutAway)
