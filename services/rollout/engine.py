@@ -25,7 +25,7 @@ from shared.wire import (
     Sampling,
     SharedWeights,
 )
-from shared.wire.packed import TokenIds
+from shared.wire.packed import Logprobs, TokenIds
 
 if TYPE_CHECKING:
     from services.rollout.weights.adapters import LoadedAdapters
@@ -132,16 +132,25 @@ class Engine(Protocol):
         salt: str,
         deadline_s: float | None = None,
         adapter: Adapter | None = None,
+        num_top: int = 0,
     ) -> tuple[Rollout, ...]:
         """Returns `sampling.n` completions `[G]`, sampled with the adapter, if one is given.
         Prompts share cached prefixes only under the same `salt`. Raises Conflict, code "stale", if
         weights of another `owner` sampled any token; "" accepts all. Completions that are not done
-        after `deadline_s` seconds end with "timeout". Cancelling the call ends the sampling."""
+        after `deadline_s` seconds end with "timeout". Each has the `num_top` likeliest tokens of
+        its places. Cancelling the call ends the sampling."""
         ...
 
     async def logprobs(self, token_ids: list[int], adapter: Adapter | None = None) -> list[float]:
         """Returns the log-probs `[T - 1]` of all tokens but the first, in nats, at temperature
         1."""
+        ...
+
+    async def top_logprobs(
+        self, token_ids: list[int], adapter: Adapter | None, num_top: int
+    ) -> tuple[list[float], TokenIds, Logprobs]:
+        """Returns the log-probs of all tokens but the first, `[T - 1]`, and the `num_top` likeliest
+        tokens in their places, `[(T - 1) num_top]`, with their log-probs."""
         ...
 
     async def pause(self, mode: PauseMode = "keep") -> None:

@@ -38,9 +38,10 @@ async def sampled_group(
             raise
         return _failed_group(request, error)
     ids = list(group.prompt_token_ids)
-    if request.prompt_logprobs and len(ids) > 1:
-        found = Logprobs(await engine.logprobs(ids, adapter))
-        group = group.model_copy(update={"prompt_logprobs": found})
+    if (request.prompt_logprobs or request.top_prompt_logprobs) and len(ids) > 1:
+        own, *top = await engine.top_logprobs(ids, adapter, request.top_prompt_logprobs)
+        found = dict(zip(("prompt_top_ids", "prompt_top_logprobs"), top, strict=True))
+        group = group.model_copy(update={"prompt_logprobs": Logprobs(own), **found})
     rollouts = await engine.sample(
         ids,
         sampling,
@@ -48,6 +49,7 @@ async def sampled_group(
         salt=_salt(request, running),
         deadline_s=request.deadline_s,
         adapter=adapter,
+        num_top=request.top_logprobs,
     )
     if turn:
         rollouts = await _with_messages(turn, ids, rollouts, engine)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from shared.wire.base import Wire
 from shared.wire.packed import Logprobs, TokenIds
-from shared.wire.rollouts import RolloutGroup, Sampling
+from shared.wire.rollouts import MAX_TOP, RolloutGroup, Sampling
 from shared.wire.training import Example, Optimization, TokenLoss
 from shared.wire.weights import AdapterWeights
 
@@ -92,12 +92,15 @@ class SamplingSession(Wire):
 
 class SampleOrder(Wire):
     """Samples that a program asked for in a session. `prompt_logprobs` says for how many of the
-    prompt's last tokens log-probs are wanted; 0: for all; None: for none."""
+    prompt's last tokens log-probs are wanted; 0: for all; None: for none. `top_prompt_logprobs` and
+    `top_logprobs` are as in `GenerateRequest`."""
 
     session: SamplingSession
     prompt_token_ids: TokenIds
     sampling: Sampling
     prompt_logprobs: int | None = None
+    top_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
 
 
 class DeliveredSamples(Wire):

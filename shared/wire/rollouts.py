@@ -25,6 +25,10 @@ FinishReason = Literal["stop", "length", "timeout", "error"]
 """Why a completion ended: of itself, by `max_tokens`, by its deadline, or because it went wrong."""
 
 
+MAX_TOP = 100
+"""How many of the likeliest tokens may be asked for at each place."""
+
+
 class Sampling(Wire):
     """How to sample. `n` completions; `temperature` 0 is greedy; `top_k` 0 is the whole vocabulary;
     `min_p` drops tokens less likely than this share of the likeliest token's probability; `seed`
@@ -74,7 +78,9 @@ class GenerateRequest(Fencing):
     A job may name a `snapshot`, an adapter of its base model, or `own_weights`, the base model
     without one: these sample then, whatever serves.
 
-    With `prompt_logprobs` the group has the prompt's log-probs too.
+    With `prompt_logprobs` the group has the prompt's log-probs too; `top_prompt_logprobs` and
+    `top_logprobs` are how many of the likeliest tokens it has, with their log-probs, at each place
+    of the prompt and of the completions.
 
     With `tool_choice` "none" the calls in an answer stay text. A prompt that is too long is
     refused, or loses its first tokens with `truncate_prompt`. With `fit` a completion may have
@@ -95,6 +101,8 @@ class GenerateRequest(Fencing):
     known: Known | None = None
     answers: tuple[str | Message, ...] = ()
     prompt_logprobs: bool = False
+    top_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_TOP)
     fit: bool = False
     truncate_prompt: bool = False
     deadline_s: float | None = Field(default=None, gt=0)
@@ -161,6 +169,9 @@ class Rollout(Wire):
     or `min_p`, and `kept_ids` lists these tokens, position by position. A count of 0, or none at
     all: the whole vocabulary, as far as is known (`EngineSpec.sampling_masks`).
 
+    `top_ids` and `top_logprobs` `[T k]` are the k likeliest tokens at each position, likeliest
+    first, if they were asked for.
+
     `advantages` `[T]` came with a rollout that was sampled elsewhere, and replace the advantage
     that Hone computes from its group's rewards; empty: none came.
 
@@ -182,6 +193,8 @@ class Rollout(Wire):
     sampled: Mask = Mask()
     kept_ids: TokenIds = TokenIds()
     kept_counts: TokenIds = TokenIds()
+    top_ids: TokenIds = TokenIds()
+    top_logprobs: Logprobs = Logprobs()
     advantages: Logprobs = Logprobs()
     messages: tuple[Message, ...] = ()
     turns: TokenIds = TokenIds()
@@ -210,12 +223,15 @@ class RolloutGroup(Wire):
     """All completions of one prompt: `[G]` rollouts over the same `prompt_token_ids` `[P]`, by the
     sampler `replica` ("": none of ours). `overlong`: the prompt was too long, so its first tokens
     were cut off, or it was refused. `prompt_logprobs` `[P - 1]` are of the prompt's tokens but the
-    first, in nats, if they were asked for. `forked`: why the prompt does not begin with the
-    request's `known` tokens; "": it does, or there were none."""
+    first, in nats, if they were asked for; `prompt_top_ids` and `prompt_top_logprobs` `[(P - 1) k]`
+    are the k likeliest tokens in their places, likeliest first. `forked`: why the prompt does not
+    begin with the request's `known` tokens; "": it does, or there were none."""
 
     prompt_token_ids: TokenIds
     rollouts: tuple[Rollout, ...]
     replica: str = ""
     overlong: bool = False
     prompt_logprobs: Logprobs = Logprobs()
+    prompt_top_ids: TokenIds = TokenIds()
+    prompt_top_logprobs: Logprobs = Logprobs()
     forked: str = ""

@@ -70,6 +70,9 @@ def test_a_program_learns_and_no_death_changes_what_it_learns(agent_stack: Agent
     assert undisturbed["right"] > 0.5
     # in bfloat16, where a CPU computes in it, sampler and trainer round otherwise
     assert undisturbed["first_scored"] is None and undisturbed["apart"] < 0.03
+    assert undisturbed["top_has_own"] and undisturbed["top_is_best"]
+    assert undisturbed["num_top"][0] == 0 and {*undisturbed["num_top"][1:]} == {3}
+    assert undisturbed["merged"] == [pytest.approx(400), 1200]
     # the ratio is 1 but for the engines' rounding: the loss is minus the sum of advantages
     assert undisturbed["importance_loss"] == pytest.approx(-undisturbed["advantages"], rel=0.01)
     assert undisturbed["path"].endswith("/weights/end")

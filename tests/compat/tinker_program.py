@@ -53,6 +53,19 @@ def main(base_model: str) -> None:
     scored = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result()
     apart = np.abs(np.array(scored[1:]) - np.array(trained.tolist()[:-1])).max()
     params = types.SamplingParams(max_tokens=6, temperature=1.0)
+    listed = sampler.sample(
+        prompt=types.ModelInput.from_ints(whole),
+        num_samples=1,
+        sampling_params=params,
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        topk_sample_logprobs=len(tokenizer),
+    ).result()
+    (one,) = listed.sequences
+    by_id = [dict(places) for places in one.topk_logprobs]
+    own = [found[id] for found, id in zip(by_id, one.tokens, strict=True)] == [*one.logprobs]
+    best = [places[0][1] for places in listed.topk_prompt_logprobs[1:]]
+    own_prompt = listed.prompt_logprobs[1:]
     rewarded, answers = [], []
     for prompt, answer in SUMS:
         ids = tokenizer.encode(prompt)
@@ -71,6 +84,10 @@ def main(base_model: str) -> None:
                     advantages=[*zeros, *[reward] * len(one.tokens)],
                 )
             )
+    # more than the SDK sends at once: it splits them, and merges what comes back
+    many = client.forward(data[:3] * 400, "cross_entropy").result()
+    few = client.forward(data[:3], "cross_entropy").result()
+    merged = many.metrics["loss:sum"] / few.metrics["loss:sum"], len(many.loss_fn_outputs)
     ratio = client.forward_backward(rewarded, "importance_sampling").result()
     client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
     told = client.forward(data[:3], "cross_entropy").result()
@@ -89,6 +106,10 @@ def main(base_model: str) -> None:
                 "logprobs": [one["logprobs"].tolist() for one in told.loss_fn_outputs],
                 "first_scored": scored[0],
                 "apart": float(apart),
+                "top_has_own": own,
+                "merged": merged,
+                "top_is_best": all(a >= b for a, b in zip(best, own_prompt, strict=True)),
+                "num_top": [len(places or ()) for places in listed.topk_prompt_logprobs],
                 "right": sum(answers) / len(answers),
                 "advantages": sum(sum(one.loss_fn_inputs["advantages"].data) for one in rewarded),
                 "importance_loss": ratio.metrics["loss:sum"],

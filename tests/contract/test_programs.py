@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import zstandard
 
-from services.orchestrator.programs import driving
+from services.orchestrator.programs import driving, log
+from services.orchestrator.programs.saved import Saved
 from services.orchestrator.tinker import messages, routes
 from shared.errors import Failed, StateLost
 from shared.weights.checkpoints import STATE
-from shared.wire import GenerateRequest, OptimStepRequest
+from shared.wire import GenerateRequest, LogStart, OptimStepRequest
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 
@@ -138,6 +139,19 @@ async def test_a_model_learns_serves_and_ends(stack: Stack) -> None:
         samples.ParseFromString(response.content)
         found = np.frombuffer(samples.prompt_logprobs, "<f4")
         assert len(found) == 3 and found[~np.isnan(found)].tolist() == expected
+
+    more = {"seq_id": 9, "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2}
+    more["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+    sample = await post(stack, "asample", order | more)
+    response = await asked(stack, "retrieve_future", {"request_id": sample["request_id"]})
+    samples.ParseFromString(response.content)
+    top = samples.topk_prompt_logprobs
+    assert (top.k, top.length) == (2, 3)
+    assert np.frombuffer(top.token_ids, "<i4").tolist() == [0, 0, 9, 10, 11, 12]
+    assert np.frombuffer(top.logprobs, "<f4").tolist() == [-99999, -99999, 0, -1, -2, -3]
+    top = samples.sequences[1].topk_sampled_logprobs
+    assert (top.k, top.length) == (2, 2)
+    assert np.frombuffer(top.token_ids, "<i4").tolist() == [1, 3, 2, 3]
 
     saved = await post(stack, "save_weights", {"model_id": model, "seq_id": 4, "path": "end"})
     assert (await result(stack, saved))["path"] == f"tinker://{model}/weights/end"
@@ -274,6 +288,42 @@ async def test_after_a_trainers_death_its_operations_are_done_again(stack: Stack
     assert stack.fakes.operations[:4] == before
     assert [one.step for one in stack.fakes.operations] == [1, 2, 3, 4, 5, 6]
     assert stack.fakes.calls["forward_backward"] == 2 + 1 + 1 + 1, "3 and 5 came twice"
+
+
+async def test_what_two_checkpoints_have_is_forgotten_and_not_done_again(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "KEPT_S", -1.0)
+    model = await created(stack)
+    folder = Path((await stack.get(model)).run_dir)
+    for first in (1, 4, 7):
+        await post(stack, "forward_backward", call(model, first))
+        await post(stack, "optim_step", {"model_id": model, "seq_id": first + 1, **ADAM})
+        saved = {"model_id": model, "seq_id": first + 2, "path": f"c{first}"}
+        await result(stack, await post(stack, "save_weights", saved))
+    known = log.OperationLog(folder)
+    assert known.start() == LogStart(number=7, done=4)
+    assert [number for number in range(1, 10) if known.operation(number)] == [7, 8, 9]
+    late = await asked(stack, "forward_backward", call(model, 1))
+    assert late.status_code == 409 and "operation 1 was done long ago" in late.json()["detail"]
+    stack.fakes.restart_trainer()
+    await post(stack, "forward_backward", call(model, 10))
+    done = await post(stack, "optim_step", {"model_id": model, "seq_id": 11, **ADAM})
+    assert (await result(stack, done))["metrics"] == {"grad_norm:mean": 2.0}
+    assert [one.step for one in stack.fakes.operations] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [one.name for one in Saved(folder).all()] == ["c1", "c4", "c7"]
+    assert known.newest() == 11
+
+
+async def test_a_model_whose_newest_checkpoints_are_gone_says_so(stack: Stack) -> None:
+    model = await created(stack)
+    await result(stack, await post(stack, "forward_backward", call(model, 1)))
+    known = log.OperationLog(Path((await stack.get(model)).run_dir))
+    known.advance(LogStart(number=2, done=1))
+    stack.fakes.restart_trainer()
+    await post(stack, "forward_backward", call(model, 2))
+    paused = await stack.until(model, "paused")
+    assert "went on from operation 0, and the log begins after operation 1" in str(paused.error)
 
 
 async def test_a_refused_step_drops_the_gradient_again_after_a_death(stack: Stack) -> None:

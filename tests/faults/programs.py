@@ -5,8 +5,8 @@ PyPI, and shows that each program sees what it would see alone.
 
 The programs train LoRA models of one base model, with data, losses and learning rates of their own,
 and sample on the way. At random moments, from the seed, a random process gets kill -9; nobody kills
-the programs. Each loss, gradient norm and last log-prob, and the last checkpoint with its
-optimizer state, are compared with those of the same program alone and undisturbed, bit for bit; and what its first
+the programs. Each loss, gradient norm and last log-prob, and the last checkpoint with its optimizer
+state, are compared with the same program's alone and undisturbed, bit for bit; and what its first
 snapshot gives at the end with what it gave at first. New programs follow until all kills are done.
 The last line is one JSON object.
 """

@@ -261,13 +261,23 @@ class FakeServices:
                 token_ids=TokenIds((1, 2)),
                 logprobs=Logprobs((-0.5, -0.5)),
                 finish_reason="stop",
+                top_ids=TokenIds((1, 3, 2, 3)[: 2 * body.top_logprobs]),
+                top_logprobs=Logprobs((-0.5, -1, -0.5, -1)[: 2 * body.top_logprobs]),
                 spans=(Span(version=version, start=0),),
             )
             for r in right
         )
         num = len(body.prompt_token_ids or ()) - 1 if body.prompt_logprobs else 0
         found = Logprobs([-float(place) for place in range(1, num + 1)])
-        group = RolloutGroup(prompt_token_ids=PROMPT_IDS, rollouts=rollouts, prompt_logprobs=found)
+        num_top = len(body.prompt_token_ids or ()) - 1 if body.top_prompt_logprobs else 0
+        top = [-float(place) for place in range(num_top * body.top_prompt_logprobs)]
+        group = RolloutGroup(
+            prompt_token_ids=PROMPT_IDS,
+            rollouts=rollouts,
+            prompt_logprobs=found,
+            prompt_top_ids=TokenIds([int(9 - one) for one in top]),
+            prompt_top_logprobs=Logprobs(top),
+        )
         return self._answer("generate", group)
 
     async def _abort(self, body: AbortRequest) -> Aborted:

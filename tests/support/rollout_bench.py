@@ -48,6 +48,7 @@ from shared.wire import (
     SharedWeights,
     Span,
 )
+from shared.wire.packed import Logprobs, TokenIds
 from tests.support.fake_chat import FakeChat
 
 SPEC = ModelRequest(model="tiny")
@@ -120,6 +121,7 @@ class FakeEngine:
         salt: str,
         deadline_s: float | None = None,
         adapter: Adapter | None = None,
+        num_top: int = 0,
     ) -> tuple[Rollout, ...]:
         one = Rollout(
             text=adapter.name if adapter else salt,
@@ -152,6 +154,11 @@ class FakeEngine:
     async def logprobs(self, token_ids: list[int], adapter: Adapter | None = None) -> list[float]:
         self.calls.append([adapter.name, *token_ids] if adapter else token_ids)
         return [-float(id) - self.shift for id in token_ids[1:]]
+
+    async def top_logprobs(
+        self, token_ids: list[int], adapter: Adapter | None, num_top: int
+    ) -> tuple[list[float], TokenIds, Logprobs]:
+        return await self.logprobs(token_ids, adapter), TokenIds(), Logprobs()
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         if self.dead:

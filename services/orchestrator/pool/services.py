@@ -58,8 +58,8 @@ from shared.wire import (
     ReleaseRequest,
     Rollout,
     RolloutGroup,
+    SampleOrder,
     Sampling,
-    SamplingSession,
     Score,
     ScoreItem,
     ScoreRequest,
@@ -336,25 +336,24 @@ class Services:
     @waits_for("rollout", "sampling a group", "generate")
     async def sample(
         self,
-        prompt_token_ids: TokenIds,
-        session: SamplingSession,
+        order: SampleOrder,
         *,
         key: str,
-        sampling: Sampling,
-        prompt_logprobs: bool = False,
     ) -> RolloutGroup:
-        """Returns the completions of a prompt of token ids, by the session's weights and
-        `sampling`; with `prompt_logprobs` the prompt's log-probs too."""
+        """Returns the samples that a program asked for."""
+        session = order.session
         body = GenerateRequest(
             **self._fence(),
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=order.prompt_token_ids,
             deadline_s=self.settings.generate_deadline_s,
             fit=True,
-            sampling=sampling,
+            sampling=order.sampling,
             min_version=session.step,
             snapshot=session.adapter,
             own_weights=session.own_weights,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=order.prompt_logprobs is not None,
+            top_prompt_logprobs=order.top_prompt_logprobs,
+            top_logprobs=order.top_logprobs,
         )
         return await self._sampled(body, key)
 

@@ -68,13 +68,7 @@ class Runs:
 async def _sampled(services: Services, id: str, order: SampleOrder) -> DeliveredSamples:
     key = f"{services.owner}:sample:{id}"
     try:
-        group = await services.sample(
-            order.prompt_token_ids,
-            order.session,
-            key=key,
-            sampling=order.sampling,
-            prompt_logprobs=order.prompt_logprobs is not None,
-        )
+        group = await services.sample(order, key=key)
     except BadRequest as error:
         return DeliveredSamples(error=error.detail)
     except (Conflict, Failed) as error:

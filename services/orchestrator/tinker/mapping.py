@@ -15,6 +15,7 @@ from services.orchestrator.tinker import messages
 from shared.errors import BadRequest
 from shared.job import ENDLESS, Job, name_of
 from shared.wire import (
+    MAX_TOP,
     Example,
     OperationOutcome,
     Optimization,
@@ -229,28 +230,43 @@ def forward_backward_output(operation: ProgramOperation, outcome: OperationOutco
 
 
 def sample_response(order: SampleOrder, group: RolloutGroup) -> bytes:
-    """Returns Tinker's message of samples. Log-probs of the prompt are NaN where they were not
-    wanted, and of its first token."""
+    """Returns Tinker's message of samples. Log-probs of the prompt are NaN, or `NO_LOGPROB`, where
+    they were not wanted, and of its first token."""
     message = messages.new("SampleResponse")
     for one in group.rollouts:
-        message.sequences.add(
+        sequence = message.sequences.add(
             stop_reason=messages.STOP if one.finish_reason == "stop" else messages.LENGTH,
             tokens=one.token_ids.data,
             logprobs=one.logprobs.data,
         )
+        if order.top_logprobs:
+            top = (one.top_ids.data, one.top_logprobs.data)
+            _write_top(sequence.topk_sampled_logprobs, *top, order.top_logprobs)
+    num = len(order.prompt_token_ids)
+    first = max(1, num - (order.prompt_logprobs or num))
     if order.prompt_logprobs is not None:
-        found = np.full(len(order.prompt_token_ids), np.nan, "<f4")
-        last = order.prompt_logprobs or len(found)
-        first = max(1, len(found) - last)
+        found = np.full(num, np.nan, "<f4")
         found[first:] = np.frombuffer(group.prompt_logprobs.data, "<f4")[first - 1 :]
         message.prompt_logprobs = found.tobytes()
+    if k := order.top_prompt_logprobs:
+        ids, logprobs = np.zeros((num, k), "<i4"), np.full((num, k), NO_LOGPROB, "<f4")
+        ids[first:] = np.frombuffer(group.prompt_top_ids.data, "<i4").reshape(-1, k)[first - 1 :]
+        top = np.frombuffer(group.prompt_top_logprobs.data, "<f4").reshape(-1, k)
+        logprobs[first:] = top[first - 1 :]
+        _write_top(message.topk_prompt_logprobs, ids.tobytes(), logprobs.tobytes(), k)
     return message.SerializeToString()
 
 
-REFUSED = (
-    *("topk_prompt_logprobs", "topk_sample_logprobs"),
-    *("target_prompt_logprobs", "prompt_alt_tokens_k"),
-)
+NO_LOGPROB = -99999.0
+"""Tinker's log-prob of a place that has none; its token id is 0."""
+
+
+def _write_top(message: Any, ids: bytes, logprobs: bytes, k: int) -> None:
+    message.token_ids, message.logprobs, message.k = ids, logprobs, k
+    message.length = len(ids) // (4 * k)
+
+
+REFUSED = ("target_prompt_logprobs", "prompt_alt_tokens_k")
 """Keys of a request for samples that are not there."""
 
 
@@ -272,6 +288,14 @@ def read_prompt_logprobs(body: Mapping[str, Any]) -> int | None:
     """Returns for how many of the prompt's last tokens log-probs are wanted; 0: for all; None: for
     none."""
     return (body.get("prompt_logprobs_last_n") or 0) if body.get("prompt_logprobs") else None
+
+
+def read_top(body: Mapping[str, Any], key: str) -> int:
+    """Returns how many of the likeliest tokens are wanted. Raises BadRequest."""
+    num = body.get(key) or 0
+    if not isinstance(num, int) or not 0 <= num <= MAX_TOP:
+        raise BadRequest(f"{key!r}: got {num!r:.40}; expected 0 to {MAX_TOP}")
+    return num
 
 
 def read_sampling(body: Mapping[str, Any]) -> Sampling:

@@ -61,8 +61,19 @@ FIELDS: dict[str, dict[str, tuple[int, str]]] = {
         "stop_reason": (1, "int32"),
         "tokens": (2, "bytes"),
         "logprobs": (3, "bytes"),
+        "topk_sampled_logprobs": (4, "TopkLogprobs"),
     },
-    "SampleResponse": {"sequences": (1, "*SampledSequence"), "prompt_logprobs": (2, "bytes")},
+    "SampleResponse": {
+        "sequences": (1, "*SampledSequence"),
+        "prompt_logprobs": (2, "bytes"),
+        "topk_prompt_logprobs": (3, "TopkLogprobs"),
+    },
+    "TopkLogprobs": {
+        "token_ids": (1, "bytes"),
+        "logprobs": (2, "bytes"),
+        "k": (3, "int32"),
+        "length": (4, "int32"),
+    },
 }
 
 

@@ -264,6 +264,8 @@ class Programs:
             prompt_token_ids=mapping.read_prompt(body),
             sampling=sampling,
             prompt_logprobs=mapping.read_prompt_logprobs(body),
+            top_prompt_logprobs=mapping.read_top(body, "topk_prompt_logprobs"),
+            top_logprobs=mapping.read_top(body, "topk_sample_logprobs"),
         )
         if name.isdecimal():
             await to_disk(Saved(Path(record.run_dir)).use, int(name))

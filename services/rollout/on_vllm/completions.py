@@ -43,9 +43,9 @@ def lora_request(adapter: Adapter) -> LoRARequest:
     return LoRARequest(name, adapter.number, str(adapter.folder))
 
 
-def sampling_params(sampling: Sampling) -> SamplingParams:
-    """Returns vLLM's parameters. `logprobs=0` asks for the log-prob of the sampled token alone.
-    Flat log-probs are lists, and not one object per token."""
+def sampling_params(sampling: Sampling, num_top: int = 0) -> SamplingParams:
+    """Returns vLLM's parameters, with the log-prob of each sampled token and of the `num_top`
+    likeliest. Flat log-probs are lists, and not one object per token."""
     return SamplingParams(
         n=sampling.n,
         max_tokens=sampling.max_tokens,
@@ -56,7 +56,7 @@ def sampling_params(sampling: Sampling) -> SamplingParams:
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         seed=sampling.seed,
-        logprobs=0,
+        logprobs=num_top,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -69,6 +69,7 @@ def rollout(
     ended_s: float | None = None,
     *,
     masked: bool = False,
+    num_top: int = 0,
 ) -> Rollout:
     """Returns the completion as it was sampled, or a rollout that says what went wrong, for example
     that it was ended after `ended_s` seconds. An adapter has one version for all tokens; for other
@@ -81,6 +82,7 @@ def rollout(
         )
     mask = completion.sampling_mask
     kept_ids, kept_counts = TokenIds(), TokenIds()
+    top_ids, top_logprobs = top(completion.logprobs, num_top)
     if masked:
         kept_ids, kept_counts = packed(mask.token_ids if mask else [], len(token_ids))
     labels = [(label.version, label.start) for label in completion.weight_versions or ()]
@@ -104,6 +106,8 @@ def rollout(
         spans=sampled_by,
         kept_ids=kept_ids,
         kept_counts=kept_counts,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
     )
 
 
@@ -112,9 +116,34 @@ def _logprobs(completion: CompletionOutput) -> Sequence[float]:
     routes."""
     assert completion.logprobs is not None
     if isinstance(completion.logprobs, FlatLogprobs):
-        return completion.logprobs.logprobs
+        return own_logprobs(completion.logprobs)
     pairs = zip(completion.token_ids, completion.logprobs, strict=True)
     return [candidates[token].logprob for token, candidates in pairs]
+
+
+def own_logprobs(found: FlatLogprobs) -> list[float]:
+    """Returns the log-probs of the tokens themselves. vLLM has each one before the likeliest of its
+    place."""
+    if len(found.logprobs) == len(found.start_indices):
+        return found.logprobs
+    return [found.logprobs[at] for at in _places(found)]
+
+
+def top(found: Any, num_top: int) -> tuple[TokenIds, Logprobs]:
+    """Returns the `num_top` likeliest tokens of each place, and their log-probs; nothing for 0."""
+    if not num_top or not isinstance(found, FlatLogprobs):
+        return TokenIds(), Logprobs()
+    places = [at for start in _places(found) for at in range(start + 1, start + 1 + num_top)]
+    return (
+        TokenIds([found.token_ids[at] for at in places]),
+        Logprobs([found.logprobs[at] for at in places]),
+    )
+
+
+def _places(found: FlatLogprobs) -> list[int]:
+    """Returns where each place begins. The first token of a prompt has none."""
+    pairs = zip(found.start_indices, found.end_indices, strict=True)
+    return [start for start, end in pairs if end > start]
 
 
 def packed(kept_T: Sequence[Sequence[int]], num_tokens: int) -> tuple[TokenIds, TokenIds]:

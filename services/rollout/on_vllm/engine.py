@@ -41,9 +41,11 @@ from services.rollout.on_vllm.arguments import (
 from services.rollout.on_vllm.chat import VllmChat
 from services.rollout.on_vllm.completions import (
     lora_request,
+    own_logprobs,
     rollout,
     sampling_params,
     text_of,
+    top,
 )
 from services.rollout.on_vllm.inside.transfer import told
 from services.rollout.on_vllm.openai_routes import openai_app
@@ -62,6 +64,7 @@ from shared.wire import (
     Sampling,
     SharedWeights,
 )
+from shared.wire.packed import Logprobs, TokenIds
 
 R = TypeVar("R")
 
@@ -160,13 +163,14 @@ class VllmEngine:
         salt: str,
         deadline_s: float | None = None,
         adapter: Adapter | None = None,
+        num_top: int = 0,
     ) -> tuple[Rollout, ...]:
         """Returns the completions `[G]`, as one request of n: n requests cost 15 % more. A request
         keeps its adapter from its first token to its last."""
         name = next(self._request_ids)
         ending = asyncio.create_task(self._end_after(name, deadline_s)) if deadline_s else None
         try:
-            params = sampling_params(sampling)
+            params = sampling_params(sampling, num_top)
             params.detokenize = bool(sampling.stop)
             output = await self._last_output(prompt_token_ids, params, salt, name, adapter=adapter)
         finally:
@@ -179,7 +183,7 @@ class VllmEngine:
             if not params.detokenize:
                 one.text = self._text_of(prompt_token_ids, one)
                 await asyncio.sleep(0)  # long texts take milliseconds each
-            rollouts.append(rollout(one, owner, adapter, ended_s, masked=masked))
+            rollouts.append(rollout(one, owner, adapter, ended_s, masked=masked, num_top=num_top))
         return tuple(rollouts)
 
     def _text_of(self, prompt_token_ids: list[int], completion: CompletionOutput) -> str:
@@ -193,18 +197,30 @@ class VllmEngine:
         await self._llm.abort(str(name))
 
     async def logprobs(self, token_ids: list[int], adapter: Adapter | None = None) -> list[float]:
+        return own_logprobs(await self._prompt_logprobs(token_ids, adapter, 0, AHEAD))
+
+    async def top_logprobs(
+        self, token_ids: list[int], adapter: Adapter | None, num_top: int
+    ) -> tuple[list[float], TokenIds, Logprobs]:
+        found = await self._prompt_logprobs(token_ids, adapter, num_top, 0)
+        return own_logprobs(found), *top(found, num_top)
+
+    async def _prompt_logprobs(
+        self, token_ids: list[int], adapter: Adapter | None, num_top: int, priority: int
+    ) -> FlatLogprobs:
         params = SamplingParams(
             max_tokens=1,
-            prompt_logprobs=0,
+            prompt_logprobs=num_top,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        id = next(self._request_ids)
         output = await self._last_output(
-            token_ids, params, "", next(self._request_ids), priority=AHEAD, adapter=adapter
+            token_ids, params, "", id, priority=priority, adapter=adapter
         )
         assert isinstance(output.prompt_logprobs, FlatLogprobs)
-        return output.prompt_logprobs.logprobs
+        return output.prompt_logprobs
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         # AsyncLLM.pause_generation does the same and then sleeps 20 ms, without need.
