@@ -55,9 +55,11 @@ gpu: $(VENV)/.ready ## the tests that need a GPU, after `make cuda`; writes gpu_
 soak: $(VENV)/.ready ## the soak tests: long runs and many faults
 	$(BIN)/python -m pytest -m soak
 
-faults: $(VENV)/.ready ## break one part of a running job after another, 80 times; 5 outages (SEED=0)
+faults: $(VENV)/.ready ## break one part after another, 80 times; 5 outages; 40 kills of jobs, and of programs, that share (SEED=0)
 	$(BIN)/python -m tests.faults --seed $(SEED)
 	$(BIN)/python -m tests.faults.outages
+	$(BIN)/python -m tests.faults.tenants --seed $(SEED)
+	$(BIN)/python -m tests.faults.programs --seed $(SEED)
 
 compose-test: $(VENV)/.ready ## the stack of compose.cpu.yaml on a Docker daemon (OPTIONS=...)
 	$(BIN)/python -m tests.compose $(OPTIONS)
