@@ -18,13 +18,15 @@ SavedKind = Literal["checkpoint", "snapshot", "export"]
 
 class ProgramOperation(Wire):
     """One operation: what it does, and the digest of the request's body. `name` is the name of what
-    it saves; "" names none. `ttl_s` is for how many seconds that is kept; None: for ever."""
+    it saves; "" names none. `num_targets` are how many of the examples are of each datum, one after
+    the other; empty: one. `ttl_s` is for how many seconds that is kept; None: for ever."""
 
     kind: Literal[
         "forward", "forward_backward", "optim_step", "checkpoint", "snapshot", "export", "unload"
     ]
     digest: str
     examples: tuple[Example, ...] = ()
+    num_targets: tuple[int, ...] = ()
     loss: TokenLoss | None = None
     optimization: Optimization | None = None
     name: str = ""

@@ -46,12 +46,15 @@ class Example(Wire):
     replace `advantage`; empty: `advantage` counts for all tokens. `spans` empty: sampled by no
     job's weights, as far as is known.
 
-    `context_ids` `[T]` are what the model reads in the completion's places, where that is not
-    `token_ids`; then `token_ids` are targets alone. Empty: `token_ids`."""
+    `ratio_mask` `[T]` is 1 where a token counts in the ratio of the sequence, of the loss "gspo";
+    empty: every token does. `context_ids` `[T]` are what the model reads in the completion's
+    places, where that is not `token_ids`; then `token_ids` are targets alone. Empty: `token_ids`.
+    """
 
     prompt_token_ids: TokenIds
     token_ids: TokenIds
     context_ids: TokenIds = TokenIds()
+    ratio_mask: Mask = Mask()
     old_logprobs: Logprobs = Logprobs()
     advantage: float
     advantages: Logprobs = Logprobs()
@@ -164,10 +167,10 @@ class ForwardResult(Wire):
 
 class TokenLoss(Wire):
     """A loss that is a sum over tokens (services/trainer/learning/token_losses.py has the
-    formulas). `ratio_low` and `ratio_high` bound the ratio of "ppo" and "cispo"; None: the loss's
-    default. `beta` is of "dro"."""
+    formulas). `ratio_low` and `ratio_high` bound the ratio of "ppo", "cispo" and "gspo"; None: the
+    loss's default, which "gspo" has not. `beta` is of "dro"."""
 
-    name: Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+    name: Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
     ratio_low: float | None = Field(default=None, ge=0)
     ratio_high: float | None = Field(default=None, gt=0)
     beta: float = Field(default=0.05, ge=0)

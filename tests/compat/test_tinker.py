@@ -75,6 +75,8 @@ def test_a_program_learns_and_no_death_changes_what_it_learns(agent_stack: Agent
     assert undisturbed["merged"] == [pytest.approx(400), 1200]
     # the ratio is 1 but for the engines' rounding: the loss is minus the sum of advantages
     assert undisturbed["importance_loss"] == pytest.approx(-undisturbed["advantages"], rel=0.01)
+    assert undisturbed["sequence_loss"] == pytest.approx(-undisturbed["advantages"], rel=0.01)
+    assert undisturbed["wide_is_the_same"] < 0.03
     assert undisturbed["path"].endswith("/weights/end")
     assert undisturbed["twins_are_equal"], "a model from its checkpoint goes on as the first does"
 

@@ -88,6 +88,34 @@ def main(base_model: str) -> None:
     many = client.forward(data[:3] * 400, "cross_entropy").result()
     few = client.forward(data[:3], "cross_entropy").result()
     merged = many.metrics["loss:sum"] / few.metrics["loss:sum"], len(many.loss_fn_outputs)
+    narrow = data[0].loss_fn_inputs
+    twice = np.stack([np.array(narrow["target_tokens"].data), np.zeros(len(whole))], 1)
+    weights = np.stack([np.array(narrow["weights"].data), np.zeros(len(whole))], 1)
+    wide = types.Datum(
+        model_input=data[0].model_input,
+        loss_fn_inputs={
+            "target_tokens": types.TensorData.from_numpy(twice.astype(np.int64)),
+            "weights": types.TensorData.from_numpy(weights.astype(np.float32)),
+        },
+    )
+    of_both = client.forward([wide, data[1]], "cross_entropy").result().loss_fn_outputs
+    first_of_both = np.array(of_both[0]["logprobs"].tolist())[:, 0].tolist()
+    of_one = few.loss_fn_outputs[0]["logprobs"].tolist()
+    marked = [
+        types.Datum(
+            model_input=one.model_input,
+            loss_fn_inputs={
+                **one.loss_fn_inputs,
+                "sequence_ratio_mask": tensor(
+                    [float(value != 0) for value in one.loss_fn_inputs["advantages"].data],
+                    np.float32,
+                ),
+            },
+        )
+        for one in rewarded
+    ]
+    bounds = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
+    sequences = client.forward_backward(marked, "gspo", loss_fn_config=bounds).result()
     ratio = client.forward_backward(rewarded, "importance_sampling").result()
     client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
     told = client.forward(data[:3], "cross_entropy").result()
@@ -108,6 +136,8 @@ def main(base_model: str) -> None:
                 "apart": float(apart),
                 "top_has_own": own,
                 "merged": merged,
+                "wide_is_the_same": float(np.abs(np.subtract(first_of_both, of_one)).max()),
+                "sequence_loss": sequences.metrics["loss:sum"],
                 "top_is_best": all(a >= b for a, b in zip(best, own_prompt, strict=True)),
                 "num_top": [len(places or ()) for places in listed.topk_prompt_logprobs],
                 "right": sum(answers) / len(answers),

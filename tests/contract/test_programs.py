@@ -393,7 +393,20 @@ async def test_a_body_that_unpacks_to_too_much_is_refused(
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"loss": "gspo"}, "loss_fn is 'gspo'; expected one of cross_entropy, importance_sampling"),
+    ({"loss": "sft"}, "loss_fn is 'sft'; expected one of cross_entropy, importance_sampling"),
+    ({"loss": "gspo"}, "loss_fn_config has no key; expected clip_low_threshold and clip_high_thr"),
+    ({"loss": "ppo", "config": {"clip_high_threshold": 0.0}}, "loss_fn_config: Input should be"),
+    (
+        {
+            "loss": "gspo",
+            "config": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+            "logprobs": [0, 0],
+            "advantages": [1, 1],
+            "sequence_ratio_mask": [0, 0],
+        },
+        "datum 0, 'sequence_ratio_mask' marks no token; expected at least one",
+    ),
+    ({"loss": "ppo", "logprobs": [0, 0]}, "datum 0 has no 'advantages', which 'ppo' needs"),
     ({"loss": "ppo"}, "datum 0 has no 'logprobs', which 'ppo' needs"),
     ({"weights": [1.0]}, "datum 0, 'weights' has the shape (1,), expected (2,)"),
     ({"config": {"beta": 1.0}}, "loss_fn_config has 'beta'; expected no key with loss_fn"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from services.orchestrator.tinker import messages
 from shared.errors import BadRequest
@@ -25,19 +26,24 @@ from shared.wire import (
     Sampling,
     TokenLoss,
 )
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire.packed import Logprobs, Mask, TokenIds
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 
-CONFIG = {
-    "ppo": {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"},
-    "cispo": {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"},
-    "dro": {"beta": "beta"},
-}
+BOUNDS = {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"}
+
+CONFIG = {"ppo": BOUNDS, "cispo": BOUNDS, "gspo": BOUNDS, "dro": {"beta": "beta"}}
 """Tinker's keys of a loss's configuration, and ours."""
 
-INPUTS = {"cross_entropy": ("weights",)} | dict.fromkeys(LOSSES[1:], ("logprobs", "advantages"))
-"""What a loss takes beside `target_tokens`."""
+INPUTS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(LOSSES[1:], ("logprobs", "advantages")),
+    "cross_entropy": (),
+    "gspo": ("logprobs", "advantages", "sequence_ratio_mask"),
+}
+"""What a loss needs beside `target_tokens`."""
+
+WEIGHTS = dict.fromkeys(LOSSES, "advantages") | {"cross_entropy": "weights"}
+"""What a loss multiplies its tokens by."""
 
 ALPHA = 32.0
 """LoRA's alpha, whatever the rank: Tinker's."""
@@ -143,17 +149,29 @@ def read_forward_backward(body: bytes) -> tuple[str, int, ProgramOperation]:
         )
     if not message.data:
         raise BadRequest("'data' is empty; expected at least one datum")
-    loss = TokenLoss(name=name, **{known[key]: value for key, value in config.items()})
+    if name == "gspo" and len(config) < len(BOUNDS):
+        raise BadRequest(
+            f"loss_fn_config has {', '.join(config) or 'no key'}; expected {' and '.join(BOUNDS)} "
+            "with loss_fn 'gspo', for example 0.9997 and 1.0004 (arXiv 2507.18071)"
+        )
+    try:
+        loss = TokenLoss(name=name, **{known[key]: value for key, value in config.items()})
+    except ValidationError as error:
+        raise BadRequest(f"loss_fn_config: {error.errors()[0]['msg']}; got {config}") from error
+    data = [_examples(datum, name, at) for at, datum in enumerate(message.data)]
     operation = ProgramOperation(
         kind="forward" if message.forward_only else "forward_backward",
         digest=digest(body),
-        examples=tuple(_example(datum, name, at) for at, datum in enumerate(message.data)),
+        examples=tuple(itertools.chain.from_iterable(data)),
+        num_targets=tuple(map(len, data)) if max(map(len, data)) > 1 else (),
         loss=loss,
     )
     return message.model_id, message.seq_id, operation
 
 
-def _example(datum: Any, loss: str, at: int) -> Example:
+def _examples(datum: Any, loss: str, at: int) -> list[Example]:
+    """Returns the datum's examples: one for each target that its tokens have. They read the same
+    tokens."""
     where = f"datum {at}"
     chunks = [chunk for chunk in datum.model_input if chunk.HasField("encoded_text")]
     if len(chunks) < len(datum.model_input):
@@ -168,28 +186,40 @@ def _example(datum: Any, loss: str, at: int) -> Example:
             f"{where} has {len(inputs)} tokens and {', '.join(given) or 'no'} inputs; "
             "expected tokens and 'target_tokens'"
         )
-    targets = given.pop("target_tokens").astype("<i4")
-    for name, values in (("target_tokens", targets), *given.items()):
-        if values.shape != inputs.shape:
+    shape = inputs.shape
+    if loss == "cross_entropy" and given["target_tokens"].ndim == 2:
+        shape = (*shape, max(given["target_tokens"].shape[1], 1))
+    for name, values in given.items():
+        if values.shape != shape:
             raise BadRequest(
-                f"{where}, {name!r} has the shape {values.shape}, expected {inputs.shape}, one for "
-                "each token of model_input"
+                f"{where}, {name!r} has the shape {values.shape}, expected {shape}, one for each "
+                "token of model_input"
             )
-    weights, *rest = INPUTS[loss][::-1]
-    missing = [name for name in rest if name not in given]
-    if missing or (weights not in given and loss != "cross_entropy"):
-        raise BadRequest(f"{where} has no {(missing or [weights])[0]!r}, which {loss!r} needs")
-    advantages = given.get(weights, np.ones(len(inputs), "<f4")).astype("<f4")
-    old = given["logprobs"].astype("<f4") if rest else np.zeros(0, "<f4")
+    if missing := next((name for name in INPUTS[loss] if name not in given), None):
+        raise BadRequest(f"{where} has no {missing!r}, which {loss!r} needs")
+    if loss == "gspo" and not given["sequence_ratio_mask"].any():
+        raise BadRequest(f"{where}, 'sequence_ratio_mask' marks no token; expected at least one")
+    if len(shape) == 1:
+        return [_example(inputs, given, loss)]
+    of_each = ({name: values[:, k] for name, values in given.items()} for k in range(shape[1]))
+    return [_example(inputs, one, loss) for one in of_each]
+
+
+def _example(inputs: NDArray[Any], given: Mapping[str, NDArray[Any]], loss: str) -> Example:
+    targets = given["target_tokens"].astype("<i4")
     is_moved = (targets[:-1] == inputs[1:]).all()
     read = np.append(inputs[1:], targets[-1:]).astype("<i4")
+    of_tokens = given.get(WEIGHTS[loss], np.ones(len(inputs))).astype("<f4")
+    old = given["logprobs"].astype("<f4") if "logprobs" in INPUTS[loss] else np.zeros(0, "<f4")
+    marked = given["sequence_ratio_mask"] != 0 if loss == "gspo" else np.zeros(0)
     return Example(
         prompt_token_ids=TokenIds(inputs[:1].astype("<i4").tobytes()),
         token_ids=TokenIds(targets.tobytes()),
         context_ids=TokenIds() if is_moved else TokenIds(read.tobytes()),
+        ratio_mask=Mask(marked.astype("u1").tobytes()),
         old_logprobs=Logprobs(old.tobytes()),
         advantage=1.0,
-        advantages=Logprobs(advantages.tobytes()),
+        advantages=Logprobs(of_tokens.tobytes()),
     )
 
 
@@ -216,15 +246,29 @@ def read_optim_step(body: Mapping[str, Any], digest: str) -> ProgramOperation:
 
 
 def forward_backward_output(operation: ProgramOperation, outcome: OperationOutcome) -> bytes:
-    """Returns Tinker's message of what a call found: per-token log-probs of each datum."""
+    """Returns Tinker's message of what a call found: log-probs `[N]` of each datum, or `[N, K]`
+    where its tokens have K targets each."""
     message = messages.new("ForwardBackwardOutput")
     message.loss_fn_output_type = "ArrayRecord"
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(operation.examples))
-    lengths = [4 * len(example.token_ids) for example in operation.examples]
-    offsets = np.array([0, *itertools.accumulate(lengths)], "<i8")
-    found = record.fields["logprobs"]
-    found.data, found.offsets = outcome.logprobs.data, offsets.tobytes()
-    found.dtype = messages.FLOAT32
+    examples, begin = iter(operation.examples), 0
+    found = np.frombuffer(outcome.logprobs.data, "<f4")
+    counts = operation.num_targets or (1,) * len(operation.examples)
+    for num_targets, group in itertools.groupby(counts):
+        arrays: list[bytes] = []
+        for _ in group:
+            length = len(next(examples).token_ids)
+            for _ in range(num_targets - 1):
+                next(examples)
+            end = begin + num_targets * length
+            arrays.append(found[begin:end].reshape(num_targets, length).T.tobytes())
+            begin = end
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
+        field = record.fields["logprobs"]
+        field.data = b"".join(arrays)
+        field.offsets = np.array([0, *itertools.accumulate(map(len, arrays))], "<i8").tobytes()
+        field.dtype = messages.FLOAT32
+        if num_targets > 1:
+            field.trailing_shape.append(num_targets)
     message.metrics["loss:sum"] = outcome.loss
     return message.SerializeToString()
 

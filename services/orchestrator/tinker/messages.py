@@ -46,7 +46,12 @@ FIELDS: dict[str, dict[str, tuple[int, str]]] = {
         "forward_only": (6, "bool"),
         "loss_fn_config_v2": (7, "map LossConfigValue"),
     },
-    "BatchedTensor": {"data": (1, "bytes"), "offsets": (2, "bytes"), "dtype": (3, "int32")},
+    "BatchedTensor": {
+        "data": (1, "bytes"),
+        "offsets": (2, "bytes"),
+        "dtype": (3, "int32"),
+        "trailing_shape": (4, "*int64"),
+    },
     "ArrayRecord": {
         "type_tag": (1, "string"),
         "fields": (2, "map BatchedTensor"),

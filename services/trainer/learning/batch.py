@@ -87,7 +87,8 @@ class MicroBatch:
     It is in sequence `sequences_N[n]` of `num_sequences` (never decreasing along n), which has
     `lengths_N[n]` sampled tokens. Among the sampled tokens of all the step's examples it is number
     `places_N[n]`. `sampler_logprobs_N` is valid only where `measured_N`. Weights of version
-    `versions_N[n]`, or `UNKNOWN`, sampled the token.
+    `versions_N[n]`, or `UNKNOWN`, sampled the token. `in_ratio_N` says which tokens count in the
+    ratio of their sequence.
 
     `attention_mask_BT` is 1 at tokens and 0 at padding. `position_ids_BT` and `forest` are set in
     the layouts of one row, and `kept` if not every token of the vocabulary could be sampled.
@@ -106,6 +107,7 @@ class MicroBatch:
     measured_N: Tensor
     versions_N: Tensor
     advantages_N: Tensor
+    in_ratio_N: Tensor
     lengths_N: Tensor
     places_N: Tensor
     num_sequence_tokens: int
@@ -216,6 +218,7 @@ def collate(
         measured_N=torch.tensor([bool(example.old_logprobs) for example in examples])[sequences_N],
         versions_N=_joined([versions(example)[at] for example, at in each], np.int64),
         advantages_N=_joined([_advantages(*one) for one in each], np.float32),
+        in_ratio_N=_joined([_in_ratio(*one) for one in each], np.bool_),
         lengths_N=lengths_S[sequences_N],
         places_N=_joined(places, np.int64),
         num_sequence_tokens=sum(map(len, sequences)),
@@ -241,6 +244,12 @@ def _advantages(example: Example, positions: Positions) -> NDArray[np.float32]:
     if not example.advantages:
         return np.full(len(positions), example.advantage, np.float32)
     return floats(example.advantages)[positions]
+
+
+def _in_ratio(example: Example, positions: Positions) -> NDArray[np.bool_]:
+    if not example.ratio_mask:
+        return np.ones(len(positions), np.bool_)
+    return np.frombuffer(example.ratio_mask.data, np.uint8)[positions] != 0
 
 
 def _kept(each: Sequence[tuple[Example, Positions]]) -> Kept | None:

@@ -18,6 +18,12 @@ from shared.wire.packed import Logprobs, TokenIds
 UNKNOWN = -1
 """The version of unknown weights."""
 
+PER_TOKEN = (
+    *("context_ids", "ratio_mask", "old_logprobs", "advantages"),
+    *("sampled", "kept_counts"),
+)
+"""What an example has for each of the completion's tokens, or not at all."""
+
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
@@ -102,7 +108,7 @@ def _wrong_length(example: Example) -> str | None:
             f"has {num_prompt} prompt tokens and {num_tokens} completion tokens; expected at least "
             "1 completion token, and a token before the first sampled one"
         )
-    for name in ("context_ids", "old_logprobs", "advantages", "sampled", "kept_counts"):
+    for name in PER_TOKEN:
         length = len(getattr(example, name))
         if length not in (0, num_tokens):
             return f"has {length} {name}, expected {num_tokens}, one per completion token, or none"

@@ -184,7 +184,7 @@ class Accumulator:
         value = logprobs_N.sum() * 0.0
         if loss is not None:
             old_N = known_sampler_logprobs(on_device, logprobs_N.detach())
-            value = token_loss(loss, logprobs_N, old_N, on_device.advantages_N)
+            value = token_loss(loss, logprobs_N, old_N, on_device)
         scale = batch.weight * dist.get_world_size()
         zero.backward(refusable(value, logprobs_N) * scale)
         return on_device, logprobs_N, value

@@ -14,7 +14,7 @@ import pytest
 from shared.errors import HoneError
 from shared.job import Job
 from shared.wire import Example, Optimization, TokenLoss
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire.packed import Logprobs, Mask, TokenIds
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (
@@ -40,6 +40,7 @@ LOSSES = [
     TokenLoss(name="ppo", ratio_low=0.95, ratio_high=1.01),
     TokenLoss(name="cispo", ratio_high=1.1),
     TokenLoss(name="dro", beta=0.3),
+    TokenLoss(name="gspo", ratio_low=0.999, ratio_high=1.002),
 ]
 
 
@@ -62,14 +63,16 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def examples(model) -> tuple[Example, ...]:
-    """Each token has an advantage of its own, and the model reads other tokens than the targets of
-    the first example."""
+    """Each token has an advantage of its own, the model reads other tokens than the targets of the
+    first example, and of the second every other token counts in the ratio."""
     found = []
     for one in some_examples(model):
         advantages = Logprobs([one.advantage * (-0.7) ** t for t in range(len(one.token_ids))])
         found.append(one.model_copy(update={"advantages": advantages}))
     read = TokenIds([id + 1 for id in found[0].token_ids])
-    return (found[0].model_copy(update={"context_ids": read}), *found[1:])
+    marked = Mask([(t + 1) % 2 for t in range(len(found[1].token_ids))])
+    first = found[0].model_copy(update={"context_ids": read})
+    return (first, found[1].model_copy(update={"ratio_mask": marked}), *found[2:])
 
 
 def run(job: Job, script: Sequence[Any], folder: Path) -> list[Any]:
@@ -122,6 +125,11 @@ def loss_of(policy: Any, examples: Sequence[Example], loss: TokenLoss) -> Any:
             terms = torch.min(ratio * advantages, bounded * advantages)
         elif loss.name == "cispo":
             terms = ratio.clip(0, loss.ratio_high or 4).detach() * advantages * new
+        elif loss.name == "gspo":
+            marked = torch.tensor(list(e.ratio_mask or [1] * len(new))).bool()
+            of_all = (new - old).detach()[marked].mean()
+            ratio = (of_all + new - new.detach()).exp()
+            terms = torch.min(ratio * advantages, ratio.clip(0.999, 1.002) * advantages)
         else:
             terms = advantages * new - 0.5 * loss.beta * (new - old) ** 2
         total = total - terms.sum()

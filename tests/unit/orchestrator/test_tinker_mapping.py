@@ -1,0 +1,64 @@
+"""Tinker's data as examples, and what a call found as Tinker's message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from services.orchestrator.tinker import mapping, messages
+from shared.wire import OperationOutcome
+from shared.wire.packed import Logprobs
+
+
+def call(loss: str, *data: dict[str, Any], **config: float) -> bytes:
+    """A call of data that read the tokens 5, 6."""
+    message = messages.new("ForwardBackwardRequest")
+    message.model_id, message.seq_id, message.loss_fn = "m", 1, loss
+    for key, value in config.items():
+        message.loss_fn_config_v2[key].number = value
+    for inputs in data:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array([5, 6], "<i4").tobytes()
+        for name, values in inputs.items():
+            array = np.array(values, "<i8" if name == "target_tokens" else "<f4")
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = array.tobytes(), 2 if name == "target_tokens" else 1
+            tensor.shape.extend(array.shape)
+    return bytes(message.SerializeToString())
+
+
+def test_a_datum_with_k_targets_for_each_token_is_k_examples() -> None:
+    wide = {"target_tokens": [[1, 2, 3], [4, 0, 0]], "weights": [[0.5, 0.25, 0.25], [1, 0, 0]]}
+    plain = {"target_tokens": [6, 7], "weights": [1, 1]}
+    _, _, operation = mapping.read_forward_backward(call("cross_entropy", plain, wide))
+    assert operation.num_targets == (1, 3)
+    assert [tuple(one.token_ids) for one in operation.examples] == [(6, 7), (1, 4), (2, 0), (3, 0)]
+    assert [tuple(one.context_ids) for one in operation.examples] == [(), (6, 4), (6, 0), (6, 0)]
+    weights = [tuple(one.advantages) for one in operation.examples[1:]]
+    assert weights == [(0.5, 1.0), (0.25, 0.0), (0.25, 0.0)]
+
+    found = OperationOutcome(logprobs=Logprobs([-1, -2, -3, -4, -5, -6, -7, -8]))
+    message = messages.new("ForwardBackwardOutput")
+    message.ParseFromString(mapping.forward_backward_output(operation, found))
+    first, second = message.loss_fn_outputs
+    field = second.fields["logprobs"]
+    assert np.frombuffer(first.fields["logprobs"].data, "<f4").tolist() == [-1, -2]
+    assert (field.trailing_shape, second.num_datums) == ([3], 1)
+    assert np.frombuffer(field.data, "<f4").reshape(2, 3).tolist() == [[-3, -5, -7], [-4, -6, -8]]
+    assert np.frombuffer(field.offsets, "<i8").tolist() == [0, 24]
+
+
+def test_gspo_takes_the_tokens_of_its_ratio_and_its_bounds() -> None:
+    datum = {
+        "target_tokens": [6, 7],
+        "logprobs": [-1, -2],
+        "advantages": [0, 3],
+        "sequence_ratio_mask": [0, 1],
+    }
+    body = call("gspo", datum, clip_low_threshold=0.9997, clip_high_threshold=1.0004)
+    _, _, operation = mapping.read_forward_backward(body)
+    (example,) = operation.examples
+    assert (tuple(example.ratio_mask), tuple(example.old_logprobs)) == ((0, 1), (-1.0, -2.0))
+    loss = operation.loss
+    assert loss is not None and (loss.ratio_low, loss.ratio_high) == (0.9997, 1.0004)
