@@ -253,6 +253,10 @@ def dry_run(tried: DryRun) -> Text:
     for prompt in tried.prompts:
         size = "" if prompt.num_tokens is None else f", {prompt.num_tokens} tokens"
         lines += ["", f"row {prompt.index}{size}:", _shown(prompt)]
+        names = ("answer",) if len(prompt.answers) < 2 else ("chosen", "rejected")
+        for name, answer in zip(names, prompt.answers, strict=False):
+            text = answer if isinstance(answer, str) else answer.get("content") or ""
+            lines += [f"{name}: {text}"]
     return Text("\n".join(lines))
 
 

@@ -41,12 +41,13 @@ class JobRecord(JobSummary):
 class PreviewedPrompt(Wire):
     """A prompt as a job would send it: `index` is its row, `content` what the row became. `text` is
     what the model reads, chat template included, in `num_tokens` tokens; None if its tokenizer is
-    not known here."""
+    not known here. `answers` are what a supervised job learns after it, the preferred one first."""
 
     index: int
     content: str | tuple[Message, ...]
     text: str | None = None
     num_tokens: int | None = None
+    answers: tuple[str | Message, ...] = ()
 
 
 class DryRun(Wire):

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from hone import view
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.store import Store
 from shared.errors import StateLost
 from shared.job import Job
 from shared.settings import Settings
-from shared.wire import Batch, GenerateRequest, JobRecord, SubmitRequest, TrainStepRequest
+from shared.wire import Batch, DryRun, GenerateRequest, JobRecord, SubmitRequest, TrainStepRequest
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack, orchestrator, until_ended
@@ -218,3 +219,22 @@ async def test_an_orchestrators_death_changes_no_batch(
     assert (found.status, found.attempts) == ("succeeded", 2)
     assert batches(found)[:3] == before
     assert [request.step for request in services.trained] == [1, 2, 3, 4, 5]
+
+
+async def test_a_dry_run_shows_what_would_be_learned(
+    stack: Stack, supervised: Job, tmp_path: Path
+) -> None:
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    rows = [{"prompt": chat, "rejected": "b"}] * 20
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs = supervised.model_dump(mode="json", exclude_unset=True) | {
+        "data": {"train": str(tmp_path / "pairs.jsonl")},
+        "training": {"objective": "dpo"},
+    }
+    for job, line in (
+        (supervised, "answer: " + "ab"),
+        (Job.model_validate(pairs), "user: q\nchosen: a\nrejected: b"),
+    ):
+        body = SubmitRequest(job=job)
+        tried = await stack.client.call("POST", "/v1/jobs/dry_run", body, DryRun, deadline_s=60)
+        assert line in view.dry_run(tried).plain

@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.data.allowed import named_model_folder
-from services.orchestrator.data.fitting import preview
+from services.orchestrator.data.fitting import MAX_SHOWN, preview
 from services.orchestrator.data.hub import cached_model
 from services.orchestrator.loop.prompts import load_held_out, load_prompts
+from services.orchestrator.loop.supervised import lessons
 from services.orchestrator.runs.tracking import missing_key
 from shared.errors import Failed, Unavailable
 from shared.http.gate import caller
@@ -74,7 +75,7 @@ def look(job: Job, settings: Settings, why_not: Sequence[str | None], showing: b
         first = check_rows(job, prompts)
     except Unavailable as error:  # the Hub: asking it again at once would not help
         raise Failed(f"{error.detail}; {ELSEWHERE}") from error
-    shown, not_counted = preview(job, first) if showing else ((), "")
+    shown, not_counted = _shown(job, first, prompts.name) if showing else ((), "")
     return Looked(
         prompts.columns,
         prompts.num_train,
@@ -152,3 +153,18 @@ def _is_paid_nothing(job: Job) -> str | None:
         f"the weight of {whose} is 0: every completion earns the same, so nothing is learned; "
         "expected a weight other than 0"
     )
+
+
+def _shown(
+    job: Job, first: tuple[Prompt, ...], where: str
+) -> tuple[tuple[PreviewedPrompt, ...], str]:
+    """Returns what `preview` does, of a supervised job with the answers."""
+    if not job.has_answers:
+        return preview(job, first)
+    found = lessons(first[:MAX_SHOWN], job, where)[:MAX_SHOWN]
+    shown, not_counted = preview(job, [lesson.prompt for lesson in found])
+    answered = (
+        one.model_copy(update={"answers": lesson.answers})
+        for one, lesson in zip(shown, found, strict=True)
+    )
+    return tuple(answered), not_counted
