@@ -80,7 +80,7 @@ def make_plan(
 
 
 def _needs(job: Job, model: Model, settings: Settings, known: Known) -> PlanInput:
-    if job.samples_nothing:
+    if job.steps_never_sample:
         job = _with_answers(job, model)
     room = _room(job, model)
     if known.prompt_tokens is None:
@@ -159,7 +159,7 @@ def _notes(
             "of batches side by side"
         )
     if known.measured is None and placement.time is not None:
-        what = "answers" if job.samples_nothing else "completions"
+        what = "answers" if job.steps_never_sample else "completions"
         notes.append(
             f"{what} are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
             "), and times are from data sheets; `hone plan --measured RUN` takes the times of a run"

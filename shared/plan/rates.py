@@ -131,7 +131,7 @@ def tabled(
         train_s += num_updates * trained / ranks / CPU_ADAM_PER_S
     elif kind == "turns" and is_moved(job.memory, size):
         train_s += 2 * 12 * trained / ranks / MOVED_BYTES_PER_S
-    given = job.samples_nothing
+    given = job.steps_never_sample
     sample_s = 0.0 if given else _sample_s(model, load, sampling)
     beside = job.max_staleness > 0 and kind == "split"
     sync_s = 0.0 if given else size * synced / SYNC_BYTES_PER_S

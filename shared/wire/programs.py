@@ -44,14 +44,13 @@ class ProgramOperation(Wire):
 
 
 class OperationOutcome(Wire):
-    """What an operation did. `error` says why it failed: of the `user`, or of the server. `step`
+    """What an operation did. `error` says why it failed, as the program can mend it. `step`
     is the trainer's last operation at its end, and so the weights' version. `path` is of a
     checkpoint. `adapter` is a snapshot's, in the run folder; None: the model has no adapter that
     samplers take, and its newest snapshot alone is sampled."""
 
     step: int = 0
     error: str | None = None
-    user: bool = True
     loss: float = 0.0
     logprobs: Logprobs = Logprobs()
     grad_norm: float = 0.0
@@ -110,4 +109,3 @@ class DeliveredSamples(Wire):
 
     group: RolloutGroup | None = None
     error: str | None = None
-    user: bool = Field(default=True)

@@ -76,12 +76,13 @@ class TrainerJob(Fenced):
     """`PUT /job`: load this job, from its newest checkpoint in the run folder or else at its start.
     The same job again changes only the fence. Another job replaces it, unless its attempt is one of
     `beside`: then the two take turns on one base model, each with its own adapter. Where both have
-    work, they get tokens in proportion to `weight`. `orchestrator` is the job's owner: the trainer
-    takes it from the request's header."""
+    work, they get tokens in proportion to `weight`, the jobs of one API `key` together.
+    `orchestrator` is the job's owner: the trainer takes it from the request's header."""
 
     job: Job
     beside: Beside = ()
     weight: Weight = 1.0
+    key: str | None = None
     orchestrator: Orchestrator | None = None
 
 

@@ -443,7 +443,7 @@ async def test_what_is_not_there_is_refused_with_a_sentence(
             "load_weights",
             {"path": "tinker://a/weights/b"},
             422,
-            "cannot be loaded into a model that there is",
+            "cannot be loaded into an existing model",
         ),
         ("retrieve_future", {"request_id": "nobody:1"}, 404, "nobody"),
         ("get_info", {"model_id": "../x"}, 404, "../x"),

@@ -144,7 +144,7 @@ def _learns_nothing(job: Job) -> str | None:
 
 
 def _is_paid_nothing(job: Job) -> str | None:
-    if job.samples_nothing:
+    if job.steps_never_sample:
         return None
     if job.teacher or any(reward.weight for reward in job.rewards):
         return None

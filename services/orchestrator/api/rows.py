@@ -37,7 +37,7 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
         return prompts.first()
     end = time.monotonic() + CHECK_S
     fit, made_of = fit_of(job), prompts.made_of
-    samples = not job.samples_nothing  # after the training prompts
+    samples = not job.steps_never_sample  # after the training prompts
     if prompts.train is not None:
         if job.has_answers:
             made_of = _with_answers(made_of, job, prompts.name)

@@ -83,7 +83,7 @@ def fit_of(job: Job) -> Fit | None:
     )
     if not job.trains:
         return held_out_fit(fit, job)
-    if not (job.is_pushed or job.samples_nothing):
+    if not (job.is_pushed or job.steps_never_sample):
         _check_room(fit)
     return fit
 

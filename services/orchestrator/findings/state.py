@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+from services.orchestrator.errors import PUT_AWAY
 from services.orchestrator.findings.facts import WINDOW, Facts
 from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST
 from shared.wire import Evidence, Finding, JobRecord
@@ -22,7 +23,7 @@ MANY_RECOVERIES = 3
 
 
 def ended_badly(facts: Facts) -> Iterator[Finding]:
-    """The job failed, or is paused and not by a person's wish."""
+    """The job failed, or is paused and needs a person, though no person paused it."""
     record = facts.record
     if record is None or record.status not in ("failed", "paused"):
         return
@@ -38,7 +39,7 @@ def ended_badly(facts: Facts) -> Iterator[Finding]:
             remedy="mend what it says, and submit the job again, from its newest checkpoint as "
             "model if it has one (`hone checkpoints`)",
         )
-    elif record.error != PAUSED_ON_REQUEST:
+    elif record.error != PAUSED_ON_REQUEST and not why.startswith(PUT_AWAY):
         yield Finding(
             code="paused",
             level="problem",

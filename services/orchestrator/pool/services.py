@@ -112,8 +112,9 @@ class Services:
     has the job. `identity` names the orchestrator's Redis, by which trainer and samplers know whose
     job it is. With `grading_waits`, grading waits for a reward service that is away, so that the
     sampled completions are not lost. `beside` are the attempts with which the trainer and the
-    samplers are shared, and `weight` is the job's share of the trainer. `environment` is what
-    conversations act in, and `conversations` the room for them. `tell` reports to the job's events.
+    samplers are shared, and `weight` is the share of the trainer that the job has, with the other
+    jobs of its API `key`. `environment` is what conversations act in, and `conversations` the room
+    for them. `tell` reports to the job's events.
     `sessions` and `episodes` of this process are set for a run; play/ has their types."""
 
     def __init__(
@@ -129,9 +130,10 @@ class Services:
         grading_waits: bool = False,
         beside: tuple[int, ...] = (),
         weight: float = 1.0,
+        key: str | None = None,
     ) -> None:
         self._job = job
-        self._beside, self._weight = beside, weight
+        self._beside, self._weight, self._key = beside, weight, key
         self._who = Fenced(job_id=job_id, attempt=attempt, epoch=0)
         self.settings = settings
         limit_s = (settings.wait_limit_s or math.inf) + MAX_PAUSE_S  # no last try before the limit
@@ -237,7 +239,13 @@ class Services:
 
     @waits_for("trainer", "loading the job")
     async def put_job(self) -> TrainerState:
-        body = TrainerJob(**self._fence(), job=self._job, beside=self._beside, weight=self._weight)
+        body = TrainerJob(
+            **self._fence(),
+            job=self._job,
+            beside=self._beside,
+            weight=self._weight,
+            key=self._key,
+        )
         self._has_trainer = True
         state = await self._trainer.call(
             "PUT", "/job", body, TrainerState, deadline_s=self.settings.start_deadline_s

@@ -173,8 +173,8 @@ class Driving:
         return await asyncio.to_thread(self._saved.steps)
 
     def _is_lost(self, operation: ProgramOperation, outcome: OperationOutcome) -> bool:
-        """Whether what an operation did is not in the trainer, or samplers, that there are now. A
-        refused optimizer step has dropped the gradient, and drops it again."""
+        """Whether the present trainer or samplers lack the operation's effect. A refused optimizer
+        step has dropped the gradient, and drops it again."""
         if outcome.error is not None:
             return operation.kind == "optim_step" and self._num_calls > 0
         if operation.is_numbered:

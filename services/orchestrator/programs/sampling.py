@@ -30,8 +30,8 @@ class Runs:
     """The models that this process runs, by job, and the orders that it carries out."""
 
     services: dict[str, Services] = field(default_factory=dict[str, Services])
-    _under_way: dict[str, asyncio.Task[None]] = field(
-        default_factory=dict[str, "asyncio.Task[None]"]
+    _under_way: dict[tuple[str, str], asyncio.Task[None]] = field(
+        default_factory=dict[tuple[str, str], "asyncio.Task[None]"]
     )
 
     @contextlib.contextmanager
@@ -46,11 +46,12 @@ class Runs:
     def carry_out(self, job_id: str, id: str, log: OperationLog) -> None:
         """Begins to carry out the order, unless that is under way or this process does not run the
         model."""
-        if id in self._under_way or job_id not in self.services:
+        which = job_id, id
+        if which in self._under_way or job_id not in self.services:
             return
         task = asyncio.create_task(self._carried_out(job_id, id, log))
-        self._under_way[id] = task
-        task.add_done_callback(lambda _: self._under_way.pop(id, None))
+        self._under_way[which] = task
+        task.add_done_callback(lambda _: self._under_way.pop(which, None))
 
     async def _carried_out(self, job_id: str, id: str, log: OperationLog) -> None:
         order = await asyncio.to_thread(log.ordered, id)

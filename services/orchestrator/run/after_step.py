@@ -181,7 +181,7 @@ class AfterStep:
             synced = await sync_weights(self.services, self.job, version, self.journal)
             await to_disk(self.folder.append_sync, synced.row(), synced.proof)
         metrics: dict[str, float] = {}
-        if self.job.samples_nothing:
+        if self.job.steps_never_sample:
             with tracing.span("eval", version=version):
                 metrics |= await self._held_out_losses(version)
         if not self.job.rewards:

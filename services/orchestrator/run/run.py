@@ -117,6 +117,7 @@ class Run:
             grading_waits=True,
             beside=lease.beside,
             weight=record.weight,
+            key=record.submitted_by,
         )
         self._episodes = self._services.episodes = episodes or Episodes()
         self._services.sessions = Sessions() if sessions is None else sessions

@@ -56,7 +56,7 @@ def digest(body: bytes) -> str:
 
 
 def job_document(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the job of a new model. Raises BadRequest for what is not there."""
+    """Returns the job of a new model. Raises BadRequest for what is not supported."""
     lora = body.get("lora_config")
     optimizer = (body.get("optimizer_config") or {}).get("type", "adamw")
     if optimizer != "adamw":
@@ -80,7 +80,7 @@ def job_document(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def loaded_document(body: Mapping[str, Any], source: Job, checkpoint: str) -> dict[str, Any]:
     """Returns the job of a new model that begins with a checkpoint of `source`. Raises BadRequest
-    for what is not there."""
+    for what is not supported."""
     base = body.get("base_model")
     if base is not None and base != source.model:
         raise BadRequest(
@@ -311,14 +311,14 @@ def _write_top(message: Any, ids: bytes, logprobs: bytes, k: int) -> None:
 
 
 REFUSED = ("target_prompt_logprobs", "prompt_alt_tokens_k")
-"""Keys of a request for samples that are not there."""
+"""Keys of a request for samples that are not supported."""
 
 
 def read_prompt(body: Mapping[str, Any]) -> TokenIds:
     """Returns the prompt's token ids. Raises BadRequest."""
     for key in REFUSED:
         if body.get(key):
-            raise BadRequest(f"{key!r} is {body[key]!r}; it is not there, expected none")
+            raise BadRequest(f"{key!r} is {body[key]!r}; it is not supported, expected none")
     chunks = (body.get("prompt") or {}).get("chunks") or []
     if any(chunk.get("type", "encoded_text") != "encoded_text" for chunk in chunks):
         raise BadRequest("the prompt has an image or audio; expected text alone")

@@ -97,8 +97,8 @@ class Programs:
         """Submits a model that begins with a checkpoint, as a job."""
         if body.get("session_id") is None or body.get("model_seq_id") is None:
             raise BadRequest(
-                f"{body.get('path')!r:.200} cannot be loaded into a model that there is; expected "
-                "a new model: create_training_client_from_state, or ..._with_optimizer"
+                f"{body.get('path')!r:.200} cannot be loaded into an existing model; expected a "
+                "new model: create_training_client_from_state, or ..._with_optimizer"
             )
         source, checkpoint = await self._checkpoint(body.get("path"))
         return await self._created(body, mapping.loaded_document(body, source.job, checkpoint))
@@ -331,7 +331,7 @@ class Programs:
             self._runs.carry_out(record.id, id, log)
             return None
         if samples.group is None or samples.error:
-            return _failed(samples.error or "there are no samples", user=samples.user)
+            return _failed(samples.error or "there are no samples", user=True)
         return Response(mapping.sample_response(order, samples.group), media_type=PROTOBUF)
 
     async def _numbered(self, body: dict[str, Any], operation: ProgramOperation) -> dict[str, Any]:
@@ -431,7 +431,7 @@ def _outcome(model_id: str, log: OperationLog, number: int) -> Response | None:
     if outcome is None:
         return None
     if outcome.error is not None:
-        return _failed(outcome.error, user=outcome.user)
+        return _failed(outcome.error, user=True)
     if operation.kind in ("forward", "forward_backward"):
         found = mapping.forward_backward_output(operation, outcome)
         return Response(found, media_type=PROTOBUF)

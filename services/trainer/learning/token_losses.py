@@ -1,5 +1,5 @@
 """Losses of programs that drive the trainer (`POST /forward_backward`): sums over tokens, so calls
-add up to one batch, whoever cut it into calls.
+add up to one batch, however it is split.
 
 With r_t = exp(logprob_t - old_logprob_t), A_t the token's advantage and sg "no gradient":
 

@@ -1,10 +1,11 @@
 """Whose command is next, where jobs share a trainer: start-time fair queueing (Goyal et al., 1996)
 of the tokens that commands compute.
 
-A command begins, in tokens per weight of its job, where the job's last one ended, or where the
-queue is now if that is later. The command that begins first is next. So a job that was idle gets no
-credit, and one that sends much waits for its own commands alone. A command that computes no tokens,
-such as the publication of a step's weights, waits for nobody's tokens.
+A command begins, in tokens per weight, where its payer's last one ended, or where the queue is now
+if that is later. The payer is the API key that submitted the job, so a key gets no more by more
+jobs; a job without a key pays for itself. The command that begins first is next. So a payer that
+was idle gets no credit, and one that sends much waits for its own commands alone. A command that
+computes no tokens, such as the publication of a step's weights, waits for nobody's tokens.
 
 A gradient that waits for its optimizer step is lost to a change of turns, and made again later. So
 its job stays next, up to TURN_TOKENS ahead of the others, and has HOLD_S to send its next command.
@@ -63,8 +64,9 @@ class FairQueue:
         self._waiting: list[tuple[float, int, Ticket]] = []
         self._number = 0
         self._now = 0.0
-        self._ends: dict[str, float] = {}
-        self._weights: dict[str, float] = {}
+        self._ends: dict[str, float] = {}  # by payer
+        self._payers: dict[str, str] = {}  # by job
+        self._weights: dict[str, float] = {}  # by job
         self._has_gradient: str | None = None
         self._pending: dict[str, int] = {}
 
@@ -73,15 +75,22 @@ class FairQueue:
             job_id, body = ticket.job_id, ticket.body
             if isinstance(body, TrainerJob):
                 self._weights[job_id] = body.weight
+                self._payers[job_id] = f"key {body.key}" if body.key else job_id
             if ticket.num_tokens:
-                begin = max(self._now, self._ends.get(job_id, 0.0))
-                self._ends[job_id] = begin + ticket.num_tokens / self._weights.get(job_id, 1.0)
+                begin = self._charge(job_id, ticket.num_tokens)
             else:  # at once, but for the job's own commands before it
                 own = [begin for begin, _, other in self._waiting if other.job_id == job_id]
                 begin = max(own, default=self._now)
             self._number += 1
             self._waiting.append((begin, self._number, ticket))
             self._changed.notify()
+
+    def _charge(self, job_id: str, num_tokens: int) -> float:
+        """Charges the job's payer for the tokens, and returns where they begin."""
+        payer = self._payers.get(job_id, job_id)
+        begin = max(self._now, self._ends.get(payer, 0.0))
+        self._ends[payer] = begin + num_tokens / self._weights.get(job_id, 1.0)
+        return begin
 
     def next(self, timeout_s: float) -> Ticket | None:
         """Returns the next command, or None after `timeout_s` seconds without one."""
@@ -102,8 +111,7 @@ class FairQueue:
         job_id, pending = ticket.job_id, self._pending
         if isinstance(ticket.body, ForwardBackwardRequest | OptimStepRequest):
             if job_id in pending and job_id != self._has_gradient:
-                again = pending[job_id] / self._weights.get(job_id, 1.0)
-                self._ends[job_id] = max(self._now, self._ends.get(job_id, 0.0)) + again
+                self._charge(job_id, pending[job_id])
             if isinstance(ticket.body, ForwardBackwardRequest):
                 pending[job_id] = pending.get(job_id, 0) + ticket.num_tokens
                 self._has_gradient = job_id
@@ -130,5 +138,5 @@ class FairQueue:
         return first if first and first[0] <= min(self._waiting)[0] + ahead else None
 
     def _forget_others(self) -> None:
-        """Forgets jobs that are not ahead of the queue: they begin where it is."""
-        self._ends = {job_id: end for job_id, end in self._ends.items() if end > self._now}
+        """Forgets payers that are not ahead of the queue: they begin where it is."""
+        self._ends = {payer: end for payer, end in self._ends.items() if end > self._now}

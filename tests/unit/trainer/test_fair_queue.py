@@ -80,6 +80,16 @@ def test_a_weight_is_a_share_of_the_tokens() -> None:
     assert found[:8] == "abbbabbb"
 
 
+def test_the_jobs_of_one_key_have_one_share() -> None:
+    queue = FairQueue()
+    for job_id, key in (("a", "alice"), ("b", "alice"), ("c", "bob")):
+        queue.put(ticket(job_request(job_id).model_copy(update={"key": key})))
+    for number in range(1, 5):
+        for job_id in "abc":
+            queue.put(step(job_id, 30, number))
+    assert order(queue)[3:] == "acbcacbcabab", "bob's one job has as much as alice's two"
+
+
 def test_a_job_that_was_idle_gets_no_credit_and_a_flood_hurts_itself_alone() -> None:
     queue = FairQueue()
     for number in range(1, 101):
