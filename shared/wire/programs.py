@@ -17,12 +17,20 @@ SavedKind = Literal["checkpoint", "snapshot", "export"]
 
 
 class ProgramOperation(Wire):
-    """One operation: what it does, and the digest of the request's body. `name` is the name of what
+    """One operation: what it does, and the digest of the request's body; a "refused" one does
+    nothing, because its request could not be read. `name` is the name of what
     it saves; "" names none. `num_targets` are how many of the examples are of each datum, one after
     the other; empty: one. `ttl_s` is for how many seconds that is kept; None: for ever."""
 
     kind: Literal[
-        "forward", "forward_backward", "optim_step", "checkpoint", "snapshot", "export", "unload"
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "checkpoint",
+        "snapshot",
+        "export",
+        "unload",
+        "refused",
     ]
     digest: str
     examples: tuple[Example, ...] = ()

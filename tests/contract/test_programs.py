@@ -4,6 +4,7 @@ leaves."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,9 @@ async def test_a_model_learns_serves_and_ends(stack: Stack) -> None:
     path = (await result(stack, await post(stack, "save_weights_for_sampler", snapshot)))["path"]
     assert path == f"tinker://{model}/sampler_weights/one"
     assert [ref.version for ref in stack.fakes.reloads] == [0, 2]
-    session = await post(stack, "create_sampling_session", {"session_id": "s", "model_path": path})
+    session = await session_on(stack, model_path=path)
     order = {
-        "sampling_session_id": session["sampling_session_id"],
+        "sampling_session_id": session,
         "seq_id": 0,
         "num_samples": 2,
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
@@ -392,10 +393,18 @@ async def test_a_body_that_unpacks_to_too_much_is_refused(
     assert "the body is no zstd" in refused.json()["detail"]
 
 
+SESSION = {"session_id": "s", "sampling_session_seq_id": 0}
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss": "sft"}, "loss_fn is 'sft'; expected one of cross_entropy, importance_sampling"),
     ({"loss": "gspo"}, "loss_fn_config has no key; expected clip_low_threshold and clip_high_thr"),
-    ({"loss": "ppo", "config": {"clip_high_threshold": 0.0}}, "loss_fn_config: Input should be"),
+    (
+        {"loss": "ppo", "config": {"clip_high_threshold": 0.0}},
+        "is {'clip_high_threshold': 0.0}; exp",
+    ),
+    ({"loss": "ppo", "config": {"clip_low_threshold": -5.0}}, "expected numbers of 0 or more"),
+    ({"weight": [1.0, 1.0]}, "datum 0 has the input 'weight'; expected with 'cross_entropy'"),
+    ({"number": 1002}, "'seq_id': got 1002, and the model's newest operation is 0; expected at"),
     (
         {
             "loss": "gspo",
@@ -436,9 +445,20 @@ async def test_what_is_not_there_is_refused_with_a_sentence(
             422,
             "is 'muon'; expected 'adamw'",
         ),
-        ("create_sampling_session", {"base_model": "x"}, 422, "there is no folder 'x' here"),
-        ("create_sampling_session", {}, 422, "'base_model': got None; expected a model's folder"),
-        ("create_sampling_session", {"model_path": "x"}, 422, "expected tinker://MODEL/sampler_w"),
+        ("create_sampling_session", SESSION | {"base_model": "x"}, 422, "no folder 'x' here"),
+        ("create_sampling_session", SESSION, 422, "'base_model': got None; expected a model's"),
+        (
+            "create_sampling_session",
+            {"base_model": "x"},
+            422,
+            "'session_id' is None and 'sampling_",
+        ),
+        (
+            "create_sampling_session",
+            SESSION | {"model_path": "x"},
+            422,
+            "expected tinker://MODEL/sampler_w",
+        ),
         (
             "load_weights",
             {"path": "tinker://a/weights/b"},
@@ -494,7 +514,7 @@ async def test_a_model_begins_with_a_checkpoint_of_another(stack: Stack) -> None
     [
         ({"path": "tinker://{model}/weights/none"}, 404, "has no checkpoint 'none'"),
         ({"path": "/etc"}, 422, "expected tinker://MODEL/weights/NAME"),
-        ({"session_id": None, "model_id": "{model}"}, 422, "expected a new model"),
+        ({"session_id": None, "model_id": "{model}", "seq_id": 4}, 422, "expected a new model"),
         ({"base_model": "owner/other"}, 422, "expected 'owner/model', the checkpoint's"),
     ],
 )
@@ -506,7 +526,10 @@ async def test_what_cannot_be_loaded_is_refused(
     await result(stack, await post(stack, "optim_step", {"model_id": model, "seq_id": 2, **ADAM}))
     saving = {"model_id": model, "seq_id": 3, "path": "kept"}
     path = (await result(stack, await post(stack, "save_weights", saving)))["path"]
-    given = {key: value and value.format(model=model) for key, value in changes.items()}
+    given = {
+        key: value.format(model=model) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
     asks = {"session_id": "s", "model_seq_id": 1, "path": path, "optimizer": False} | given
     response = await asked(stack, "load_weights", asks)
     assert response.status_code == status and message in response.json()["detail"], response.text
@@ -517,3 +540,85 @@ async def test_a_forward_pass_of_another_loss_is_refused(stack: Stack) -> None:
     body = call(model, 1, loss="ppo", forward_only=True, logprobs=[0, -1], advantages=[0, 1])
     response = await asked(stack, "forward", body)
     assert response.status_code == 422 and "expected 'cross_entropy'" in response.json()["detail"]
+
+
+async def test_a_refused_operation_keeps_nobody_waiting(stack: Stack) -> None:
+    model = await created(stack)
+    refused = await asked(stack, "forward_backward", call(model, 1, loss="ppo"))
+    assert refused.status_code == 422
+    bad = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": -1}}
+    refused = await asked(stack, "optim_step", bad)
+    assert "adam_params: 'learning_rate': got -1" in refused.json()["detail"]
+    began = time.monotonic()
+    await result(stack, await post(stack, "forward_backward", call(model, 3)))
+    assert time.monotonic() - began < driving.GAP_S / 2
+    told = await result(stack, {"request_id": f"{model}:1"})
+    assert told["category"] == "user" and "datum 0 has no 'logprobs'" in told["error"]
+
+
+async def test_an_operation_that_comes_too_late_is_told_so(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driving, "GAP_S", 0.1)
+    monkeypatch.setattr(driving, "LOOK_S", 0.05)
+    model = await created(stack)
+    await result(stack, await post(stack, "forward_backward", call(model, 2)))
+    late = await result(stack, await post(stack, "forward_backward", call(model, 1)))
+    assert "was passed over; expected a new number" in late["error"]
+    assert stack.fakes.calls["forward_backward"] == 1
+
+
+SAMPLE = {"sampling_session_id": "{model}:1", "seq_id": 0, "num_samples": 1}
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("create_model", {"lora_config": "x"}, "'lora_config': got 'x'; expected an object"),
+        ("create_model", {"lora_config": {}}, "lora_config.rank is missing"),
+        ("create_model", {"lora_config": {"rank": True}}, "lora_config.rank: got True; expected a"),
+        ("create_model", {"optimizer_config": "adamw"}, "'optimizer_config': got 'adamw'"),
+        ("create_model", {"user_metadata": "x"}, "'user_metadata': got 'x'; expected an object"),
+        ("create_model", {"session_id": ""}, "expected both: the same two name the same model"),
+        ("create_model", b"[" * 100_000, "the body is no JSON"),
+        ("optim_step", {"adam_params": {"learning_rate": "x"}}, "adam_params.learning_rate: got"),
+        ("optim_step", {"adam_params": {"speed": 1}}, "adam_params"),
+        ("optim_step", {"adam_params": {}, "seq_id": 2**63}, "expected at most 1001"),
+        ("optim_step", {"adam_params": {}, "seq_id": True}, "'seq_id': got True"),
+        ("save_weights", {"path": "a" * 101}, "at most 100"),
+        ("save_weights", {"path": ".."}, "expected a name of"),
+        ("asample", SAMPLE | {"prompt": "12"}, "'prompt': got '12'; expected an object"),
+        ("asample", SAMPLE | {"prompt": {"chunks": [5]}}, "prompt.chunks[0] is 5"),
+        (
+            "asample",
+            SAMPLE | {"prompt": {"chunks": [{"tokens": [10**12]}]}},
+            "prompt.chunks[0].tokens has 1000000000000; expected token ids",
+        ),
+        ("asample", SAMPLE | {"prompt": PROMPT, "sampling_params": []}, "expected an object"),
+        (
+            "asample",
+            SAMPLE | {"prompt": PROMPT, "sampling_params": {"stop": [""]}},
+            "sampling_params.stop has ''",
+        ),
+        (
+            "asample",
+            SAMPLE | {"prompt": PROMPT, "sampling_params": {"temperature": 1e9}},
+            "a temperature of at most 100",
+        ),
+        ("asample", SAMPLE | {"prompt": PROMPT, "num_samples": 0}, "sampling_params"),
+        ("asample", SAMPLE | {"prompt": PROMPT, "seq_id": 10**30}, "'seq_id': got 1000000000"),
+        ("asample", SAMPLE | {"sampling_session_id": "{model}:99"}, "expected a session of this"),
+        ("retrieve_future", {"request_id": "{model}:" + "9" * 300}, "there is no request"),
+    ],
+)
+async def test_an_odd_value_is_named(stack: Stack, path: str, body: Any, message: str) -> None:
+    model = await created(stack, "other")
+    await snapshot(stack, model, 1, None)
+    if isinstance(body, dict):
+        given = {"session_id": "s", "model_seq_id": 0, "base_model": "owner/model"}
+        given |= {"model_id": model, "seq_id": 2} | body
+        body = {k: v.format(model=model) if isinstance(v, str) else v for k, v in given.items()}
+    refused = await asked(stack, path, body)
+    assert refused.status_code in (404, 422), refused.text
+    assert message in refused.json()["detail"], refused.text

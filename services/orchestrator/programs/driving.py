@@ -44,6 +44,11 @@ GAP_S = 30.0
 """Seconds after which a number that did not come is passed over: its request was refused or lost,
 and later ones have come."""
 
+TOO_LATE = (
+    f"it came more than {GAP_S:g} s after later operations, and was passed over; expected a new "
+    "number"
+)
+
 CHECKPOINT_EVERY_S = 120.0
 """Seconds after which an optimizer step is followed by a checkpoint: what is done again at most."""
 
@@ -99,6 +104,7 @@ class Driving:
             number += 1
             operation = await self._next(number)
             if operation is None:
+                await to_disk(self._log.finish, number, OperationOutcome(error=TOO_LATE))
                 continue
             outcome = await to_disk(self._log.outcome, number)
             if outcome is None or self._is_lost(operation, outcome):
@@ -238,6 +244,8 @@ class Driving:
 
     async def _done_by(self, operation: ProgramOperation) -> OperationOutcome:
         services = self.services
+        if operation.kind == "refused":
+            raise BadRequest("the request of this operation could not be read")
         if operation.kind == "forward":
             found = await services.forward(self.at, operation.examples)
             weights = [one for e in operation.examples for one in e.advantages]

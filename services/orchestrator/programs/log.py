@@ -66,6 +66,12 @@ class OperationLog:
                     code="body_differs",
                 ) from None
 
+    def refuse(self, number: int, digest: str, error: str) -> None:
+        """Notes that the request with this number cannot be done, unless the number has come."""
+        with contextlib.suppress(Conflict):
+            self.accept(number, ProgramOperation(kind="refused", digest=digest))
+            self.finish(number, OperationOutcome(error=error))
+
     def operation(self, number: int) -> ProgramOperation | None:
         """Returns the operation; None if it has not come."""
         return _read(self._file(f"{number:08}"), ProgramOperation)

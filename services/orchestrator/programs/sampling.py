@@ -20,10 +20,6 @@ AGAIN_S = 1.0
 """Seconds after a failure before an order is carried out again: the snapshot may not serve yet,
 because what a trainer lost is being done again."""
 
-GONE = frozenset({"not_seen", "digest_differs", "tensors_differ", "no_adapters"})
-"""Codes of errors of a snapshot whose files are not there any more or are not what was written, or
-which the samplers do not take."""
-
 
 @dataclass
 class Runs:
@@ -70,12 +66,12 @@ async def _sampled(services: Services, id: str, order: SampleOrder) -> Delivered
     key = f"{services.owner}:sample:{id}"
     try:
         group = await services.sample(order, key=key)
-    except BadRequest as error:
+    except (BadRequest, Failed) as error:
         return DeliveredSamples(error=error.detail)
-    except (Conflict, Failed) as error:
-        if error.code not in GONE:
+    except Conflict as error:
+        if error.code != "no_adapters":
             raise
-        return DeliveredSamples(error=f"the weights cannot be sampled: {error.detail}")
+        return DeliveredSamples(error=error.detail)
     return DeliveredSamples(group=group, error=_why_wrong(group, order.session))
 
 

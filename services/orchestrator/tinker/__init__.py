@@ -4,6 +4,8 @@
 |---|---|
 | `routes.py` | `/api/v1` |
 | `managing.py` | training runs, lists of what they saved, expiry, downloads |
-| `mapping.py` | Tinker's requests as operations of a model, and results in Tinker's shape |
+| `mapping.py` | the jobs of Tinker's models |
+| `requests.py` | Tinker's requests as operations of a model |
+| `results.py` | what operations and samples gave, as Tinker's messages |
 | `messages.py` | Tinker's protobuf messages |
 """

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import zstandard
 from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.jobs import check_job
@@ -29,9 +28,10 @@ from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import to_disk
-from services.orchestrator.tinker import mapping
+from services.orchestrator.tinker import mapping, requests, results
 from services.orchestrator.tinker.managing import Management, path_to, read_ttl
 from shared.errors import BadRequest, Conflict, NotFound
+from shared.http.gate import scoped
 from shared.http.service import Service
 from shared.http.streams import DownloadedFile
 from shared.job import Job
@@ -61,6 +61,12 @@ SESSION = re.compile(r"[0-9]{1,12}|x[0-9a-f]{16}")
 
 SAMPLE = re.compile(rf"({SESSION.pattern})--?[0-9]{{1,20}}")
 """Id of an order of samples: its session, and its number there."""
+
+MAX_AHEAD = 1000
+"""How far a number may be beyond the newest: the SDK sends a few at a time, in any order."""
+
+NUMBER = re.compile(r"[0-9]{1,9}")
+"""An operation's number in the id of its future."""
 
 MAX_LISTED = 100
 """Jobs that are looked at for one that may sample for a session."""
@@ -93,13 +99,19 @@ class Programs:
         """Submits the model as a job. The same model of a session is the same job."""
         return await self._created(body, mapping.job_document(body))
 
-    async def load_weights(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def load_weights(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
         """Submits a model that begins with a checkpoint, as a job."""
-        if body.get("session_id") is None or body.get("model_seq_id") is None:
-            raise BadRequest(
-                f"{body.get('path')!r:.200} cannot be loaded into an existing model; expected a "
-                "new model: create_training_client_from_state, or ..._with_optimizer"
-            )
+        if body.get("session_id") is None:
+
+            def refuse() -> ProgramOperation:
+                raise BadRequest(
+                    f"{body.get('path')!r:.200} cannot be loaded into an existing model; expected "
+                    "a new model: create_training_client_from_state, or ..._with_optimizer"
+                )
+
+            if body.get("model_id") is None:
+                refuse()
+            return await self._numbered(body, digest, refuse)
         source, checkpoint = await self._checkpoint(body.get("path"))
         return await self._created(body, mapping.loaded_document(body, source.job, checkpoint))
 
@@ -124,13 +136,15 @@ class Programs:
         return record, saved.path
 
     async def _created(self, body: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
+        document = document | {"metadata": mapping.metadata(body)}
         job = parse_job(document, "the model asked for")
-        key = f"tinker:{body.get('session_id')}:{body.get('model_seq_id')}"
+        key = f"tinker:{mapping.session_of(body, 'model_seq_id')}"
         record = await self._submitted(job, key)
         return {"request_id": f"{record.id}:0", "model_id": record.id}
 
     async def _submitted(self, job: Job, key: str) -> JobRecord:
-        """Returns the job's record. The same key is the same job."""
+        """Returns the job's record. The same key is the same job, of the caller's API key."""
+        key = scoped(key)
         record = await accepted(self._store, job, key)
         if record is None:
             await self._writable.check()
@@ -154,32 +168,36 @@ class Programs:
         }
 
     async def forward_backward(self, body: bytes) -> dict[str, Any]:
-        model_id, number, operation = await asyncio.to_thread(mapping.read_forward_backward, body)
-        return await self._accept(model_id, number, operation)
+        message, digest = requests.read_message(body), requests.digest(body)
+
+        def read() -> ProgramOperation:
+            return requests.read_forward_backward(message, digest)
+
+        return await self._accept(message.model_id, message.seq_id, digest, read)
 
     async def optim_step(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
-        return await self._numbered(body, mapping.read_optim_step(body, digest))
+        return await self._numbered(body, digest, lambda: requests.read_optim_step(body, digest))
 
     async def save(self, body: dict[str, Any], digest: str, kind: SavedKind) -> dict[str, Any]:
-        is_unnamed = kind == "snapshot" and body.get("path") is None
-        operation = ProgramOperation(
-            kind=kind,
-            digest=digest,
-            name="" if is_unnamed else _name(body.get("path")),
-            ttl_s=read_ttl(body),
-        )
-        return await self._numbered(body, operation)
+        def read() -> ProgramOperation:
+            is_unnamed = kind == "snapshot" and body.get("path") is None
+            name = "" if is_unnamed else _name(body.get("path"))
+            return ProgramOperation(kind=kind, digest=digest, name=name, ttl_s=read_ttl(body))
+
+        return await self._numbered(body, digest, read)
 
     async def unload_model(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
         record = await self._model(body.get("model_id"))
         log = OperationLog(Path(record.run_dir))
         number = await asyncio.to_thread(log.newest) + 1
-        return await self._accept(record.id, number, ProgramOperation(kind="unload", digest=digest))
+        operation = ProgramOperation(kind="unload", digest=digest)
+        return await self._accept(record.id, number, digest, lambda: operation)
 
     async def create_sampling_session(self, body: dict[str, Any]) -> dict[str, Any]:
         """Opens a session on a snapshot, by its path, or on a base model. The same number of the
         SDK's session is the same session."""
-        path, base = body.get("model_path"), body.get("base_model")
+        number = mapping.session_of(body, "sampling_session_seq_id")
+        path, base = requests.field(body, "model_path", str), body.get("base_model")
         if path:
             source, session = await self._snapshot(path)
             if base is not None and base != source.job.model:
@@ -195,8 +213,7 @@ class Programs:
         else:
             session = SamplingSession(own_weights=True)
             sampler = await self._sampler(body, mapping.sampler_document(body), 0)
-        number = f"{body.get('session_id')}:{body.get('sampling_session_seq_id')}"
-        id = "x" + mapping.digest(number.encode())[:16]
+        id = "x" + requests.digest(number.encode())[:16]
         await to_disk(OperationLog(Path(sampler.run_dir)).open_session, id, session)
         return {"type": "create_sampling_session", "sampling_session_id": f"{sampler.id}:{id}"}
 
@@ -230,7 +247,7 @@ class Programs:
                 record = await self._store.get(one.id)
                 if _can_sample(record.job, wanted.model, rank):
                     return record
-        key = f"tinker:{body.get('session_id')}:sampler:{mapping.digest(repr(document).encode())}"
+        key = f"tinker:{body.get('session_id')}:sampler:{requests.digest(repr(document).encode())}"
         return await self._submitted(wanted, key)
 
     async def get_sampler(self, id: str) -> dict[str, Any]:
@@ -254,18 +271,18 @@ class Programs:
 
     async def asample(self, body: dict[str, Any]) -> dict[str, Any]:
         """Orders samples. The same number in a session is the same order."""
-        number = body.get("seq_id")
-        if not isinstance(number, int):
-            raise BadRequest(f"'seq_id': got {number!r:.40}; expected a whole number")
+        number = requests.field(body, "seq_id", int)
+        if number is None:
+            raise BadRequest("'seq_id' is missing; expected a whole number")
         record, session, name = await self._session(str(body.get("sampling_session_id")))
-        sampling = mapping.read_sampling(body)
+        sampling = requests.read_sampling(body)
         order = SampleOrder(
             session=session,
-            prompt_token_ids=mapping.read_prompt(body),
+            prompt_token_ids=requests.read_prompt(body),
             sampling=sampling,
-            prompt_logprobs=mapping.read_prompt_logprobs(body),
-            top_prompt_logprobs=mapping.read_top(body, "topk_prompt_logprobs"),
-            top_logprobs=mapping.read_top(body, "topk_sample_logprobs"),
+            prompt_logprobs=requests.read_prompt_logprobs(body),
+            top_prompt_logprobs=requests.read_top(body, "topk_prompt_logprobs"),
+            top_logprobs=requests.read_top(body, "topk_sample_logprobs"),
         )
         if name.isdecimal():
             await to_disk(Saved(Path(record.run_dir)).use, int(name))
@@ -311,7 +328,7 @@ class Programs:
         found: Response | None = None
         if kind == "sample" and SAMPLE.fullmatch(id):
             found = await self._samples(record, log, id)
-        elif rest.isdecimal():
+        elif NUMBER.fullmatch(rest):
             found = await asyncio.to_thread(_outcome, record.id, log, int(rest))
         else:
             raise NotFound(f"there is no request {record.id}:{rest}")
@@ -332,20 +349,31 @@ class Programs:
             return None
         if samples.group is None or samples.error:
             return _failed(samples.error or "there are no samples", user=True)
-        return Response(mapping.sample_response(order, samples.group), media_type=PROTOBUF)
+        return Response(results.sample_response(order, samples.group), media_type=PROTOBUF)
 
-    async def _numbered(self, body: dict[str, Any], operation: ProgramOperation) -> dict[str, Any]:
-        return await self._accept(str(body.get("model_id")), body.get("seq_id"), operation)
+    async def _numbered(
+        self, body: dict[str, Any], digest: str, read: Callable[[], ProgramOperation]
+    ) -> dict[str, Any]:
+        return await self._accept(str(body.get("model_id")), body.get("seq_id"), digest, read)
 
     async def _accept(
-        self, model_id: str, number: Any, operation: ProgramOperation
+        self, model_id: str, number: Any, digest: str, read: Callable[[], ProgramOperation]
     ) -> dict[str, Any]:
-        if not isinstance(number, int) or number < 1:
+        """Accepts the operation. If it cannot be read, its number is done with, and those after it
+        need not wait for it."""
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise BadRequest(f"'seq_id': got {number!r:.40}; expected a whole number from 1 on")
         record = await self._model(model_id)
         if record.status in TERMINAL:
             raise Conflict(f"the model {model_id!r} is {record.status}; expected one that runs")
-        await to_disk(OperationLog(Path(record.run_dir)).accept, number, operation)
+        log = OperationLog(Path(record.run_dir))
+        await asyncio.to_thread(_check_near, log, number)
+        try:
+            operation = await asyncio.to_thread(read)
+        except BadRequest as error:
+            await to_disk(log.refuse, number, digest, error.detail)
+            raise
+        await to_disk(log.accept, number, operation)
         if _is_put_away(record):
             await self._store.resume(record.id)
         return {"request_id": f"{record.id}:{number}", "model_id": record.id}
@@ -400,6 +428,15 @@ def _can_sample(job: Job, base_model: str, rank: int) -> bool:
     return is_fit and job.served_rank is not None and job.served_rank >= rank
 
 
+def _check_near(log: OperationLog, number: int) -> None:
+    """Raises BadRequest for a number far beyond all that have come."""
+    if log.operation(number - 1) is None and number > (newest := log.newest()) + MAX_AHEAD:
+        raise BadRequest(
+            f"'seq_id': got {number}, and the model's newest operation is {newest}; expected at "
+            f"most {newest + MAX_AHEAD}"
+        )
+
+
 def _session(run: Path, name: str) -> SamplingSession | None:
     """Returns the session of that name. The number of a snapshot is a session too."""
     if not name.isdecimal():
@@ -417,9 +454,10 @@ def _no_session(id: str) -> BadRequest:
 
 
 def _name(path: Any) -> str:
-    if not isinstance(path, str) or not NAME.fullmatch(path):
+    if not isinstance(path, str) or not NAME.fullmatch(path) or not path.strip("."):
         raise BadRequest(
-            f"'path': got {path!r:.120}; expected a name of letters, digits, '.', '_' and '-'"
+            f"'path': got {path!r:.120}; expected a name of letters, digits, '.', '_' and '-', of "
+            "at most 100 characters"
         )
     return path
 
@@ -433,7 +471,7 @@ def _outcome(model_id: str, log: OperationLog, number: int) -> Response | None:
     if outcome.error is not None:
         return _failed(outcome.error, user=True)
     if operation.kind in ("forward", "forward_backward"):
-        found = mapping.forward_backward_output(operation, outcome)
+        found = results.forward_backward_output(operation, outcome)
         return Response(found, media_type=PROTOBUF)
     return JSONResponse(_told(model_id, number, operation, outcome))
 
@@ -482,7 +520,7 @@ def add_routes(service: Service, programs: Programs) -> None:
         "get_info": lambda body, _: programs.get_info(body),
         "optim_step": programs.optim_step,
         **{path: _saving(programs, kind) for kind, path in SAVED.items()},
-        "load_weights": lambda body, _: programs.load_weights(body),
+        "load_weights": programs.load_weights,
         "weights_info": lambda body, _: programs.weights_info(body),
         "unload_model": programs.unload_model,
         "create_sampling_session": lambda body, _: programs.create_sampling_session(body),
@@ -560,10 +598,7 @@ def _add(service: Service, path: str, answer: Answer) -> None:
     async def route(request: Request) -> Response:
         body = await _body(request)
         given = _json(body)
-        try:
-            found = await answer(given, mapping.digest(body))
-        except (ValidationError, TypeError) as error:
-            raise BadRequest(f"{path}: {str(error).splitlines()[0]}") from error
+        found = await answer(given, requests.digest(body))
         return found if isinstance(found, Response) else JSONResponse(found)
 
     service.app.add_api_route(f"{ROOT}/{path}", route, methods=["POST"], include_in_schema=False)
@@ -572,8 +607,8 @@ def _add(service: Service, path: str, answer: Answer) -> None:
 def _json(body: bytes) -> dict[str, Any]:
     try:
         given = json.loads(body or b"{}")
-    except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error!s:.200}") from error
     if not isinstance(given, dict):
         raise BadRequest("the body is no JSON object; expected one")
     return given

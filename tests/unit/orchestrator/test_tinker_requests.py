@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 
-from services.orchestrator.tinker import mapping, messages
-from shared.wire import OperationOutcome
+from services.orchestrator.tinker import messages, requests, results
+from shared.errors import BadRequest
+from shared.wire import OperationOutcome, ProgramOperation
 from shared.wire.packed import Logprobs
 
 
@@ -28,10 +30,14 @@ def call(loss: str, *data: dict[str, Any], **config: float) -> bytes:
     return bytes(message.SerializeToString())
 
 
+def read(body: bytes) -> ProgramOperation:
+    return requests.read_forward_backward(requests.read_message(body), "digest")
+
+
 def test_a_datum_with_k_targets_for_each_token_is_k_examples() -> None:
     wide = {"target_tokens": [[1, 2, 3], [4, 0, 0]], "weights": [[0.5, 0.25, 0.25], [1, 0, 0]]}
     plain = {"target_tokens": [6, 7], "weights": [1, 1]}
-    _, _, operation = mapping.read_forward_backward(call("cross_entropy", plain, wide))
+    operation = read(call("cross_entropy", plain, wide))
     assert operation.num_targets == (1, 3)
     assert [tuple(one.token_ids) for one in operation.examples] == [(6, 7), (1, 4), (2, 0), (3, 0)]
     assert [tuple(one.context_ids) for one in operation.examples] == [(), (6, 4), (6, 0), (6, 0)]
@@ -40,7 +46,7 @@ def test_a_datum_with_k_targets_for_each_token_is_k_examples() -> None:
 
     found = OperationOutcome(logprobs=Logprobs([-1, -2, -3, -4, -5, -6, -7, -8]))
     message = messages.new("ForwardBackwardOutput")
-    message.ParseFromString(mapping.forward_backward_output(operation, found))
+    message.ParseFromString(results.forward_backward_output(operation, found))
     first, second = message.loss_fn_outputs
     field = second.fields["logprobs"]
     assert np.frombuffer(first.fields["logprobs"].data, "<f4").tolist() == [-1, -2]
@@ -57,8 +63,38 @@ def test_gspo_takes_the_tokens_of_its_ratio_and_its_bounds() -> None:
         "sequence_ratio_mask": [0, 1],
     }
     body = call("gspo", datum, clip_low_threshold=0.9997, clip_high_threshold=1.0004)
-    _, _, operation = mapping.read_forward_backward(body)
+    operation = read(body)
     (example,) = operation.examples
     assert (tuple(example.ratio_mask), tuple(example.old_logprobs)) == ((0, 1), (-1.0, -2.0))
     loss = operation.loss
     assert loss is not None and (loss.ratio_low, loss.ratio_high) == (0.9997, 1.0004)
+
+
+PLAIN = {"target_tokens": [6, 7]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: setattr(d.model_input[0].encoded_text, "tokens", b"abc"), "3 bytes of tokens"),
+        (lambda d: d.loss_fn_inputs["weights"].shape.append(7), "shape [7] and 0 bytes of f4"),
+        (lambda d: setattr(d.loss_fn_inputs["weights"], "dense", b"abc"), "has 3 bytes, expected"),
+        (lambda d: setattr(d.loss_fn_inputs["x"], "dense", b"abcd"), "has the input 'x'; expected"),
+        (
+            lambda d: setattr(
+                d.loss_fn_inputs["target_tokens"], "dense", np.array([6, 2**40], "<i8").tobytes()
+            ),
+            "'target_tokens' has 1.09951e+12; expected token ids",
+        ),
+    ],
+)
+def test_a_damaged_datum_is_named(change: Any, message: str) -> None:
+    sent = requests.read_message(call("cross_entropy", PLAIN | {"weights": []}))
+    sent.data[0].loss_fn_inputs["weights"].ClearField("shape")
+    sent.data[0].loss_fn_inputs["x"].dtype = 1
+    if "'x'" not in message:
+        del sent.data[0].loss_fn_inputs["x"]
+    change(sent.data[0])
+    with pytest.raises(BadRequest, match="datum 0") as raised:
+        requests.read_forward_backward(sent, "digest")
+    assert message in raised.value.detail
