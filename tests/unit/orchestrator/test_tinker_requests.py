@@ -77,7 +77,7 @@ PLAIN = {"target_tokens": [6, 7]}
     ("change", "message"),
     [
         (lambda d: setattr(d.model_input[0].encoded_text, "tokens", b"abc"), "3 bytes of tokens"),
-        (lambda d: d.loss_fn_inputs["weights"].shape.append(7), "shape [7] and 0 bytes of f4"),
+        (lambda d: d.loss_fn_inputs["weights"].shape.append(7), "shape [7] and 8 bytes of f4"),
         (lambda d: setattr(d.loss_fn_inputs["weights"], "dense", b"abc"), "has 3 bytes, expected"),
         (lambda d: setattr(d.loss_fn_inputs["x"], "dense", b"abcd"), "has the input 'x'; expected"),
         (
@@ -89,7 +89,7 @@ PLAIN = {"target_tokens": [6, 7]}
     ],
 )
 def test_a_damaged_datum_is_named(change: Any, message: str) -> None:
-    sent = requests.read_message(call("cross_entropy", PLAIN | {"weights": []}))
+    sent = requests.read_message(call("cross_entropy", PLAIN | {"weights": [1, 1]}))
     sent.data[0].loss_fn_inputs["weights"].ClearField("shape")
     sent.data[0].loss_fn_inputs["x"].dtype = 1
     if "'x'" not in message:
