@@ -11,11 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from services.trainer.disk import checkpoints
-from services.trainer.disk.checkpoints import FORMAT, Found, Manifest
+from services.trainer.disk.checkpoints import FORMAT, Damaged, Found, Manifest, read_manifest
 from services.trainer.disk.folders import written_aside
 from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine
 from services.trainer.processes.together import Ranks, SaveAll
+from shared.errors import BadRequest
 from shared.host.disk import run_for_volume
 from shared.job import Job
 from shared.settings import Settings
@@ -58,8 +59,7 @@ class Loaded:
         if found.path is None or found.manifest is None:
             training = self.request.job.training
             if training.start_from is not None:
-                begin = Path(training.start_from) / STATE
-                self.engine.load_state(begin, optimizer=training.start_optimizer)
+                self._begin_with(Path(training.start_from), optimizer=training.start_optimizer)
             return
         self.engine.load_state(found.path / STATE)
         manifest = found.manifest
@@ -67,6 +67,21 @@ class Loaded:
         self.skipped_steps = manifest.skipped_steps
         if manifest.last_body is not None and manifest.last_result is not None:
             self.last = manifest.last_body, manifest.last_result
+
+    def _begin_with(self, folder: Path, *, optimizer: bool) -> None:
+        """Begins with another job's checkpoint. Raises BadRequest if that job began with another
+        model."""
+        try:
+            model = read_manifest(folder).model
+        except Damaged as error:
+            raise BadRequest(f"training.start_from {str(folder)!r}: {error}") from error
+        if model != self.model:
+            raise BadRequest(
+                f"training.start_from {str(folder)!r} is of a job that began with another model: "
+                f"it had the fingerprint {model!r}, and {self.request.job.model!r} has "
+                f"{self.model!r}; submit a job with that model"
+            )
+        self.engine.load_state(folder / STATE, optimizer=optimizer)
 
     def manifest(self, num_ranks: int, files: dict[str, StoredFile]) -> Manifest:
         """Returns the manifest of a checkpoint written now, with these files."""

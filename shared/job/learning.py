@@ -71,16 +71,17 @@ class TrainingSpec(Section):
     are. "program": a program says each step, by Tinker's API, which makes such a job itself."""
 
     start_from: str | None = Field(default=None, min_length=1, max_length=4096)
-    """A checkpoint of another job, by its folder below `HONE_RUNS_DIR`, whose trained weights this
-    job begins with: of the same base model, and with an adapter of the same shape if there is one.
-    None: the model as it is, from which `beta` and `dpo_beta` measure in any case."""
+    """A checkpoint of another job, by its full path below `HONE_RUNS_DIR` (`hone checkpoints`
+    lists them), whose trained weights this job begins with: of the same base model, and with an
+    adapter of the same rank, alpha and layers if there is one. None: the model as it is. `beta`
+    and `dpo_beta` measure from `model` in any case."""
 
     start_optimizer: bool = False
     """Whether the optimizer's state of `start_from` is taken too. Else the optimizer begins
     anew."""
 
     dpo_beta: float = Field(default=0.1, gt=0)
-    """How strongly "dpo" holds the policy near the model that the job began with: the factor on the
+    """How strongly "dpo" holds the policy near `model`: the factor on the
     log-ratios of its loss, above 0. 0.1 is usual; lower lets the policy go further."""
 
     train_on: Literal["answer", "all"] = "answer"
@@ -289,7 +290,7 @@ class TeacherSpec(Section):
 class LoraSpec(Section):
     """Trains low-rank adapters (arXiv 2106.09685) in place of the model's own weights."""
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=8192)
     """Rank r of the update B A that is added to each target layer's weight."""
 
     alpha: float = Field(default=32.0, gt=0)
@@ -310,4 +311,6 @@ class LoraSpec(Section):
     def _all_or_names(cls, value: Any) -> Any:
         if value != "all-linear" and type(value) not in (list, tuple):
             raise ValueError('expected "all-linear" or a list of modules, as ["q_proj", "v_proj"]')
+        if not value:
+            raise ValueError("no layer would get an adapter; expected at least one")
         return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -20,7 +21,7 @@ from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http.gate import caller
 from shared.job import Job, LoraSpec
 from shared.settings import Settings
-from shared.weights.checkpoints import STATE
+from shared.weights.checkpoints import MANIFEST, STATE
 from shared.wire import ApiKey
 from tests.support import orchestrator_stack
 from tests.support.job_records import JOB
@@ -190,6 +191,7 @@ async def test_another_keys_checkpoint_is_nothing_to_begin_with(
     his = await submitted(store, settings, key_of("bob"))
     folder = settings.runs_dir / his / "checkpoints" / "step-000001"
     (folder / STATE).mkdir(parents=True)
+    (folder / MANIFEST).write_text(json.dumps({"job": JOB.model_dump(mode="json")}))
 
     def beginning(with_folder: Path) -> Job:
         training = JOB.training.model_copy(update={"start_from": str(with_folder)})
@@ -199,10 +201,14 @@ async def test_another_keys_checkpoint_is_nothing_to_begin_with(
     try:
         with pytest.raises(NotFound):
             await submitted(store, settings, caller.get(), beginning(folder))
-        for other in (settings.runs_dir, Path("/etc"), folder / STATE):
+        for other in (settings.runs_dir, Path("/etc")):
             with pytest.raises(BadRequest, match="is no checkpoint below HONE_RUNS_DIR"):
                 await submitted(store, settings, caller.get(), beginning(other))
         caller.set(key_of("bob"))
         assert await submitted(store, settings, caller.get(), beginning(folder))
+        other = beginning(folder).model_copy(update={"lora": LoraSpec(rank=2)})
+        with pytest.raises(BadRequest, match="a checkpoint with all weights, and the job has lora"):
+            await submitted(store, settings, caller.get(), other)
+        assert [use.path for use in await store.models_below(settings.runs_dir / his)] == [folder]
     finally:
         caller.reset(token)

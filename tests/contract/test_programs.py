@@ -4,6 +4,7 @@ leaves."""
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from services.orchestrator.programs import driving, log
 from services.orchestrator.programs.saved import Saved
 from services.orchestrator.tinker import messages, routes
 from shared.errors import Failed, StateLost
-from shared.weights.checkpoints import STATE
+from shared.weights.checkpoints import MANIFEST, STATE
 from shared.wire import GenerateRequest, LogStart, OptimStepRequest
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
@@ -489,6 +490,8 @@ async def test_a_model_begins_with_a_checkpoint_of_another(stack: Stack) -> None
     path = (await result(stack, await post(stack, "save_weights", saving)))["path"]
     folder = (await stack.store.checkpoints(first))[-1].path
     (Path(folder) / STATE).mkdir(parents=True, exist_ok=True)
+    source = (await stack.get(first)).job.model_dump(mode="json")
+    (Path(folder) / MANIFEST).write_text(json.dumps({"job": source}))
     info = await post(stack, "weights_info", {"tinker_path": path})
     assert info == {"base_model": "owner/model", "is_lora": True, "lora_rank": 4}
     await result(stack, await post(stack, "unload_model", {"model_id": first}))

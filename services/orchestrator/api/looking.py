@@ -14,9 +14,10 @@ from services.orchestrator.data.fitting import MAX_SHOWN, preview
 from services.orchestrator.data.hub import cached_model
 from services.orchestrator.loop.prompts import load_held_out, load_prompts
 from services.orchestrator.loop.supervised import lessons
+from services.orchestrator.runs.checkpoint_files import check_start
 from services.orchestrator.runs.tracking import missing_key
 from shared.errors import Failed, Unavailable
-from shared.http.gate import caller
+from shared.http.gate import caller, own_jobs_of
 from shared.job import Job
 from shared.model.architectures import cannot_reload_on_cpu, not_tried
 from shared.model.check import (
@@ -65,6 +66,8 @@ def look(job: Job, settings: Settings, why_not: Sequence[str | None], showing: b
     """Returns the findings about the job. `why_not` is why each model of the Hub could not be
     fetched. Raises BadRequest for faults that would fail the job later, and Failed if the Hub
     cannot be reached. Prompts are measured with the tokenizer of the first model."""
+    if own_jobs_of() is None:  # else the submission looks first whose checkpoint it is
+        check_start(job, settings.runs_dir)
     jobs = of_each_model(job)
     models = [_look_at_model(each, settings, why) for each, why in zip(jobs, why_not, strict=True)]
     limits = [limit for _, limit in models if limit]

@@ -89,7 +89,7 @@ def add_reading(service: Service, store: Readable) -> None:
 async def _check_unused(store: Store, job_id: str, run_dir: Path) -> None:
     for use in await store.models_below(run_dir):
         raise Conflict(
-            f"{str(use.path)!r} of job {job_id!r} is the model of job {use.job_id!r}, which is "
+            f"{str(use.path)!r} of job {job_id!r} is used by job {use.job_id!r}, which is "
             f"{use.status}; cancel that job, wait for its end, or delete without the files"
         )
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from shared.errors import Failed, NotFound
-from shared.weights.checkpoints import MANIFEST, StoredFile, step_of
+from shared.errors import BadRequest, Failed, NotFound
+from shared.job import Job
+from shared.weights.checkpoints import MANIFEST, STATE, StoredFile, step_of
 from shared.wire import CheckpointFile
 
 _FILES = TypeAdapter(dict[str, StoredFile])
@@ -59,3 +60,34 @@ def path_of(folder: Path, name: str) -> Path:
             "checkpoint's manifest says; download another checkpoint"
         )
     return path
+
+
+def check_start(job: Job, runs_dir: Path) -> None:
+    """Raises BadRequest for a checkpoint that the job cannot begin with (`training.start_from`)."""
+    if (start := job.training.start_from) is None:
+        return
+    folder = Path(start).resolve()
+    if not folder.is_relative_to(runs_dir.resolve()) or not (folder / STATE).is_dir():
+        raise BadRequest(
+            f"training.start_from is {start!r:.200}, which is no checkpoint below HONE_RUNS_DIR; "
+            "expected the full path of one, as `hone checkpoints JOB` lists them"
+        )
+    try:
+        source = Job.model_validate(json.loads((folder / MANIFEST).read_bytes())["job"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise BadRequest(f"training.start_from: {str(folder / MANIFEST)!r}: {why:.300}") from error
+    theirs, ours = _adapter(source), _adapter(job)
+    if theirs != ours:
+        raise BadRequest(
+            f"training.start_from is a checkpoint with {theirs}, and the job has {ours}; expected "
+            "the same"
+        )
+
+
+def _adapter(job: Job) -> str:
+    """Returns what of a job's adapter a checkpoint has to fit."""
+    if (lora := job.lora) is None:
+        return "all weights"
+    layers = lora.target_modules
+    return f"lora of rank {lora.rank}, alpha {lora.alpha:g}, target_modules {layers!r}"

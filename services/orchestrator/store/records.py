@@ -111,6 +111,10 @@ def fields_of(job: Job) -> dict[str, Any]:
     """Returns the fields of a record with the job itself, and with the values that lists show and
     filter by."""
     held_out = [each.source for each in job.evaluation.sets.values()]
+    start = job.training.start_from
+    used = [job.model, start] if start else None
+    if not job.trains:
+        used = [each.model for each in job.evaluated_models]
     sources = [one for one in (job.data.train, job.data.eval, *held_out) if isinstance(one, str)]
     return {
         "job": job.model_dump_json(),
@@ -120,7 +124,7 @@ def fields_of(job: Job) -> dict[str, Any]:
         "priority": job.priority,
         "shares": job.shares_as or "",
         "metadata": json.dumps(job.metadata),
-        "models": None if job.trains else json.dumps([m.model for m in job.evaluated_models]),
+        "models": used and json.dumps(used),
         "openai": "1" if job.request else None,
         "files": " ".join(filter(UPLOADED.fullmatch, sources)),
     }

@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from services.orchestrator.runs.checkpoint_files import check_start
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.runs.found import unsubmitted
 from services.orchestrator.runs.writable import ANSWERS_WITHIN_S
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from shared.errors import BadRequest, Conflict, Failed, Forbidden, HoneError, Unavailable
+from shared.errors import Conflict, Failed, Forbidden, HoneError, Unavailable
 from shared.host.logs import get_logger
 from shared.host.processes import in_own_thread
 from shared.http.gate import own_jobs_of
 from shared.job import Job
-from shared.weights.checkpoints import STATE
 from shared.wire import JobRecord, JobState
 
 WRITTEN_WITHIN_S = 30.0
@@ -60,24 +60,15 @@ async def accept(store: Store, submission: Submission) -> JobRecord:
 
 
 async def _check_start(store: Store, submission: Submission) -> None:
-    """Raises BadRequest for a checkpoint to begin with that is none of a job's, and NotFound for
-    one of a job that is not there for the caller."""
-    start = submission.job.training.start_from
-    if start is None:
+    """Raises BadRequest for a checkpoint that the job cannot begin with, and NotFound for one of a
+    job that is not there for the caller."""
+    if (start := submission.job.training.start_from) is None:
         return
-
-    def place() -> tuple[str, ...] | None:
-        path, root = Path(start).resolve(), submission.runs_dir.resolve()
-        is_one = path.is_relative_to(root) and (path / STATE).is_dir()
-        return path.relative_to(root).parts if is_one else None
-
-    parts = await in_own_thread(place)
-    if parts is None:
-        raise BadRequest(
-            f"training.start_from is {start!r:.200}, which is no checkpoint below HONE_RUNS_DIR; "
-            "`hone checkpoints JOB` lists a job's"
-        )
-    await store.get(parts[0])
+    root = submission.runs_dir.resolve()
+    path = await in_own_thread(lambda: Path(start).resolve())
+    if path.is_relative_to(root) and path != root:
+        await store.get(path.relative_to(root).parts[0])
+    await in_own_thread(lambda: check_start(submission.job, submission.runs_dir))
 
 
 async def _check_own(store: Store, submission: Submission) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 
 from services.trainer.trainer import Trainer
-from shared.errors import Conflict, StateLost
+from shared.errors import BadRequest, Conflict, StateLost
 from shared.job import LoraSpec
-from shared.weights.checkpoints import STATE
+from shared.weights.checkpoints import MANIFEST, STATE
 from shared.wire import CheckpointRequest, PublishRequest, TrainerJob
 from tests.support.trainer_fakes import (
     Engines,
@@ -210,10 +211,12 @@ def test_each_job_has_checkpoints_of_its_own(both: tuple[Trainer, Engines]) -> N
 
 
 def test_a_job_begins_with_a_checkpoint_once_and_then_goes_on_from_its_own(tmp_path: Path) -> None:
+    other, _ = make_trainer(tmp_path)
+    other.load_job(job_request("other"))
+    written = other.write_checkpoint(CheckpointRequest(job_id="other", step=0))
+    assert written
+    start = Path(written.path)
     trainer, engines = make_trainer(tmp_path)
-    start = tmp_path / "runs/other/checkpoints/step-000004"
-    (start / STATE).mkdir(parents=True)
-    (start / STATE / "rank-0").write_text("7")
     request = job_request("a", start_from=str(start), start_optimizer=True)
     trainer.load_job(request)
     assert engines[0].loads == [(start / STATE, True)]
@@ -222,3 +225,10 @@ def test_a_job_begins_with_a_checkpoint_once_and_then_goes_on_from_its_own(tmp_p
     next_life.load_job(request)
     own = tmp_path / "runs/a/checkpoints/step-000000" / STATE
     assert engines[0].loads == [(own, True)]
+
+    manifest = json.loads((start / MANIFEST).read_text()) | {"model": "0123456789abcdef"}
+    (start / MANIFEST).write_text(json.dumps(manifest))
+    third, engines = make_trainer(tmp_path)
+    with pytest.raises(BadRequest, match="began with another model: it had the fingerprint '01"):
+        third.load_job(job_request("b", start_from=str(start)))
+    assert engines[0].loads == []

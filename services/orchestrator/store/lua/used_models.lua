@@ -1,7 +1,8 @@
 -- Returns the models of all jobs that have not ended, as JSON: a list of [model, id, status], each
 -- with the oldest such job.
 
--- The models that the job uses: its own, or the models that it evaluates.
+-- The models that the job uses: its own and the checkpoint that it begins with, or the models that
+-- it evaluates.
 local function models(id)
   local evaluated = field(id, 'models')
   return evaluated and cjson.decode(evaluated) or {field(id, 'model')}
