@@ -125,9 +125,10 @@ class Pipeline:
         watch.lap("train")
         moved = None
         if serves := syncs_after(self.job, batch.step):
-            synced = await sync_weights(self.services, self.job, batch.step, self.journal)
+            synced = await sync_weights(
+                self.services, self.folder, self.job, batch.step, self.journal
+            )
             moved = synced.moved
-            await to_disk(self.folder.append_sync, synced.row(), synced.proof)
         watch.lap("sync")
         if result.logprobs:
             await asyncio.to_thread(self._keep_tokens, batch, placed, result)

@@ -12,8 +12,9 @@ from services.orchestrator.errors import SyncFailed
 from services.orchestrator.pool.canary import change, difference, prove
 from services.orchestrator.pool.sampler import NOT_HERE, Push
 from services.orchestrator.pool.services import Services
-from services.orchestrator.runs.folder import Proof
+from services.orchestrator.runs.folder import Proof, RunFolder
 from services.orchestrator.store.journal import Journal
+from services.orchestrator.tasks import to_disk
 from shared.errors import Conflict, Failed, Unavailable
 from shared.job import SYNC_METHODS, Job, SyncMethod
 from shared.wire import (
@@ -77,11 +78,19 @@ class Synced:
         return Proof(version=ref.version, digest=ref.digest, canary=ref.canary)
 
 
-async def sync_weights(services: Services, job: Job, version: int, journal: Journal) -> Synced:
+async def sync_weights(
+    services: Services, folder: RunFolder, job: Job, version: int, journal: Journal
+) -> Synced:
     """Makes every sampler serve the trainer's `version`, with the digest of what was published and
-    the log-probs of its canary. One sampler of several that does not is taken out of the pool. If
-    none does, it is pushed once more, by another method if there is one; then raises SyncFailed.
-    """
+    the log-probs of its canary, and records it in the run folder. One sampler of several that does
+    not is taken out of the pool. If none does, it is pushed once more, by another method if there
+    is one; then raises SyncFailed."""
+    synced = await _synced(services, job, version, journal)
+    await to_disk(folder.append_sync, synced.row(), synced.proof)
+    return synced
+
+
+async def _synced(services: Services, job: Job, version: int, journal: Journal) -> Synced:
     if job.weight_sync != "auto":
         method = services.sync_method or job.weight_sync
         return await _sync(services, job, version, method, journal)

@@ -266,8 +266,7 @@ class Driving:
             await self.journal.checkpoint(checkpoint)
             return OperationOutcome(step=self.at, path=checkpoint.path)
         if operation.kind == "snapshot":
-            synced = await sync_weights(services, self.job, self.at, self.journal)
-            await to_disk(self.folder.append_sync, synced.row(), synced.proof)
+            await sync_weights(services, self.folder, self.job, self.at, self.journal)
             self._serves = self.at
         return OperationOutcome(step=self.at)
 

@@ -52,19 +52,21 @@ class OperationLog:
         came with another body."""
         if not self._run.is_dir():
             raise Failed(f"the run folder {self._run} is gone", code="run_folder_gone")
-        disk.make_folder(self._folder)
         if number < self.start().number and self.operation(number) is None:
             raise Conflict(f"operation {number} was done long ago; expected a new number")
-        try:
-            disk.create_file(self._file(f"{number:08}"), _packed(operation))
-        except FileExistsError:
+        if not self._create(f"{number:08}", operation):
             known = self.operation(number)
             if known is None or known.digest != operation.digest:
-                raise Conflict(
-                    f"operation {number} was accepted with another body; expected the same body "
-                    "again, or a new number",
-                    code="body_differs",
-                ) from None
+                raise _differs(f"operation {number} was accepted")
+
+    def _create(self, name: str, stored: Wire) -> bool:
+        """Returns once the file is on disk; False if it was there."""
+        disk.make_folder(self._folder)
+        try:
+            disk.create_file(self._file(name), _packed(stored))
+        except FileExistsError:
+            return False
+        return True
 
     def refuse(self, number: int, digest: str, error: str) -> None:
         """Notes that the request with this number cannot be done, unless the number has come."""
@@ -119,9 +121,10 @@ class OperationLog:
         return None
 
     def order(self, id: str, order: SampleOrder) -> None:
-        """Returns once the order of samples is on disk."""
-        disk.make_folder(self._folder)
-        disk.write_file(self._file(f"sample-{id}"), _packed(order))
+        """Returns once the order of samples is on disk. Raises Conflict, "body_differs", for an id
+        that came with another order."""
+        if not self._create(f"sample-{id}", order) and self.ordered(id) != order:
+            raise _differs(f"sample {id} was ordered")
 
     def ordered(self, id: str) -> SampleOrder | None:
         return _read(self._file(f"sample-{id}"), SampleOrder)
@@ -135,6 +138,13 @@ class OperationLog:
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}.msgpack"
+
+
+def _differs(what: str) -> Conflict:
+    return Conflict(
+        f"{what} with another body; expected the same body again, or a new number",
+        code="body_differs",
+    )
 
 
 def _packed(stored: Wire) -> bytes:

@@ -178,8 +178,7 @@ class AfterStep:
             return {}
         start = time.monotonic()
         if not serves:  # a budget ended the job between two syncs
-            synced = await sync_weights(self.services, self.job, version, self.journal)
-            await to_disk(self.folder.append_sync, synced.row(), synced.proof)
+            await sync_weights(self.services, self.folder, self.job, version, self.journal)
         metrics: dict[str, float] = {}
         if self.job.steps_never_sample:
             with tracing.span("eval", version=version):

@@ -13,7 +13,7 @@ from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.run.progress import Doing
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.journal import Journal
-from services.orchestrator.tasks import all_of, stop, to_disk
+from services.orchestrator.tasks import all_of, stop
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.wire import JobRecord, TrainerState
@@ -51,8 +51,8 @@ class Loading:
         await self.journal.log("loading the model into the trainer and the sampler")
         state = await self._load_both()
         self.doing.begin("bringing the weights to the sampler", f"step {state.step + 1}")
-        synced = await sync_weights(self.services, self.record.job, state.step, self.journal)
-        await to_disk(self.folder.append_sync, synced.row(), synced.proof)
+        job = self.record.job
+        await sync_weights(self.services, self.folder, job, state.step, self.journal)
         await self.journal.loaded(state)
         return state
 

@@ -22,6 +22,7 @@ from services.orchestrator.tasks import to_disk
 from services.orchestrator.tinker.mapping import MODEL
 from shared.errors import BadRequest, HoneError, NotFound, Unauthorized
 from shared.host.logs import get_logger
+from shared.job import Job
 from shared.wire import JobRecord, JobSummary, SavedKind, SavedWeights
 
 KINDS: dict[str, tuple[SavedKind, str]] = {
@@ -47,6 +48,11 @@ SWEEP_S = 600.0
 
 def path_to(model_id: str, kind: SavedKind, name: str) -> str:
     return f"tinker://{model_id}/{PARTS[kind]}/{name}"
+
+
+def adapter_of(job: Job) -> dict[str, Any]:
+    """Returns what Tinker tells of a model's adapter."""
+    return {"is_lora": job.lora is not None, "lora_rank": job.lora.rank if job.lora else None}
 
 
 def read_ttl(body: dict[str, Any]) -> float | None:
@@ -88,7 +94,6 @@ class Management:
                 return
 
     async def training_run(self, record: JobRecord) -> dict[str, Any]:
-        lora = record.job.lora
         listed = (await self.checkpoints(record))["checkpoints"]
 
         def last(kind: str) -> Any:
@@ -99,8 +104,7 @@ class Management:
             "training_run_id": record.id,
             "base_model": record.job.model,
             "model_owner": record.submitted_by or "HONE_TOKEN",
-            "is_lora": lora is not None,
-            "lora_rank": lora.rank if lora else None,
+            **adapter_of(record.job),
             "corrupted": record.status == "failed",
             "last_request_time": _iso(changed_at or record.created_at),
             "last_checkpoint": last("training"),

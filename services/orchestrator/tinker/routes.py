@@ -29,7 +29,7 @@ from services.orchestrator.store.run_folders import accept, accepted
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import to_disk
 from services.orchestrator.tinker import mapping, requests, results
-from services.orchestrator.tinker.managing import Management, path_to, read_ttl
+from services.orchestrator.tinker.managing import Management, adapter_of, path_to, read_ttl
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.http.gate import scoped
 from shared.http.service import Service
@@ -117,12 +117,7 @@ class Programs:
 
     async def weights_info(self, body: dict[str, Any]) -> dict[str, Any]:
         record, _ = await self._checkpoint(body.get("tinker_path"))
-        lora = record.job.lora
-        return {
-            "base_model": record.job.model,
-            "is_lora": lora is not None,
-            "lora_rank": lora.rank if lora else None,
-        }
+        return {"base_model": record.job.model, **adapter_of(record.job)}
 
     async def _checkpoint(self, path: Any) -> tuple[JobRecord, str]:
         """Returns the model of a checkpoint's path, and the checkpoint's folder."""
@@ -157,14 +152,12 @@ class Programs:
 
     async def get_info(self, body: dict[str, Any]) -> dict[str, Any]:
         record = await self._model(body.get("model_id"))
-        lora = record.job.lora
         return {
             "type": "get_info",
             "model_id": record.id,
             "model_data": {"model_name": record.job.model, "tokenizer_id": record.job.model},
-            "is_lora": lora is not None,
-            "lora_rank": lora.rank if lora else None,
             "model_name": record.job.model,
+            **adapter_of(record.job),
         }
 
     async def forward_backward(self, body: bytes) -> dict[str, Any]:
@@ -287,15 +280,7 @@ class Programs:
         if name.isdecimal():
             await to_disk(Saved(Path(record.run_dir)).use, int(name))
         log, id = OperationLog(Path(record.run_dir)), f"{name}-{number}"
-        known = await asyncio.to_thread(log.ordered, id)
-        if known is None:
-            await to_disk(log.order, id, order)
-        elif known != order:
-            raise Conflict(
-                f"sample {number} of the session was ordered with another body; expected the same "
-                "body again, or a new number",
-                code="body_differs",
-            )
+        await to_disk(log.order, id, order)
         self._runs.carry_out(record.id, id, log)
         return {
             "request_id": f"{record.id}:sample:{id}",
