@@ -19,7 +19,15 @@ from services.orchestrator.programs.saved import Saved
 from services.orchestrator.tinker import messages, routes
 from shared.errors import Failed, StateLost
 from shared.weights.checkpoints import MANIFEST, STATE
-from shared.wire import GenerateRequest, LogStart, OptimStepRequest
+from shared.wire import (
+    GenerateRequest,
+    LogStart,
+    OptimStepRequest,
+    SampleOrder,
+    Sampling,
+    SamplingSession,
+)
+from shared.wire.packed import TokenIds
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 
@@ -306,6 +314,7 @@ async def test_what_two_checkpoints_have_is_forgotten_and_not_done_again(
     known = log.OperationLog(folder)
     assert known.start() == LogStart(number=7, done=4)
     assert [number for number in range(1, 10) if known.operation(number)] == [7, 8, 9]
+    assert known.operation(1) is None and known.outcome(1) is None
     late = await asked(stack, "forward_backward", call(model, 1))
     assert late.status_code == 409 and "operation 1 was done long ago" in late.json()["detail"]
     stack.fakes.restart_trainer()
@@ -374,6 +383,72 @@ async def test_a_model_that_rests_makes_room_and_comes_back(
     assert (await result(stack, done))["metrics"] == {"grad_norm:mean": 2.0}
     assert [one.job_id for one in stack.fakes.operations] == [first, first]
     assert tuple(stack.fakes.operations[0].examples[0].token_ids) == (6, 7)
+
+
+async def test_a_model_whose_samples_are_under_way_is_not_put_away(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driving, "IDLE_S", 0.2)
+    first = await created(stack)
+    session = (await snapshot(stack, first, 1, None))["sampling_session_id"]
+    going = asyncio.Event()
+
+    async def wait(_: GenerateRequest) -> None:
+        await going.wait()
+
+    stack.fakes.fault["generate"] = wait
+    sample = await post(stack, "asample", ORDER | {"sampling_session_id": session, "seq_id": 0})
+    second = await created(stack, "t")
+    await asyncio.sleep(1.0)
+    assert [(await stack.get(one)).status for one in (first, second)] == ["running", "queued"]
+    going.set()
+    async with asyncio.timeout(30):
+        done = await asked(stack, "retrieve_future", {"request_id": sample["request_id"]})
+    assert done.headers["content-type"] == "application/x-protobuf"
+    await result(stack, await post(stack, "forward_backward", call(second, 1)))
+    assert (await stack.get(first)).status == "paused", "then it makes room"
+
+
+async def test_models_that_wait_for_a_lost_number_do_not_put_each_other_away(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("GAP_S", 1.0), ("IDLE_S", 0.3), ("LOOK_S", 0.1)):
+        monkeypatch.setattr(driving, name, seconds)
+    models = [await created(stack, session) for session in "st"]
+    late = [await post(stack, "forward_backward", call(model, 2)) for model in models]
+    for answer in late:
+        await result(stack, answer)
+    assert stack.fakes.calls["job"] <= 3
+
+
+async def test_an_order_of_samples_is_carried_out_though_nobody_asks(stack: Stack) -> None:
+    """Another orchestrator may have accepted it, or this one before it died."""
+    model = await created(stack)
+    session = (await snapshot(stack, model, 1, None))["sampling_session_id"]
+    known = log.OperationLog(Path((await stack.get(model)).run_dir))
+    weights = Saved(Path((await stack.get(model)).run_dir)).all()[0]
+    order = SampleOrder(
+        session=SamplingSession(step=0, adapter=weights.adapter),
+        prompt_token_ids=TokenIds([5, 6]),
+        sampling=Sampling(n=1),
+    )
+    id = f"{session.rpartition(':')[2]}-7"
+    known.order(id, order)
+    async with asyncio.timeout(20):
+        while known.samples(id) is None:
+            await asyncio.sleep(0.05)
+    assert known.undelivered() == []
+
+
+async def test_two_checkpoints_of_one_step_are_one_to_fall_back_on(stack: Stack) -> None:
+    model = await created(stack)
+    known = log.OperationLog(Path((await stack.get(model)).run_dir))
+    await post(stack, "forward_backward", call(model, 1))
+    await post(stack, "optim_step", {"model_id": model, "seq_id": 2, **ADAM})
+    for number, name in ((3, "a"), (4, "b")):
+        body = {"model_id": model, "seq_id": number, "path": name}
+        await result(stack, await post(stack, "save_weights", body))
+    assert known.start() == LogStart()
 
 
 async def test_a_future_that_names_no_request_is_not_found(stack: Stack) -> None:

@@ -380,7 +380,7 @@ async def test_files_are_not_deleted_that_another_job_begins_with(stack: Stack) 
     refused = await stack.http.delete(f"/v1/jobs/{ended.id}?files=true")
     assert (refused.status_code, refused.json()["detail"]) == (
         409,
-        f"{str(folder / 'checkpoints/step-000008')!r} of job {ended.id!r} is the model of job "
+        f"{str(folder / 'checkpoints/step-000008')!r} of job {ended.id!r} is used by job "
         f"{paused.id!r}, which is paused; cancel that job, wait for its end, or delete without the "
         "files",
     )

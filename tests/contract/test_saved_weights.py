@@ -13,7 +13,7 @@ import pytest
 
 from services.orchestrator.programs import saved
 from services.orchestrator.programs.saved import Saved
-from services.orchestrator.tinker.managing import is_public
+from services.orchestrator.tinker.managing import Management, is_public
 from shared.weights.checkpoints import MANIFEST, StoredFile
 from shared.wire import SavedKind, SavedWeights
 from tests.contract.test_programs import ADAM, call, created, job, post, result, session_on, stack
@@ -72,6 +72,7 @@ async def test_what_is_saved_is_listed_until_it_is_deleted_or_expires(stack: Sta
     for gone in ("weights/a", "sampler_weights/b", "weights/../x", "x"):
         assert (await stack.http.delete(f"{kept}/{gone}")).status_code == 404
     assert stack.fakes.kept[2] == (0, 2)
+    await Management(stack.store, None).sweep(model)
     await save(stack, "save_weights", model, 6, "d")
     assert stack.fakes.kept[2] == (2,), "the step of the expired checkpoint is not kept"
 
@@ -147,8 +148,8 @@ def test_a_snapshot_without_a_name_stays_for_an_hour_after_its_last_sample(tmp_p
     long_ago = file.stat().st_mtime - saved.UNNAMED_S - 1
     os.utime(file, (long_ago, long_ago))
     kept.use(1)
-    kept.sweep()
-    assert [one.number for one in kept.all()] == [1]
+    assert [one.number for one in kept.all()] == [1] and kept.expired() == []
     os.utime(file, (long_ago, long_ago))
-    kept.sweep()
+    assert kept.all() == []
+    kept.remove(kept.expired()[0])
     assert not file.exists() and not [*(tmp_path / "snapshots").iterdir()]

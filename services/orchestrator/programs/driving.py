@@ -19,6 +19,7 @@ from services.orchestrator.errors import PUT_AWAY, MustPause, PutAway
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.programs.log import OperationLog
+from services.orchestrator.programs.sampling import Runs
 from services.orchestrator.programs.saved import Saved
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.journal import SUPERVISED, Journal
@@ -39,6 +40,9 @@ POLL_S = 0.05
 
 LOOK_S = 1.0
 """Seconds between two looks at which numbers have come."""
+
+FORGET_S = 600.0
+"""Seconds between two removals of old samples."""
 
 GAP_S = 30.0
 """Seconds after which a number that did not come is passed over: its request was refused or lost,
@@ -65,7 +69,7 @@ NOT_NAMED = {"tensors": {}, "canary": None}
 @dataclass
 class Driving:
     """The run of one attempt. `tell` says the run's progress: the number of the trainer's last
-    operation. `num_queued` returns how many jobs wait."""
+    operation. `num_queued` returns how many jobs wait; `samples` carries out orders of samples."""
 
     job: Job
     services: Services
@@ -73,10 +77,13 @@ class Driving:
     journal: Journal
     tell: Callable[[int], None]
     num_queued: Callable[[], int]
+    samples: Runs
     at: int
     """The trainer's last operation."""
     _done: int = 0  # how many operations of the log the trainer counts
     _serves: int = 0  # the version that samplers serve
+    _look_at_samples_at: float = 0.0
+    _forget_at: float = 0.0
     _look_at: float = 0.0  # when the numbers that have come are looked at next
     _num_calls: int = 0  # calls of this attempt since the last optimizer step
     _loss: float = 0.0  # of the calls since the last optimizer step
@@ -140,7 +147,7 @@ class Driving:
     async def _kept(
         self, number: int, operation: ProgramOperation, outcome: OperationOutcome
     ) -> OperationOutcome:
-        """Lists what the operation saved, if it saved something, and removes what has expired."""
+        """Lists what the operation saved, if it saved something."""
         if operation.saves is None:
             return outcome
         ref = None
@@ -161,7 +168,6 @@ class Driving:
             adapter=outcome.adapter,
         )
         await to_disk(self._saved.add, saved)
-        await to_disk(self._saved.sweep)
         return outcome
 
     def _is_time(self) -> bool:
@@ -171,8 +177,9 @@ class Driving:
         """Makes the log begin where the checkpoint before this one was: that one is left, should
         this one be damaged."""
         self._checkpoint_at = time.monotonic()
-        if self._at_checkpoint is not None:
-            await to_disk(self._log.advance, self._at_checkpoint)
+        before = self._at_checkpoint
+        if before is not None and before.done < self._done:  # else it is the same folder
+            await to_disk(self._log.advance, before)
         self._at_checkpoint = LogStart(number=number + 1, done=self._done)
 
     async def _kept_steps(self) -> tuple[int, ...]:
@@ -197,7 +204,8 @@ class Driving:
                 operation = await asyncio.to_thread(self._log.operation, number)
                 if operation is not None:
                     return operation
-                if await asyncio.to_thread(self._is_behind, number):
+                await self._look_at_samples()
+                if gap_since or await asyncio.to_thread(self._is_behind, number):
                     gap_since = gap_since or time.monotonic()
                     if time.monotonic() - gap_since > GAP_S:
                         await self.journal.warn(
@@ -205,10 +213,24 @@ class Driving:
                             "over"
                         )
                         return None
+                elif self.samples.are_under_way(self.services):
+                    since = time.monotonic()
                 elif time.monotonic() - since > IDLE_S:
                     await self._make_room()
                     since = time.monotonic()
                 await asyncio.sleep(POLL_S)
+
+    async def _look_at_samples(self) -> None:
+        """Begins what other processes accepted, or this one before it died, and forgets what is
+        old."""
+        if time.monotonic() < self._look_at_samples_at:
+            return
+        self._look_at_samples_at = time.monotonic() + LOOK_S
+        for id in await asyncio.to_thread(self._log.undelivered):
+            self.samples.carry_out(self.folder.path.name, id, self._log)
+        if time.monotonic() > self._forget_at:
+            self._forget_at = time.monotonic() + FORGET_S
+            await to_disk(self._log.forget_samples)
 
     def _is_behind(self, number: int) -> bool:
         """Whether later operations than this one have come."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,14 +98,30 @@ class OperationLog:
     def advance(self, start: LogStart) -> None:
         """Makes the log begin there, and removes what nobody can need any more."""
         disk.write_file(self._file("start"), _packed(start))
-        old = time.time() - KEPT_S
-        for file in self._folder.glob("*.msgpack"):
-            number = file.name[:8]
-            is_done = number.isdecimal() and int(number) < start.number
-            if is_done or file.name.startswith("sample-"):
-                with contextlib.suppress(FileNotFoundError):
-                    if file.stat().st_mtime < old:
-                        file.unlink()
+        done = (
+            file
+            for file in self._folder.glob("[0-9]*.outcome.msgpack")
+            if int(file.name[:8]) < start.number
+        )
+        for file in _old(done):
+            self._file(file.name[:8]).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+
+    def forget_samples(self) -> None:
+        """Removes samples that were delivered an hour ago."""
+        for file in _old(self._folder.glob("sample-*.outcome.msgpack")):
+            name = file.name.removesuffix(".outcome.msgpack")
+            self._file(name).unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+
+    def undelivered(self) -> list[str]:
+        """Returns the ids of the orders of samples that have none yet."""
+        names = {file.name.removesuffix(".msgpack") for file in self._folder.glob("sample-*")}
+        return [
+            name.removeprefix("sample-")
+            for name in sorted(names)
+            if not name.endswith(".outcome") and f"{name}.outcome" not in names
+        ]
 
     def open_session(self, id: str, session: SamplingSession) -> None:
         disk.make_folder(self._folder)
@@ -138,6 +155,15 @@ class OperationLog:
 
     def _file(self, name: str) -> Path:
         return self._folder / f"{name}.msgpack"
+
+
+def _old(files: Iterable[Path]) -> Iterator[Path]:
+    """Yields the files that have stayed as long as they are to."""
+    latest = time.time() - KEPT_S
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            if file.stat().st_mtime < latest:
+                yield file
 
 
 def _differs(what: str) -> Conflict:

@@ -39,6 +39,10 @@ class Runs:
         finally:
             del self.services[job_id]
 
+    def are_under_way(self, services: Services) -> bool:
+        """Whether samples of the model with these services are under way."""
+        return any(self.services.get(job_id) is services for job_id, _ in self._under_way)
+
     def carry_out(self, job_id: str, id: str, log: OperationLog) -> None:
         """Begins to carry out the order, unless that is under way or this process does not run the
         model."""
@@ -67,6 +71,8 @@ async def _sampled(services: Services, id: str, order: SampleOrder) -> Delivered
     try:
         group = await services.sample(order, key=key)
     except (BadRequest, Failed) as error:
+        if error.code == "disk_full":
+            raise
         return DeliveredSamples(error=error.detail)
     except Conflict as error:
         if error.code != "no_adapters":

@@ -40,8 +40,14 @@ class Saved:
 
     def all(self) -> list[SavedWeights]:
         """Returns what is there and has not expired, in the order of the operations."""
+        return [saved for saved in self._entries() if not self._is_over(saved)]
+
+    def expired(self) -> list[SavedWeights]:
+        return [saved for saved in self._entries() if self._is_over(saved)]
+
+    def _entries(self) -> list[SavedWeights]:
         found = (self._read(file) for file in sorted((self.run / FOLDER).glob("*.msgpack")))
-        return [saved for saved in found if saved and not self._is_over(saved)]
+        return [saved for saved in found if saved]
 
     def find(self, kind: SavedKind, name: str) -> SavedWeights | None:
         """Returns the newest of that kind and name."""
@@ -50,8 +56,8 @@ class Saved:
         )
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the steps of all checkpoints."""
-        return tuple(sorted({one.step for one in self.all() if one.kind != "snapshot"}))
+        """Returns the steps of all checkpoints whose entries have not been removed."""
+        return tuple(sorted({one.step for one in self._entries() if one.kind != "snapshot"}))
 
     def use(self, number: int) -> None:
         """Notes that a snapshot is sampled now."""
@@ -59,22 +65,26 @@ class Saved:
             self._file(number).touch()
 
     def remove(self, saved: SavedWeights) -> None:
-        """Removes the entry, and its weights unless another entry or the model needs them."""
-        self._file(saved.number).unlink(missing_ok=True)
+        """Removes the weights, unless another entry or the model needs them, and the entry. The
+        entry goes last: a removal that was cut off is made again."""
         if saved.kind == "snapshot":
             _discard(self.run / SNAPSHOTS / f"s{saved.number}")
-            return
-        folder = Path(saved.path)
-        others = (step_of(path.name) for path in folder.parent.glob("step-*"))
-        is_newest = saved.step >= max((step for step in others if step is not None), default=0)
-        if not is_newest and saved.step not in self.steps():
-            _discard(folder)
+        elif not self._is_needed(saved):
+            _discard(Path(saved.path))
+        self._file(saved.number).unlink(missing_ok=True)
 
-    def sweep(self) -> None:
-        """Removes what has expired."""
-        for file in sorted((self.run / FOLDER).glob("*.msgpack")):
-            if (saved := self._read(file)) and self._is_over(saved):
-                self.remove(saved)
+    def _is_needed(self, saved: SavedWeights) -> bool:
+        """Whether another entry has the checkpoint's folder, or it is the newest."""
+        others = (one for one in self._entries() if one.number != saved.number)
+        if saved.step in {one.step for one in others if one.kind != "snapshot"}:
+            return True
+        steps = (step_of(path.name) for path in Path(saved.path).parent.glob("step-*"))
+        return saved.step >= max((step for step in steps if step is not None), default=0)
+
+    def change(self, saved: SavedWeights) -> None:
+        """Replaces an entry, unless it was removed meanwhile."""
+        if self._file(saved.number).exists():
+            self.add(saved)
 
     def _is_over(self, saved: SavedWeights) -> bool:
         expires_at = saved.expires_at

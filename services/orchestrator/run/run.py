@@ -356,6 +356,7 @@ class Run:
             self._journal,
             self._note_progress,
             self._num_queued,
+            self._programs,
             state.step,
         )
         with self._programs.running(self._record.id, self._services):

@@ -4,6 +4,7 @@ the files of an export."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import re
@@ -20,7 +21,7 @@ from services.orchestrator.runs.checkpoint_files import files_of, path_of
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import to_disk
 from services.orchestrator.tinker.mapping import MODEL
-from shared.errors import BadRequest, HoneError, NotFound, Unauthorized
+from shared.errors import BadRequest, Conflict, HoneError, NotFound, Unauthorized
 from shared.host.logs import get_logger
 from shared.job import Job
 from shared.wire import JobRecord, JobSummary, SavedKind, SavedWeights
@@ -127,14 +128,23 @@ class Management:
         return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
 
     async def delete(self, record: JobRecord, id: str) -> None:
-        saved = Saved(Path(record.run_dir))
-        await to_disk(saved.remove, await self.saved(record, id))
+        await self._remove(Path(record.run_dir), await self.saved(record, id))
+
+    async def _remove(self, run: Path, saved: SavedWeights) -> None:
+        """Raises Conflict if a job that has not ended begins with the checkpoint."""
+        if saved.path:
+            for use in await self._store.models_below(Path(saved.path)):
+                raise Conflict(
+                    f"{saved.name!r} is used by job {use.job_id!r}, which is {use.status}; cancel "
+                    "that job, or wait for its end"
+                )
+        await to_disk(Saved(run).remove, saved)
 
     async def expire(self, record: JobRecord, id: str, ttl_s: float | None) -> None:
         one = await self.saved(record, id)
         expires_at = None if ttl_s is None else time.time() + ttl_s
         await to_disk(
-            Saved(Path(record.run_dir)).add, one.model_copy(update={"expires_at": expires_at})
+            Saved(Path(record.run_dir)).change, one.model_copy(update={"expires_at": expires_at})
         )
 
     async def saved(self, record: JobRecord, id: str) -> SavedWeights:
@@ -163,7 +173,7 @@ class Management:
     async def file(self, signature: str, expires: int, job: str, number: int, name: str) -> Path:
         """Returns the file behind an address of `urls`. Raises Unauthorized for any other one."""
         wanted = self._signed(job, number, name, expires)
-        if not hmac.compare_digest(wanted, signature) or expires < time.time():
+        if not hmac.compare_digest(wanted.encode(), signature.encode()) or expires < time.time():
             raise Unauthorized("the address is not one of an export's files, or not any more")
         run_dir = Path((await self._store.get(job)).run_dir)
         found = {one.number: one for one in await asyncio.to_thread(Saved(run_dir).all)}
@@ -181,12 +191,23 @@ class Management:
         """Removes, again and again, what has expired."""
         while True:
             try:
-                async for one in self.models():
-                    record = await self._store.get(one.id)
-                    await to_disk(Saved(Path(record.run_dir)).sweep)
-            except (HoneError, OSError) as error:  # a later sweep may do better
+                found = [one.id async for one in self.models()]
+            except HoneError as error:  # Redis is away; a later sweep may do better
                 get_logger().warning("expired weights not removed", reason=str(error))
+                found = []
+            for job_id in found:
+                await self.sweep(job_id)
             await asyncio.sleep(SWEEP_S)
+
+    async def sweep(self, job_id: str) -> None:
+        """Removes what has expired of a model, but for what a job needs."""
+        try:
+            run = Path((await self._store.get(job_id)).run_dir)
+            for saved in await asyncio.to_thread(Saved(run).expired):
+                with contextlib.suppress(Conflict):
+                    await self._remove(run, saved)
+        except (HoneError, OSError) as error:  # a later sweep may do better
+            get_logger().warning("expired weights not removed", job=job_id, reason=str(error))
 
 
 IS_FILE = re.compile(r"/api/v1/files/[0-9a-f]{64}/[0-9]{1,12}/[\w-]+/[0-9]{1,9}/.+")

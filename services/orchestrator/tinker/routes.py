@@ -75,6 +75,10 @@ NAME = re.compile(r"[\w.-]{1,100}")
 """Name of a checkpoint or snapshot."""
 
 MAX_BODY_BYTES = 64 << 20
+"""Most bytes of a `forward_backward`, unpacked: the SDK sends 5 MB at a time."""
+
+MAX_JSON_BYTES = 8 << 20
+"""Most bytes of any other body: a prompt of a million tokens."""
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
@@ -241,7 +245,9 @@ class Programs:
                 if _can_sample(record.job, wanted.model, rank):
                     return record
         key = f"tinker:{body.get('session_id')}:sampler:{requests.digest(repr(document).encode())}"
-        return await self._submitted(wanted, key)
+        while (found := await self._submitted(wanted, key)).status in TERMINAL:
+            key = f"{key[:200]}:{found.id}"
+        return found
 
     async def get_sampler(self, id: str) -> dict[str, Any]:
         record, session, _ = await self._session(id)
@@ -516,7 +522,7 @@ def add_routes(service: Service, programs: Programs) -> None:
         _add(service, path, answer)
 
     async def forward_backward(request: Request) -> Response:
-        return JSONResponse(await programs.forward_backward(await _body(request)))
+        return JSONResponse(await programs.forward_backward(await _body(request, MAX_BODY_BYTES)))
 
     async def health() -> dict[str, str]:
         return {"status": "ok"}
@@ -549,7 +555,7 @@ def _add_management(service: Service, programs: Programs) -> None:
         return Response(status_code=204)
 
     async def expire(id: str, checkpoint: str, request: Request) -> Response:
-        await programs.expire(id, checkpoint, _json(await _body(request)))
+        await programs.expire(id, checkpoint, _json(await _body(request, MAX_JSON_BYTES)))
         return Response(status_code=204)
 
     async def urls(id: str, checkpoint: str, request: Request) -> dict[str, Any]:
@@ -581,7 +587,7 @@ def _saving(programs: Programs, kind: SavedKind) -> Answer:
 
 def _add(service: Service, path: str, answer: Answer) -> None:
     async def route(request: Request) -> Response:
-        body = await _body(request)
+        body = await _body(request, MAX_JSON_BYTES)
         given = _json(body)
         found = await answer(given, requests.digest(body))
         return found if isinstance(found, Response) else JSONResponse(found)
@@ -603,14 +609,14 @@ async def _constant(answer: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, most: int) -> bytes:
+    """Returns the body, unpacked. Raises BadRequest for one of more than `most` bytes."""
     body = await request.body()
-    if request.headers.get("content-encoding") != "zstd":
-        return body
-    try:
-        unpacked = zstandard.ZstdDecompressor().stream_reader(body).read(MAX_BODY_BYTES + 1)
-    except zstandard.ZstdError as error:
-        raise BadRequest(f"the body is no zstd: {error}") from error
-    if len(unpacked) > MAX_BODY_BYTES:
-        raise BadRequest(f"the body has more than {MAX_BODY_BYTES} bytes, expected at most that")
-    return unpacked
+    if request.headers.get("content-encoding") == "zstd":
+        try:
+            body = zstandard.ZstdDecompressor().stream_reader(body).read(most + 1)
+        except zstandard.ZstdError as error:
+            raise BadRequest(f"the body is no zstd: {error}") from error
+    if len(body) > most:
+        raise BadRequest(f"the body has more than {most} bytes, expected at most that")
+    return body

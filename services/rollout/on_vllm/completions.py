@@ -124,7 +124,7 @@ def _logprobs(completion: CompletionOutput) -> Sequence[float]:
 def own_logprobs(found: FlatLogprobs) -> list[float]:
     """Returns the log-probs of the tokens themselves. vLLM has each one before the likeliest of its
     place."""
-    if len(found.logprobs) == len(found.start_indices):
+    if found.end_indices[:1] == [1] and len(found.logprobs) == len(found.start_indices):
         return found.logprobs
     return [found.logprobs[at] for at in _places(found)]
 

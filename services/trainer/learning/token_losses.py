@@ -44,8 +44,8 @@ def token_loss(
     if loss.name == "dro":
         return -(advantages_N * logprobs_N - loss.beta / 2 * log_ratios_N.square()).sum()
     if loss.name == "gspo":
-        log_ratios_N = _of_sequences(log_ratios_N.detach(), batch) + logprobs_N
-        log_ratios_N = log_ratios_N - logprobs_N.detach()
+        own_N = logprobs_N - logprobs_N.detach()  # exactly 0, with the gradient
+        log_ratios_N = _of_sequences(log_ratios_N.detach(), batch) + own_N
     ratios_N = log_ratios_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if loss.name == "importance_sampling":
         return -(ratios_N * advantages_N).sum()

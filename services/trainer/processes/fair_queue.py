@@ -5,7 +5,8 @@ A command begins, in tokens per weight, where its payer's last one ended, or whe
 if that is later. The payer is the API key that submitted the job, so a key gets no more by more
 jobs; a job without a key pays for itself. The command that begins first is next. So a payer that
 was idle gets no credit, and one that sends much waits for its own commands alone. A command that
-computes no tokens, such as the publication of a step's weights, waits for nobody's tokens.
+computes no tokens, such as the publication of a step's weights, waits for nobody's tokens, unless
+its payer sends many of them.
 
 A gradient that waits for its optimizer step is lost to a change of turns, and made again later. So
 its job stays next, up to TURN_TOKENS ahead of the others, and has HOLD_S to send its next command.
@@ -32,6 +33,9 @@ from shared.wire import (
 HOLD_S = 0.1
 
 TURN_TOKENS = 1 << 17
+
+COMMAND_TOKENS = 1000
+"""What a command that computes no tokens is charged for, on an account of its own."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +82,16 @@ class FairQueue:
                 self._payers[job_id] = f"key {body.key}" if body.key else job_id
             if ticket.num_tokens:
                 begin = self._charge(job_id, ticket.num_tokens)
-            else:  # at once, but for the job's own commands before it
+            else:  # at once, but for the job's own commands before it, and unless it sends many
                 own = [begin for begin, _, other in self._waiting if other.job_id == job_id]
-                begin = max(own, default=self._now)
+                begin = max([*own, self._charge(job_id, COMMAND_TOKENS, "commands of ")])
             self._number += 1
             self._waiting.append((begin, self._number, ticket))
             self._changed.notify()
 
-    def _charge(self, job_id: str, num_tokens: int) -> float:
+    def _charge(self, job_id: str, num_tokens: int, account: str = "") -> float:
         """Charges the job's payer for the tokens, and returns where they begin."""
-        payer = self._payers.get(job_id, job_id)
+        payer = account + self._payers.get(job_id, job_id)
         begin = max(self._now, self._ends.get(payer, 0.0))
         self._ends[payer] = begin + num_tokens / self._weights.get(job_id, 1.0)
         return begin
