@@ -17,7 +17,7 @@ import zstandard
 from services.orchestrator.programs import driving, log
 from services.orchestrator.programs.saved import Saved
 from services.orchestrator.tinker import messages, routes
-from shared.errors import Failed, StateLost
+from shared.errors import Conflict, Failed, StateLost
 from shared.weights.checkpoints import MANIFEST, STATE
 from shared.wire import (
     GenerateRequest,
@@ -407,6 +407,33 @@ async def test_a_model_whose_samples_are_under_way_is_not_put_away(
     assert done.headers["content-type"] == "application/x-protobuf"
     await result(stack, await post(stack, "forward_backward", call(second, 1)))
     assert (await stack.get(first)).status == "paused", "then it makes room"
+
+
+async def test_samples_that_fail_again_and_again_hold_no_place(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driving, "IDLE_S", 0.3)
+    first = await created(stack)
+    session = (await snapshot(stack, first, 1, None))["sampling_session_id"]
+
+    async def fail(_: GenerateRequest) -> None:
+        raise Conflict("another version serves", code="out_of_order")
+
+    stack.fakes.fault["generate"] = fail
+    await post(stack, "asample", ORDER | {"sampling_session_id": session, "seq_id": 0})
+    second = await created(stack, "t")
+    async with asyncio.timeout(30):
+        await result(stack, await post(stack, "forward_backward", call(second, 1)))
+
+
+async def test_a_gap_of_many_numbers_is_waited_for_once(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driving, "GAP_S", 2.0)
+    model = await created(stack)
+    began = time.monotonic()
+    await result(stack, await post(stack, "forward_backward", call(model, 40)))
+    assert time.monotonic() - began < 15, "and not 39 times 2 s"
 
 
 async def test_models_that_wait_for_a_lost_number_do_not_put_each_other_away(

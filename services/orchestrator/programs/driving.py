@@ -82,6 +82,7 @@ class Driving:
     """The trainer's last operation."""
     _done: int = 0  # how many operations of the log the trainer counts
     _serves: int = 0  # the version that samplers serve
+    _passed_below: int = 0  # numbers below that have not come were waited for
     _look_at_samples_at: float = 0.0
     _forget_at: float = 0.0
     _look_at: float = 0.0  # when the numbers that have come are looked at next
@@ -204,10 +205,13 @@ class Driving:
                 operation = await asyncio.to_thread(self._log.operation, number)
                 if operation is not None:
                     return operation
+                if number < self._passed_below:
+                    return None
                 await self._look_at_samples()
                 if gap_since or await asyncio.to_thread(self._is_behind, number):
                     gap_since = gap_since or time.monotonic()
                     if time.monotonic() - gap_since > GAP_S:
+                        self._passed_below = await asyncio.to_thread(self._log.newest)
                         await self.journal.warn(
                             f"operation {number} did not come, and later ones did; it is passed "
                             "over"

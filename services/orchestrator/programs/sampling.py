@@ -30,6 +30,8 @@ class Runs:
         default_factory=dict[tuple[str, str], "asyncio.Task[None]"]
     )
 
+    _failed: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+
     @contextlib.contextmanager
     def running(self, job_id: str, services: Services) -> Generator[None]:
         """Makes the job's model one that this process runs."""
@@ -40,8 +42,10 @@ class Runs:
             del self.services[job_id]
 
     def are_under_way(self, services: Services) -> bool:
-        """Whether samples of the model with these services are under way."""
-        return any(self.services.get(job_id) is services for job_id, _ in self._under_way)
+        """Whether samples of the model with these services are under way, and did not fail
+        before."""
+        orders = self._under_way.keys() - self._failed
+        return any(self.services.get(job_id) is services for job_id, _ in orders)
 
     def carry_out(self, job_id: str, id: str, log: OperationLog) -> None:
         """Begins to carry out the order, unless that is under way or this process does not run the
@@ -60,10 +64,12 @@ class Runs:
         try:
             samples = await _sampled(self.services[job_id], id, order)
         except (HoneError, KeyError) as error:  # it is carried out again when it is asked for
+            self._failed.add((job_id, id))
             get_logger().warning("not sampled", job=job_id, sample=id, reason=str(error))
             await asyncio.sleep(AGAIN_S)
             return
         await to_disk(log.deliver, id, samples)
+        self._failed.discard((job_id, id))
 
 
 async def _sampled(services: Services, id: str, order: SampleOrder) -> DeliveredSamples:
