@@ -238,7 +238,7 @@ async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Pat
     journal = cast(Journal, Silent())
     services.new_epoch()
     await asyncio.gather(services.put_job(), services.put_model())
-    await sync_weights(services, job, 0, journal)
+    await sync_weights(services, run, job, 0, journal)
     before_bytes, cpu_before, began_at = _peak_bytes(), time.process_time(), time.monotonic()
     groups = batch_bytes = 0
     steps_s: list[dict[str, float]] = []

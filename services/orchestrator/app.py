@@ -68,7 +68,7 @@ def create_service(
         removing = asyncio.create_task(files.finish_removals(settings, store))
         clearing = asyncio.create_task(keep_unsubmitted_removed(store, settings.runs_dir))
         sweeping = asyncio.create_task(keep_swept(lambda: store.identity, store.status, settings))
-        expiring = asyncio.create_task(managing.Management(store, None).keep_swept())
+        expiring = asyncio.create_task(managing.Management(store, settings.runs_dir).keep_swept())
         leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
             yield
@@ -106,7 +106,7 @@ def _add_routes(
     programs: Runs,
 ) -> None:
     checks = Checks(settings)
-    tinker.add_routes(service, tinker.Programs(settings, store, runs, checks, programs))
+    tinker.add_routes(service, settings, store, runs, checks, programs)
     jobs.add_routes(service, settings, store, runs, checks)
     states.add_routes(service, settings, store, checks)
     history.add_routes(service, store)

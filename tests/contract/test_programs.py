@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ import zstandard
 
 from services.orchestrator.programs import driving, log
 from services.orchestrator.programs.saved import Saved
-from services.orchestrator.tinker import messages, routes
+from services.orchestrator.tinker import bodies, messages
 from shared.errors import Conflict, Failed, StateLost
 from shared.weights.checkpoints import MANIFEST, STATE
 from shared.wire import (
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.slow
 job, stack = orchestrator_stack.job, orchestrator_stack.stack  # fixtures
 
 LORA = {"rank": 4, "seed": 3, "train_unembed": True, "train_mlp": True, "train_attn": True}
+ZSTD = {"content-encoding": "zstd"}
 ADAM = {"adam_params": {"learning_rate": 0.1, "grad_clip_norm": 1.0}}
 
 
@@ -106,7 +108,7 @@ async def test_a_model_learns_serves_and_ends(stack: Stack) -> None:
     info = await post(stack, "get_info", {"model_id": model})
     assert (info["lora_rank"], info["model_data"]["tokenizer_id"]) == (4, "owner/model")
     packed = zstandard.ZstdCompressor().compress(call(model, 1, weights=[0, 1]))
-    first = await post(stack, "forward_backward", packed, **{"content-encoding": "zstd"})
+    first = await post(stack, "forward_backward", packed, **ZSTD)
     step = await post(stack, "optim_step", {"model_id": model, "seq_id": 2, **ADAM})
     found = await result(stack, first)
     assert dict(found.metrics) == {"loss:sum": 2.0}
@@ -223,7 +225,7 @@ async def test_every_snapshot_can_be_sampled_also_of_a_model_that_has_ended(stac
 
     await result(stack, await post(stack, "unload_model", {"model_id": model}))
     await stack.until(model)
-    twin = await created(stack, "t")
+    twin = await created(stack, model_seq_id=1)
     late = await session_on(stack, 2, model_path=path)
     request = await sampled_by(stack, late)
     assert request.job_id == twin and request.snapshot and request.snapshot.job_id == model
@@ -239,7 +241,21 @@ async def test_a_base_model_is_sampled_beside_a_model_or_by_one_of_its_own(stack
     job = (await stack.get(str(request.job_id))).job
     assert job.lora is not None and job.lora.rank == 32
     beside = await session_on(stack, 1, base_model="owner/model")
-    assert beside.startswith(f"{request.job_id}:"), "it samples beside the model that runs"
+    assert beside.startswith(f"{request.job_id}:"), "one session's are beside each other"
+
+
+async def test_a_base_model_is_sampled_beside_the_same_programs_models_alone(stack: Stack) -> None:
+    other, model = await created(stack, "t"), await created(stack)
+    session = await session_on(stack, base_model="owner/model")
+    assert session.startswith(f"{model}:") and not session.startswith(other)
+    order = ORDER | {"sampling_session_id": session, "seq_id": 0}
+    for one in (other, model):
+        await post(stack, "unload_model", {"model_id": one})
+        await stack.until(one)
+    refused = await asked(stack, "asample", order)
+    assert refused.status_code == 409 and "which samples for this session, is succ" in refused.text
+    again = await session_on(stack, 1, base_model="owner/model")
+    assert not again.startswith(f"{model}:"), "a new session has a model that runs"
 
 
 async def test_operations_are_done_in_the_order_of_their_numbers(stack: Stack) -> None:
@@ -488,12 +504,41 @@ async def test_a_future_that_names_no_request_is_not_found(stack: Stack) -> None
 async def test_a_body_that_unpacks_to_too_much_is_refused(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routes, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(bodies, "MAX_CALL_BYTES", 1000)
     packed = zstandard.ZstdCompressor().compress(bytes(1001))
-    refused = await asked(stack, "forward_backward", packed, **{"content-encoding": "zstd"})
+    refused = await asked(stack, "forward_backward", packed, **ZSTD)
     assert "more than 1000 bytes" in refused.json()["detail"]
-    refused = await asked(stack, "forward_backward", b"x", **{"content-encoding": "zstd"})
+    refused = await asked(stack, "forward_backward", b"x", **ZSTD)
     assert "the body is no zstd" in refused.json()["detail"]
+    refused = await asked(stack, "get_info", packed, **ZSTD)
+    assert "Content-Encoding is 'zstd'; expected JSON as it is" in refused.json()["detail"]
+    refused = await asked(stack, "forward_backward", packed, **{"content-encoding": "br"})
+    assert "Content-Encoding is 'br'; expected 'zstd', or none" in refused.json()["detail"]
+    refused = await asked(stack, "get_info", b" " * (bodies.MAX_BYTES + 1))
+    assert f"more than {bodies.MAX_BYTES} bytes" in refused.json()["detail"]
+
+
+async def test_bodies_are_unpacked_one_at_a_time_and_not_on_the_loop(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked, under_way, most = bodies._unpacked, [0], [0]
+
+    def noted(body: bytes, encoding: str | None) -> bytes:
+        assert threading.current_thread() is not threading.main_thread()
+        under_way[0] += 1
+        most[0] = max(most[0], under_way[0])
+        try:
+            time.sleep(0.01)
+            return unpacked(body, encoding)
+        finally:
+            under_way[0] -= 1
+
+    monkeypatch.setattr(bodies, "_unpacked", noted)
+    packed = zstandard.ZstdCompressor().compress(bytes(bodies.MAX_CALL_BYTES))
+    assert len(packed) < 10_000
+    sent = (asked(stack, "forward_backward", packed, **ZSTD) for _ in range(10))
+    assert {one.status_code for one in await asyncio.gather(*sent)} == {422}
+    assert most == [1]
 
 
 SESSION = {"session_id": "s", "sampling_session_seq_id": 0}

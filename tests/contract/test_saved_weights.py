@@ -72,7 +72,7 @@ async def test_what_is_saved_is_listed_until_it_is_deleted_or_expires(stack: Sta
     for gone in ("weights/a", "sampler_weights/b", "weights/../x", "x"):
         assert (await stack.http.delete(f"{kept}/{gone}")).status_code == 404
     assert stack.fakes.kept[2] == (0, 2)
-    await Management(stack.store, None).sweep(model)
+    await Management(stack.store, Path()).sweep(model)
     await save(stack, "save_weights", model, 6, "d")
     assert stack.fakes.kept[2] == (2,), "the step of the expired checkpoint is not kept"
 

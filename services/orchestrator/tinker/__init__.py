@@ -3,6 +3,10 @@
 | file | contents |
 |---|---|
 | `routes.py` | `/api/v1` |
+| `bodies.py` | bodies of requests, unpacked and read |
+| `models.py` | models: made, found, described |
+| `operations.py` | operations that are accepted, and their futures |
+| `sampling_sessions.py` | sessions of samples, and orders of samples |
 | `managing.py` | training runs, lists of what they saved, expiry, downloads |
 | `mapping.py` | the jobs of Tinker's models |
 | `requests.py` | Tinker's requests as operations of a model |

@@ -18,10 +18,12 @@ from typing import Any
 from services.orchestrator.programs.log import OperationLog
 from services.orchestrator.programs.saved import Saved
 from services.orchestrator.runs.checkpoint_files import files_of, path_of
+from services.orchestrator.runs.writable import writing
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import to_disk
 from services.orchestrator.tinker.mapping import MODEL
 from shared.errors import BadRequest, Conflict, HoneError, NotFound, Unauthorized
+from shared.host import disk
 from shared.host.logs import get_logger
 from shared.job import Job
 from shared.wire import JobRecord, JobSummary, SavedKind, SavedWeights
@@ -69,11 +71,12 @@ def read_ttl(body: dict[str, Any]) -> float | None:
 
 
 class Management:
-    """The models of a store, and what they saved. `secret` signs addresses of files."""
+    """The models of a store, and what they saved. Addresses of files are signed by a secret that
+    orchestrators with one folder of runs share."""
 
-    def __init__(self, store: Store, secret: str | None) -> None:
+    def __init__(self, store: Store, runs_dir: Path) -> None:
         self._store = store
-        self._secret = (secret or secrets.token_hex(32)).encode()
+        self._secret_file = runs_dir / ".keys" / "addresses.secret"
 
     async def training_runs(self, limit: int, offset: int) -> dict[str, Any]:
         found = [one async for one in self.models()]
@@ -163,16 +166,17 @@ class Management:
         one = await self.saved(record, id)
         expires = int(time.time() + URL_S)
         files = await asyncio.to_thread(files_of, Path(one.path))
-        urls = {
-            file.name: f"{base_url}/{self._signed(record.id, one.number, file.name, expires)}/"
-            f"{expires}/{record.id}/{one.number}/{file.name}"
-            for file in files
-        }
+        secret = await to_disk(self._secret)
+        urls: dict[str, str] = {}
+        for file in files:
+            signature = _signed(secret, record.id, one.number, file.name, expires)
+            rest = f"{expires}/{record.id}/{one.number}/{file.name}"
+            urls[file.name] = f"{base_url}/{signature}/{rest}"
         return {"urls": urls, "expires": _iso(expires)}
 
     async def file(self, signature: str, expires: int, job: str, number: int, name: str) -> Path:
         """Returns the file behind an address of `urls`. Raises Unauthorized for any other one."""
-        wanted = self._signed(job, number, name, expires)
+        wanted = _signed(await to_disk(self._secret), job, number, name, expires)
         if not hmac.compare_digest(wanted.encode(), signature.encode()) or expires < time.time():
             raise Unauthorized("the address is not one of an export's files, or not any more")
         run_dir = Path((await self._store.get(job)).run_dir)
@@ -181,9 +185,17 @@ class Management:
             raise NotFound("the export is not there any more")
         return await asyncio.to_thread(path_of, Path(found[number].path), name)
 
-    def _signed(self, job: str, number: int, name: str, expires: int) -> str:
-        text = f"tinker file\n{job}\n{number}\n{name}\n{expires}"
-        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
+    def _secret(self) -> bytes:
+        """Returns the secret of this folder of runs, which the first call makes."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._secret_file.read_bytes()
+        folder = self._secret_file.parent
+        with writing("folder", folder):
+            disk.make_folder(folder)
+            folder.chmod(0o700)
+            with contextlib.suppress(FileExistsError):
+                disk.create_file(self._secret_file, secrets.token_bytes(32))
+        return self._secret_file.read_bytes()
 
     # --- what has expired ------------------------------------------------------------------------
 
@@ -216,6 +228,11 @@ IS_FILE = re.compile(r"/api/v1/files/[0-9a-f]{64}/[0-9]{1,12}/[\w-]+/[0-9]{1,9}/
 def is_public(path: str) -> bool:
     """Returns whether the path has a signature in place of a key."""
     return IS_FILE.fullmatch(path) is not None
+
+
+def _signed(secret: bytes, job: str, number: int, name: str, expires: int) -> str:
+    text = f"{job}\n{number}\n{name}\n{expires}"
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
 def _checkpoint(model_id: str, saved: SavedWeights) -> dict[str, Any]:
