@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from services.orchestrator.programs import driving, log
+from services.orchestrator.programs import driving, log, sampling
 from services.orchestrator.programs.saved import Saved
 from services.orchestrator.tinker import bodies, messages
 from shared.errors import Conflict, Failed, StateLost
@@ -440,6 +440,43 @@ async def test_samples_that_fail_again_and_again_hold_no_place(
     second = await created(stack, "t")
     async with asyncio.timeout(30):
         await result(stack, await post(stack, "forward_backward", call(second, 1)))
+
+
+@pytest.mark.parametrize("failures", [2, 5])
+async def test_a_momentary_failure_of_a_sampler_is_not_the_samples_result(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    monkeypatch.setattr(sampling, "AGAIN_S", 0.01)
+    model = await created(stack)
+    session = (await snapshot(stack, model, 1, None))["sampling_session_id"]
+    tried: list[GenerateRequest] = []
+
+    async def fail(body: GenerateRequest) -> None:
+        tried.append(body)
+        if len(tried) <= failures:
+            raise Failed("the adapter's folder is not here yet", code="not_seen")
+
+    stack.fakes.fault["generate"] = fail
+    sample = await post(stack, "asample", ORDER | {"sampling_session_id": session, "seq_id": 0})
+    done = await asked(stack, "retrieve_future", {"request_id": sample["request_id"]})
+    if failures == 2:
+        assert done.headers["content-type"] == "application/x-protobuf", done.text
+    else:
+        assert done.json()["error"] == "the adapter's folder is not here yet"
+    assert len(tried) == {2: 3, 5: 5}[failures]
+
+
+async def test_a_number_that_was_passed_over_is_not_waited_for_again(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("GAP_S", 1.0), ("LOOK_S", 0.1)):
+        monkeypatch.setattr(driving, name, seconds)
+    model = await created(stack)
+    await result(stack, await post(stack, "forward_backward", call(model, 2)))
+    monkeypatch.setattr(driving, "GAP_S", 1000.0)
+    stack.fakes.restart_trainer()
+    await result(stack, await post(stack, "forward_backward", call(model, 3)))
+    assert stack.fakes.calls["forward_backward"] >= 3
 
 
 async def test_a_gap_of_many_numbers_is_waited_for_once(

@@ -153,3 +153,16 @@ def test_a_snapshot_without_a_name_stays_for_an_hour_after_its_last_sample(tmp_p
     assert kept.all() == []
     kept.remove(kept.expired()[0])
     assert not file.exists() and not [*(tmp_path / "snapshots").iterdir()]
+
+
+def test_an_entry_that_cannot_be_read_is_passed_over_and_no_checkpoint_is_lost(
+    tmp_path: Path,
+) -> None:
+    damaged, other = entry(tmp_path, 1, "checkpoint", 2), entry(tmp_path, 2, "checkpoint", 4)
+    entry(tmp_path, 3, "checkpoint", 6)
+    kept = Saved(tmp_path)
+    (tmp_path / "saved/00000001.msgpack").write_bytes(b"")
+    assert [one.number for one in kept.all()] == [2, 3]
+    assert kept.steps() == (2, 4, 6), "the damaged entry may be of any of them"
+    kept.remove(other)
+    assert Path(damaged.path).is_dir() and Path(other.path).is_dir()

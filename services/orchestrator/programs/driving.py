@@ -205,7 +205,7 @@ class Driving:
                 operation = await asyncio.to_thread(self._log.operation, number)
                 if operation is not None:
                     return operation
-                if number < self._passed_below:
+                if number < self._passed_below or await self._was_passed_over(number):
                     return None
                 await self._look_at_samples()
                 if gap_since or await asyncio.to_thread(self._is_behind, number):
@@ -223,6 +223,9 @@ class Driving:
                     await self._make_room()
                     since = time.monotonic()
                 await asyncio.sleep(POLL_S)
+
+    async def _was_passed_over(self, number: int) -> bool:
+        return await asyncio.to_thread(self._log.outcome, number) is not None
 
     async def _look_at_samples(self) -> None:
         """Begins what other processes accepted, or this one before it died, and forgets what is

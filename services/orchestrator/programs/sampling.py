@@ -20,6 +20,10 @@ AGAIN_S = 1.0
 """Seconds after a failure before an order is carried out again: the snapshot may not serve yet,
 because what a trainer lost is being done again."""
 
+MAX_FAILED = 5
+"""How often a sampler may fail at an order, for example because it read half of an adapter's
+folder, before the error is the order's result."""
+
 
 @dataclass
 class Runs:
@@ -30,7 +34,8 @@ class Runs:
         default_factory=dict[tuple[str, str], "asyncio.Task[None]"]
     )
 
-    _failed: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
+    _failed: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    """The orders that were not carried out, and how often because a sampler failed at them."""
 
     @contextlib.contextmanager
     def running(self, job_id: str, services: Services) -> Generator[None]:
@@ -44,7 +49,7 @@ class Runs:
     def are_under_way(self, services: Services) -> bool:
         """Whether samples of the model with these services are under way, and did not fail
         before."""
-        orders = self._under_way.keys() - self._failed
+        orders = self._under_way.keys() - self._failed.keys()
         return any(self.services.get(job_id) is services for job_id, _ in orders)
 
     def carry_out(self, job_id: str, id: str, log: OperationLog) -> None:
@@ -61,23 +66,30 @@ class Runs:
         order = await asyncio.to_thread(log.ordered, id)
         if order is None:
             return
+        which = job_id, id
         try:
-            samples = await _sampled(self.services[job_id], id, order)
+            samples = await _sampled(self.services[job_id], id, order, self._failed.get(which, 0))
         except (HoneError, KeyError) as error:  # it is carried out again when it is asked for
-            self._failed.add((job_id, id))
+            self._failed[which] = self._failed.get(which, 0) + isinstance(error, Failed)
             get_logger().warning("not sampled", job=job_id, sample=id, reason=str(error))
             await asyncio.sleep(AGAIN_S)
             return
         await to_disk(log.deliver, id, samples)
-        self._failed.discard((job_id, id))
+        self._failed.pop(which, None)
 
 
-async def _sampled(services: Services, id: str, order: SampleOrder) -> DeliveredSamples:
+async def _sampled(
+    services: Services, id: str, order: SampleOrder, num_failed: int
+) -> DeliveredSamples:
+    """Returns the samples, or the error that is the order's own. Raises errors that time may
+    heal."""
     key = f"{services.owner}:sample:{id}"
     try:
         group = await services.sample(order, key=key)
-    except (BadRequest, Failed) as error:
-        if error.code == "disk_full":
+    except BadRequest as error:
+        return DeliveredSamples(error=error.detail)
+    except Failed as error:
+        if error.code == "disk_full" or num_failed + 1 < MAX_FAILED:
             raise
         return DeliveredSamples(error=error.detail)
     except Conflict as error:

@@ -16,7 +16,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from shared.errors import BadRequest
 from shared.host import disk
+from shared.host.logs import get_logger
 from shared.http import codec
 from shared.weights.checkpoints import SNAPSHOTS, step_of
 from shared.wire import SavedKind, SavedWeights
@@ -46,8 +48,13 @@ class Saved:
         return [saved for saved in self._entries() if self._is_over(saved)]
 
     def _entries(self) -> list[SavedWeights]:
-        found = (self._read(file) for file in sorted((self.run / FOLDER).glob("*.msgpack")))
-        return [saved for saved in found if saved]
+        return [saved for saved in map(self._read, self._files()) if saved]
+
+    def _has_unreadable(self) -> bool:
+        return any(self._read(file) is None for file in self._files())
+
+    def _files(self) -> list[Path]:
+        return sorted((self.run / FOLDER).glob("*.msgpack"))
 
     def find(self, kind: SavedKind, name: str) -> SavedWeights | None:
         """Returns the newest of that kind and name."""
@@ -56,7 +63,10 @@ class Saved:
         )
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the steps of all checkpoints whose entries have not been removed."""
+        """Returns the steps of all checkpoints whose entries have not been removed. An entry that
+        cannot be read may be of any checkpoint."""
+        if self._has_unreadable():
+            return tuple(sorted(_steps_in(self.run / "checkpoints")))
         return tuple(sorted({one.step for one in self._entries() if one.kind != "snapshot"}))
 
     def use(self, number: int) -> None:
@@ -78,8 +88,8 @@ class Saved:
         others = (one for one in self._entries() if one.number != saved.number)
         if saved.step in {one.step for one in others if one.kind != "snapshot"}:
             return True
-        steps = (step_of(path.name) for path in Path(saved.path).parent.glob("step-*"))
-        return saved.step >= max((step for step in steps if step is not None), default=0)
+        newest = max(_steps_in(Path(saved.path).parent), default=0)
+        return saved.step >= newest or self._has_unreadable()
 
     def change(self, saved: SavedWeights) -> None:
         """Replaces an entry, unless it was removed meanwhile."""
@@ -97,11 +107,22 @@ class Saved:
         return self.run / FOLDER / f"{number:08}.msgpack"
 
     def _read(self, file: Path) -> SavedWeights | None:
+        """Returns the entry; None if it is not there, or cannot be read."""
         try:
             data = file.read_bytes()
         except FileNotFoundError:
             return None
-        return codec.decode(SavedWeights, data, codec.MSGPACK)
+        try:
+            return codec.decode(SavedWeights, data, codec.MSGPACK)
+        except BadRequest as error:
+            get_logger().warning("entry is not valid", path=str(file), detail=error.detail)
+            return None
+
+
+def _steps_in(checkpoints: Path) -> set[int]:
+    """Returns the steps of the folders `step-*`."""
+    found = (step_of(path.name) for path in checkpoints.glob("step-*"))
+    return {step for step in found if step is not None}
 
 
 def _discard(folder: Path) -> None:
