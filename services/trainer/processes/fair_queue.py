@@ -9,8 +9,8 @@ computes no tokens, such as the publication of a step's weights, waits for nobod
 its payer sends many of them.
 
 A gradient that waits for its optimizer step is lost to a change of turns, and made again later. So
-its job stays next, up to TURN_TOKENS ahead of the others, and has HOLD_S to send its next command.
-Beyond that its job is charged for making it again.
+its job stays next for up to TURN_TOKENS and the optimizer step, and has HOLD_S to send its next
+command. Beyond that its job is charged for making it again.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class FairQueue:
         self._payers: dict[str, str] = {}  # by job
         self._weights: dict[str, float] = {}  # by job
         self._has_gradient: str | None = None
+        self._turn_tokens = 0  # of the gradient that waits, since its job's turn began
         self._pending: dict[str, int] = {}
 
     def put(self, ticket: Ticket) -> None:
@@ -117,6 +118,8 @@ class FairQueue:
             if job_id in pending and job_id != self._has_gradient:
                 self._charge(job_id, pending[job_id])
             if isinstance(ticket.body, ForwardBackwardRequest):
+                before = self._turn_tokens if job_id == self._has_gradient else 0
+                self._turn_tokens = before + ticket.num_tokens
                 pending[job_id] = pending.get(job_id, 0) + ticket.num_tokens
                 self._has_gradient = job_id
                 return
@@ -127,8 +130,8 @@ class FairQueue:
             self._has_gradient = None
 
     def _held(self) -> tuple[float, int, Ticket] | None:
-        """Returns the next command of the job whose gradient waits, if it comes soon and the job is
-        not too far ahead."""
+        """Returns the next command of the job whose gradient waits, if it comes soon: an optimizer
+        step, or as long as the job's turn is not over."""
         job_id = self._has_gradient
         if job_id is None:
             return None
@@ -137,9 +140,9 @@ class FairQueue:
             return [each for each in self._waiting if each[2].job_id == job_id]
 
         self._changed.wait_for(own, HOLD_S)
-        ahead = TURN_TOKENS / self._weights.get(job_id, 1.0)
         first = min(own(), default=None)
-        return first if first and first[0] <= min(self._waiting)[0] + ahead else None
+        is_over = self._turn_tokens > TURN_TOKENS
+        return None if first and is_over and first[2].num_tokens else first
 
     def _forget_others(self) -> None:
         """Forgets payers that are not ahead of the queue: they begin where it is."""

@@ -163,3 +163,29 @@ def test_a_gradient_of_many_calls_does_not_keep_the_trainer_for_ever(
     queue.put(step("b", 10))
     found = order(queue)
     assert found.index("b") == 4, "a is at 120 tokens then, and b at 0"
+
+
+@pytest.mark.parametrize(("num_calls", "num_tokens"), [(8, 5_000), (2, 100_000)])
+def test_jobs_of_one_key_do_not_take_each_others_gradients(num_calls: int, num_tokens: int) -> None:
+    """Eight programs of a key send calls and a step, again and again, and wait for each answer. A
+    gradient is lost where another job's command comes in between."""
+    queue, num_sent = FairQueue(), dict.fromkeys("abcdefgh", 0)
+
+    def send(job_id: str) -> None:
+        is_step = num_sent[job_id] % (num_calls + 1) == num_calls
+        queue.put(ticket(step_of(job_id)) if is_step else call(job_id, num_tokens))
+        num_sent[job_id] += 1
+
+    def served() -> str:
+        job_id = next_of(queue).job_id
+        send(job_id)
+        return job_id
+
+    for job_id in num_sent:
+        queue.put(ticket(job_request(job_id).model_copy(update={"key": "alice"})))
+    assert len(order(queue)) == len(num_sent)
+    for job_id in num_sent:
+        send(job_id)
+    turns = [[served() for _ in range(num_calls + 1)] for _ in range(40)]
+    assert all(len(set(turn)) == 1 for turn in turns), turns
+    assert {turn[0] for turn in turns[:8]} == set(num_sent), "and each has its turn"
