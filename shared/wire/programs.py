@@ -18,9 +18,10 @@ SavedKind = Literal["checkpoint", "snapshot", "export"]
 
 class ProgramOperation(Wire):
     """One operation: what it does, and the digest of the request's body; a "refused" one does
-    nothing, because its request could not be read. `name` is the name of what
-    it saves; "" names none. `num_targets` are how many of the examples are of each datum, one after
-    the other; empty: one. `ttl_s` is for how many seconds that is kept; None: for ever."""
+    nothing, because its request could not be read. `name` is the name of what it saves; "" names
+    none. `num_targets` says of each datum how many targets each of its tokens has: as many of the
+    examples, one after the other, are of the datum; 0: one target, without an axis; empty: all
+    have 0. `ttl_s` is for how many seconds what it saves is kept; None: for ever."""
 
     kind: Literal[
         "forward",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from shared.job import Job
 from shared.wire.base import Beside, Fenced, Fencing, JobId, Listing, Orchestrator, Weight, Wire
@@ -166,15 +167,40 @@ class ForwardResult(Wire):
     reference_logprobs: Logprobs = Logprobs()
 
 
+RATIO_BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
+"""Default bounds of the ratio. "gspo" has none, because those of its paper (arXiv 2507.18071) are
+for one length of answers."""
+
+
 class TokenLoss(Wire):
     """A loss that is a sum over tokens (services/trainer/learning/token_losses.py has the
     formulas). `ratio_low` and `ratio_high` bound the ratio of "ppo", "cispo" and "gspo"; None: the
-    loss's default, which "gspo" has not. `beta` is of "dro"."""
+    default of `RATIO_BOUNDS`. `beta` is of "dro"."""
 
     name: Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
     ratio_low: float | None = Field(default=None, ge=0)
     ratio_high: float | None = Field(default=None, gt=0)
     beta: float = Field(default=0.05, ge=0)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        low, high = RATIO_BOUNDS.get(self.name, (0.0, math.inf))
+        return (
+            low if self.ratio_low is None else self.ratio_low,
+            high if self.ratio_high is None else self.ratio_high,
+        )
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.name == "gspo" and None in (self.ratio_low, self.ratio_high):
+            raise ValueError('"gspo" has no default bounds; expected ratio_low and ratio_high')
+        low, high = self.bounds
+        if not low < high:
+            raise ValueError(
+                f"the ratio's bounds are {low:g} and {high:g}; expected the lower one below the "
+                "upper one"
+            )
+        return self
 
 
 class Optimization(Wire):

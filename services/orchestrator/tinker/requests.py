@@ -20,6 +20,7 @@ from shared.errors import BadRequest
 from shared.explain import sentences
 from shared.wire import (
     MAX_TOP,
+    RATIO_BOUNDS,
     Example,
     Optimization,
     ProgramOperation,
@@ -91,21 +92,15 @@ def checked(model: type[BaseModel], where: str) -> Iterator[None]:
 
 def _loss(name: str, config: Mapping[str, tuple[str, float]]) -> TokenLoss:
     """Returns the loss. `config` has for each of our keys Tinker's and the value."""
-    told = dict(config.values())
-    low, high = (config.get(key, ("", default))[1] for key, default in LIMITS)
-    is_finite = all(math.isfinite(value) for value in told.values())
-    if not is_finite or min(told.values(), default=0) < 0 or not low < high:
+    given = {"name": name, **{key: value for key, (_, value) in config.items()}}
+    try:
+        return TokenLoss.model_validate(given)
+    except ValidationError as error:
         raise BadRequest(
-            f"loss_fn_config is {told}; expected numbers of 0 or more, and a clip_low_threshold "
-            "below clip_high_threshold"
-        )
-    return TokenLoss.model_validate(
-        {"name": name, **{key: value for key, (_, value) in config.items()}}
-    )
+            f"loss_fn_config is {dict(config.values())}; expected numbers of 0 or more, and a "
+            f"clip_low_threshold below clip_high_threshold (by default {RATIO_BOUNDS})"
+        ) from error
 
-
-LIMITS = (("ratio_low", 0.0), ("ratio_high", math.inf))
-"""The keys of a loss's bounds, and what they are without it."""
 
 IGNORED = frozenset({"mask"})
 """Inputs that the cookbook keeps for itself."""
@@ -151,11 +146,12 @@ def read_forward_backward(message: Any, digest: str) -> ProgramOperation:
         )
     loss = _loss(name, {known[key]: (key, value) for key, value in config.items()})
     data = [_examples(datum, name, at) for at, datum in enumerate(message.data)]
+    num_targets = tuple(map(_num_targets, message.data))
     operation = ProgramOperation(
         kind="forward" if message.forward_only else "forward_backward",
         digest=digest,
         examples=tuple(itertools.chain.from_iterable(data)),
-        num_targets=tuple(map(len, data)) if max(map(len, data)) > 1 else (),
+        num_targets=num_targets if any(num_targets) else (),
         loss=loss,
     )
     return operation
@@ -189,6 +185,8 @@ def _examples(datum: Any, loss: str, at: int) -> list[Example]:
     if loss == "cross_entropy" and given["target_tokens"].ndim == 2:
         shape = (*shape, max(given["target_tokens"].shape[1], 1))
     for name, values in given.items():
+        if not np.isfinite(values).all():
+            raise BadRequest(f"{where}, {name!r} has a value that is not finite; expected numbers")
         if values.shape != shape:
             raise BadRequest(
                 f"{where}, {name!r} has the shape {values.shape}, expected {shape}, one for each "
@@ -197,6 +195,8 @@ def _examples(datum: Any, loss: str, at: int) -> list[Example]:
     if missing := next((name for name in INPUTS[loss] if name not in given), None):
         raise BadRequest(f"{where} has no {missing!r}, which {loss!r} needs")
     targets = given["target_tokens"]
+    if targets.dtype.kind != "i":
+        raise BadRequest(f"{where}, 'target_tokens' has dtype float32; expected int64")
     if len(bad := targets[(targets < 0) | (targets >= 2**31)]):
         raise BadRequest(f"{where}, 'target_tokens' has {bad[0]:g}; expected token ids")
     if loss == "gspo" and not given["sequence_ratio_mask"].any():
@@ -205,6 +205,12 @@ def _examples(datum: Any, loss: str, at: int) -> list[Example]:
         return [_example(inputs, given, loss)]
     of_each = ({name: values[:, k] for name, values in given.items()} for k in range(shape[1]))
     return [_example(inputs, one, loss) for one in of_each]
+
+
+def _num_targets(datum: Any) -> int:
+    """Returns how many targets each of the datum's tokens has, `[N, K]`; 0: one, `[N]`."""
+    shape = datum.loss_fn_inputs["target_tokens"].shape
+    return int(shape[1]) if len(shape) == 2 else 0
 
 
 def _example(inputs: NDArray[Any], given: Mapping[str, NDArray[Any]], loss: str) -> Example:

@@ -21,8 +21,9 @@ def forward_backward_output(operation: ProgramOperation, outcome: OperationOutco
     message.loss_fn_output_type = "ArrayRecord"
     examples, begin = iter(operation.examples), 0
     found = np.frombuffer(outcome.logprobs.data, "<f4")
-    counts = operation.num_targets or (1,) * len(operation.examples)
-    for num_targets, group in itertools.groupby(counts):
+    counts = operation.num_targets or (0,) * len(operation.examples)
+    for count, group in itertools.groupby(counts):
+        num_targets = count or 1
         arrays: list[bytes] = []
         for _ in group:
             length = len(next(examples).token_ids)
@@ -36,8 +37,8 @@ def forward_backward_output(operation: ProgramOperation, outcome: OperationOutco
         field.data = b"".join(arrays)
         field.offsets = np.array([0, *itertools.accumulate(map(len, arrays))], "<i8").tobytes()
         field.dtype = messages.FLOAT32
-        if num_targets > 1:
-            field.trailing_shape.append(num_targets)
+        if count:
+            field.trailing_shape.append(count)
     message.metrics["loss:sum"] = outcome.loss
     return message.SerializeToString()
 

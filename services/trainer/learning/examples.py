@@ -94,6 +94,7 @@ def check(
 def _problem(example: Example, vocab_size: int) -> str | None:
     return (
         _wrong_length(example)
+        or _wrong_masks(example)
         or _wrong_ids(example, vocab_size)
         or _not_finite(example)
         or _wrong_kept(example)
@@ -112,11 +113,19 @@ def _wrong_length(example: Example) -> str | None:
         length = len(getattr(example, name))
         if length not in (0, num_tokens):
             return f"has {length} {name}, expected {num_tokens}, one per completion token, or none"
-    mask = np.frombuffer(example.sampled.data, np.uint8)
-    if len(bad := np.flatnonzero(mask > 1)):
-        return f"has sampled {mask[bad[0]]} at completion token {bad[0]}, expected 0 or 1"
+    return None
+
+
+def _wrong_masks(example: Example) -> str | None:
+    for name in ("sampled", "ratio_mask"):
+        mask = np.frombuffer(getattr(example, name).data, np.uint8)
+        if len(bad := np.flatnonzero(mask > 1)):
+            return f"has {name} {mask[bad[0]]} at completion token {bad[0]}, expected 0 or 1"
     if not num_sampled(example):
-        return f"has no sampled token among {num_tokens}, expected at least 1"
+        return f"has no sampled token among {len(example.token_ids)}, expected at least 1"
+    in_ratio = np.frombuffer(example.ratio_mask.data, np.uint8)
+    if len(in_ratio) and not in_ratio[sampled_positions(example)].any():
+        return "has a ratio_mask that marks no sampled token, expected at least 1"
     return None
 
 

@@ -14,8 +14,8 @@ With r_t = exp(logprob_t - old_logprob_t), A_t the token's advantage and sg "no 
 s_t has the value of the sequence's ratio, exp of the mean of logprob - old_logprob over the tokens
 that count in it, and the gradient of the token's own log-prob (GSPO-token).
 
-Names and defaults are Tinker's. Bounds are of the ratio itself: 0.8 and 1.2 for "ppo", 0 and 4 for
-"cispo"; the loss names those of "gspo".
+Names and defaults are Tinker's. The bounds low and high are of the ratio itself
+(`TokenLoss.bounds`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from torch import Tensor
 
 from services.trainer.learning.batch import MicroBatch
 from shared.wire import TokenLoss
-
-BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
-"""Default bounds of the ratio."""
 
 MAX_LOG_RATIO = 20.0
 """The ratio's logarithm is clamped to this on both sides, so that no ratio is infinite."""
@@ -49,11 +46,7 @@ def token_loss(
     ratios_N = log_ratios_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     if loss.name == "importance_sampling":
         return -(ratios_N * advantages_N).sum()
-    low, high = BOUNDS.get(loss.name, (None, None))
-    clipped_N = ratios_N.clamp(
-        low if loss.ratio_low is None else loss.ratio_low,
-        high if loss.ratio_high is None else loss.ratio_high,
-    )
+    clipped_N = ratios_N.clamp(*loss.bounds)
     if loss.name == "cispo":
         return -(clipped_N.detach() * advantages_N * logprobs_N).sum()
     return -torch.minimum(ratios_N * advantages_N, clipped_N * advantages_N).sum()

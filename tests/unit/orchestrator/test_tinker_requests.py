@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def test_a_datum_with_k_targets_for_each_token_is_k_examples() -> None:
     wide = {"target_tokens": [[1, 2, 3], [4, 0, 0]], "weights": [[0.5, 0.25, 0.25], [1, 0, 0]]}
     plain = {"target_tokens": [6, 7], "weights": [1, 1]}
     operation = read(call("cross_entropy", plain, wide))
-    assert operation.num_targets == (1, 3)
+    assert operation.num_targets == (0, 3)
     assert [tuple(one.token_ids) for one in operation.examples] == [(6, 7), (1, 4), (2, 0), (3, 0)]
     assert [tuple(one.context_ids) for one in operation.examples] == [(), (6, 4), (6, 0), (6, 0)]
     weights = [tuple(one.advantages) for one in operation.examples[1:]]
@@ -53,6 +54,36 @@ def test_a_datum_with_k_targets_for_each_token_is_k_examples() -> None:
     assert (field.trailing_shape, second.num_datums) == ([3], 1)
     assert np.frombuffer(field.data, "<f4").reshape(2, 3).tolist() == [[-3, -5, -7], [-4, -6, -8]]
     assert np.frombuffer(field.offsets, "<i8").tolist() == [0, 24]
+
+
+def test_one_target_for_each_token_may_have_an_axis_of_its_own() -> None:
+    operation = read(call("cross_entropy", {"target_tokens": [[6], [7]], "weights": [[1], [2]]}))
+    assert [tuple(one.token_ids) for one in operation.examples] == [(6, 7)]
+    message = messages.new("ForwardBackwardOutput")
+    found = OperationOutcome(logprobs=Logprobs([-1, -2]))
+    message.ParseFromString(results.forward_backward_output(operation, found))
+    assert message.loss_fn_outputs[0].fields["logprobs"].trailing_shape == [1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": [-1, np.inf]}, "datum 0, 'logprobs' has a value that is not finite"),
+        ({"advantages": [np.nan, 0]}, "datum 0, 'advantages' has a value that is not finite"),
+    ],
+)
+def test_a_value_that_is_not_finite_is_named(changes: dict[str, Any], message: str) -> None:
+    datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
+    with pytest.raises(BadRequest, match=re.escape(message)):
+        read(call("ppo", datum | changes))
+
+
+def test_bounds_are_compared_with_the_default_of_the_other_one() -> None:
+    datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
+    with pytest.raises(BadRequest, match="expected numbers of 0 or more, and a clip_low_threshold"):
+        read(call("ppo", datum, clip_low_threshold=1.5))
+    loss = read(call("cispo", datum, clip_low_threshold=1.5)).loss
+    assert loss is not None and loss.bounds == (1.5, 4.0)
 
 
 def test_gspo_takes_the_tokens_of_its_ratio_and_its_bounds() -> None:
@@ -85,6 +116,10 @@ PLAIN = {"target_tokens": [6, 7]}
                 d.loss_fn_inputs["target_tokens"], "dense", np.array([6, 2**40], "<i8").tobytes()
             ),
             "'target_tokens' has 1.09951e+12; expected token ids",
+        ),
+        (
+            lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(d.loss_fn_inputs["weights"]),
+            "'target_tokens' has dtype float32; expected int64",
         ),
     ],
 )

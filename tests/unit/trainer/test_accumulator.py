@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from shared.errors import HoneError
 from shared.job import Job
@@ -170,6 +171,19 @@ def test_each_loss_and_a_step_equal_plain_torch(ranks, model, examples, tmp_path
     adamw.step()
     ours = difference(weights(tmp_path), start)
     assert relative(ours, difference(named(policy), start)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "gspo", "ratio_low": 0.9}, "has no default bounds; expected ratio_low and"),
+        ({"name": "ppo", "ratio_low": 1.5}, "bounds are 1.5 and 1.2; expected the lower one"),
+        ({"name": "cispo", "ratio_low": 4}, "bounds are 4 and 4; expected the lower one"),
+    ],
+)
+def test_bounds_in_the_wrong_order_are_refused(fields, message):
+    with pytest.raises(ValidationError, match=message):
+        TokenLoss(**fields)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -196,6 +196,9 @@ def test_context_may_stand_in_for_the_prompt():
         (bad_example(context_ids=(1, 64)), "token id 64 at context token 1, expected 0 to 63"),
         (bad_example(sampled=(1, 0, 1)), "has 3 sampled, expected 2"),
         (bad_example(sampled=(0, 0)), "has no sampled token among 2, expected at least 1"),
+        (bad_example(ratio_mask=(0, 2)), "has ratio_mask 2 at completion token 1, expected 0 or 1"),
+        (bad_example(ratio_mask=(0, 0)), "has a ratio_mask that marks no sampled token"),
+        (bad_example(ratio_mask=(1, 0), sampled=(0, 1)), "has a ratio_mask that marks no sampled"),
         (bad_example(sampled=(1, 2)), "has sampled 2 at completion token 1, expected 0 or 1"),
         (
             bad_example(token_ids=(63, 64)),
