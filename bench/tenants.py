@@ -7,13 +7,13 @@ do per second between the moment when each has done its first step and the momen
 done its last, against a job alone. So loading a model is in neither; beside it stands the whole
 time from the first submission to the last end, with loading, as a user waits for it.
 
-The jobs are those of `bench.loop` (random model, 16 prompts in groups of 8, 64 tokens exactly, a
-Python reward in the sandbox, float32) with an adapter of rank 8, on the stack that `hone up` starts
-with one sampler. A job trains with `max_staleness` 0, in turns with its sampling: where it trains
-the sampler is idle, and where it samples the trainer is. Shared, they work for the others then. On
-two cores, which both use, what is won is what one job alone leaves of them: waits of a request, of
-a disk, of a program that runs on one core, and that the sampler computes a token of three jobs in
-little more time than of one.
+The jobs are like the job of `bench.loop` (random model, 16 prompts in groups of 8, 64 tokens
+exactly, a Python reward in the sandbox, float32) with an adapter of rank 8, on the stack that `hone
+up` starts with one sampler. A job trains with `max_staleness` 0, in turns with its sampling: where
+it trains the sampler is idle, and where it samples the trainer is. Shared, they work for the others
+then. On two cores, which both use, what is won is what one job alone leaves of them: waits of a
+request, of a disk, of a program that runs on one core, and that the sampler computes a token of
+three jobs in little more time than of one.
 
 The cost of a turn is the time in which the trainer exchanges one job's adapter, optimizer and
 random numbers for another's (`time/turn`), to the time of a step of one job alone.

@@ -107,7 +107,7 @@ class Trainer:
         self._boot_id = secrets.token_hex(8)
 
     def load_job(self, request: TrainerJob) -> TrainerState:
-        """Loads the job in place of others, or beside those that share the trainer with it: from
+        """Loads the job in place of others, or beside the jobs that share the trainer with it: from
         its newest checkpoint, or at its start. The same job again changes nothing, unless another
         trainer has taken it further. Raises Conflict for checkpoints of another job or model."""
         self._let_in(request)
@@ -145,7 +145,7 @@ class Trainer:
         return self.state(loaded)
 
     def _let_in(self, request: TrainerJob) -> None:
-        """Supersedes older attempts, but those that the request names beside itself. Raises
+        """Supersedes older attempts, but the ones that the request names beside itself. Raises
         Conflict if it is superseded itself."""
         newest = self._newest
         if newest and not _same_owner(request, newest):

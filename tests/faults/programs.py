@@ -13,40 +13,26 @@ The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import random
-import signal
 import sys
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from services.orchestrator.programs.saved import Saved
 from shared.weights.digest import stored_tensors, tensor_digests
 from tests.compat.packages import ROOT, python_with
-from tests.faults.__main__ import FOLDER, made_job
-from tests.faults.plan import PROCESSES
+from tests.faults import kills
+from tests.faults.__main__ import made_job
+from tests.faults.kills import Kills
 from tests.faults.stack import Stack
-
-PAUSE_S = (3.0, 12.0)
-"""Least and most seconds between two kills: some come before the stack has recovered."""
 
 SEEDS = (0, 1, 2)
 STEPS = 12
 ENDS_S = 900.0
 NEAR_NATS = 0.05
 """How far the same snapshot's log-probs may lie apart: samplers batch, and so round, otherwise."""
-
-
-@dataclass
-class Found:
-    killed: list[str] = field(default_factory=list[str])
-    num_programs: int = 0
-    problems: list[str] = field(default_factory=list[str])
 
 
 async def played(stack: Stack, model: str, seed: int) -> dict[str, Any]:
@@ -90,72 +76,32 @@ def problems_of(told: dict[str, Any], alone: dict[str, Any]) -> list[str]:
     return problems
 
 
-async def run(model: str, kills: int, seed: int, found: Found) -> None:
-    choose = random.Random(seed)
+async def run(kills: Kills) -> int:
+    """Returns how many programs ran while processes were killed."""
+    model, num_programs = made_job(kills.seed).model, 0
+
+    async def look() -> str:
+        return f"program {num_programs} to {num_programs + len(SEEDS) - 1} run"
+
     async with Stack(lambda *_: None, HONE_ROLLOUT_ADAPTERS=str(len(SEEDS))) as stack:
         stack.keeps = True
         alone = [await played(stack, model, each) for each in SEEDS]
-        for one in alone:
-            if problems := problems_of(one, one):
-                found.problems += problems
-                return
-        print("three programs, one after the other and undisturbed", flush=True)
-        while len(found.killed) < kills and not found.problems:
-            killing = asyncio.create_task(_kill(stack, kills, choose, found))
-            try:
-                every = await asyncio.gather(*(played(stack, model, each) for each in SEEDS))
-            finally:
-                killing.cancel()
-                await asyncio.gather(killing, return_exceptions=True)
+        for each, one in zip(SEEDS, alone, strict=True):
+            kills.compared(f"program {each} by itself", problems_of(one, one))
+        while kills.go_on:
+            playing = asyncio.gather(*(played(stack, model, each) for each in SEEDS))
+            every = await kills.during(playing, stack, look)
             for each, told, undisturbed in zip(SEEDS, every, alone, strict=True):
-                problems = problems_of(told, undisturbed)
-                found.num_programs += 1
-                found.problems += [f"program {each}: {problem}" for problem in problems]
-                said = "; ".join(problems) or "the same as alone and undisturbed, bit for bit"
-                print(f"program {each}: {said}", flush=True)
-        stack.keeps = bool(found.problems)
-        if stack.keeps:
-            print(f"logs and run folders: {stack.folder}", flush=True)
-
-
-async def _kill(stack: Stack, kills: int, choose: random.Random, found: Found) -> None:
-    while len(found.killed) < kills:
-        await asyncio.sleep(choose.uniform(*PAUSE_S))
-        what = choose.choice(PROCESSES)
-        try:
-            os.kill(stack.pid(what), signal.SIGKILL)
-        except (LookupError, ProcessLookupError):
-            continue  # it is away already
-        found.killed.append(what)
-        print(f"{len(found.killed):4}  {what}", flush=True)
+                kills.compared(f"program {each}", problems_of(told, undisturbed))
+            num_programs += len(SEEDS)
+        kills.keep(stack)
+    return num_programs
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.programs", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of kills and model")
-    parser.add_argument("--kills", type=int, default=40, help="how many (default: 40)")
-    arguments = parser.parse_args()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    found, began = Found(), time.monotonic()
-    model = made_job(arguments.seed).model
-    asyncio.run(run(model, arguments.kills, arguments.seed, found))
-    ok = not found.problems and len(found.killed) >= arguments.kills
-    print(
-        json.dumps(
-            {
-                "faults": "programs",
-                "ok": ok,
-                "seed": arguments.seed,
-                "kills": len(found.killed),
-                "killed": {what: found.killed.count(what) for what in sorted({*found.killed})},
-                "programs": found.num_programs,
-                "problems": found.problems,
-                "seconds": round(time.monotonic() - began),
-            }
-        )
-    )
-    return 0 if ok else 1
+    found = kills.read("programs", __doc__)
+    num_programs = asyncio.run(run(found))
+    return found.report(True, programs=num_programs)
 
 
 if __name__ == "__main__":

@@ -12,26 +12,18 @@ last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
-import random
-import signal
 import sys
-import time
 from dataclasses import dataclass, field
 
 from shared.errors import HoneError
 from shared.job import Job, LoraSpec
-from tests.faults.__main__ import FOLDER, made_job
+from tests.faults import kills
+from tests.faults.__main__ import made_job
+from tests.faults.kills import Kills
 from tests.faults.moments import Moments
-from tests.faults.plan import PROCESSES
 from tests.faults.stack import Stack
 from tests.faults.trial import Running, post, problems_of, submit
-
-PAUSE_S = (3.0, 12.0)
-"""Least and most seconds between two kills: some come before the stack has recovered."""
 
 STEPS = 12
 ENDS_S = 900.0
@@ -45,12 +37,10 @@ UNLIKE = (
 
 @dataclass
 class Found:
-    """What became of all jobs. `killed` are the processes, in order."""
+    """What became of all jobs. `shared`: they ran at once when a process was killed."""
 
-    killed: list[str] = field(default_factory=list[str])
     num_jobs: int = 0
     shared: bool = False
-    problems: list[str] = field(default_factory=list[str])
     hands: list[str] = field(default_factory=list[str])
 
 
@@ -65,21 +55,18 @@ def made_jobs(seed: int) -> list[Job]:
     ]
 
 
-async def run(jobs: list[Job], kills: int, seed: int, found: Found) -> None:
-    choose = random.Random(seed)
-    moments = Moments()
+async def run(kills: Kills, found: Found) -> None:
+    jobs, moments = made_jobs(kills.seed), Moments()
     async with Stack(moments.seen, HONE_ROLLOUT_ADAPTERS=str(len(jobs))) as stack:
         try:
-            while len(found.killed) < kills and not found.problems:
-                await _round(stack, moments, jobs, kills, choose, found)
+            while kills.go_on:
+                await _round(stack, moments, jobs, kills, found)
         finally:
-            stack.keeps = bool(found.problems)
-            if stack.keeps:
-                print(f"logs and run folders: {stack.folder}", flush=True)
+            kills.keep(stack)
 
 
 async def _round(
-    stack: Stack, moments: Moments, jobs: list[Job], kills: int, choose: random.Random, found: Found
+    stack: Stack, moments: Moments, jobs: list[Job], kills: Kills, found: Found
 ) -> None:
     """Runs the jobs at once, and kills while they run."""
     running = [Running(stack, moments, (await submit(stack, job)).id) for job in jobs]
@@ -87,66 +74,29 @@ async def _round(
     for replay in replays:  # all places are taken, or soon will be
         await post(stack, f"{replay}/pause")
     ending = asyncio.gather(*(one.ends() for one in running))
-    killing = asyncio.create_task(_kill(stack, kills, choose, found, running))
+
+    async def look() -> str:
+        statuses = [(await one.get()).status for one in running]
+        found.shared |= statuses == ["running"] * len(running)
+        return f"the jobs are {statuses}"
+
     try:
-        records = await asyncio.wait_for(ending, ENDS_S)
+        records = await kills.during(asyncio.wait_for(ending, ENDS_S), stack, look)
     except (TimeoutError, HoneError) as error:
-        found.problems.append(f"the jobs did not end: {error!r}")
+        kills.problems.append(f"the jobs did not end: {error!r}")
         return
-    finally:
-        killing.cancel()
-        await asyncio.gather(killing, return_exceptions=True)
     for one, record, replay in zip(running, records, replays, strict=True):
-        problems = await problems_of(stack, record, replay)
         found.num_jobs += 1
         found.hands += one.paused
-        found.problems += [f"{record.id}: {problem}" for problem in problems]
-        said = "; ".join(problems) or "the same as alone and undisturbed, bit for bit"
-        print(f"job {record.id}: {record.attempts} attempts, {said}", flush=True)
-
-
-async def _kill(
-    stack: Stack, kills: int, choose: random.Random, found: Found, running: list[Running]
-) -> None:
-    while len(found.killed) < kills:
-        await asyncio.sleep(choose.uniform(*PAUSE_S))
-        what = choose.choice(PROCESSES)
-        try:
-            statuses = [(await one.get()).status for one in running]
-            os.kill(stack.pid(what), signal.SIGKILL)
-        except (HoneError, LookupError, ProcessLookupError):
-            continue  # it is away already
-        found.shared |= statuses == ["running"] * len(running)
-        found.killed.append(what)
-        print(f"{len(found.killed):4}  {what}, while the jobs are {statuses}", flush=True)
+        what = f"job {record.id}, of {record.attempts} attempts"
+        kills.compared(what, await problems_of(stack, record, replay))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.tenants", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="of kills and model")
-    parser.add_argument("--kills", type=int, default=40, help="how many (default: 40)")
-    arguments = parser.parse_args()
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    found, began = Found(), time.monotonic()
-    asyncio.run(run(made_jobs(arguments.seed), arguments.kills, arguments.seed, found))
-    ok = found.shared and not found.problems and not found.hands
-    print(
-        json.dumps(
-            {
-                "faults": "tenants",
-                "ok": ok,
-                "seed": arguments.seed,
-                "kills": len(found.killed),
-                "killed": {what: found.killed.count(what) for what in sorted({*found.killed})},
-                "jobs": found.num_jobs,
-                "hands": found.hands,
-                "problems": found.problems,
-                "seconds": round(time.monotonic() - began),
-            }
-        )
-    )
-    return 0 if ok else 1
+    wanted, found = kills.read("tenants", __doc__), Found()
+    asyncio.run(run(wanted, found))
+    ok = found.shared and not found.hands
+    return wanted.report(ok, jobs=found.num_jobs, hands=found.hands)
 
 
 if __name__ == "__main__":

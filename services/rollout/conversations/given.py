@@ -1,8 +1,8 @@
 """The tokens of an answer that is given, as the model would have sampled it after the prompt: for
 supervised steps.
 
-The prompt's tokens are those of `Engine.encode`, so training and sampling see the same. The answer
-has the tokens that follow them, up to the end-of-sequence token.
+`Engine.encode` gives the prompt's tokens, so training and sampling see the same. The answer's
+tokens follow them, up to the end-of-sequence token.
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ def load_tokenizer(spec: EngineSpec) -> Any:
 
 
 def end_ids(tokenizer: Any, model_config: Any) -> frozenset[int]:
-    """Returns the tokens at which vLLM ends a completion: the tokenizer's end-of-sequence token,
-    and those of the model's generation configuration."""
+    """Returns the tokens at which vLLM ends a completion: the end-of-sequence tokens of the
+    tokenizer and of the model's generation configuration."""
     given: Any = model_config.try_get_generation_config().get("eos_token_id")
     listed: list[Any] = given if isinstance(given, list) else [given]
     return frozenset(id for id in (tokenizer.eos_token_id, *listed) if id is not None)

@@ -6,7 +6,7 @@ With d the sum over an answer's tokens of logprob - reference_logprob, and P pai
     L = -1/P sum_p log sigmoid(m_p),    m_p = dpo_beta (d_chosen - d_rejected)
 
 Its gradient is that of -1/P sum_t A_t logprob_t, with A_t = +-dpo_beta sigmoid(-m_p) at the weights
-of the moment: + for the tokens of the chosen answer, - for those of the rejected one. So the
+of the moment: + for the tokens of the chosen answer, - for the tokens of the rejected one. So the
 margins are computed from frozen passes first, and then a pair's answers may be in any micro-batches
 and on any ranks. With LoRA's dropout the margins are those without it.
 """

@@ -193,7 +193,7 @@ def copy_tokenizer(job: Job, folder: Path) -> None:
 
 def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the model's weights as `save_pretrained` would write them: under the checkpoint's
-    names and in its shapes, tied ones once. Copies those only that a checkpoint has otherwise."""
+    names and in its shapes, tied ones once. Copies only what a checkpoint stores otherwise."""
     kept = _without_unsaved(model, weights)
     names, changed = _in_checkpoint(model, kept)
     if not changed:
