@@ -72,14 +72,19 @@ MODEL = "tinker_model"
 """The name, in a job's metadata, of the id that the SDK gives a model by itself."""
 
 
+MAX_SESSION_CHARS = 200
+"""Most characters of the id of a session of the SDK."""
+
+
 def session_of(body: Mapping[str, Any], number: str) -> str:
     """Returns the SDK's session and a number in it, which name what it creates. Raises BadRequest
     if one is missing."""
     session, place = field(body, "session_id", str), field(body, number, int)
-    if not session or place is None:
+    if not session or len(session) > MAX_SESSION_CHARS or place is None:
         raise BadRequest(
             f"'session_id' is {session!r:.80} and {number!r} {place!r}; expected both: the same "
-            "two name the same model or session"
+            "two name the same model or session (session_id has at most "
+            f"{MAX_SESSION_CHARS} characters)"
         )
     return f"{session}:{place}"
 
@@ -94,4 +99,4 @@ def metadata(body: Mapping[str, Any]) -> dict[str, str]:
     """Returns the metadata of a model's job: the program's own, and the SDK's id."""
     given = field(body, "user_metadata", dict) or {}
     own = {str(name)[:64]: str(value)[:512] for name, value in [*given.items()][:15]}
-    return own | {MODEL: model_id_of(body)[:512]}
+    return own | {MODEL: model_id_of(body)}

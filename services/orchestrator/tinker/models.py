@@ -18,6 +18,7 @@ from services.orchestrator.store.run_folders import accept, accepted
 from services.orchestrator.store.store import Store
 from services.orchestrator.tinker import mapping
 from services.orchestrator.tinker.managing import PARTS, adapter_of
+from services.orchestrator.tinker.requests import id_of
 from shared.errors import BadRequest, NotFound
 from shared.http.gate import scoped
 from shared.job import Job
@@ -42,9 +43,9 @@ class Models:
         self._writable = writable
         self._checks = checks
 
-    async def get(self, model_id: Any) -> JobRecord:
+    async def get(self, model_id: str) -> JobRecord:
         """Raises NotFound for an id that is no model's."""
-        record = await self._store.get(await self._job_id(str(model_id)))
+        record = await self._store.get(await self._job_id(model_id))
         if not record.job.is_program:
             raise NotFound(f"job {model_id!r} is no model of a program")
         return record
@@ -102,7 +103,7 @@ class Models:
         return record, saved
 
     async def info(self, body: dict[str, Any]) -> dict[str, Any]:
-        record = await self.get(body.get("model_id"))
+        record = await self.get(id_of(body, "model_id"))
         return {
             "type": "get_info",
             "model_id": record.id,

@@ -91,14 +91,15 @@ class Operations:
         return await self._numbered(body, digest, refuse)
 
     async def unload(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
-        record = await self._models.get(body.get("model_id"))
+        record = await self._models.get(requests.id_of(body, "model_id"))
         log = OperationLog(Path(record.run_dir))
         number = await asyncio.to_thread(log.newest) + 1
         operation = ProgramOperation(kind="unload", digest=digest)
         return await self._accept(record.id, number, digest, lambda: operation)
 
     async def _numbered(self, body: dict[str, Any], digest: str, read: Read) -> dict[str, Any]:
-        return await self._accept(str(body.get("model_id")), body.get("seq_id"), digest, read)
+        model_id = requests.id_of(body, "model_id")
+        return await self._accept(model_id, body.get("seq_id"), digest, read)
 
     async def _accept(self, model_id: str, number: Any, digest: str, read: Read) -> dict[str, Any]:
         """Accepts the operation. If it cannot be read, its number is done with, and those after it
@@ -124,7 +125,7 @@ class Operations:
 
     async def retrieve(self, body: dict[str, Any]) -> Response:
         """Returns the result of a future, or 408 while there is none."""
-        id = str(body.get("request_id"))
+        id = requests.id_of(body, "request_id")
         model_id, _, rest = id.partition(":")
         record = await self._models.get(model_id)
         log, end = OperationLog(Path(record.run_dir)), time.monotonic() + WAIT_S

@@ -80,6 +80,14 @@ def field(body: Mapping[str, Any], key: str, kind: Kind, where: str | None = Non
     return value
 
 
+def id_of(body: Mapping[str, Any], key: str) -> str:
+    """Returns the id under the key. Raises BadRequest without one."""
+    found = field(body, key, str)
+    if not found:
+        raise BadRequest(f"{key!r}: got {found!r}; expected an id that this server gave")
+    return str(found)
+
+
 @contextlib.contextmanager
 def checked(model: type[BaseModel], where: str) -> Iterator[None]:
     """Raises BadRequest in place of what the model says of its values."""

@@ -111,7 +111,7 @@ class SamplingSessions:
         number = requests.field(body, "seq_id", int)
         if number is None:
             raise BadRequest("'seq_id' is missing; expected a whole number")
-        record, session, name = await self._session(str(body.get("sampling_session_id")))
+        record, session, name = await self._session(requests.id_of(body, "sampling_session_id"))
         sampling = requests.read_sampling(body)
         order = SampleOrder(
             session=session,
