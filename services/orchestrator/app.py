@@ -28,7 +28,7 @@ from services.orchestrator.openai import calling, fine_tuning
 from services.orchestrator.page import routes as page
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
-from services.orchestrator.programs.sampling import Runs
+from services.orchestrator.programs.sampling import SampleOrders
 from services.orchestrator.pushing import areal, atropos, groups
 from services.orchestrator.pushing.groups import Pushing
 from services.orchestrator.run.worker import SharedTrainer, Worker
@@ -36,7 +36,7 @@ from services.orchestrator.runs.writable import Writable
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
-from services.orchestrator.tinker import managing
+from services.orchestrator.tinker import downloads, managing
 from services.orchestrator.tinker import routes as tinker
 from shared.errors import HoneError
 from shared.http.health import Draining
@@ -52,9 +52,9 @@ def create_service(
     them."""
     per_trainer = settings.per_trainer if works else ()
     offered, sessions = Episodes(), Sessions() if sessions is None else sessions
-    programs, closing = Runs(), set[str]()
+    orders, closing = SampleOrders(), set[str]()
     workers = [
-        Worker(store, each, offered, sessions, programs, trainer)
+        Worker(store, each, offered, sessions, orders, trainer)
         for each in per_trainer
         for trainer in [SharedTrainer(each, store, closing)]
         for _ in range(each.places)
@@ -68,7 +68,7 @@ def create_service(
         removing = asyncio.create_task(files.finish_removals(settings, store))
         clearing = asyncio.create_task(keep_unsubmitted_removed(store, settings.runs_dir))
         sweeping = asyncio.create_task(keep_swept(lambda: store.identity, store.status, settings))
-        expiring = asyncio.create_task(managing.Management(store, settings.runs_dir).keep_swept())
+        expiring = asyncio.create_task(managing.Management(store).remove_expired_forever())
         leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
             yield
@@ -80,19 +80,22 @@ def create_service(
             for error in filter(None, left):
                 raise error
 
-    named, runs = access.Keys(settings.runs_dir, store.submitted_by), Writable(settings.runs_dir)
-    readiness = {"redis": store.why_unusable, "runs": runs.why_not}
+    named, writable = (
+        access.Keys(settings.runs_dir, store.submitted_by),
+        Writable(settings.runs_dir),
+    )
+    readiness = {"redis": store.why_unusable, "runs": writable.why_not}
     service = Service(
         "orchestrator",
         settings,
         readiness=readiness,
         lifespan=lifespan,
         keys=SessionKeys(sessions, named),
-        public=lambda path: page.is_public(path) or managing.is_public(path),
+        public=lambda path: page.is_public(path) or downloads.is_public(path),
     )
     if workers:
         _add_gauges(service, workers)
-    _add_routes(service, settings, store, named, runs, programs)
+    _add_routes(service, settings, store, named, writable, orders)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
 
@@ -102,12 +105,12 @@ def _add_routes(
     settings: Settings,
     store: Store,
     named: access.Keys,
-    runs: Writable,
-    programs: Runs,
+    writable: Writable,
+    orders: SampleOrders,
 ) -> None:
     checks = Checks(settings)
-    tinker.add_routes(service, settings, store, runs, checks, programs)
-    jobs.add_routes(service, settings, store, runs, checks)
+    tinker.add_routes(service, settings, store, writable, checks, orders)
+    jobs.add_routes(service, settings, store, writable, checks)
     states.add_routes(service, settings, store, checks)
     history.add_routes(service, store)
     columns.add_routes(service, store)
@@ -118,7 +121,7 @@ def _add_routes(
     stack.add_route(service, settings, store)
     files.add_routes(service, settings, store)
     access.add_routes(service, settings, named)
-    fine_tuning.add_routes(service, settings, store, runs, checks)
+    fine_tuning.add_routes(service, settings, store, writable, checks)
     page.add_routes(service)
 
 

@@ -8,6 +8,11 @@ PUT_AWAY = "put away"
 """What the sentence of a `PutAway` begins with."""
 
 
+def is_put_away(why: str | None) -> bool:
+    """Returns whether this is the sentence of a `PutAway`."""
+    return (why or "").startswith(PUT_AWAY)
+
+
 class MustPause(Failed):
     """The job cannot go on until a person has done what the sentence says. Nothing is lost: it goes
     on where it was."""

@@ -56,8 +56,14 @@ class StoredFile(Wire):
         return cls(size_bytes=size_bytes, crc32=crc32)
 
 
+CHECKPOINTS = "checkpoints"
+"""The folder, in a run folder, of checkpoints."""
+
 SNAPSHOTS = "snapshots"
 """The folder, in a run folder, of adapters that stay for samplers."""
+
+SNAPSHOT = "s"
+"""What the name of a snapshot's folder begins with; the operation's number follows."""
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

@@ -53,9 +53,9 @@ class ProgramOperation(Wire):
 
 
 class OperationOutcome(Wire):
-    """What an operation did. `error` says why it failed, as the program can mend it. `step`
-    is the trainer's last operation at its end, and so the weights' version. `path` is of a
-    checkpoint. `adapter` is a snapshot's, in the run folder; None: the model has no adapter that
+    """What an operation did. `error` says why it failed, as the program can mend it. `step` is the
+    trainer's last operation at its end, and so the weights' version. `path` and `size_bytes` are of
+    a checkpoint. `adapter` is a snapshot's, in the run folder; None: the model has no adapter that
     samplers take, and its newest snapshot alone is sampled."""
 
     step: int = 0
@@ -64,6 +64,7 @@ class OperationOutcome(Wire):
     logprobs: Logprobs = Logprobs()
     grad_norm: float = 0.0
     path: str = ""
+    size_bytes: int = 0
     adapter: AdapterWeights | None = None
 
 

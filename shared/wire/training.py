@@ -167,9 +167,11 @@ class ForwardResult(Wire):
     reference_logprobs: Logprobs = Logprobs()
 
 
+TokenLossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+
 RATIO_BOUNDS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
-"""Default bounds of the ratio. "gspo" has none, because those of its paper (arXiv 2507.18071) are
-for one length of answers."""
+"""Default bounds of the ratio. "gspo" has none: the bounds in its paper (arXiv 2507.18071) suit
+one length of answers."""
 
 
 class TokenLoss(Wire):
@@ -177,13 +179,14 @@ class TokenLoss(Wire):
     formulas). `ratio_low` and `ratio_high` bound the ratio of "ppo", "cispo" and "gspo"; None: the
     default of `RATIO_BOUNDS`. `beta` is of "dro"."""
 
-    name: Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+    name: TokenLossName
     ratio_low: float | None = Field(default=None, ge=0)
     ratio_high: float | None = Field(default=None, gt=0)
     beta: float = Field(default=0.05, ge=0)
 
     @property
     def bounds(self) -> tuple[float, float]:
+        """The least and the greatest ratio, defaults filled in."""
         low, high = RATIO_BOUNDS.get(self.name, (0.0, math.inf))
         return (
             low if self.ratio_low is None else self.ratio_low,

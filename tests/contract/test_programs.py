@@ -548,11 +548,11 @@ async def test_a_body_that_unpacks_to_too_much_is_refused(
     refused = await asked(stack, "forward_backward", b"x", **ZSTD)
     assert "the body is no zstd" in refused.json()["detail"]
     refused = await asked(stack, "get_info", packed, **ZSTD)
-    assert "Content-Encoding is 'zstd'; expected JSON as it is" in refused.json()["detail"]
+    assert "Content-Encoding is 'zstd'; expected none for JSON" in refused.json()["detail"]
     refused = await asked(stack, "forward_backward", packed, **{"content-encoding": "br"})
     assert "Content-Encoding is 'br'; expected 'zstd', or none" in refused.json()["detail"]
-    refused = await asked(stack, "get_info", b" " * (bodies.MAX_BYTES + 1))
-    assert f"more than {bodies.MAX_BYTES} bytes" in refused.json()["detail"]
+    refused = await asked(stack, "get_info", b" " * (bodies.MAX_JSON_BYTES + 1))
+    assert f"more than {bodies.MAX_JSON_BYTES} bytes" in refused.json()["detail"]
 
 
 async def test_bodies_are_unpacked_one_at_a_time_and_not_on_the_loop(
@@ -585,7 +585,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss": "gspo"}, "loss_fn_config has no key; expected clip_low_threshold and clip_high_thr"),
     (
         {"loss": "ppo", "config": {"clip_high_threshold": 0.0}},
-        "is {'clip_high_threshold': 0.0}; exp",
+        "is {'clip_high_threshold': 0.0} with loss_fn 'ppo'; expected numbers of 0 or more",
     ),
     ({"loss": "ppo", "config": {"clip_low_threshold": -5.0}}, "expected numbers of 0 or more"),
     ({"weight": [1.0, 1.0]}, "datum 0 has the input 'weight'; expected with 'cross_entropy'"),
@@ -653,7 +653,7 @@ async def test_what_is_not_there_is_refused_with_a_sentence(
         ("retrieve_future", {"request_id": "nobody:1"}, 404, "nobody"),
         ("get_info", {"model_id": "../x"}, 404, "../x"),
         ("asample", {"sampling_session_id": "x", "seq_id": 1}, 422, "expected a session of this"),
-        ("optim_step", [1], 422, "the body is no JSON object"),
+        ("optim_step", [1], 422, "the body is [1]; expected a JSON object"),
         ("optim_step", b"{", 422, "the body is no JSON"),
         ("forward_backward", b"no message", 422, "the body is no ForwardBackwardRequest"),
     ],

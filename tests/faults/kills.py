@@ -28,7 +28,8 @@ Look = Callable[[], Awaitable[str]]
 
 @dataclass
 class Kills:
-    """The kills of a run, and what they broke. `killed` are the processes, in order."""
+    """The kills of a run. `killed` are the processes, in order; `problems` how results differ from
+    the undisturbed ones."""
 
     name: str
     seed: int
@@ -41,7 +42,7 @@ class Kills:
         self._choose = random.Random(self.seed)
 
     @property
-    def go_on(self) -> bool:
+    def are_going_on(self) -> bool:
         return len(self.killed) < self.num_wanted and not self.problems
 
     async def during(self, work: Awaitable[Any], stack: Stack, look: Look) -> Any:
@@ -65,21 +66,21 @@ class Kills:
             self.killed.append(what)
             print(f"{len(self.killed):4}  {what}, while {under_way}", flush=True)
 
-    def compared(self, what: str, problems: list[str]) -> None:
+    def note_comparison(self, what: str, problems: list[str]) -> None:
         """Notes how `what` compares with itself alone and undisturbed."""
         self.problems += [f"{what}: {problem}" for problem in problems]
         said = "; ".join(problems) or "the same as alone and undisturbed, bit for bit"
         print(f"{what}: {said}", flush=True)
 
-    def keep(self, stack: Stack) -> None:
+    def keep_if_wrong(self, stack: Stack) -> None:
         """Keeps the stack's logs and run folders if there are problems."""
         stack.keeps = bool(self.problems)
         if stack.keeps:
             print(f"logs and run folders: {stack.folder}", flush=True)
 
-    def report(self, ok: bool, **more: Any) -> int:
+    def report(self, goals_met: bool, **more: Any) -> int:
         """Prints the run as one JSON object, and returns its exit status."""
-        ok = ok and not self.problems and len(self.killed) >= self.num_wanted
+        ok = goals_met and not self.problems and len(self.killed) >= self.num_wanted
         of_each = {what: self.killed.count(what) for what in sorted({*self.killed})}
         told = {"faults": self.name, "ok": ok, "seed": self.seed, "kills": len(self.killed)}
         told |= {"killed": of_each, **more, "problems": self.problems}
@@ -87,7 +88,7 @@ class Kills:
         return 0 if ok else 1
 
 
-def read(name: str, doc: str | None) -> Kills:
+def kills_from_arguments(name: str, doc: str | None) -> Kills:
     """Returns the kills that the command line asks for."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.faults.{name}", description=doc)
     parser.add_argument("--seed", type=int, default=0, help="of kills and model")

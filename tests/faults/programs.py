@@ -23,9 +23,8 @@ from typing import Any
 from services.orchestrator.programs.saved import Saved
 from shared.weights.digest import stored_tensors, tensor_digests
 from tests.compat.packages import ROOT, python_with
-from tests.faults import kills
 from tests.faults.__main__ import made_job
-from tests.faults.kills import Kills
+from tests.faults.kills import Kills, kills_from_arguments
 from tests.faults.stack import Stack
 
 SEEDS = (0, 1, 2)
@@ -84,22 +83,23 @@ async def run(kills: Kills) -> int:
         return f"program {num_programs} to {num_programs + len(SEEDS) - 1} run"
 
     async with Stack(lambda *_: None, HONE_ROLLOUT_ADAPTERS=str(len(SEEDS))) as stack:
-        stack.keeps = True
-        alone = [await played(stack, model, each) for each in SEEDS]
-        for each, one in zip(SEEDS, alone, strict=True):
-            kills.compared(f"program {each} by itself", problems_of(one, one))
-        while kills.go_on:
-            playing = asyncio.gather(*(played(stack, model, each) for each in SEEDS))
-            every = await kills.during(playing, stack, look)
-            for each, told, undisturbed in zip(SEEDS, every, alone, strict=True):
-                kills.compared(f"program {each}", problems_of(told, undisturbed))
-            num_programs += len(SEEDS)
-        kills.keep(stack)
+        try:
+            alone = [await played(stack, model, each) for each in SEEDS]
+            for each, one in zip(SEEDS, alone, strict=True):
+                kills.note_comparison(f"program {each} by itself", problems_of(one, one))
+            while kills.are_going_on:
+                playing = asyncio.gather(*(played(stack, model, each) for each in SEEDS))
+                every = await kills.during(playing, stack, look)
+                for each, told, undisturbed in zip(SEEDS, every, alone, strict=True):
+                    kills.note_comparison(f"program {each}", problems_of(told, undisturbed))
+                num_programs += len(SEEDS)
+        finally:
+            kills.keep_if_wrong(stack)
     return num_programs
 
 
 def main() -> int:
-    found = kills.read("programs", __doc__)
+    found = kills_from_arguments("programs", __doc__)
     num_programs = asyncio.run(run(found))
     return found.report(True, programs=num_programs)
 

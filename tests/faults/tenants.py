@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 
 from shared.errors import HoneError
 from shared.job import Job, LoraSpec
-from tests.faults import kills
 from tests.faults.__main__ import made_job
-from tests.faults.kills import Kills
+from tests.faults.kills import Kills, kills_from_arguments
 from tests.faults.moments import Moments
 from tests.faults.stack import Stack
 from tests.faults.trial import Running, post, problems_of, submit
@@ -59,10 +58,10 @@ async def run(kills: Kills, found: Found) -> None:
     jobs, moments = made_jobs(kills.seed), Moments()
     async with Stack(moments.seen, HONE_ROLLOUT_ADAPTERS=str(len(jobs))) as stack:
         try:
-            while kills.go_on:
+            while kills.are_going_on:
                 await _round(stack, moments, jobs, kills, found)
         finally:
-            kills.keep(stack)
+            kills.keep_if_wrong(stack)
 
 
 async def _round(
@@ -89,11 +88,11 @@ async def _round(
         found.num_jobs += 1
         found.hands += one.paused
         what = f"job {record.id}, of {record.attempts} attempts"
-        kills.compared(what, await problems_of(stack, record, replay))
+        kills.note_comparison(what, await problems_of(stack, record, replay))
 
 
 def main() -> int:
-    wanted, found = kills.read("tenants", __doc__), Found()
+    wanted, found = kills_from_arguments("tenants", __doc__), Found()
     asyncio.run(run(wanted, found))
     ok = found.shared and not found.hands
     return wanted.report(ok, jobs=found.num_jobs, hands=found.hands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from services.orchestrator.errors import PUT_AWAY
+from services.orchestrator.errors import is_put_away
 from services.orchestrator.findings.facts import WINDOW, Facts
 from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST
 from shared.wire import Evidence, Finding, JobRecord
@@ -39,7 +39,7 @@ def ended_badly(facts: Facts) -> Iterator[Finding]:
             remedy="mend what it says, and submit the job again, from its newest checkpoint as "
             "model if it has one (`hone checkpoints`)",
         )
-    elif record.error != PAUSED_ON_REQUEST and not why.startswith(PUT_AWAY):
+    elif record.error != PAUSED_ON_REQUEST and not is_put_away(why):
         yield Finding(
             code="paused",
             level="problem",

@@ -13,13 +13,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from services.orchestrator.errors import PUT_AWAY, MustPause, PutAway
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.programs.log import OperationLog
-from services.orchestrator.programs.sampling import Runs
+from services.orchestrator.programs.sampling import SampleOrders
 from services.orchestrator.programs.saved import Saved
 from services.orchestrator.runs.folder import RunFolder
 from services.orchestrator.store.journal import SUPERVISED, Journal
@@ -77,15 +76,15 @@ class Driving:
     journal: Journal
     tell: Callable[[int], None]
     num_queued: Callable[[], int]
-    samples: Runs
+    samples: SampleOrders
     at: int
     """The trainer's last operation."""
-    _done: int = 0  # how many operations of the log the trainer counts
+    _num_done: int = 0  # how many operations of the log the trainer counts
     _serves: int = 0  # the version that samplers serve
     _passed_below: int = 0  # numbers below that have not come were waited for
-    _look_at_samples_at: float = 0.0
-    _forget_at: float = 0.0
-    _look_at: float = 0.0  # when the numbers that have come are looked at next
+    _samples_due_at: float = 0.0
+    _forget_due_at: float = 0.0
+    _newest_due_at: float = 0.0  # when the numbers that have come are looked at next
     _num_calls: int = 0  # calls of this attempt since the last optimizer step
     _loss: float = 0.0  # of the calls since the last optimizer step
     _checkpoint_at: float = field(default_factory=time.monotonic)
@@ -98,7 +97,7 @@ class Driving:
 
     async def run(self) -> int:
         """Does the operations until the model is unloaded. Returns the trainer's last one. A model
-        that begins with a checkpoint of another job has one of its own before its first."""
+        that begins with another job's checkpoint is checkpointed before its first operation."""
         if self.job.training.start_from and not self.at:
             await self.services.checkpoint(0)
         start = await asyncio.to_thread(self._log.start)
@@ -107,7 +106,7 @@ class Driving:
                 f"the trainer went on from operation {self.at}, and the log begins after operation "
                 f"{start.done}: the checkpoints since then are damaged or gone"
             )
-        self._done, number = start.done, start.number - 1
+        self._num_done, number = start.done, start.number - 1
         while True:
             number += 1
             operation = await self._next(number)
@@ -116,24 +115,24 @@ class Driving:
                 continue
             outcome = await to_disk(self._log.outcome, number)
             if outcome is None or self._is_lost(operation, outcome):
-                outcome = await self._made(number, operation, outcome)
+                outcome = await self._perform(number, operation, outcome)
             elif operation.is_numbered and outcome.error is None:
-                self._done += 1
+                self._num_done += 1
             if operation.kind == "unload":
-                return self._done
+                return self._num_done
 
-    async def _made(
+    async def _perform(
         self, number: int, operation: ProgramOperation, known: OperationOutcome | None
     ) -> OperationOutcome:
         """Does the operation, and returns its outcome; one that is `known` stays."""
-        outcome = await self._do(operation)
+        outcome = await self._attempt(operation)
         if operation.kind in ("checkpoint", "export") and outcome.error is None:
             await self._checkpointed(number)
-        elif operation.kind == "optim_step" and self._is_time():
+        elif operation.kind == "optim_step" and self._checkpoint_is_due():
             await self.services.checkpoint(self.at, await self._kept_steps())
             await self._checkpointed(number)
         if known is None and outcome.error is None:
-            outcome = await self._kept(number, operation, outcome)
+            outcome = await self._list_saved(number, operation, outcome)
         if operation.kind == "forward_backward" and outcome.error is None:
             self._num_calls += 1
         if operation.kind == "optim_step":
@@ -145,7 +144,7 @@ class Driving:
             raise Failed(f"operation {number} was done, and fails now: {outcome.error}")
         return known
 
-    async def _kept(
+    async def _list_saved(
         self, number: int, operation: ProgramOperation, outcome: OperationOutcome
     ) -> OperationOutcome:
         """Lists what the operation saved, if it saved something."""
@@ -164,14 +163,14 @@ class Driving:
             step=outcome.step,
             made_at=now,
             expires_at=None if operation.ttl_s is None else now + operation.ttl_s,
-            size_bytes=ref.size_bytes if ref else await to_disk(_size_of, outcome.path),
+            size_bytes=ref.size_bytes if ref else outcome.size_bytes,
             path=outcome.path,
             adapter=outcome.adapter,
         )
         await to_disk(self._saved.add, saved)
         return outcome
 
-    def _is_time(self) -> bool:
+    def _checkpoint_is_due(self) -> bool:
         return time.monotonic() - self._checkpoint_at > CHECKPOINT_EVERY_S
 
     async def _checkpointed(self, number: int) -> None:
@@ -179,9 +178,9 @@ class Driving:
         this one be damaged."""
         self._checkpoint_at = time.monotonic()
         before = self._at_checkpoint
-        if before is not None and before.done < self._done:  # else it is the same folder
+        if before is not None and before.done < self._num_done:  # else it is the same folder
             await to_disk(self._log.advance, before)
-        self._at_checkpoint = LogStart(number=number + 1, done=self._done)
+        self._at_checkpoint = LogStart(number=number + 1, done=self._num_done)
 
     async def _kept_steps(self) -> tuple[int, ...]:
         return await asyncio.to_thread(self._saved.steps)
@@ -192,8 +191,8 @@ class Driving:
         if outcome.error is not None:
             return operation.kind == "optim_step" and self._num_calls > 0
         if operation.is_numbered:
-            return self._done + 1 > self.at
-        is_now = operation.kind == "snapshot" and outcome.step == self.at == self._done
+            return self._num_done + 1 > self.at
+        is_now = operation.kind == "snapshot" and outcome.step == self.at == self._num_done
         return is_now and self._serves != self.at
 
     async def _next(self, number: int) -> ProgramOperation | None:
@@ -208,7 +207,7 @@ class Driving:
                 if number < self._passed_below or await self._was_passed_over(number):
                     return None
                 await self._look_at_samples()
-                if gap_since or await asyncio.to_thread(self._is_behind, number):
+                if gap_since or await asyncio.to_thread(self._later_ones_came, number):
                     gap_since = gap_since or time.monotonic()
                     if time.monotonic() - gap_since > GAP_S:
                         self._passed_below = await asyncio.to_thread(self._log.newest)
@@ -217,7 +216,7 @@ class Driving:
                             "over"
                         )
                         return None
-                elif self.samples.are_under_way(self.services):
+                elif self.samples.has_under_way(self.services):
                     since = time.monotonic()
                 elif time.monotonic() - since > IDLE_S:
                     await self._make_room()
@@ -230,20 +229,20 @@ class Driving:
     async def _look_at_samples(self) -> None:
         """Begins what other processes accepted, or this one before it died, and forgets what is
         old."""
-        if time.monotonic() < self._look_at_samples_at:
+        if time.monotonic() < self._samples_due_at:
             return
-        self._look_at_samples_at = time.monotonic() + LOOK_S
+        self._samples_due_at = time.monotonic() + LOOK_S
         for id in await asyncio.to_thread(self._log.undelivered):
             self.samples.carry_out(self.folder.path.name, id, self._log)
-        if time.monotonic() > self._forget_at:
-            self._forget_at = time.monotonic() + FORGET_S
+        if time.monotonic() > self._forget_due_at:
+            self._forget_due_at = time.monotonic() + FORGET_S
             await to_disk(self._log.forget_samples)
 
-    def _is_behind(self, number: int) -> bool:
+    def _later_ones_came(self, number: int) -> bool:
         """Whether later operations than this one have come."""
-        if time.monotonic() < self._look_at:
+        if time.monotonic() < self._newest_due_at:
             return False
-        self._look_at = time.monotonic() + LOOK_S
+        self._newest_due_at = time.monotonic() + LOOK_S
         return self._log.newest() > number
 
     async def _make_room(self) -> None:
@@ -260,10 +259,10 @@ class Driving:
             "next operation brings it back"
         )
 
-    async def _do(self, operation: ProgramOperation) -> OperationOutcome:
+    async def _attempt(self, operation: ProgramOperation) -> OperationOutcome:
         """Returns what the operation did, or its own error. Raises errors that are not its own."""
         try:
-            return await self._done_by(operation)
+            return await self._dispatch(operation)
         except (BadRequest, Failed, Conflict) as error:
             if isinstance(error, Failed) and error.code not in REFUSED:
                 raise
@@ -271,7 +270,7 @@ class Driving:
                 raise
             return OperationOutcome(step=self.at, error=error.detail)
 
-    async def _done_by(self, operation: ProgramOperation) -> OperationOutcome:
+    async def _dispatch(self, operation: ProgramOperation) -> OperationOutcome:
         services = self.services
         if operation.kind == "refused":
             raise BadRequest("the request of this operation could not be read")
@@ -282,9 +281,9 @@ class Driving:
             return OperationOutcome(step=self.at, logprobs=found.logprobs, loss=loss)
         if operation.kind == "forward_backward":
             assert operation.loss is not None
-            step = self._done + 1
+            step = self._num_done + 1
             done = await services.forward_backward(step, operation.examples, operation.loss)
-            self._done = self.at = step
+            self._num_done = self.at = step
             self._loss += done.loss
             return OperationOutcome(step=step, loss=done.loss, logprobs=done.logprobs)
         if operation.kind == "optim_step":
@@ -293,7 +292,9 @@ class Driving:
             keep = {*await self._kept_steps(), self.at}
             checkpoint = await services.checkpoint(self.at, tuple(sorted(keep)))
             await self.journal.checkpoint(checkpoint)
-            return OperationOutcome(step=self.at, path=checkpoint.path)
+            return OperationOutcome(
+                step=self.at, path=checkpoint.path, size_bytes=checkpoint.size_bytes
+            )
         if operation.kind == "snapshot":
             await sync_weights(services, self.folder, self.job, self.at, self.journal)
             self._serves = self.at
@@ -301,26 +302,26 @@ class Driving:
 
     async def _optim_step(self, operation: ProgramOperation) -> OperationOutcome:
         assert operation.optimization is not None
-        step = self._done + 1
+        step = self._num_done + 1
         is_again = step <= self.at
         done = await self.services.optim_step(step, operation.optimization)
-        self._done = self.at = step
+        self._num_done = self.at = step
         loss, self._loss = self._loss, 0.0
         if not is_again:
             await self._record(step, operation.optimization.learning_rate, done.grad_norm, loss)
         self.tell(step)
         return OperationOutcome(step=step, grad_norm=done.grad_norm)
 
-    async def _record(self, step: int, rate: float, grad_norm: float, loss: float) -> None:
+    async def _record(self, step: int, learning_rate: float, grad_norm: float, loss: float) -> None:
         """Writes the step's row of metrics, unless an earlier attempt did."""
         if await asyncio.to_thread(self.folder.metrics, step - 1):
             return
-        metrics = {"loss": loss, "grad_norm": grad_norm, "learning_rate": rate, SUPERVISED: 1.0}
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            SUPERVISED: 1.0,
+        }
         row = MetricsRow(step=step, metrics=metrics)
         await to_disk(self.folder.append_metrics, row)
         await self.journal.operation(row)
-
-
-def _size_of(folder: str) -> int:
-    """Returns the bytes of a checkpoint's files; 0 for no folder."""
-    return sum(path.stat().st_size for path in Path(folder).rglob("*")) if folder else 0

@@ -1,6 +1,6 @@
-"""Samples of a model's snapshots. An order is on disk before it is acknowledged, and is carried out
-by the process that runs the model: at once, or again when its result is asked for and the process
-that began has died."""
+"""Samples of a model's snapshots, or of its base model. An order is on disk before it is
+acknowledged. The process that runs the model carries it out: at once, or within `driving.LOOK_S` if
+another process accepted it, or it failed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ folder, before the error is the order's result."""
 
 
 @dataclass
-class Runs:
+class SampleOrders:
     """The models that this process runs, by job, and the orders that it carries out."""
 
     services: dict[str, Services] = field(default_factory=dict[str, Services])
@@ -34,8 +34,8 @@ class Runs:
         default_factory=dict[tuple[str, str], "asyncio.Task[None]"]
     )
 
-    _failed: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
-    """The orders that were not carried out, and how often because a sampler failed at them."""
+    _num_failures: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
+    """How often a sampler failed at an order that is not delivered; 0: it was something else."""
 
     @contextlib.contextmanager
     def running(self, job_id: str, services: Services) -> Generator[None]:
@@ -45,11 +45,13 @@ class Runs:
             yield
         finally:
             del self.services[job_id]
+            for which in [which for which in self._num_failures if which[0] == job_id]:
+                del self._num_failures[which]
 
-    def are_under_way(self, services: Services) -> bool:
+    def has_under_way(self, services: Services) -> bool:
         """Whether samples of the model with these services are under way, and did not fail
         before."""
-        orders = self._under_way.keys() - self._failed.keys()
+        orders = self._under_way.keys() - self._num_failures.keys()
         return any(self.services.get(job_id) is services for job_id, _ in orders)
 
     def carry_out(self, job_id: str, id: str, log: OperationLog) -> None:
@@ -68,18 +70,20 @@ class Runs:
             return
         which = job_id, id
         try:
-            samples = await _sampled(self.services[job_id], id, order, self._failed.get(which, 0))
-        except (HoneError, KeyError) as error:  # it is carried out again when it is asked for
-            self._failed[which] = self._failed.get(which, 0) + isinstance(error, Failed)
+            samples = await _sampled(
+                self.services[job_id], id, order, self._num_failures.get(which, 0)
+            )
+        except (HoneError, KeyError) as error:  # the model's run tries it again
+            self._num_failures[which] = self._num_failures.get(which, 0) + isinstance(error, Failed)
             get_logger().warning("not sampled", job=job_id, sample=id, reason=str(error))
             await asyncio.sleep(AGAIN_S)
             return
         await to_disk(log.deliver, id, samples)
-        self._failed.pop(which, None)
+        self._num_failures.pop(which, None)
 
 
 async def _sampled(
-    services: Services, id: str, order: SampleOrder, num_failed: int
+    services: Services, id: str, order: SampleOrder, num_failures: int
 ) -> DeliveredSamples:
     """Returns the samples, or the error that is the order's own. Raises errors that time may
     heal."""
@@ -89,7 +93,7 @@ async def _sampled(
     except BadRequest as error:
         return DeliveredSamples(error=error.detail)
     except Failed as error:
-        if error.code == "disk_full" or num_failed + 1 < MAX_FAILED:
+        if error.code == "disk_full" or num_failures + 1 < MAX_FAILED:
             raise
         return DeliveredSamples(error=error.detail)
     except Conflict as error:

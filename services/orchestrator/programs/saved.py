@@ -20,7 +20,7 @@ from shared.errors import BadRequest
 from shared.host import disk
 from shared.host.logs import get_logger
 from shared.http import codec
-from shared.weights.checkpoints import SNAPSHOTS, step_of
+from shared.weights.checkpoints import CHECKPOINTS, SNAPSHOT, SNAPSHOTS, step_of
 from shared.wire import SavedKind, SavedWeights
 
 FOLDER = "saved"
@@ -42,10 +42,10 @@ class Saved:
 
     def all(self) -> list[SavedWeights]:
         """Returns what is there and has not expired, in the order of the operations."""
-        return [saved for saved in self._entries() if not self._is_over(saved)]
+        return [saved for saved in self._entries() if not self._is_expired(saved)]
 
     def expired(self) -> list[SavedWeights]:
-        return [saved for saved in self._entries() if self._is_over(saved)]
+        return [saved for saved in self._entries() if self._is_expired(saved)]
 
     def _entries(self) -> list[SavedWeights]:
         return [saved for saved in map(self._read, self._files()) if saved]
@@ -66,7 +66,7 @@ class Saved:
         """Returns the steps of all checkpoints whose entries have not been removed. An entry that
         cannot be read may be of any checkpoint."""
         if self._has_unreadable():
-            return tuple(sorted(_steps_in(self.run / "checkpoints")))
+            return tuple(sorted(_steps_in(self.run / CHECKPOINTS)))
         return tuple(sorted({one.step for one in self._entries() if one.kind != "snapshot"}))
 
     def use(self, number: int) -> None:
@@ -78,7 +78,7 @@ class Saved:
         """Removes the weights, unless another entry or the model needs them, and the entry. The
         entry goes last: a removal that was cut off is made again."""
         if saved.kind == "snapshot":
-            _discard(self.run / SNAPSHOTS / f"s{saved.number}")
+            _discard(self.run / SNAPSHOTS / f"{SNAPSHOT}{saved.number}")
         elif not self._is_needed(saved):
             _discard(Path(saved.path))
         self._file(saved.number).unlink(missing_ok=True)
@@ -96,7 +96,7 @@ class Saved:
         if self._file(saved.number).exists():
             self.add(saved)
 
-    def _is_over(self, saved: SavedWeights) -> bool:
+    def _is_expired(self, saved: SavedWeights) -> bool:
         expires_at = saved.expires_at
         if not saved.name:
             with contextlib.suppress(FileNotFoundError):

@@ -31,7 +31,7 @@ from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.waits import watch
 from services.orchestrator.programs.driving import Driving
-from services.orchestrator.programs.sampling import Runs
+from services.orchestrator.programs.sampling import SampleOrders
 from services.orchestrator.run.after_step import AfterStep, Ended
 from services.orchestrator.run.decisions import (
     LIMITS,
@@ -86,7 +86,7 @@ longer on a busy machine."""
 
 class Run:
     """One attempt at the job of `record`, under `lease`; `needs` are its trainer's. `episodes`,
-    `sessions` and `programs` are the process's. `num_queued` returns how many jobs wait."""
+    `sessions` and `orders` are the process's. `num_queued` returns how many jobs wait."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Run:
         needs: Needs,
         episodes: Episodes | None = None,
         sessions: Sessions | None = None,
-        programs: Runs | None = None,
+        orders: SampleOrders | None = None,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
         self._record = record
@@ -121,7 +121,7 @@ class Run:
         )
         self._episodes = self._services.episodes = episodes or Episodes()
         self._services.sessions = Sessions() if sessions is None else sessions
-        self._programs = programs or Runs()
+        self._orders = orders or SampleOrders()
         self._num_queued = num_queued
         self._needs = needs
         self._data = DataFiles(record.job, settings)
@@ -356,10 +356,10 @@ class Run:
             self._journal,
             self._note_progress,
             self._num_queued,
-            self._programs,
+            self._orders,
             state.step,
         )
-        with self._programs.running(self._record.id, self._services):
+        with self._orders.running(self._record.id, self._services):
             last = await driving.run()
         try:
             checkpoint = (await self._services.checkpoint(last)).path

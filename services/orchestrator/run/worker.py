@@ -15,10 +15,10 @@ import secrets
 import socket
 import time
 
-from services.orchestrator.errors import PUT_AWAY
+from services.orchestrator.errors import is_put_away
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
-from services.orchestrator.programs.sampling import Runs
+from services.orchestrator.programs.sampling import SampleOrders
 from services.orchestrator.run.decisions import Outcome
 from services.orchestrator.run.needs import DataFiles, Needs
 from services.orchestrator.run.run import Run
@@ -76,13 +76,13 @@ class Worker:
         settings: Settings,
         episodes: Episodes | None = None,
         sessions: Sessions | None = None,
-        programs: Runs | None = None,
+        orders: SampleOrders | None = None,
         trainer: SharedTrainer | None = None,
     ) -> None:
         self._store = store
         self._sessions = Sessions() if sessions is None else sessions
         self._settings = settings
-        self._programs = programs or Runs()
+        self._orders = orders or SampleOrders()
         self._episodes = episodes or Episodes()
         self._trainer = trainer or SharedTrainer(settings, store)
         self._needs = self._trainer.needs
@@ -277,7 +277,7 @@ class Worker:
             self._needs,
             self._episodes,
             self._sessions,
-            self._programs,
+            self._orders,
             lambda: self.num_queued,
         )
         work = asyncio.create_task(run.run())
@@ -309,7 +309,7 @@ class Worker:
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
         resume = f", then `hone resume {lease.job_id}` goes on from there"
-        if str(outcome.why).startswith(PUT_AWAY):
+        if is_put_away(str(outcome.why)):
             resume = ""
         if outcome.status == "queued":
             get_logger().warning("job given back", job=lease.job_id, reason=outcome.why)

@@ -55,6 +55,7 @@ from shared.host import disk
 from shared.http import codec
 from shared.job import Job
 from shared.job.job import differences
+from shared.weights.checkpoints import CHECKPOINTS
 from shared.wire import Batch, Canary, MetricsRow, TrainedTokens, Wire
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
@@ -418,7 +419,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """The folder into which the trainer writes the job's checkpoints."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def _rollouts(self) -> Path:

@@ -5,9 +5,12 @@
 | `routes.py` | `/api/v1` |
 | `bodies.py` | bodies of requests, unpacked and read |
 | `models.py` | models: made, found, described |
-| `operations.py` | operations that are accepted, and their futures |
+| `operations.py` | operations that are accepted |
+| `futures.py` | results of operations and samples |
 | `sampling_sessions.py` | sessions of samples, and orders of samples |
-| `managing.py` | training runs, lists of what they saved, expiry, downloads |
+| `managing.py` | training runs, lists of what they saved, deletion, expiry |
+| `downloads.py` | signed addresses of an export's files |
+| `paths.py` | paths of what was saved, ids of futures |
 | `mapping.py` | the jobs of Tinker's models |
 | `requests.py` | Tinker's requests as operations of a model |
 | `results.py` | what operations and samples gave, as Tinker's messages |

@@ -71,14 +71,17 @@ SAMPLER_RANK = 32
 MODEL = "tinker_model"
 """The name, in a job's metadata, of the id that the SDK gives a model by itself."""
 
+TRAIN = ":train:"
+"""What stands in that id between the session and the model's number there."""
+
 
 MAX_SESSION_CHARS = 200
 """Most characters of the id of a session of the SDK."""
 
 
-def session_of(body: Mapping[str, Any], number: str) -> str:
-    """Returns the SDK's session and a number in it, which name what it creates. Raises BadRequest
-    if one is missing."""
+def creation_key(body: Mapping[str, Any], number: str) -> str:
+    """Returns the SDK's session and a number in it, as one text: what it creates under the same
+    text is the same. Raises BadRequest if one is missing."""
     session, place = field(body, "session_id", str), field(body, number, int)
     if not session or len(session) > MAX_SESSION_CHARS or place is None:
         raise BadRequest(
@@ -91,8 +94,18 @@ def session_of(body: Mapping[str, Any], number: str) -> str:
 
 def model_id_of(body: Mapping[str, Any]) -> str:
     """Returns the id that the SDK gives the model that it creates."""
-    session, _, number = session_of(body, "model_seq_id").rpartition(":")
-    return f"{session}:train:{number}"
+    session, _, number = creation_key(body, "model_seq_id").rpartition(":")
+    return f"{session}{TRAIN}{number}"
+
+
+def program_of(metadata: Mapping[str, str]) -> str:
+    """Returns the SDK's session that made the model with this metadata; "" without one."""
+    return metadata.get(MODEL, "").rpartition(TRAIN)[0]
+
+
+def adapter_of(job: Job) -> dict[str, Any]:
+    """Returns what Tinker tells of a model's adapter."""
+    return {"is_lora": job.lora is not None, "lora_rank": job.lora.rank if job.lora else None}
 
 
 def metadata(body: Mapping[str, Any]) -> dict[str, str]:

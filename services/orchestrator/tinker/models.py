@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
 from typing import Any
 
+from services.orchestrator import errors
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.jobs import check_job
-from services.orchestrator.errors import PUT_AWAY
 from services.orchestrator.programs.saved import Saved
 from services.orchestrator.runs.writable import Writable
 from services.orchestrator.store.lists import Wanted
@@ -17,16 +16,15 @@ from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted
 from services.orchestrator.store.store import Store
 from services.orchestrator.tinker import mapping
-from services.orchestrator.tinker.managing import PARTS, adapter_of
+from services.orchestrator.tinker.mapping import adapter_of
+from services.orchestrator.tinker.paths import future_of, read_path
 from services.orchestrator.tinker.requests import id_of
-from shared.errors import BadRequest, NotFound
+from shared.errors import NotFound
 from shared.http.gate import scoped
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.settings import Settings
 from shared.wire import JobRecord, SavedKind, SavedWeights
-
-PATH = re.compile(r"tinker://([\w:-]+)/([a-z_]+)/([\w.-]+)")
 
 MAX_LISTED = 100
 """How many of the newest jobs are looked at for base models, or for a model that may sample."""
@@ -44,10 +42,13 @@ class Models:
         self._checks = checks
 
     async def get(self, model_id: str) -> JobRecord:
-        """Raises NotFound for an id that is no model's."""
+        """Returns the model's record. Raises NotFound for any other id."""
         record = await self._store.get(await self._job_id(model_id))
         if not record.job.is_program:
-            raise NotFound(f"job {model_id!r} is no model of a program")
+            raise NotFound(
+                f"job {record.id!r} has the objective {record.job.training.objective!r}; expected "
+                "'program'"
+            )
         return record
 
     async def _job_id(self, model_id: str) -> str:
@@ -71,9 +72,9 @@ class Models:
 
     async def _created(self, body: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
         document = document | {"metadata": mapping.metadata(body)}
-        key = f"tinker:{mapping.session_of(body, 'model_seq_id')}"
+        key = f"tinker:{mapping.creation_key(body, 'model_seq_id')}"
         record = await self.submitted(read_job(document), key)
-        return {"request_id": f"{record.id}:0", "model_id": record.id}
+        return {"request_id": future_of(record.id, 0), "model_id": record.id}
 
     async def submitted(self, job: Job, key: str) -> JobRecord:
         """Returns the job's record. The same key is the same job, of the caller's API key."""
@@ -91,18 +92,15 @@ class Models:
     async def saved(self, path: Any, kind: SavedKind) -> tuple[JobRecord, SavedWeights]:
         """Returns the model of a path `tinker://MODEL/PART/NAME`, and what it saved under the
         name. Raises BadRequest for any other path, and NotFound."""
-        found = PATH.fullmatch(str(path))
-        if not found or found[2] != PARTS[kind]:
-            raise BadRequest(
-                f"the path is {path!r:.200}; expected tinker://MODEL/{PARTS[kind]}/NAME"
-            )
-        record = await self.get(found[1])
-        saved = await asyncio.to_thread(Saved(Path(record.run_dir)).find, kind, found[3])
+        model_id, name = read_path(path, kind)
+        record = await self.get(model_id)
+        saved = await asyncio.to_thread(Saved(Path(record.run_dir)).find, kind, name)
         if saved is None:
-            raise NotFound(f"the model {record.id!r} has no {kind} {found[3]!r}")
+            raise NotFound(f"the model {record.id!r} has no {kind} {name!r}")
         return record, saved
 
     async def info(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the SDK asks of a model: its base model, tokenizer and adapter."""
         record = await self.get(id_of(body, "model_id"))
         return {
             "type": "get_info",
@@ -113,6 +111,7 @@ class Models:
         }
 
     async def weights_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Returns what a new model needs to begin with a checkpoint: base model and adapter."""
         record, _ = await self.saved(body.get("tinker_path"), "checkpoint")
         return {"base_model": record.job.model, **adapter_of(record.job)}
 
@@ -129,4 +128,4 @@ def read_job(document: dict[str, Any]) -> Job:
 
 def is_put_away(record: JobRecord) -> bool:
     """Whether the model made room for another job, and its next operation brings it back."""
-    return record.status == "paused" and (record.error or "").startswith(PUT_AWAY)
+    return record.status == "paused" and errors.is_put_away(record.error)

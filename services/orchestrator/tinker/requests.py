@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -26,10 +26,11 @@ from shared.wire import (
     ProgramOperation,
     Sampling,
     TokenLoss,
+    TokenLossName,
 )
 from shared.wire.packed import Logprobs, Mask, TokenIds
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+LOSSES: tuple[str, ...] = get_args(TokenLossName)
 
 BOUNDS = {"clip_low_threshold": "ratio_low", "clip_high_threshold": "ratio_high"}
 
@@ -37,7 +38,7 @@ CONFIG = {"ppo": BOUNDS, "cispo": BOUNDS, "gspo": BOUNDS, "dro": {"beta": "beta"
 """Tinker's keys of a loss's configuration, and ours."""
 
 INPUTS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(LOSSES[1:], ("logprobs", "advantages")),
+    **dict.fromkeys(LOSSES, ("logprobs", "advantages")),
     "cross_entropy": (),
     "gspo": ("logprobs", "advantages", "sequence_ratio_mask"),
 }
@@ -64,7 +65,7 @@ MAX_NUMBER = 2**63
 """Bound of whole numbers."""
 
 
-def digest(body: bytes) -> str:
+def digest_of(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
@@ -104,9 +105,13 @@ def _loss(name: str, config: Mapping[str, tuple[str, float]]) -> TokenLoss:
     try:
         return TokenLoss.model_validate(given)
     except ValidationError as error:
+        told = f"loss_fn_config is {dict(config.values())} with loss_fn {name!r}"
+        if name == "dro":
+            raise BadRequest(f"{told}; expected a beta of 0 or more") from error
+        default = f" (by default {RATIO_BOUNDS[name]})" if name in RATIO_BOUNDS else ""
         raise BadRequest(
-            f"loss_fn_config is {dict(config.values())}; expected numbers of 0 or more, and a "
-            f"clip_low_threshold below clip_high_threshold (by default {RATIO_BOUNDS})"
+            f"{told}; expected numbers of 0 or more, and a clip_low_threshold below "
+            f"clip_high_threshold{default}"
         ) from error
 
 
@@ -216,7 +221,7 @@ def _examples(datum: Any, loss: str, at: int) -> list[Example]:
 
 
 def _num_targets(datum: Any) -> int:
-    """Returns how many targets each of the datum's tokens has, `[N, K]`; 0: one, `[N]`."""
+    """Returns how many targets each of the datum's tokens has, `[T, K]`; 0: one, `[T]`."""
     shape = datum.loss_fn_inputs["target_tokens"].shape
     return int(shape[1]) if len(shape) == 2 else 0
 
@@ -241,18 +246,24 @@ def _example(inputs: NDArray[Any], given: Mapping[str, NDArray[Any]], loss: str)
 
 def _array(tensor: Any, where: str) -> NDArray[Any]:
     if tensor.dtype not in NUMBERS:
-        raise BadRequest(f"{where} has dtype {tensor.dtype}; expected float32 or int64")
+        raise BadRequest(
+            f"{where} has dtype {tensor.dtype}; expected {messages.FLOAT32} (float32), "
+            f"{messages.INT64} (int64) or {messages.INT32} (int32)"
+        )
     if not tensor.dense and 0 not in tensor.shape:
         raise BadRequest(f"{where} is sparse; expected a dense tensor")
     kind, shape = NUMBERS[tensor.dtype], tuple(tensor.shape) or (-1,)
     size = len(tensor.dense) // np.dtype(kind).itemsize
     if shape != (-1,) and (min(shape) < 0 or math.prod(shape) != size):
         raise BadRequest(
-            f"{where} has the shape {list(shape)} and {len(tensor.dense)} bytes of {kind[1:]}; "
-            "expected as many as the shape says"
+            f"{where} has the shape {list(shape)} and {len(tensor.dense)} bytes; expected "
+            f"{math.prod(shape) * np.dtype(kind).itemsize} of {np.dtype(kind)}"
         )
     if len(tensor.dense) != size * np.dtype(kind).itemsize:
-        raise BadRequest(f"{where} has {len(tensor.dense)} bytes, expected whole {kind[1:]}")
+        raise BadRequest(
+            f"{where} has {len(tensor.dense)} bytes; expected a multiple of "
+            f"{np.dtype(kind).itemsize}, of {np.dtype(kind)}"
+        )
     return np.frombuffer(tensor.dense, kind).reshape(shape)
 
 
@@ -271,6 +282,20 @@ def read_optim_step(body: Mapping[str, Any], digest: str) -> ProgramOperation:
 
 OURS = {"grad_clip_norm": "max_grad_norm"}
 """Names of Adam's parameters that differ."""
+
+
+MAX_TTL_S = 10 * 365 * 86400
+"""Ten years, as the SDK says."""
+
+
+def read_ttl(body: Mapping[str, Any]) -> float | None:
+    """Returns for how many seconds something is to be kept; None: for ever. Raises BadRequest."""
+    ttl = field(body, "ttl_seconds", (int, float))
+    if ttl is not None and not 1 <= ttl <= MAX_TTL_S:
+        raise BadRequest(
+            f"'ttl_seconds': got {ttl:g}; expected seconds from 1 to {MAX_TTL_S}, or null"
+        )
+    return ttl
 
 
 REFUSED = ("target_prompt_logprobs", "prompt_alt_tokens_k")

@@ -8,14 +8,22 @@ from typing import Any
 import numpy as np
 
 from services.orchestrator.tinker import messages
-from shared.wire import OperationOutcome, ProgramOperation, RolloutGroup, SampleOrder
+from services.orchestrator.tinker.paths import path_to
+from shared.wire import OperationOutcome, ProgramOperation, RolloutGroup, SampleOrder, SavedKind
+
+SAVED: dict[SavedKind, str] = {
+    "checkpoint": "save_weights",
+    "snapshot": "save_weights_for_sampler",
+    "export": "save_weights_external",
+}
+"""The operations that save something, as the SDK calls them."""
 
 NO_LOGPROB = -99999.0
 """Tinker's log-prob of a place that has none; its token id is 0."""
 
 
 def forward_backward_output(operation: ProgramOperation, outcome: OperationOutcome) -> bytes:
-    """Returns Tinker's message of what a call found: log-probs `[N]` of each datum, or `[N, K]`
+    """Returns Tinker's message of what a call found: log-probs `[T]` of each datum, or `[T, K]`
     where its tokens have K targets each."""
     message = messages.new("ForwardBackwardOutput")
     message.loss_fn_output_type = "ArrayRecord"
@@ -41,6 +49,21 @@ def forward_backward_output(operation: ProgramOperation, outcome: OperationOutco
             field.trailing_shape.append(count)
     message.metrics["loss:sum"] = outcome.loss
     return message.SerializeToString()
+
+
+def json_result(
+    model_id: str, number: int, operation: ProgramOperation, outcome: OperationOutcome
+) -> dict[str, Any]:
+    """Returns Tinker's answer for an operation that gives no tensors."""
+    if operation.kind == "optim_step":
+        return {"type": "optim_step", "metrics": {"grad_norm:mean": outcome.grad_norm}}
+    if operation.saves and operation.name:
+        path = path_to(model_id, operation.saves, operation.name)
+        return {"type": SAVED[operation.saves], "path": path}
+    if operation.kind == "unload":
+        return {"type": "unload_model", "model_id": model_id}
+    session = f"{model_id}:{number}"
+    return {"type": "save_weights_for_sampler", "sampling_session_id": session}
 
 
 def sample_response(order: SampleOrder, group: RolloutGroup) -> bytes:

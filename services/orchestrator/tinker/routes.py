@@ -11,20 +11,25 @@ from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from services.orchestrator.api.checking import Checks
-from services.orchestrator.programs.sampling import Runs
+from services.orchestrator.programs.sampling import SampleOrders
 from services.orchestrator.runs.writable import Writable
 from services.orchestrator.store.store import Store
-from services.orchestrator.tinker.bodies import MAX_BYTES, MAX_SAMPLE_BYTES, Bodies
-from services.orchestrator.tinker.managing import Management, read_ttl
+from services.orchestrator.tinker.bodies import MAX_JSON_BYTES, MAX_SAMPLE_BYTES, Bodies
+from services.orchestrator.tinker.downloads import FILES, Downloads
+from services.orchestrator.tinker.futures import Futures
+from services.orchestrator.tinker.managing import Management
 from services.orchestrator.tinker.models import Models
-from services.orchestrator.tinker.operations import SAVED, Operations
+from services.orchestrator.tinker.operations import Operations
+from services.orchestrator.tinker.paths import ROOT
+from services.orchestrator.tinker.requests import read_ttl
+from services.orchestrator.tinker.results import SAVED
 from services.orchestrator.tinker.sampling_sessions import SamplingSessions
 from shared.http.service import Service
 from shared.http.streams import DownloadedFile
 from shared.settings import Settings
 from shared.wire import SavedKind
 
-ROOT = "/api/v1"
+CHECKPOINT = "training_runs/{id}/checkpoints/{checkpoint:path}"
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
@@ -40,16 +45,16 @@ def add_routes(
     store: Store,
     writable: Writable,
     checks: Checks,
-    runs: Runs,
+    orders: SampleOrders,
 ) -> None:
     bodies = Bodies()
     models = Models(settings, store, writable, checks)
-    sessions = SamplingSessions(store, models, runs)
-    operations = Operations(store, models, runs)
-    _add_sessions(service)
-    _add_calls(service, bodies, operations)
-    _add_posts(service, bodies, models, sessions, operations)
-    _add_management(service, bodies, models, sessions, Management(store, settings.runs_dir))
+    sessions = SamplingSessions(store, models, orders)
+    futures = Futures(store, models, orders)
+    _add_session_routes(service)
+    _add_posts(service, bodies, models, sessions, Operations(store, models), futures)
+    _add_management(service, bodies, models, sessions, Management(store))
+    _add_downloads(service, models, Downloads(store, settings.runs_dir))
 
 
 def _add(service: Service, method: str, path: str, route: Callable[..., Awaitable[Any]]) -> None:
@@ -58,8 +63,8 @@ def _add(service: Service, method: str, path: str, route: Callable[..., Awaitabl
     )
 
 
-def _add_sessions(service: Service) -> None:
-    """Adds what needs no body: a session is nothing but its id."""
+def _add_session_routes(service: Service) -> None:
+    """Adds the routes of the SDK's session, which is only its id."""
 
     async def create_session() -> dict[str, Any]:
         return {"type": "create_session", "session_id": secrets.token_hex(16)}
@@ -84,24 +89,20 @@ def _add_sessions(service: Service) -> None:
     _add(service, "GET", "healthz", health)
 
 
-def _add_calls(service: Service, bodies: Bodies, operations: Operations) -> None:
-    async def forward_backward(request: Request) -> dict[str, Any]:
-        return await operations.forward_backward(*await bodies.call(request))
-
-    for path in ("forward_backward", "forward"):
-        _add(service, "POST", path, forward_backward)
-
-
 def _add_posts(
     service: Service,
     bodies: Bodies,
     models: Models,
     sessions: SamplingSessions,
     operations: Operations,
+    futures: Futures,
 ) -> None:
-    def add(path: str, answer: Answer, most: int = MAX_BYTES) -> None:
+    async def forward_backward(request: Request) -> dict[str, Any]:
+        return await operations.forward_backward(*await bodies.message(request))
+
+    def add(path: str, answer: Answer, max_bytes: int = MAX_JSON_BYTES) -> None:
         async def route(request: Request) -> Response:
-            found = await answer(*await bodies.json(request, most))
+            found = await answer(*await bodies.json(request, max_bytes))
             return found if isinstance(found, Response) else JSONResponse(found)
 
         _add(service, "POST", path, route)
@@ -111,8 +112,10 @@ def _add_posts(
 
     async def load(body: dict[str, Any], digest: str) -> dict[str, Any]:
         is_new = body.get("session_id") is not None
-        return await (models.load(body) if is_new else operations.load(body, digest))
+        return await (models.load(body) if is_new else operations.refuse_load(body, digest))
 
+    for path in ("forward_backward", "forward"):
+        _add(service, "POST", path, forward_backward)
     add("create_model", lambda body, _: models.create(body))
     add("load_weights", load)
     add("get_info", lambda body, _: models.info(body))
@@ -123,7 +126,7 @@ def _add_posts(
     add("unload_model", operations.unload)
     add("create_sampling_session", lambda body, _: sessions.create(body))
     add("asample", lambda body, _: sessions.order(body), MAX_SAMPLE_BYTES)
-    add("retrieve_future", lambda body, _: operations.retrieve(body))
+    add("retrieve_future", lambda body, _: futures.retrieve(body))
 
 
 def _add_management(
@@ -154,22 +157,24 @@ def _add_management(
         await management.expire(await models.get(id), checkpoint, read_ttl(body))
         return Response(status_code=204)
 
-    async def urls(id: str, checkpoint: str, request: Request) -> dict[str, Any]:
-        root = f"{request.base_url}api/v1/files"
-        return await management.urls(await models.get(id), checkpoint, root)
-
-    async def file(sign: str, expires: int, job: str, number: int, name: str) -> Response:
-        path = await management.file(sign, expires, job, number, name)
-        return DownloadedFile(path, path.name)
-
-    one = "training_runs/{id}/checkpoints/{checkpoint:path}"
     _add(service, "GET", "get_server_capabilities", models.capabilities)
     _add(service, "GET", "samplers/{id}", sessions.get)
     _add(service, "GET", "training_runs", training_runs)
     _add(service, "GET", "training_runs/{id}", training_run)
     _add(service, "GET", "training_runs/{id}/checkpoints", checkpoints)
     _add(service, "GET", "checkpoints", all_checkpoints)
-    _add(service, "GET", f"{one}/external_weights_urls", urls)
-    _add(service, "PUT", f"{one}/ttl", expire)
-    _add(service, "DELETE", one, delete)
-    _add(service, "GET", "files/{sign}/{expires}/{job}/{number}/{name:path}", file)
+    _add(service, "PUT", f"{CHECKPOINT}/ttl", expire)
+    _add(service, "DELETE", CHECKPOINT, delete)
+
+
+def _add_downloads(service: Service, models: Models, downloads: Downloads) -> None:
+    async def urls(id: str, checkpoint: str, request: Request) -> dict[str, Any]:
+        return await downloads.urls(await models.get(id), checkpoint, str(request.base_url))
+
+    async def file(sign: str, expires: int, job: str, number: int, name: str) -> Response:
+        path = await downloads.file(sign, expires, job, number, name)
+        return DownloadedFile(path, path.name)
+
+    _add(service, "GET", f"{CHECKPOINT}/external_weights_urls", urls)
+    files = FILES.removeprefix(f"{ROOT}/")
+    _add(service, "GET", f"{files}/{{sign}}/{{expires}}/{{job}}/{{number}}/{{name:path}}", file)

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from pathlib import Path
 from typing import Any
 
 from services.orchestrator.programs.log import OperationLog
-from services.orchestrator.programs.sampling import Runs
+from services.orchestrator.programs.sampling import SampleOrders
 from services.orchestrator.programs.saved import Saved
 from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import to_disk
 from services.orchestrator.tinker import mapping, requests
 from services.orchestrator.tinker.models import MAX_LISTED, Models, is_put_away, read_job
+from services.orchestrator.tinker.paths import SESSION, future_of_samples
 from shared.errors import BadRequest, Conflict
 from shared.job import Job
 from shared.wire import TERMINAL, JobRecord, SampleOrder, SamplingSession
-
-SESSION = re.compile(r"[0-9]{1,12}|x[0-9a-f]{16}")
-"""Name of a session of samples: the number of a snapshot without a name, or a digest."""
 
 
 class SamplingSessions:
     """The sessions of samples. Each lies in the run folder of the model that samples for it."""
 
-    def __init__(self, store: Store, models: Models, runs: Runs) -> None:
+    def __init__(self, store: Store, models: Models, orders: SampleOrders) -> None:
         self._store = store
         self._models = models
-        self._runs = runs
+        self._orders = orders
 
     async def create(self, body: dict[str, Any]) -> dict[str, Any]:
         """Opens a session on a snapshot, by its path, or on a base model. The same number of the
         SDK's session is the same session."""
-        number = mapping.session_of(body, "sampling_session_seq_id")
+        key = mapping.creation_key(body, "sampling_session_seq_id")
         path, base = requests.field(body, "model_path", str), body.get("base_model")
         if path:
             source, session = await self._snapshot(path)
@@ -51,7 +48,7 @@ class SamplingSessions:
         else:
             session = SamplingSession(own_weights=True)
             sampler = await self._sampler(body, mapping.sampler_document(body), 0)
-        id = "x" + requests.digest(number.encode())[:16]
+        id = "x" + requests.digest_of(key.encode())[:16]
         await to_disk(OperationLog(Path(sampler.run_dir)).open_session, id, session)
         return {"type": "create_sampling_session", "sampling_session_id": f"{sampler.id}:{id}"}
 
@@ -75,18 +72,19 @@ class SamplingSessions:
         for status in ("running", "queued", "paused"):
             listed = await self._store.list(None, MAX_LISTED, Wanted(status=status))
             for one in listed.jobs:
-                if one.metadata.get(mapping.MODEL, "").rpartition(":train:")[0] != program:
+                if mapping.program_of(one.metadata) != program:
                     continue
                 record = await self._store.get(one.id)
                 may_run = status != "paused" or is_put_away(record)
                 if may_run and _can_sample(record.job, wanted.model, rank):
                     return record
-        key = f"tinker:{program}:sampler:{requests.digest(repr(document).encode())}"
+        key = f"tinker:{program}:sampler:{requests.digest_of(repr(document).encode())}"
         while (found := await self._models.submitted(wanted, key)).status in TERMINAL:
             key = f"{key[:200]}:{found.id}"
         return found
 
     async def get(self, id: str) -> dict[str, Any]:
+        """Returns which weights a session samples."""
         record, session, _ = await self._session(id)
         return {
             "sampler_id": id,
@@ -100,7 +98,7 @@ class SamplingSessions:
         if not SESSION.fullmatch(name):
             raise _no_session(id)
         record = await self._models.get(model_id)
-        session = await asyncio.to_thread(_session, Path(record.run_dir), name)
+        session = await asyncio.to_thread(_stored_session, Path(record.run_dir), name)
         if session is None:
             raise _no_session(id)
         return record, session, name
@@ -127,12 +125,12 @@ class SamplingSessions:
         if record.status in TERMINAL and await asyncio.to_thread(log.ordered, id) is None:
             raise Conflict(
                 f"the model {record.id!r}, which samples for this session, is {record.status}; "
-                "expected a session that was opened since: a new sampling client"
+                "expected a session on a model that has not ended: create a new sampling client"
             )
         await to_disk(log.order, id, order)
-        self._runs.carry_out(record.id, id, log)
+        self._orders.carry_out(record.id, id, log)
         return {
-            "request_id": f"{record.id}:sample:{id}",
+            "request_id": future_of_samples(record.id, id),
             "model_id": record.id,
             "sample_sequence_ids": [f"{record.id}:{id}:{each}" for each in range(sampling.n)],
         }
@@ -145,7 +143,7 @@ def _can_sample(job: Job, base_model: str, rank: int) -> bool:
     return is_fit and job.served_rank is not None and job.served_rank >= rank
 
 
-def _session(run: Path, name: str) -> SamplingSession | None:
+def _stored_session(run: Path, name: str) -> SamplingSession | None:
     """Returns the session of that name. The number of a snapshot is a session too."""
     if not name.isdecimal():
         return OperationLog(run).session(name)
@@ -157,5 +155,5 @@ def _session(run: Path, name: str) -> SamplingSession | None:
 def _no_session(id: str) -> BadRequest:
     return BadRequest(
         f"'sampling_session_id': got {id!r:.120}; expected a session of this server whose snapshot "
-        "is there"
+        "still exists"
     )

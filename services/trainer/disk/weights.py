@@ -33,7 +33,7 @@ from shared.host.disk import run_for_volume, write_file
 from shared.job import JOB_ID, SyncMethod
 from shared.settings import Settings
 from shared.weights import digest
-from shared.weights.checkpoints import CONFIG, FILES, SNAPSHOTS, adapter_digests
+from shared.weights.checkpoints import CONFIG, FILES, SNAPSHOT, SNAPSHOTS, adapter_digests
 from shared.wire import (
     AdapterWeights,
     AnyWeights,
@@ -51,9 +51,6 @@ KEEP_VERSIONS = 2
 """How many versions stay: a sampler may still be reading the one before the newest."""
 
 SPARE = ASIDE + "spare"
-
-SNAPSHOT = "s"
-"""The first letter of a snapshot's folder."""
 
 Save = Callable[[Path], dict[str, str]]
 """Writes `*.safetensors` in the trainer's dtype under Hugging Face names (tied weights once) and

@@ -31,8 +31,10 @@ from shared.wire import (
 )
 
 HOLD_S = 0.1
+"""Seconds that a job whose gradient waits has to send its next command."""
 
 TURN_TOKENS = 1 << 17
+"""Tokens of calls after which only the job's optimizer step still goes first."""
 
 COMMAND_TOKENS = 1000
 """What a command that computes no tokens is charged for, on an account of its own."""
@@ -71,9 +73,9 @@ class FairQueue:
         self._ends: dict[str, float] = {}  # by payer
         self._payers: dict[str, str] = {}  # by job
         self._weights: dict[str, float] = {}  # by job
-        self._has_gradient: str | None = None
+        self._gradient_job: str | None = None
         self._turn_tokens = 0  # of the gradient that waits, since its job's turn began
-        self._pending: dict[str, int] = {}
+        self._gradient_tokens: dict[str, int] = {}  # by job, since its optimizer step
 
     def put(self, ticket: Ticket) -> None:
         with self._changed:
@@ -84,7 +86,7 @@ class FairQueue:
             if ticket.num_tokens:
                 begin = self._charge(job_id, ticket.num_tokens)
             else:  # at once, but for the job's own commands before it, and unless it sends many
-                own = [begin for begin, _, other in self._waiting if other.job_id == job_id]
+                own = [begin for begin, _, _ in self._waiting_of(job_id)]
                 begin = max([*own, self._charge(job_id, COMMAND_TOKENS, "commands of ")])
             self._number += 1
             self._waiting.append((begin, self._number, ticket))
@@ -102,48 +104,48 @@ class FairQueue:
         with self._changed:
             if not self._changed.wait_for(lambda: self._waiting, timeout_s):
                 return None
-            chosen = self._held() or min(self._waiting)
+            chosen = self._of_turn() or min(self._waiting)
             self._waiting.remove(chosen)
             begin, _, ticket = chosen
             self._now = max(self._now, begin)
             self._note_gradient(ticket)
             if not self._waiting:
-                self._forget_others()
+                self._forget_idle()
             return ticket
 
     def _note_gradient(self, ticket: Ticket) -> None:
         """Notes whose gradient waits, and charges its job for making it again after a turn."""
-        job_id, pending = ticket.job_id, self._pending
+        job_id, pending = ticket.job_id, self._gradient_tokens
         if isinstance(ticket.body, ForwardBackwardRequest | OptimStepRequest):
-            if job_id in pending and job_id != self._has_gradient:
+            if job_id in pending and job_id != self._gradient_job:
                 self._charge(job_id, pending[job_id])
             if isinstance(ticket.body, ForwardBackwardRequest):
-                before = self._turn_tokens if job_id == self._has_gradient else 0
+                before = self._turn_tokens if job_id == self._gradient_job else 0
                 self._turn_tokens = before + ticket.num_tokens
                 pending[job_id] = pending.get(job_id, 0) + ticket.num_tokens
-                self._has_gradient = job_id
+                self._gradient_job = job_id
                 return
             pending.pop(job_id, None)
         elif isinstance(ticket.body, TrainerJob):
             pending.pop(job_id, None)
-        if job_id == self._has_gradient or ticket.num_tokens:
-            self._has_gradient = None
+        if job_id == self._gradient_job or ticket.num_tokens:
+            self._gradient_job = None
 
-    def _held(self) -> tuple[float, int, Ticket] | None:
-        """Returns the next command of the job whose gradient waits, if it comes soon: an optimizer
-        step, or as long as the job's turn is not over."""
-        job_id = self._has_gradient
+    def _of_turn(self) -> tuple[float, int, Ticket] | None:
+        """Waits up to HOLD_S for the job whose gradient waits, and returns its next command: an
+        optimizer step, or any while its turn is not over. None: another job is next."""
+        job_id = self._gradient_job
         if job_id is None:
             return None
 
-        def own() -> list[tuple[float, int, Ticket]]:
-            return [each for each in self._waiting if each[2].job_id == job_id]
-
-        self._changed.wait_for(own, HOLD_S)
-        first = min(own(), default=None)
+        self._changed.wait_for(lambda: self._waiting_of(job_id), HOLD_S)
+        first = min(self._waiting_of(job_id), default=None)
         is_over = self._turn_tokens > TURN_TOKENS
         return None if first and is_over and first[2].num_tokens else first
 
-    def _forget_others(self) -> None:
+    def _waiting_of(self, job_id: str) -> list[tuple[float, int, Ticket]]:
+        return [each for each in self._waiting if each[2].job_id == job_id]
+
+    def _forget_idle(self) -> None:
         """Forgets payers that are not ahead of the queue: they begin where it is."""
         self._ends = {payer: end for payer, end in self._ends.items() if end > self._now}

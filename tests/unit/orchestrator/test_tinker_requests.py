@@ -82,6 +82,8 @@ def test_bounds_are_compared_with_the_default_of_the_other_one() -> None:
     datum = {"target_tokens": [6, 7], "logprobs": [-1, -2], "advantages": [0, 3]}
     with pytest.raises(BadRequest, match="expected numbers of 0 or more, and a clip_low_threshold"):
         read(call("ppo", datum, clip_low_threshold=1.5))
+    with pytest.raises(BadRequest, match="with loss_fn 'dro'; expected a beta of 0 or more"):
+        read(call("dro", datum, beta=-1.0))
     loss = read(call("cispo", datum, clip_low_threshold=1.5)).loss
     assert loss is not None and loss.bounds == (1.5, 4.0)
 
@@ -108,8 +110,14 @@ PLAIN = {"target_tokens": [6, 7]}
     ("change", "message"),
     [
         (lambda d: setattr(d.model_input[0].encoded_text, "tokens", b"abc"), "3 bytes of tokens"),
-        (lambda d: d.loss_fn_inputs["weights"].shape.append(7), "shape [7] and 8 bytes of f4"),
-        (lambda d: setattr(d.loss_fn_inputs["weights"], "dense", b"abc"), "has 3 bytes, expected"),
+        (
+            lambda d: d.loss_fn_inputs["weights"].shape.append(7),
+            "has the shape [7] and 8 bytes; expected 28 of float32",
+        ),
+        (
+            lambda d: setattr(d.loss_fn_inputs["weights"], "dense", b"abc"),
+            "has 3 bytes; expected a multiple of 4, of float32",
+        ),
         (lambda d: setattr(d.loss_fn_inputs["x"], "dense", b"abcd"), "has the input 'x'; expected"),
         (
             lambda d: setattr(
