@@ -220,6 +220,9 @@ async def test_every_snapshot_can_be_sampled_also_of_a_model_that_has_ended(stac
         request = await sampled_by(stack, session)
         assert request.snapshot is not None and request.snapshot.version == version
         assert (request.job_id, request.own_weights) == (model, False)
+    differs = {"session_id": "s", "sampling_session_seq_id": 0, "base_model": "owner/model"}
+    refused = await asked(stack, "create_sampling_session", differs)
+    assert refused.status_code == 409 and "was opened with another body" in refused.text
     other = await session_on(stack, 1, model_path=path)
     assert (await sampled_by(stack, other)).snapshot, "number 0 is free in each session"
 

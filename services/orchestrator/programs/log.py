@@ -124,8 +124,12 @@ class OperationLog:
         ]
 
     def open_session(self, id: str, session: SamplingSession) -> None:
-        disk.make_folder(self._folder)
-        disk.write_file(self._file(f"session-{id}"), _packed(session))
+        """Returns once the session is on disk; one that is there stays. Raises Conflict,
+        "body_differs", for an id that came with other weights."""
+        if not self._create(f"session-{id}", session):
+            known = self.session(id)
+            if known is None or known.of_path != session.of_path:
+                raise _differs(f"session {id} was opened")
 
     def session(self, id: str) -> SamplingSession | None:
         """Returns the session; None without one."""
