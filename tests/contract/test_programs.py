@@ -289,6 +289,19 @@ async def test_the_same_number_happens_once_and_another_body_is_refused(stack: S
     assert stack.fakes.calls["forward_backward"] == 1
 
 
+async def test_a_model_is_unloaded_once_though_operations_come_at_the_same_time(
+    stack: Stack,
+) -> None:
+    model = await created(stack)
+    calls = [asked(stack, "forward_backward", call(model, number)) for number in range(1, 9)]
+    unload = post(stack, "unload_model", {"model_id": model})
+    *answers, ended = await asyncio.gather(*calls, unload)
+    assert (await result(stack, ended))["type"] == "unload_model"
+    assert (await stack.until(model)).status == "succeeded"
+    assert await post(stack, "unload_model", {"model_id": model}) == ended, "it has ended once"
+    assert {answer.status_code for answer in answers} <= {200, 409}
+
+
 async def test_after_a_trainers_death_its_operations_are_done_again(stack: Stack) -> None:
     """The trainer comes back from its checkpoint of operation 2."""
     model = await created(stack)

@@ -67,12 +67,21 @@ class Operations:
         return await self._numbered(body, digest, refuse)
 
     async def unload(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
-        """Accepts the model's end, after all that has come, and returns the id of its future."""
+        """Accepts the model's end, after all that has come, and returns the id of its future. Again
+        it is the same end."""
         record = await self._models.get(requests.id_of(body, "model_id"))
         log = OperationLog(Path(record.run_dir))
-        number = await asyncio.to_thread(log.newest) + 1
         operation = ProgramOperation(kind="unload", digest=digest)
-        return await self._accept(record.id, number, digest, lambda: operation)
+        while True:
+            newest = await asyncio.to_thread(log.newest)
+            last = await asyncio.to_thread(log.operation, newest)
+            if last is not None and last.kind == "unload":
+                return {"request_id": future_of(record.id, newest), "model_id": record.id}
+            try:
+                return await self._accept(record.id, newest + 1, digest, lambda: operation)
+            except Conflict as error:
+                if error.code != "body_differs":  # else another operation has come meanwhile
+                    raise
 
     async def _numbered(self, body: dict[str, Any], digest: str, read: Read) -> dict[str, Any]:
         model_id = requests.id_of(body, "model_id")
