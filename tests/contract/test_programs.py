@@ -17,7 +17,7 @@ import zstandard
 
 from services.orchestrator.programs import driving, log, sampling
 from services.orchestrator.programs.saved import Saved
-from services.orchestrator.tinker import bodies, messages
+from services.orchestrator.tinker import bodies, futures, messages
 from shared.errors import Conflict, Failed, StateLost
 from shared.weights.checkpoints import MANIFEST, STATE
 from shared.wire import (
@@ -415,6 +415,26 @@ async def test_a_model_that_rests_makes_room_and_comes_back(
     assert (await result(stack, done))["metrics"] == {"grad_norm:mean": 2.0}
     assert [one.job_id for one in stack.fakes.operations] == [first, first]
     assert tuple(stack.fakes.operations[0].examples[0].token_ids) == (6, 7)
+
+
+async def test_a_program_waits_while_somebody_has_paused_its_model(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(futures, "WAIT_S", 0.2)
+    model = await created(stack)
+    await result(stack, await post(stack, "forward_backward", call(model, 1)))
+    await stack.http.post(f"/v1/jobs/{model}/pause")
+    await stack.until(model, "paused")
+    answer = await post(stack, "forward_backward", call(model, 2))
+    waiting = await asked(stack, "retrieve_future", {"request_id": answer["request_id"]})
+    assert waiting.status_code == 408 and waiting.json() == {
+        "type": "try_again",
+        "request_id": answer["request_id"],
+        "queue_state": "paused_capacity",
+        "queue_state_reason": f"somebody paused it; `hone resume {model}` goes on",
+    }
+    await stack.http.post(f"/v1/jobs/{model}/resume")
+    assert dict((await result(stack, answer)).metrics) == {"loss:sum": 2.0}
 
 
 async def test_a_model_whose_samples_are_under_way_is_not_put_away(

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from services.orchestrator.programs.log import OperationLog
 from services.orchestrator.programs.sampling import SampleOrders
 from services.orchestrator.store.store import Store
+from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST
 from services.orchestrator.tinker import requests, results
 from services.orchestrator.tinker.models import Models, is_put_away
 from services.orchestrator.tinker.paths import NUMBER, SAMPLE
@@ -46,9 +47,8 @@ class Futures:
             if found is not None:
                 return found
             if time.monotonic() > end:
-                return JSONResponse(
-                    {"type": "try_again", "request_id": id, "queue_state": "active"}, 408
-                )
+                state = {"type": "try_again", "request_id": id, **_queue_state(record)}
+                return JSONResponse(state, 408)
             await asyncio.sleep(POLL_S)
             record = await self._models.get(model_id)
 
@@ -65,7 +65,7 @@ class Futures:
             raise NotFound(f"there is no request {record.id}:{rest}")
         if found is None and is_put_away(record):
             await self._store.resume(record.id)
-        elif found is None and record.status in (*TERMINAL, "paused"):
+        elif found is None and _is_over(record):
             why = f"the model {record.id!r} is {record.status}: {record.error or 'it has ended'}"
             return _failed(why, user=False)
         return found
@@ -83,6 +83,24 @@ class Futures:
         if samples.group is None or samples.error:
             return _failed(samples.error or "there are no samples", user=True)
         return Response(results.sample_response(order, samples.group), media_type=PROTOBUF)
+
+
+def _is_over(record: JobRecord) -> bool:
+    """Whether the model has ended, or is paused for an error that somebody has to mend."""
+    if record.status == "paused":
+        return record.error != PAUSED_ON_REQUEST and not is_put_away(record)
+    return record.status in TERMINAL
+
+
+def _queue_state(record: JobRecord) -> dict[str, Any]:
+    """Returns what the SDK logs of a model that waits for long."""
+    if record.status == "running":
+        return {"queue_state": "active"}
+    if record.status == "paused" and not is_put_away(record):
+        reason = f"somebody paused it; `hone resume {record.id}` goes on"
+    else:
+        reason = "it waits for a place on the trainer"
+    return {"queue_state": "paused_capacity", "queue_state_reason": reason}
 
 
 def _operation_result(model_id: str, log: OperationLog, number: int) -> Response | None:
