@@ -6,6 +6,7 @@ import gzip
 import json
 import random
 from collections.abc import Callable
+from math import gcd
 from pathlib import Path
 
 GSM8K = Path(__file__).parents[2] / "tests" / "data" / "gsm8k" / "test.jsonl.gz"
@@ -25,6 +26,12 @@ def two(rng: random.Random, low: int = 2, high: int = 99) -> tuple[int, int]:
     """Returns two different numbers, the smaller first."""
     first, second = sorted(rng.sample(range(low, high), 2))
     return first, second
+
+
+def lowest(above: int, below: int) -> tuple[int, int]:
+    """Returns the terms of a fraction in its lowest terms."""
+    divisor = gcd(above, below)
+    return above // divisor, below // divisor
 
 
 def _rows() -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from bench.answers.made import Made, kind, row, two
+from bench.answers.made import Made, kind, lowest, row, two
 
 
 @kind
@@ -15,6 +15,19 @@ def gsm8k_solutions(rng: random.Random) -> Made:
         [f"{n}", f"{n:,}", f"{n}.0"],
         [f"{n + 1}", f"{-n - 1}"],
     )
+
+
+@kind
+def answers_that_are_not_worked_out(rng: random.Random) -> Made:
+    n, (a, b) = row(rng) + 1, two(rng)
+    wrong = [rf"{a} \cdot {b}", f"{a}*{b}", rf"\frac{{{a * b * n}}}{{{n}}}", f"x = {a}*{b}", "8+9"]
+    right = [
+        f"{a * b}",
+        rf"{a} \cdot {b} = {a * b}",
+        f"{a * b} = {a}*{b}",
+        f"x = {a}*{b} = {a * b}",
+    ]
+    return f"{a * b}", right, [*wrong, f"{a}*{b} = {b}*{a}", f"{a}*{b} = {a * b + 1}"]
 
 
 @kind
@@ -73,8 +86,10 @@ def aime(rng: random.Random) -> Made:
 @kind
 def decimals(rng: random.Random) -> Made:
     n, m = rng.randrange(1, 99), rng.randrange(1, 9)
-    right = [f"{n}.{m}0", rf"\frac{{{n * 10 + m}}}{{10}}", f"{n * 10 + m}/10"]
-    return f"{n}.{m}", right, [f"{n}.{m}1", f"{n},{m}", f"{n}.{m}00001", f"{n}"]
+    top, bottom = lowest(n * 10 + m, 10)
+    right = [f"{n}.{m}0", rf"\frac{{{top}}}{{{bottom}}}", f"{top}/{bottom}"]
+    wrong = [f"{n}.{m}1", f"{n},{m}", f"{n}.{m}00001", f"{n}", f"{n}{m}0/100", f"{n} + 0.{m}"]
+    return f"{n}.{m}", right, wrong
 
 
 @kind
@@ -106,8 +121,9 @@ def scientific_large(rng: random.Random) -> Made:
 @kind
 def fractions_of_numbers(rng: random.Random) -> Made:
     a, b = two(rng, 3, 50)
-    right = [f"{a}/{b}", rf"\dfrac{{{a}}}{{{b}}}", rf"\frac{{{2 * a}}}{{{2 * b}}}"]
-    wrong = [f"{b}/{a}", f"-{a}/{b}", f"{a}:{b}", f"{a}/{b + 1}", f"{a} {b}"]
+    top, bottom = lowest(a, b)
+    right = [f"{a}/{b}", rf"\dfrac{{{a}}}{{{b}}}", rf"\frac{{{top}}}{{{bottom}}}"]
+    wrong = [f"{b}/{a}", f"-{a}/{b}", f"{a}:{b}", f"{a}/{b + 1}", f"{a} {b}", f"{2 * a}/{2 * b}"]
     return rf"\frac{{{a}}}{{{b}}}", right, wrong
 
 
@@ -128,7 +144,8 @@ def rounded_fractions(rng: random.Random) -> Made:
 @kind
 def mixed_numbers(rng: random.Random) -> Made:
     n, (a, b) = rng.randrange(2, 9), two(rng, 2, 9)
-    right = [f"{n} {a}/{b}", rf"\frac{{{n * b + a}}}{{{b}}}", rf"{n}\tfrac{{{a}}}{{{b}}}"]
+    top, bottom = lowest(n * b + a, b)
+    right = [f"{n} {a}/{b}", rf"\frac{{{top}}}{{{bottom}}}", rf"{n}\tfrac{{{a}}}{{{b}}}"]
     return (
         rf"{n}\frac{{{a}}}{{{b}}}",
         right,

@@ -61,15 +61,15 @@ def pi_as_a_word(rng: random.Random) -> Made:
 def roots_without_braces(rng: random.Random) -> Made:
     n = rng.randrange(2, 10)
     wrong = [rf"\sqrt[3] {n}", rf"\sqrt[4]{{{n**3}}}", f"sqrt({n * n + 1})", rf"\sqrt {n}"]
-    right = [rf"\sqrt[3]{{{n**3}}}", f"sqrt({n * n})", rf"\sqrt{{{n * n}}}"]
-    return f"{n}", [*right, r"\sqrt[3]8"] if n == 2 else right, wrong
+    right = [f"{n}", rf"\sqrt[3]{{{n**3}}}", f"sqrt({n * n})", rf"\sqrt{{{n * n}}}"]
+    return rf"\sqrt{{{n * n}}}", [*right, r"\sqrt[3]8"] if n == 2 else right, wrong
 
 
 @kind
 def complex_powers(rng: random.Random) -> Made:
     n = rng.randrange(2, 30)
     wrong = [rf"{n} e^{{i}}", rf"{n} e^{{\pi}}", f"{n}i", rf"{n} e^{{2 i\pi}}", f"{n} I^2"]
-    return f"-{n}", [rf"{n} e^{{i\pi}}", rf"{n} e^{{\pi i}}", f"{n}i^2"], wrong
+    return rf"{n} \cos \pi", [f"-{n}", rf"{n} e^{{i\pi}}", rf"{n} e^{{\pi i}}", f"{n}i^2"], wrong
 
 
 @kind

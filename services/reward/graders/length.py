@@ -47,7 +47,11 @@ class LengthParams(Params):
 
 @grader("length")
 def length(items: Sequence[ScoreItem], params: LengthParams) -> list[Part]:
-    """1 for a completion whose length in characters is right; `shape` says what others get."""
+    """1 for a completion whose length in characters is right; `shape` says what others get.
+
+    A reward for form: any text of that length earns it, without `min` an empty one too. Use it
+    beside a grader of the answer, with `shaping = true`.
+    """
     low, high = params.target or params.min, params.target or params.max
     return [_part(len(item.completion), low, high, params.shape) for item in items]
 
@@ -88,7 +92,7 @@ class OverlongParams(Params):
 @grader("overlong")
 class Overlong(ItemGrader[OverlongParams]):
     """0 for a completion of up to `max_tokens - buffer_tokens` tokens, falling to `-penalty` at
-    `max_tokens` and beyond."""
+    `max_tokens` and beyond. An empty one loses nothing: use it beside a grader of the answer."""
 
     async def grade_item(self, item: ScoreItem) -> Part:
         if item.num_tokens is None:
@@ -118,7 +122,11 @@ OPEN, CLOSE = "<think>", "</think>"
 @grader("think_format")
 def think_format(items: Sequence[ScoreItem]) -> list[Part]:
     """1 for a completion of exactly one <think>...</think> at its start and then a non-empty
-    answer, else 0."""
+    answer, else 0.
+
+    A reward for form: `<think></think>a` earns it. Use it beside a grader of the answer, with
+    `shaping = true`.
+    """
     faults = [_fault(item.completion) for item in items]
     return [right_or_wrong(not fault, fault) for fault in faults]
 

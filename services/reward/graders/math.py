@@ -1,8 +1,10 @@
-r"""Rewards a mathematically right answer: `\boxed{}`, GSM8K's `#### 18`, or whatever math-verify
-finds in the text.
+r"""Rewards a mathematically right answer: `\boxed{}`, GSM8K's `#### 18`, or what the text states at
+its end.
 
 Plain numbers ("1,200", "$18", "3/4", "1.6e-19", "18.0 dollars") and texts are compared here,
-formulas in a process with limits of time and memory (`grading/answers/`).
+formulas in a process with limits of time and memory (`grading/answers/`). Where the row's answer is
+a plain number, an unmarked text is read here too (`grading/answers/statements.py`); where it is a
+formula or a text, by math-verify in that process.
 """
 
 from __future__ import annotations
@@ -13,11 +15,17 @@ from typing import Any
 
 from pydantic import Field
 
-from services.reward.grading.answers import Amount, Form, Named, Relation, Text
-from services.reward.grading.answers.comparing import Formulas, NeedsFormulas, same
+from services.reward.grading.answers import Amount, Named, Relation, Text
+from services.reward.grading.answers.comparing import Formulas, NeedsFormulas, numbers_of, same
 from services.reward.grading.answers.forms import read
 from services.reward.grading.answers.latex import clean
 from services.reward.grading.answers.numbers import Number, equal, final_answer, number
+from services.reward.grading.answers.statements import (
+    TAIL_CHARS,
+    says_answer,
+    stated_number,
+    without_markdown,
+)
 from services.reward.grading.limited.pool import Call
 from services.reward.grading.registry import (
     Column,
@@ -28,9 +36,6 @@ from services.reward.grading.registry import (
     wrong_row,
 )
 from shared.wire import Part, ScoreItem
-
-TAIL_CHARS = 4000
-"""Characters at the end of a completion without a marked answer that math-verify searches."""
 
 MAX_ANSWER_CHARS = 2000
 MAX_PLAIN_CHARS = 500
@@ -53,14 +58,22 @@ class MathParams(Params):
     strict: bool = False
     """Only an answer that the completion marks with `\\boxed{}` or `####` counts."""
 
-    evaluated: bool = False
-    """Where the row's answer is a plain number, the completion's must be one too: `408`, not `12
-    \\cdot 34`."""
+    expressions: bool = False
+    """Where the row's answer is a plain number, an expression that evaluates to it counts too: `12
+    \\cdot 34` for `408`. A completion may then repeat the question."""
 
 
 @grader("math")
 class Math(ItemGrader[MathParams]):
-    """1 if the completion's final answer is mathematically equal to the row's, else 0."""
+    """1 if the completion's final answer is mathematically equal to the row's, else 0.
+
+    Where the row's answer is a plain number, the completion's must be one too, worked out: `8 + 9`,
+    `34/2` and `\\sqrt{289}` are not `17`, and of a text that marks no answer the last sentence with
+    a number, or the one that says "the answer is", must state one number. How it is written is
+    free, and so is how a formula is written. A task that asks for another notation (3 dozen in
+    digits, 5 km in m, 75% as a decimal) or another form of a formula (expand, simplify) can
+    therefore be answered with its question: use `exact_match` for it, or `regex`.
+    """
 
     pure = True
     has_full_mark = True
@@ -89,33 +102,48 @@ class Math(ItemGrader[MathParams]):
 
     async def grade_item(self, item: ScoreItem) -> Part:
         completion, wanted = item.completion, self._wanted(item.row)
-        given = final_answer(completion)
-        if given is None and self.params.strict:
+        answer = final_answer(completion)
+        if answer is not None:
+            return await self._compared(_inner(answer), wanted)
+        if self.params.strict:
             return right_or_wrong(False, "no answer in \\boxed{} or after ####")
-        if given is not None and len(given) > MAX_ANSWER_CHARS:
-            return right_or_wrong(False, f"an answer of {len(given)} characters")
-        if given is None and not _is_plain(completion):
-            return await self._grade_unmarked(completion, wanted)
-        answer = completion.strip() if given is None else given
-        plain, wanted_plain = number(answer), _known_number(wanted)
+        if _is_plain(completion):
+            return await self._compared(without_markdown(completion), wanted)
+        end = completion.rstrip()[-SHOWN_CHARS:]
+        shown = f"no \\boxed{{}} or ####, read from {end!r}"
+        if _known_number(wanted) is None:
+            return await self._searched(completion, wanted, shown)
+        stated = stated_number(completion)
+        if stated is not None:
+            return await self._compared(stated, wanted, f"{shown}: {stated!r:.80}")
+        if self.params.expressions:
+            return await self._searched(completion, wanted, shown)
+        return right_or_wrong(
+            False, f"{shown}, which states no plain number, wanted {wanted!r:.80}"
+        )
+
+    async def _compared(self, answer: str, wanted: str, shown: str = "") -> Part:
+        if len(answer) > MAX_ANSWER_CHARS:
+            return right_or_wrong(False, f"an answer of {len(answer)} characters")
+        shown = shown or f"{answer!r:.80}"
+        known = _known_number(wanted)
+        if known and not self.params.expressions and not _is_worked_out(answer, known):
+            return _part(False, f"{shown} is no plain number", wanted)
+        plain, wanted_plain = number(answer), number(wanted)
         if plain and wanted_plain:
-            return _part(equal(plain, wanted_plain), f"{answer!r:.80}", wanted)
-        ours, theirs = read(answer), read(wanted)
-        if self.params.evaluated and _is_number(theirs) and not _is_number(ours):
-            return right_or_wrong(False, f"{answer!r:.80} is no plain number")
+            return _part(equal(plain, wanted_plain), shown, wanted)
         try:
-            right = clean(answer) == clean(wanted) or same(ours, theirs, Formulas())
-            return _part(right, f"{answer!r:.80}", wanted)
+            right = clean(answer) == clean(wanted) or same(read(answer), read(wanted), Formulas())
+            return _part(right, shown, wanted)
         except NeedsFormulas:
             call = self._call("compared", answer, wanted)
         right, why = await self.tools.limited.run(call)
-        return _part(right, f"{answer!r:.80}", wanted, why)
+        return _part(right, shown, wanted, why)
 
-    async def _grade_unmarked(self, completion: str, wanted: str) -> Part:
-        end = completion.rstrip()[-SHOWN_CHARS:]
-        shown = f"no \\boxed{{}} or ####, read from {end!r}"
-        if self.params.evaluated and _is_number(read(wanted)):
-            return right_or_wrong(False, "the answer is no plain number")
+    async def _searched(self, completion: str, wanted: str, shown: str) -> Part:
+        """Returns the part for a completion in which math-verify finds the answer."""
+        if completion.rstrip().endswith("?") and not says_answer(completion):
+            return _part(False, f"{shown}, which is a question", wanted)
         call = self._call("found_in", completion[-TAIL_CHARS:], wanted)
         right, why = await self.tools.limited.run(call)
         return _part(right, shown, wanted, why)
@@ -126,21 +154,33 @@ class Math(ItemGrader[MathParams]):
 
 @lru_cache(maxsize=4096)
 def _known_number(wanted: str) -> Number | None:
-    """Returns `number(wanted)`, cached because all completions of a group have the same row."""
-    return number(wanted)
+    """Returns the plain number that a row's answer is, or has a name for; None if it is none.
+    Cached because all completions of a group have the same row."""
+    form = read(wanted)
+    form = form.values[-1] if isinstance(form, Named) else form
+    return form.number if isinstance(form, Amount) else None
+
+
+def _inner(answer: str) -> str:
+    """Returns a marked answer without Markdown, and what `#### The answer is 18` states."""
+    answer = without_markdown(answer)
+    return stated_number(answer) or answer if says_answer(answer) else answer
 
 
 def _is_plain(completion: str) -> bool:
     """Returns whether a completion without a marked answer is only a number or a word."""
-    if len(completion) > MAX_PLAIN_CHARS or "\n" in completion.strip():
+    if len(completion) > MAX_PLAIN_CHARS or "\n" in completion.strip() or says_answer(completion):
         return False
-    form = read(completion)
-    return _is_number(form) or (isinstance(form, Text) and " " not in completion.strip())
+    form = read(without_markdown(completion))
+    return bool(numbers_of(form)) or (isinstance(form, Text) and " " not in completion.strip())
 
 
-def _is_number(form: Form) -> bool:
-    value = form.values[-1] if isinstance(form, Named) else form
-    return isinstance(value, Amount) and value.number is not None
+def _is_worked_out(answer: str, wanted: Number) -> bool:
+    """Returns whether `answer` is a plain number. A fraction is one in its lowest terms, or in the
+    row's."""
+    return any(
+        not found.is_division or found.terms == wanted.terms for found in numbers_of(read(answer))
+    )
 
 
 def _part(right: bool, shown: str, wanted: str, why: str = "") -> Part:

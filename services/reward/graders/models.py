@@ -50,7 +50,11 @@ class LlmJudgeParams(JudgeParams):
 
 @grader("llm_judge")
 class LlmJudge(JudgeGrader[LlmJudgeParams]):
-    """What a language model thinks of the completion by your rubric, 0 to 1."""
+    """What a language model thinks of the completion by your rubric, 0 to 1.
+
+    Whatever makes the judge say so earns it: the completion is marked as data, but may influence
+    the judge. Prefer rewards that can be checked, and read what it rewards.
+    """
 
     @property
     def sampling(self) -> JudgeSampling:
@@ -157,7 +161,11 @@ class ScoreModelParams(MessagesParams):
 @grader("score_model")
 class ScoreModel(MessagesGrader[ScoreModelParams]):
     """The number that a language model gives the completion, in `range`. As OpenAI's grader of that
-    name."""
+    name.
+
+    Whatever makes the judge say so earns it: the completion is marked as data, but may influence
+    the judge. Prefer rewards that can be checked, and read what it rewards.
+    """
 
     def form(self) -> dict[str, Said]:
         low, high = self.params.range
@@ -195,7 +203,11 @@ class LabelModelParams(MessagesParams):
 @grader("label_model")
 class LabelModel(MessagesGrader[LabelModelParams]):
     """1 if the label that a language model gives the completion is a passing one, else 0. As
-    OpenAI's grader of that name."""
+    OpenAI's grader of that name.
+
+    Whatever makes the judge say so earns it: the completion is marked as data, but may influence
+    the judge. Prefer rewards that can be checked, and read what it rewards.
+    """
 
     def form(self) -> dict[str, Said]:
         labels = self.params.labels

@@ -130,7 +130,11 @@ class MultiParams(Params):
 @grader("multi")
 class Multi(ItemGrader[MultiParams]):
     """The value of `calculate_output`, computed from the values of `graders`. As OpenAI's grader of
-    that name."""
+    that name.
+
+    A sum pays for each part alone, such as a form without an answer; a product pays for none
+    without the other.
+    """
 
     deadline_s = 900.0
 

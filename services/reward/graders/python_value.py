@@ -72,7 +72,9 @@ class PythonValue(ItemGrader[PythonValueParams]):
     """1 if the completion, run as Python, evaluates to the row's `target`, else 0. 15 and 15.0 are
     equal; True is not 1.
 
-    With `numbers`, it must be one arithmetic expression that uses exactly those numbers.
+    With `numbers`, it must be one arithmetic expression that uses exactly those numbers. Without,
+    any program that has the value earns 1: a question that is Python itself ("8 + 9") is its own
+    answer, so use `math` for those.
     """
 
     pure = True

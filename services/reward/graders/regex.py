@@ -78,7 +78,11 @@ class RegexParams(Params):
 @grader("regex")
 class Regex(ItemGrader[RegexParams]):
     """1 for a completion in which the pattern is found (and whose group is the row's `column`, if
-    one is named), else 0."""
+    one is named), else 0.
+
+    Without `column` any text with a match earns 1, a list of all options too: that is a reward for
+    a form. With it one match decides, the last or the first, however many there are.
+    """
 
     def __init__(self, spec: RewardSpec, params: RegexParams, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
@@ -123,6 +127,9 @@ class Regex(ItemGrader[RegexParams]):
         wanted = row[self.params.column] if self.params.column is not None else ""
         if type(wanted) not in (str, int):
             raise wrong_row(f"column {self.params.column!r} is {wanted!r:.80}; expected text")
+        if self.params.column is not None and not str(wanted).strip():
+            fault = "which a group that matches nothing equals; expected text"
+            raise wrong_row(f"column {self.params.column!r} is {wanted!r:.80}, {fault}")
         return str(wanted)
 
     async def grade_item(self, item: ScoreItem) -> Part:

@@ -35,7 +35,11 @@ class ExactMatchParams(Params):
 
 @grader("exact_match")
 class ExactMatch(ItemGrader[ExactMatchParams]):
-    """1 for a completion equal to the row's `column`, else 0."""
+    """1 for a completion equal to the row's `column`, else 0.
+
+    All of the completion counts: a list of all options is no option. A row whose `column` is empty
+    is refused, for an empty completion would earn 1.
+    """
 
     has_full_mark = True
 
@@ -47,9 +51,11 @@ class ExactMatch(ItemGrader[ExactMatchParams]):
 
     def _wanted(self, row: Mapping[str, Any]) -> str | int:
         value = row[self.params.column]
+        got = f"column {self.params.column!r} is {value!r:.80}"
         if type(value) not in (str, int):
-            got = f"column {self.params.column!r} is {value!r:.80}"
             raise wrong_row(f"{got}; expected text or a whole number")
+        if self._normal(str(value)) == "":
+            raise wrong_row(f"{got}, which an empty completion equals; expected text")
         return value
 
     async def grade_item(self, item: ScoreItem) -> Part:
@@ -121,7 +127,12 @@ class StringCheckParams(TwoTextsParams):
 @grader("string_check")
 class StringCheck(TwoTextsGrader[StringCheckParams]):
     """1 if `input` and `reference`, two templates, compare as `operation` says, else 0. As OpenAI's
-    grader of that name."""
+    grader of that name.
+
+    "like" and "ilike" are about what a text contains: a completion that lists all options, or
+    copies a prompt with the answer in it, earns 1. With "ne" any other text does, an empty one too.
+    To grade an answer use "eq", or `regex` with the row's column.
+    """
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
         """Returns the text that the completion has to be; None if `input` is not the completion
@@ -130,11 +141,15 @@ class StringCheck(TwoTextsGrader[StringCheckParams]):
         return self.reference_of(row) if is_wanted else None
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raises GradingFailed for an empty reference, which every text contains."""
-        if self.params.operation in ("like", "ilike") and self.reference_of(row) == "":
+        """Raises GradingFailed for an empty reference, which every text contains, and which an
+        empty completion equals."""
+        if self.reference_of(row) == "" and self.params.operation in ("like", "ilike"):
             raise wrong_row("the reference is empty, and every text contains that")
+        if self.reference(row) == "":
+            raise wrong_row("the reference is empty, and an empty completion equals that")
 
     async def grade_item(self, item: ScoreItem) -> Part:
+        await self.check_row(item.row)
         given, wanted = self.texts(item)
         holds = {
             "eq": given == wanted,
@@ -180,7 +195,12 @@ class TextSimilarityParams(TwoTextsParams):
 @grader("text_similarity")
 class TextSimilarity(TwoTextsGrader[TextSimilarityParams]):
     """How similar `input` and `reference`, two templates, are by `evaluation_metric`, 0 to 1. As
-    OpenAI's grader of that name."""
+    OpenAI's grader of that name.
+
+    It measures shared words or letters, not what is true: frequent words alone, a prompt with some
+    of the words, and the reference with a `not` added earn a part. To "rouge_1" the order
+    of words is nothing. A `pass_threshold` pays for no less than that similarity.
+    """
 
     pure = True
 

@@ -35,8 +35,10 @@ FORMS: dict[str, Callable[[Fraction], str]] = {
     "boxed dollars": lambda n: f"\\boxed{{\\${int(n):,}}}",
     "boxed LaTeX thousands": lambda n: "\\boxed{" + f"{int(n):,}".replace(",", "{,}") + "}",
     "decimals": lambda n: f"\\boxed{{{n}.00}}",
-    "fraction": lambda n: f"\\boxed{{\\frac{{{3 * n}}}{{3}}}}",
-    "plain fraction": lambda n: f"#### {2 * n}/2",
+    "fraction": lambda n: f"\\boxed{{\\frac{{{n}}}{{1}}}}",
+    "equation": lambda n: f"#### {n - 3} + 3 = {n}",
+    "sentence": lambda n: f"She has 3 and 4 left. The final answer is **{int(n):,}**.",
+    "last number": lambda n: f"6 of 9 are left, so she pays **${n}** in total. I hope this helps!",
     "name": lambda n: f"#### x = {n}",
     "unit": lambda n: f"The sum is 5 and 7.\n#### {n} dollars",
 }
@@ -98,16 +100,16 @@ async def test_all_wrong_answers_earn_zero_in_this_form(math: Grader[Any], form:
         assert await values(math, texts) == [0.0] * 1319
 
 
-@pytest.mark.slow
-async def test_an_unmarked_answer_is_found_by_math_verify(math: Grader[Any]) -> None:
-    for shift, wanted in ((0, 1.0), (1, 0.0)):
-        texts = [
-            f"She has 3 left. The final answer is {answer_of(row) + shift}." for row in ROWS[:150]
-        ]
-        items = [
-            ScoreItem(prompt="", completion=text, row=row)
-            for text, row in zip(texts, ROWS, strict=False)
-        ]
-        parts = await math.grade(items)
-        assert [part.value for part in parts] == [wanted] * 150
-        assert parts[0].detail.startswith("no \\boxed{} or ####, read from 'She has 3 left.")
+UNSOLVED: dict[str, Callable[[Fraction], str]] = {
+    "an expression": lambda n: f"#### {n - 3} + 3",
+    "a division": lambda n: f"\\boxed{{\\frac{{{3 * n}}}{{3}}}}",
+    "a sum in a sentence": lambda n: f"The final answer is {n - 3} + 3.",
+    "numbers in a row": lambda n: f"{n - 2} {n - 1} {n}",
+}
+
+
+@pytest.mark.parametrize("form", UNSOLVED)
+async def test_an_answer_that_is_not_worked_out_earns_zero(math: Grader[Any], form: str) -> None:
+    texts = [UNSOLVED[form](answer_of(row)) for row in ROWS]
+    earned = await values(math, texts)
+    assert earned == [0.0] * 1319

@@ -152,7 +152,7 @@ async def test_ending_twice_says_nothing_of_the_call(pool: LimitedPool) -> None:
 
 async def test_jobs_share_the_processes_that_compare_answers() -> None:
     tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    item = ScoreItem(prompt="", completion=r"\boxed{\sqrt{4}}", row={"answer": "2"})
+    item = ScoreItem(prompt="", completion=r"\boxed{2}", row={"answer": r"\sqrt{4}"})
     for number in range(3):
         spec = RewardSpec(grader="math", name=f"math{number}")
         bound = registry.bind(spec, tools)

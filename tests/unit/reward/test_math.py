@@ -14,7 +14,9 @@ from services.reward.graders.math import Math
 from services.reward.grading import registry
 from services.reward.grading.answers.forms import read
 from services.reward.grading.answers.numbers import equal, final_answer, number
+from services.reward.grading.answers.statements import stated_number, without_markdown
 from services.reward.grading.registry import GradingFailed
+from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.wire import Execution, Part, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, tools_of
@@ -41,6 +43,11 @@ def test_the_last_marked_answer_counts(text: str, answer: str | None) -> None:
         ("1,200", 1200),
         ("70 000", 70000),
         (r"70{,}000", 70000),
+        (r"70 {, }000", 70000),
+        (r"70,\! 000", 70000),
+        ("70000€", 70000),
+        ("75 pct", 75),
+        (r"\frac3{4}", Fraction(3, 4)),
         (r"2\,000", 2000),
         ("1,234,567.5", Fraction(2469135, 2)),
         ("$18", 18),
@@ -176,6 +183,13 @@ def test_numbers_are_equal_exactly_or_to_six_digits(given: str, wanted: str, sam
         "$",
         "{",
         "\\frac{1}{",
+        "*a",
+        "(1 ",
+        "1 and ",
+        "answer 1 ",
+        "the answer is 1. ",
+        "1 = ",
+        "-",
     ],
 )
 def test_a_completion_made_to_be_slow_to_read_is_not(part: str) -> None:
@@ -183,6 +197,8 @@ def test_a_completion_made_to_be_slow_to_read_is_not(part: str) -> None:
     number(part * 20_000)
     number(final_answer(part * 20_000) or "")
     number(part * 60)
+    stated_number(part * 20_000)
+    without_markdown(part * 20_000)
     read(part * (2000 // len(part)))
     read(part * 600 + "".join({"(": ")", "[": "]", "{": "}"}.get(one, "") for one in part) * 600)
     assert time.process_time() - start < 2
@@ -216,10 +232,28 @@ async def test_formulas_are_compared_by_what_they_mean(math: Math) -> None:
         (r"\boxed{\{2, 1\}}", r"\{1, 2\}", 1.0),
         (r"\boxed{(1, 2]}", "(1,2]", 1.0),
         (r"\boxed{(1, 2)}", "(1,2]", 0.0),
-        (r"\boxed{2\pi}", "6.283185307", 1.0),
-        (r"\boxed{5!}", "120", 1.0),
+        (r"\boxed{6.283185307}", r"2\pi", 1.0),
+        (r"\boxed{120}", "5!", 1.0),
+        (r"\boxed{5!}", "120", 0.0),
         (r"\boxed{5!}", "5", 0.0),
-        (r"\boxed{12 \cdot 34}", "408", 1.0),
+        (r"\boxed{12 \cdot 34}", "408", 0.0),
+        (r"\boxed{12 \cdot 34 = 408}", "408", 1.0),
+        (r"\boxed{408 = 12 \cdot 34}", "408", 1.0),
+        (r"\boxed{12 \cdot 35 = 408}", "408", 0.0),
+        (r"\boxed{12 \cdot 34 = 34 \cdot 12}", "408", 0.0),
+        (r"\boxed{x = 12 \cdot 34}", "408", 0.0),
+        (r"\boxed{x = 12 \cdot 34 = 408}", "x = 408", 1.0),
+        (r"\boxed{\frac{816}{2}}", "408", 0.0),
+        (r"\boxed{\frac{6}{8}}", "0.75", 0.0),
+        (r"\boxed{\frac{6}{8}}", "6/8", 1.0),
+        (r"\boxed{\frac{3}{4}}", "6/8", 1.0),
+        (r"\boxed{\frac34}", "75\\%", 1.0),
+        (r"\boxed{1.5/2}", "0.75", 0.0),
+        (r"\boxed{(C) 408}", "408", 1.0),
+        (r"\boxed{2^3 \cdot 3}", r"3 \cdot 2^3", 1.0),
+        ("#### **408**", "408", 1.0),
+        ("#### The answer is 408.", "408", 1.0),
+        ("#### The answer is 12 * 34.", "408", 0.0),
         (r"\boxed{5 \text{ m}}", r"5 \text{ km}", 0.0),
         (r"\boxed{18\text{k}}", "18", 0.0),
         (r"\boxed{3 \text{ dozen}}", "37", 0.0),
@@ -275,7 +309,7 @@ async def test_a_comparison_that_never_ends_is_ended_and_the_next_is_right(math:
     part = await grade(math, r"\boxed{9^{9^{9^{9}}} + x}", "x + 1")
     assert (part.value, part.verdict in ("time_limit", "memory_limit")) == (0.0, True), part
     assert time.monotonic() - start < 60
-    assert (await grade(math, r"\boxed{\sqrt{4}}", "2")).value == 1.0
+    assert (await grade(math, r"\boxed{\sqrt{4}}", r"\sqrt{2}^2")).value == 1.0
 
 
 @of_the_module
@@ -295,27 +329,96 @@ async def test_the_column_may_hold_a_number_or_a_whole_solution_and_nothing_else
 
 @of_the_module
 async def test_what_cannot_be_read_is_wrong_and_says_why(math: Math) -> None:
-    part = await grade(math, r"\boxed{5 squared}", "25")
+    part = await grade(math, r"\boxed{5 squared}", "25 x")
     assert (part.value, part.verdict) == (0.0, "wrong")
-    assert part.detail == "'5 squared', wanted '25': '5 squared' cannot be read as a formula"
+    assert part.detail == "'5 squared', wanted '25 x': '5 squared' cannot be read as a formula"
+    part = await grade(math, r"\boxed{5 squared}", "25")
+    assert (part.value, part.detail) == (0.0, "'5 squared' is no plain number, wanted '25'")
+    part = await grade(math, "The sum is 8 + 9.", "17")
+    assert part.detail == (
+        "no \\boxed{} or ####, read from 'The sum is 8 + 9.', which states no plain number, "
+        "wanted '17'"
+    )
 
 
 @of_the_module
-async def test_an_answer_may_be_asked_to_be_evaluated() -> None:
+async def test_expressions_count_where_the_job_says_so() -> None:
     tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
-    bound = registry.bind(RewardSpec(grader="math", params={"evaluated": True}), tools)
+    bound = registry.bind(RewardSpec(grader="math", params={"expressions": True}), tools)
     assert isinstance(bound, Math)
     cases: list[tuple[str, str, float]] = [
-        (r"\boxed{12 \cdot 34}", "408", 0.0),
-        (r"\boxed{5!}", "120", 0.0),
-        ("What is 12 * 34?", "408", 0.0),
-        (r"\boxed{408}", "408", 1.0),
-        (r"\boxed{\frac{3}{4}}", "0.75", 1.0),
-        (r"\boxed{2^3 \cdot 3}", r"3 \cdot 2^3", 1.0),
+        (r"\boxed{12 \cdot 34}", "408", 1.0),
+        (r"\boxed{2\pi}", "6.283185307", 1.0),
+        (r"\boxed{5!}", "120", 1.0),
+        (r"\boxed{\frac{816}{2}}", "408", 1.0),
+        (r"\boxed{12 \cdot 35}", "408", 0.0),
+        ("The answer is $12 \\cdot 34$.", "408", 1.0),
+        ("The answer is 408.", "408", 1.0),
+        ("The sum is **1,408**.", "1408", 1.0),
+        ("The answer is 409.", "408", 0.0),
     ]
     parts = [(text, wanted, (await grade(bound, text, wanted)).value) for text, wanted, _ in cases]
     assert parts == cases
     await tools.limited.close()
+
+
+async def test_a_key_that_math_does_not_have_is_refused_with_those_it_has() -> None:
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    with pytest.raises(BadRequest, match=r"expression'.*expressions"):
+        registry.bind(RewardSpec(grader="math", params={"expression": True}), tools)
+    await tools.limited.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "stated"),
+    [
+        ("The sum is 17.", "17"),
+        ("It costs 5 dollars", "5 dollars"),
+        ("The answer is $1,200.", "$1,200"),
+        ("So the answer is **73**.", "73"),
+        ("**_17_**", "17"),
+        ("## Answer\n\n`17`", "17"),
+        ("1. Add 8 and 9.\n2. The result is 17.", "17"),
+        ("```\n17\n```\nHope this helps!", "17"),
+        ("The sum of 8 and 9 is seventeen.", "seventeen"),
+        ("The answer is 17, because 8 + 9 = 17 and 8 < 9.", "17"),
+        ("The answer is 17. Check: 17 - 9 = 8.", "17"),
+        ("The answer is 8 + 9 = 17", "17"),
+        ("17 = 8 + 9", "17"),
+        ("17 = 34/2", "17"),
+        ("So 8 + 9 is 16. Wait, it is 17.", "17"),
+        ("The sum is 17 (8 + 9 = 17).", "17"),
+        ("She has 17 apples and 3 friends, so 17 in total", "17"),
+        ("The answer is minus 5.", "-5"),
+        (r"Hence $x = \frac{3}{4}$.", r"\frac{3}{4}"),
+        ("He ran 5 km from here.", "5 km"),
+        ("It takes 2 hours 30 minutes", "2 hours 30 minutes"),
+        ("It's 1.5 million dollars.", "1.5 million dollars"),
+        ("The total is 1,000.99$ now", "1,000.99 dollars"),
+        ("The sum is 8 + 9.", None),
+        ("8 + 9 =", None),
+        ("8 + 9 = ?", None),
+        ("What is 8 + 17?", None),
+        ("The sum of 8 and 9", None),
+        ("20 minus 3", None),
+        (r"The answer is $\sqrt{289}$.", None),
+        ("17 or 18", None),
+        ("1 2 3 4 ... 17", None),
+        ("1, 2, 3, ..., 17", None),
+        ("between 3 and 17", None),
+        ("at least 17", None),
+        ("It is not 17.", None),
+        ("17 squared", None),
+        ("17 and a half", None),
+        ("17x", None),
+        ("The ratio is 3:17", None),
+        ("2B17", None),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_an_unmarked_text_states_one_number_or_none(text: str, stated: str | None) -> None:
+    assert stated_number(text) == stated
 
 
 async def test_strict_takes_marked_answers_only() -> None:

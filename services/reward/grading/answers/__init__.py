@@ -1,6 +1,7 @@
 """Reads and compares final answers of mathematics and science. Pure; no service is imported.
 
-numbers.py    where the answer is in a text, and plain numbers, exactly
+numbers.py    where the marked answer is in a text, and plain numbers, exactly
+statements.py the number that a text without a marked answer states
 units.py      what stands after a number
 latex.py      the text of an answer; times, dates and chemistry, which are compared as text
 forms.py      which kind of answer a text is

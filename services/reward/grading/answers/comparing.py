@@ -24,7 +24,7 @@ from services.reward.grading.answers import (
 )
 from services.reward.grading.answers.forms import read
 from services.reward.grading.answers.latex import without_marks
-from services.reward.grading.answers.numbers import equal
+from services.reward.grading.answers.numbers import Number, equal
 from services.reward.grading.answers.units import agree
 
 _QUOTES = re.compile(r"^['’](.*)['’]$")
@@ -89,6 +89,19 @@ def same(given: Form, wanted: Form, formulas: Formulas) -> bool:
     if isinstance(given, Ordered) and (given.opening, given.closing) == ("(", ")"):
         return _names(wanted) and _same_in_order(given.parts, wanted.parts, formulas)
     return isinstance(given, Several) and _same_in_any_order(given, wanted, formulas)
+
+
+def numbers_of(form: Form) -> list[Number]:
+    """Returns the plain number that an answer is, under a name or behind the letter of a choice
+    too; of a chain of equations those at its ends, the last one first."""
+    if isinstance(form, Choice):
+        return numbers_of(form.text) if form.is_marked else []
+    ends: tuple[Form, ...] = (form,)
+    if isinstance(form, Named):
+        ends = (form.values[-1], form.values[0])
+    elif isinstance(form, Relation) and set(form.signs) == {"="}:
+        ends = (read(form.sides[-1]), read(form.sides[0]))
+    return [end.number for end in ends if isinstance(end, Amount) and end.number]
 
 
 def _each_named(form: Form) -> Form:

@@ -31,7 +31,10 @@ _PLAIN = re.compile(r"[\w .,;:=+/()%!\n-]*", re.ASCII)
 _DEGREES = re.compile(r"\^ ?(?:\{ ?(?:\\circ|°) ?\}|\\circ|°)")
 _BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)([^*]+)(?<=\S)\*\*(?![\w({\[])")
 _UNSEEN = re.compile("[\u200b-\u200f\u2060\ufeff]")
-_SIGNS = {"<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ", "{,}": ",", "{:}": ":", "{}": ""}
+_SIGNS = {
+    "<=": "\\le ", ">=": "\\ge ", "!=": "\\ne ",
+    "{,}": ",", " {, }": ",", "{, }": ",", ",\\! ": ",", ",\\ \\! ": ",", "{:}": ":", "{}": "",
+}  # fmt: skip
 _SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
 _SO_ON = re.compile(r"(?<=\d) ?(?:\.{3}|\\l?dots\b|…)")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")

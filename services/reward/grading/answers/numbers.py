@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from math import gcd
 
 from services.reward.grading.answers.latex import clean, without_marks
 from services.reward.grading.answers.units import (
@@ -31,7 +32,7 @@ LONG_DIGITS = 12
 
 _BRACE = re.compile(r"[{}]")
 _HASH = re.compile(r"####[ \t]*([^\n]+)")
-_FRACTION = re.compile(r"\\frac ?(?:\{([^{}]*)\} ?\{([^{}]*)\}|(\d) ?(\d)(?!\d))")
+_FRACTION = re.compile(r"\\frac ?(?:\{([^{}]*)\}|(\d)) ?(?:\{([^{}]*)\}|(\d)(?!\d))")
 _REPEATING = re.compile(
     r"(\d{0,20})\.(\d{0,20}?)"
     r"(?:\\(?:overline|bar|dot) ?\{ ?(\d{1,20}) ?\}|\((\d{1,20})\)|(\d{1,3}?)\5{2,9}…"
@@ -46,8 +47,8 @@ _NUMBER = re.compile(
     r"| ?(?:\\times|\\cdot|[x*]) ?10 ?\^ ?"
     r"(?:\{ ?(?P<power>[-+]?\d{1,3}) ?\}|(?P<bare>[-+]?\d{1,3})))?"
     rf"(?: ?/ ?(?P<over>{_DIGITS})| (?P<top>\d{{1,9}})/(?P<bottom>\d{{1,9}}))?"
-    r" ?(?P<percent>%|per ?cent\b)?(?P<after>(?:(?<=%)| ).+|(?<=\})[°A-Za-z].*)?"
-    r"(?P<attached>(?<=\d)[°¢ΩμA-Za-z].*)?"
+    r" ?(?P<percent>%|per ?cent\b|pct\b)?(?P<after>(?:(?<=%)| ).+|(?<=\})[°A-Za-z].*)?"
+    r"(?P<attached>(?<=\d)[°¢€£¥₹ΩμA-Za-z].*)?"
 )
 _AND = re.compile(r"(?<=[a-z])(?: and)? (?=\d)")
 MAX_COMPOUND = 3
@@ -78,7 +79,8 @@ class Number:
 
     `digits`: how many significant ones it has where it is written as a decimal, and `step` what one
     of the last of them is worth; a whole number or a fraction has neither. `is_attached`: a unit of
-    one letter stands at its digits, which may as well be a variable.
+    one letter stands at its digits, which may as well be a variable. `terms`: what stands above and
+    below the line of a fraction.
     """
 
     value: Fraction
@@ -87,6 +89,15 @@ class Number:
     digits: int = 0
     step: Fraction | None = None
     is_attached: bool = False
+    terms: tuple[Fraction, int] | None = None
+
+    @property
+    def is_division(self) -> bool:
+        """Returns whether it is a division that is not carried out: 8/2, 6/8 or 1.5/2, not 3/4."""
+        if self.terms is None:
+            return False
+        above, below = self.terms
+        return above.denominator != 1 or gcd(above.numerator, below) != 1
 
     @property
     def is_rounded(self) -> bool:
@@ -137,6 +148,7 @@ def number(answer: str) -> Number | None:
     over, top, bottom = (int(_plain(found[name] or "0")) for name in ("over", "top", "bottom"))
     if (found["over"] and not over) or (found["top"] and not bottom):
         return None
+    terms = (value, over) if over else (Fraction(top), bottom) if bottom else None
     if over or bottom:
         value = value / (over or 1) + (Fraction(top, bottom) if bottom else 0)
     negative = (found["sign"] == "-") != (found["inner"] == "-")
@@ -149,7 +161,8 @@ def number(answer: str) -> Number | None:
         counted,
         len(mantissa.replace(".", "").lstrip("0")) if is_decimal else 0,
         Fraction(1, 10**places) * abs(scale) if is_decimal else None,
-        len(attached) == 1 and attached not in ("k", "K", "°"),
+        len(attached) == 1 and attached.isalpha() and attached not in "kK",
+        terms,
     )
 
 
@@ -211,16 +224,17 @@ def _may_be_variable(one: Number, other: Number) -> bool:
 
 
 def _as_slash(found: re.Match[str]) -> str:
-    top, bottom = (found[1], found[2]) if found[1] is not None else (found[3], found[4])
-    return f" {top.strip()}/{bottom.strip()}"
+    top, bottom = (found[1] or found[2] or "").strip(), (found[3] or found[4] or "").strip()
+    return f" {top}/{bottom}"
 
 
 def _repeated(found: re.Match[str]) -> str:
-    """Returns 0.1(6) as 15/90."""
+    """Returns 0.1(6) as 1/6."""
     whole, fixed, *patterns = found.groups()
     repeated = next(filter(None, patterns))
     top = int(f"{whole}{fixed}{repeated}") - int(f"0{whole}{fixed}")
-    return f"{top}/{(10 ** len(repeated) - 1) * 10 ** len(fixed)}"
+    value = Fraction(top, (10 ** len(repeated) - 1) * 10 ** len(fixed))
+    return f"{value.numerator}/{value.denominator}"
 
 
 def _digits(found: re.Match[str]) -> str:
