@@ -214,6 +214,13 @@ class AsyncClient:
             if after is None:
                 return wire.RolloutList(step=page.step, rollouts=tuple(found))
 
+    async def held_out(self, job: str, step: int | None = None, name: str = "") -> wire.RolloutList:
+        """Returns completions of the evaluation after `step`, or of the newest one, with their
+        rewards: of the first problems of `data.eval`, or of the held-out set `name`."""
+        query = {"name": name} | ({} if step is None else {"step": step})
+        path = f"/v1/jobs/{await self._id(job)}/held_out?{urlencode(query)}"
+        return await self._calls.get(path, wire.RolloutList)
+
     async def regrade(
         self,
         job: str,

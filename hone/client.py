@@ -73,6 +73,7 @@ class Client:
     findings = _blocking(AsyncClient.findings)
     experiments = _blocking(AsyncClient.experiments)
     rollouts = _blocking(AsyncClient.rollouts)
+    held_out = _blocking(AsyncClient.held_out)
     regrade = _blocking(AsyncClient.regrade)
     evaluate = _blocking(AsyncClient.evaluate)
     push = _blocking(AsyncClient.push)

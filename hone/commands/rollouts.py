@@ -8,6 +8,7 @@ import typer
 
 from hone import rollout_view
 from hone.shell import JobArgument, Output, OutputOption, command, connect, show
+from shared.errors import BadRequest
 
 
 @command
@@ -15,12 +16,20 @@ def rollouts(
     job: JobArgument,
     step: Annotated[int | None, typer.Option(help="which step (default: the newest)")] = None,
     limit: Annotated[int, typer.Option("-n", help="how many")] = 16,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="of the evaluation after the step")
+    ] = False,
+    set_name: Annotated[
+        str, typer.Option("--set", help="which held-out set (default: data.eval)")
+    ] = "",
     output: OutputOption = Output.table,
 ) -> None:
     """Show a step's prompts, completions and rewards.
 
     The advantages too, and what each grader said."""
+    if set_name and not held_out:
+        raise BadRequest("--set names a held-out set; expected --held-out beside it")
     with connect() as client:
-        listed = client.rollouts(job, step)
+        listed = client.held_out(job, step, set_name) if held_out else client.rollouts(job, step)
     first = listed.model_copy(update={"rollouts": listed.rollouts[:limit]})
     show(output, first, lambda: rollout_view.rollout_table(listed, limit))

@@ -118,6 +118,30 @@ async def test_metrics_and_rollouts_come_in_pages(stack: Stack) -> None:
     assert (page.rollouts, page.next_after) == (whole.rollouts[20:], None)
 
 
+async def test_held_out_completions_are_stored_for_people(stack: Stack) -> None:
+    record = await stack.until((await stack.submit()).id)
+    at = f"/v1/jobs/{record.id}"
+    rows = (await stack.client.get(f"{at}/metrics", MetricsList)).rows
+    evaluated = [row.step for row in rows if "eval/reward" in row.metrics]
+    for step in evaluated:
+        found = await stack.client.get(f"{at}/held_out?step={step}", RolloutList)
+        rewards = [rollout.reward for rollout in found.rollouts]
+        assert found.step == step and rewards == [
+            float(rollout.completion == "right") for rollout in found.rollouts
+        ]
+        mean = sum(reward or 0.0 for reward in rewards) / len(rewards)
+        assert mean == pytest.approx(rows[step].metrics["eval/reward"])
+        assert {version for rollout in found.rollouts for version in rollout.versions} == {step}
+    newest = await stack.client.get(f"{at}/held_out", RolloutList)
+    assert newest.step == evaluated[-1] == 8
+    with pytest.raises(NotFound, match="step 1 has no stored held-out completions; steps 0, "):
+        await stack.client.get(f"{at}/held_out?step=1", RolloutList)
+    with pytest.raises(NotFound, match="of the set 'other'; no step has yet"):
+        await stack.client.get(f"{at}/held_out?name=other", RolloutList)
+    with pytest.raises(BadRequest, match="name"):
+        await stack.client.get(f"{at}/held_out?name=../rollouts", RolloutList)
+
+
 async def test_rollouts_are_kept_as_far_back_as_the_job_says(stack: Stack) -> None:
     changes = {
         "rollouts": RolloutsSpec(keep_last=2),

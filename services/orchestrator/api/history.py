@@ -55,6 +55,7 @@ PROGRESS_S = 2.0
 MAX_STEP = 10**9
 
 Step = Annotated[int, Query(ge=0, le=MAX_STEP)]
+SetName = Annotated[str, Query(pattern=r"^([a-z0-9][a-z0-9_-]*)?$", max_length=40)]
 StepInPath = Annotated[int, Path_(ge=0, le=MAX_STEP)]
 
 
@@ -154,6 +155,14 @@ def _add_results(service: Service, store: Readable) -> None:
         return RolloutList(
             step=number, rollouts=tuple(page), next_after=end if end < total else None
         )
+
+    @app.get("/v1/jobs/{job_id}/held_out")
+    async def held_out(job_id: str, step: Step | None = None, name: SetName = "") -> RolloutList:
+        """Completions of the evaluation after `step`, with their rewards: of the first 64 problems
+        of `data.eval`, or of the held-out set `name`. Without `step`, of the newest evaluation;
+        step 0 is the model as it was."""
+        run = RunFolder(Path((await store.get(job_id)).run_dir))
+        return await asyncio.to_thread(run.held_out, name, step)
 
 
 def _add_checkpoints(service: Service, store: Readable) -> None:

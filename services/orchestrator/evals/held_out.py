@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from services.orchestrator.evals.estimates import estimate, means, of_all, problem_metrics
 from services.orchestrator.loop.groups import is_graded
 from services.orchestrator.loop.prompts import group_seed
-from services.orchestrator.loop.supervised import asked
 from services.orchestrator.play.group import sample_group
 from services.orchestrator.pool.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job
-from shared.wire import Prompt, Sampling, Score, ScoredGroup
+from shared.wire import GradedRollout, Prompt, Sampling, Score, ScoredGroup
 
 MAX_PROMPTS = 64
 """Held-out prompts that are sampled or graded at a time: enough to keep a GPU busy, and few enough
@@ -30,28 +29,26 @@ reward. It is their share."""
 LOW, HIGH = "reward_low", "reward_high"
 """The metrics of a held-out set that bound its mean reward, with 95 % confidence."""
 
+STORED_PROBLEMS, STORED_SAMPLES, STORED_CHARS = 64, 2, 20_000
+"""Bounds of what is stored of an evaluation for people to read: its first problems, completions of
+each, and characters of a completion."""
+
 
 @dataclass(frozen=True)
 class Answers:
-    """What is kept of a problem's graded completions. The tokens of a large set would fill the
+    """What remains of a problem's graded completions. The tokens of a large set would fill the
     memory."""
 
     scores: tuple[Score, ...]
     metrics: dict[str, float]
+    stored: tuple[GradedRollout, ...] = ()
 
 
-async def evaluate(
-    job: Job, held_out: Mapping[str, Sequence[Prompt]], services: Services, version: int
-) -> dict[str, float]:
-    """Returns `eval/reward`, `eval/pass@1` and so on of each held-out set (`eval/<name>/reward` for
-    a named set), sampled by weights of at least `version`; empty without sets."""
-    metrics: dict[str, float] = {}
-    for name, prompts in held_out.items():
-        answers_P = await sample_held_out(job, name, asked(prompts, job), services, version)
-        prefix = f"eval/{name}/" if name else "eval/"
-        found = set_metrics(answers_P).items()
-        metrics |= {prefix + metric: value for metric, value in found}
-    return metrics
+def prefixed_metrics(name: str, answers_P: Sequence[Answers]) -> dict[str, float]:
+    """Returns `eval/reward`, `eval/pass@1` and so on of the answers to a held-out set;
+    `eval/<name>/reward` of a set with a name."""
+    prefix = f"eval/{name}/" if name else "eval/"
+    return {prefix + metric: value for metric, value in set_metrics(answers_P).items()}
 
 
 def set_metrics(answers_P: Sequence[Answers]) -> dict[str, float]:
@@ -122,6 +119,25 @@ async def sample_held_out(
             scores = await services.score(prompt, group, job_id=services.job_id)
         done()
         scored = ScoredGroup(prompt=prompt, group=group, scores=scores)
-        return Answers(scores, problem_metrics(scored, job))
+        stored = _for_people(scored) if position < STORED_PROBLEMS else ()
+        return Answers(scores, problem_metrics(scored, job), stored)
 
     return await all_of(grade(prompt, position) for position, prompt in enumerate(prompts))
+
+
+def _for_people(scored: ScoredGroup) -> tuple[GradedRollout, ...]:
+    """Returns the first completions of a problem with their verdicts."""
+    pairs = zip(scored.group.rollouts[:STORED_SAMPLES], scored.scores, strict=False)
+    return tuple(
+        GradedRollout(
+            prompt_index=scored.prompt.index,
+            prompt=scored.prompt.content,
+            completion=rollout.text[:STORED_CHARS],
+            finish_reason=rollout.finish_reason,
+            versions=rollout.versions,
+            reward=score.value,
+            parts=score.parts,
+            advantage=None,
+        )
+        for rollout, score in pairs
+    )

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.errors import TooDear
-from services.orchestrator.evals.held_out import evaluate, ignored
+from services.orchestrator.evals.held_out import ignored, prefixed_metrics, sample_held_out
 from services.orchestrator.evals.held_out_answers import lessons_of, losses
 from services.orchestrator.findings.diagnosing import diagnose
 from services.orchestrator.findings.gathering import of_folder
 from services.orchestrator.loop.metrics import WRITTEN, StepClock, passes, step_metrics
 from services.orchestrator.loop.pipeline import Step
 from services.orchestrator.loop.prompts import Prompts
-from services.orchestrator.loop.supervised import Lesson
+from services.orchestrator.loop.supervised import Lesson, asked
 from services.orchestrator.pool.services import Services
 from services.orchestrator.pool.syncing import sync_weights
 from services.orchestrator.run.stopping import Spent, over_budget, reason_to_stop
@@ -187,7 +187,12 @@ class AfterStep:
             return metrics | {"time/eval": time.monotonic() - start}
         held_out = await asyncio.to_thread(self.prompts.held_out)
         with tracing.span("eval", version=version):
-            metrics |= await evaluate(self.job, held_out, self.services, version)
+            for name, prompts in held_out.items():
+                problems = asked(prompts, self.job)
+                answers_P = await sample_held_out(self.job, name, problems, self.services, version)
+                metrics |= prefixed_metrics(name, answers_P)
+                stored = [rollout for answers in answers_P for rollout in answers.stored]
+                await to_disk(self.folder.write_held_out, name, version, stored)
         too_many = ignored(metrics, held_out, self.max_missing)
         for name, share in too_many.items():
             await self.journal.warn(

@@ -20,6 +20,8 @@
                rollouts/000012.trained.msgpack    what the trainer said of its tokens
                rollouts/000012.groups/            finished groups of a step that has no batch yet
                pushed/            groups that were sampled elsewhere, and in what order (pushed.py)
+               held_out/000010.msgpack    completions of the evaluation after step 10, for people;
+                                          of a named set in held_out/<name>/
                checkpoints/       Hugging Face checkpoints, written by the trainer
                summary.json       written once, at the end
                deleted            the job was deleted and its folder left: no record is made of it
@@ -40,7 +42,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ from shared.http import codec
 from shared.job import Job
 from shared.job.job import differences
 from shared.weights.checkpoints import CHECKPOINTS
-from shared.wire import Batch, Canary, MetricsRow, TrainedTokens, Wire
+from shared.wire import Batch, Canary, GradedRollout, MetricsRow, RolloutList, TrainedTokens, Wire
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
 
@@ -269,6 +271,26 @@ class RunFolder:
                 found.append(json.loads(line))
         return found
 
+    def write_held_out(self, name: str, step: int, rollouts: Sequence[GradedRollout]) -> None:
+        """Stores completions of the evaluation of the held-out set `name` ("": `data.eval`) by the
+        weights of `step`. Replaces those of an earlier attempt. No run depends on them."""
+        path = self._held_out_path(name, step)
+        with self._writing():
+            disk.make_folder(path.parent)
+            disk.write_file(path, codec.pack(RolloutList(step=step, rollouts=tuple(rollouts))))
+
+    def held_out(self, name: str, step: int | None) -> RolloutList:
+        """Returns the stored completions of the evaluation after `step`; None: of the newest.
+        Raises NotFound naming the evaluated steps."""
+        folder = self._held_out_path(name, 0).parent
+        files = {int(path.stem): path for path in folder.glob("[0-9]*.msgpack")}
+        number = max(files, default=0) if step is None else step
+        if number in files:
+            return codec.decode_tolerantly(RolloutList, files[number].read_bytes(), codec.MSGPACK)
+        have = f"steps {', '.join(map(str, sorted(files)))} have" if files else "no step has yet"
+        of_set = f" of the set {name!r}" if name else ""
+        raise NotFound(f"step {number} has no stored held-out completions{of_set}; {have}")
+
     def append_sync(self, row: dict[str, Any], proof: Proof | None = None) -> None:
         """Notes in `weights.jsonl` how a version reached the samplers, and replaces `canary.json`
         by its proof. No run depends on either."""
@@ -427,6 +449,9 @@ class RunFolder:
 
     def _batch_path(self, step: int) -> Path:
         return self.path / f"rollouts/{step:06d}.msgpack"
+
+    def _held_out_path(self, name: str, step: int) -> Path:
+        return self.path / "held_out" / name / f"{step:06d}.msgpack"
 
     def _trained_path(self, step: int) -> Path:
         return self.path / f"rollouts/{step:06d}.trained.msgpack"
