@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from services.orchestrator.findings import (
     completions,
     problems,
+    reward_hacking,
     rewards,
     speed,
     state,
@@ -39,6 +40,8 @@ OF_RUN: tuple[Check, ...] = (
     completions.missing_rewards,
     completions.errored_rollouts,
     completions.environment_failures,
+    reward_hacking.rewarded_copies,
+    reward_hacking.rewarded_without_answer,
     suspects.held_out_falls,
     suspects.lengths,
     suspects.one_text,
