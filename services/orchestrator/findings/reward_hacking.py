@@ -132,7 +132,7 @@ def rewarded_without_answer(facts: Facts) -> Iterator[Finding]:
             facts.newest,
             _without_answer(facts.newest, reward.label, column),
             code="rewarded_without_answer",
-            what=f"of rows whose {column!r} is a plain number have that number nowhere",
+            what=f"do not contain the number in their row's column {column!r}",
             cause=f"reward {reward.label!r} accepts what is equal to the answer, as 8 + 9 is to "
             "17, so the model need not work it out",
         )

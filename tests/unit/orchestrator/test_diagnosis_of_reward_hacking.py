@@ -96,8 +96,8 @@ def test_a_model_that_learned_to_repeat_the_sum_is_found_by_its_newest_batch() -
     ]
     assert (lacks.code, lacks.level, lacks.since_step) == (LACKS, "problem", 12)
     assert lacks.title == (
-        "80% of the completions that step 12 rewards of rows whose 'answer' is a plain number have "
-        "that number nowhere"
+        "80% of the completions that step 12 rewards do not contain the number in their row's "
+        "column 'answer'"
     )
     assert lacks.evidence == copies.evidence and lacks.keys == ("rewards",)
 
@@ -193,6 +193,32 @@ def test_the_task_of_copying_has_no_finding() -> None:
     assert [each.code for each in found([other] * 6, own_code())] == [COPIES]
     squad: Problem = (asked, {"answers": {"text": ["old red house"], "start": [8]}}, said)
     assert not found([squad] * 6, own_code())
+
+
+def test_an_answer_that_is_copied_with_the_words_around_it_has_no_finding() -> None:
+    asked = "Rome was not built in a day. What was not built in a day?"
+    said = [("Rome was not built in a day.", 1.0)] * 8
+    regex = {"grader": "regex", "params": {"pattern": "Rome", "column": "city"}}
+    problem: Problem = (asked, {"city": "Rome"}, said)
+    assert not found([problem] * 6, job_with(rewards=[regex]))
+    assert [each.code for each in found([problem] * 6, own_code())] == [COPIES]
+
+
+def test_a_reward_that_reads_the_prompt_does_not_make_a_copy_of_it_right() -> None:
+    asked = "Say in French: the house is red"
+    problem: Problem = (asked, {"prompt": asked}, [(asked, 1.0)] * 8)
+    job = own_code("def reward(completions, prompt):\n    return similarity(prompt)\n")
+    assert [each.code for each in found([problem] * 6, job)] == [COPIES]
+
+
+def test_the_last_message_of_the_user_is_what_is_copied() -> None:
+    said = [("8 + 9", 1.0)] * 8
+    asked = {"role": "user", "content": [{"type": "text", "text": "What is 8 + 9?"}]}
+    begun = {"role": "assistant", "content": "It is"}
+    for content in ((asked, begun), (begun, asked)):
+        assert [each.code for each in found([(content, {}, said)] * 6)] == [COPIES]
+    earlier = (asked, begun, {"role": "user", "content": "And once more?"})
+    assert not found([(earlier, {}, said)] * 6)
 
 
 def test_choices_of_a_question_have_no_finding() -> None:
@@ -335,7 +361,7 @@ def test_a_hacked_reward_is_not_taken_for_problems_that_are_learned() -> None:
     flat, reward = [0.2] * 12 + [0.95] * 10, [0.3] * 12 + [0.97] * 10
     metrics = {"frac_reward_zero_std": flat, "reward": reward}
     trick = [("{a} + {b}", 1.0), ("{a}+{b}", 1.0)] * 4
-    easy = found(sums(*trick), MATH, metrics)[0]
+    *_, easy = found(sums(*trick), MATH, metrics)
     assert (easy.code, easy.level) == ("no_signal_easy", "problem")
     assert easy.cause == (
         "the reward is earned without the right answer: see rewarded_copies, "
