@@ -223,11 +223,12 @@ class Source:
         answers: set[str] = set()
         choices: set[str] = set()
         for column, value in prompt.row.items():
-            tokens_of = [_tokens(text) for text in itertools.islice(_texts(value), MAX_TEXTS)]
-            if column in ANSWER_COLUMNS or column in params:
-                answers.update(map(_run, tokens_of))
-            if column in mentioned or isinstance(value, list | tuple | dict):
-                choices.update(map(_core, tokens_of))
+            is_answer = column in ANSWER_COLUMNS or column in params
+            may_choose = column in mentioned or isinstance(value, list | tuple | dict)
+            texts = itertools.islice(_texts(value), MAX_TEXTS if is_answer or may_choose else 0)
+            tokens_of = [_tokens(text) for text in texts]
+            answers.update(map(_run, tokens_of if is_answer else ()))
+            choices.update(map(_core, tokens_of if may_choose else ()))
         choices.discard(_core(asked))  # the column of the problem itself
         run = _run(asked)
         return cls(run, any(each in run for each in answers - {""}), frozenset(choices))
