@@ -23,6 +23,8 @@ FindingCode = Literal[
     "lengths_collapse",
     "lengths_at_limit",
     "one_text",
+    "rewarded_copies",
+    "rewarded_without_answer",
     "truncation",
     "overlong_prompts",
     "entropy_collapse",

@@ -13,7 +13,15 @@ from pydantic import SecretStr
 from shared.errors import NotFound
 from shared.job import Job
 from shared.settings import Settings
-from shared.wire import ExperimentReport, Finding, FindingList, MetricsRow, Part, SubmitRequest
+from shared.wire import (
+    ExperimentReport,
+    Finding,
+    FindingList,
+    MetricsRow,
+    Part,
+    RolloutGroup,
+    SubmitRequest,
+)
 from tests.support import orchestrator_stack
 from tests.support.fake_services import FakeServices
 from tests.support.orchestrator_stack import Stack, full_stack
@@ -68,6 +76,31 @@ async def test_what_is_wrong_is_in_the_events_once(stack: Stack) -> None:
     assert kinds[0].startswith("no_signal") and {event.level for event in events} == {"warning"}
     assert events[0].message.startswith(f"step 5: {told[0].title}; probably {told[0].cause}; ")
     assert {finding.code for finding in await found(stack, record.id)} <= set(kinds)
+
+
+async def test_a_reward_that_is_hacked_is_an_event_of_the_running_job(stack: Stack) -> None:
+    """Completions repeat the sum and earn 1 from the first step on: said after step 1."""
+
+    def repeats(group: RolloutGroup) -> RolloutGroup:
+        rollouts = [one.model_copy(update={"text": "8 + 9"}) for one in group.rollouts]
+        return group.model_copy(update={"rollouts": tuple(rollouts)})
+
+    stack.fakes.change["generate"] = repeats
+    stack.fakes.grade = lambda item: Part(value=1.0)
+    rows = [{"prompt": f"{number}. What is 8 + 9?", "answer": 17} for number in range(20)]
+    changes = {"data": {"train": rows}, "rewards": [{"grader": "math", "name": "right"}]}
+    changes |= {"evaluation": {}}
+    record = await stack.until(
+        (await stack.submit(Job.model_validate(stack.job.model_dump() | changes))).id
+    )
+    events = [event for event in await stack.events(record.id) if "finding" in event.data]
+    told = {event.data["finding"]["code"]: event for event in events}
+    for code in ("rewarded_copies", "rewarded_without_answer"):
+        assert told[code].level == "warning" and told[code].message.startswith("step 1: 100% of ")
+        finding = Finding.model_validate(told[code].data["finding"])
+        assert finding.level == "problem" and len(finding.evidence) == 3
+        assert finding.evidence[1].text.endswith("What is 8 + 9?', completion '8 + 9', reward 1")
+        assert code in [each.code for each in await found(stack, record.id)]
 
 
 async def test_findings_of_no_job_are_a_404(stack: Stack) -> None:

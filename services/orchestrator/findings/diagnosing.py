@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from services.orchestrator.findings import (
     completions,
     problems,
+    reward_hacking,
     rewards,
     speed,
     state,
@@ -33,6 +34,8 @@ OF_RUN: tuple[Check, ...] = (
     updates.steps_skipped,
     updates.updates,
     suspects.reward_fell,
+    reward_hacking.rewarded_copies,
+    reward_hacking.rewarded_without_answer,
     rewards.no_signal,
     rewards.reward_constant,
     rewards.rewards_contradict,

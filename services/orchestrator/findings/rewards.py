@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from services.orchestrator.findings.facts import FEWEST, Facts, percent, steps_of
+from services.orchestrator.findings.reward_hacking import hacked
 from services.orchestrator.findings.suspects import reward_fell
 from shared.job import RewardSpec
 from shared.wire import Batch, Evidence, Finding, Score
@@ -46,24 +47,40 @@ def no_signal(facts: Facts) -> Iterator[Finding]:
     if facts.job.sampling.group_size == 1 or same >= SAME_ANSWERS:
         yield _equal(facts, told, since, evidence, same)
     elif reward.median >= (1 - NEAR) * mark:
-        had = flat.first().median < FLAT
-        yield Finding(
-            code="no_signal_easy",
-            level="notice" if had else "problem",
-            title=f"{told} teach nothing: the reward is {reward.median:.3g} of {mark:g} throughout",
-            since_step=since,
-            evidence=evidence,
-            cause="the model has learned what these problems can teach"
-            if had
-            else "the problems are too easy for the model",
-            remedy="stop here (stop.target), or take harder problems: difficulty.skip_right skips "
-            "problems that are always solved",
-            keys=("stop.target", "difficulty.skip_right"),
-        )
+        title = f"{told} teach nothing: the reward is {reward.median:.3g} of {mark:g} throughout"
+        yield _easy(facts, title, since, evidence)
     elif reward.median <= NEAR * mark:
         yield _hard(facts, told, since, evidence)
     else:
         yield _equal(facts, told, since, evidence, same)
+
+
+def _easy(facts: Facts, title: str, since: int | None, evidence: tuple[Evidence, ...]) -> Finding:
+    """The finding where nearly all completions earn everything: from the beginning, or by now; or
+    the reward is earned without the answer."""
+    had = facts.of(SIGNAL).first().median < FLAT
+    why = "the problems are too easy for the model"
+    how = (
+        "stop here (stop.target), or take harder problems: difficulty.skip_right skips problems "
+        "that are always solved"
+    )
+    keys: tuple[str, ...] = ("stop.target", "difficulty.skip_right")
+    hacks = sorted({finding.code for finding in hacked(facts)})
+    if hacks:
+        why = f"the reward is earned without the right answer: see {', '.join(hacks)}"
+        how, keys = "let the reward refuse such completions, and train again", ("rewards",)
+    elif had:
+        why = "the model has learned what these problems can teach"
+    return Finding(
+        code="no_signal_easy",
+        level="notice" if had and not hacks else "problem",
+        title=title,
+        since_step=since,
+        evidence=evidence,
+        cause=why,
+        remedy=how,
+        keys=keys,
+    )
 
 
 def _hard(facts: Facts, told: str, since: int | None, evidence: tuple[Evidence, ...]) -> Finding:

@@ -1,0 +1,386 @@
+"""Reward hacking that the newest batch shows by itself: rewarded completions that are copied from
+their prompt, or that lack the number that is the row's answer. Held-out problems do not show it:
+the same grader grades them, so their reward rises too."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from services.orchestrator.findings.facts import Facts, percent
+from services.orchestrator.loop.advantages import outcome
+from shared.job import Job
+from shared.wire import Batch, Evidence, Finding, FindingCode, Prompt, Rollout
+
+HIGH = 0.5
+"""Share of the full mark, and of the best reward in the batch, from which on a completion counts as
+rewarded: rewards of a job's own code may have any scale."""
+
+SUSPECT, MOSTLY_SUSPECT = 0.3, 0.5
+"""Shares of the rewarded completions, for a warning and a problem. Spellings of a right answer that
+are not known here are rarer than the first; from the second on, most of the gradient is the
+trick's."""
+
+FEWEST, FEWEST_PROMPTS = 8, 2
+"""Completions, and prompts that they answer, for a finding: one odd problem is none."""
+
+FEWEST_TOKENS = 3
+"""Words, numbers and signs of a copy: fewer, such as a letter or "New York", are an answer that
+stands in the prompt by chance or as a choice. "8 + 9" has three."""
+
+MAX_COMPLETIONS = 256
+"""Completions of a batch that are read."""
+
+PROMPT_CHARS, COMPLETION_CHARS, SHOWN_CHARS = 4_000, 1_000, 120
+
+MAX_TEXTS = 64
+"""Texts of a list in a row that are read, such as the choices of a question."""
+
+NUM_EXAMPLES = 2
+
+ANSWER_COLUMNS = frozenset(
+    (
+        *("answer", "answers", "expected", "ground_truth", "label"),
+        *("output", "reference", "solution", "target"),
+    )
+)
+"""Columns that hold the right answer, by their usual names. Others are known by the rewards."""
+
+FRAME = frozenset(
+    (
+        *("the", "final", "answer", "result", "solution", "sum", "total"),
+        *("so", "it", "is", "are", "equals", "=", "-", "*", ">"),
+    )
+)
+"""Words and signs around an answer, which are no part of it."""
+
+PLAIN_NUMBER_GRADERS = {"math": "answer"}
+"""Graders that look for the row's answer in the text, and the param that names its column. Others
+run the text, as `python_value` does, so that an expression is a right answer; or, as a job's own
+code, may take the column for anything, such as the index of a choice."""
+
+SIGNS = str.maketrans("×÷−–—", "*/---")
+_MARKUP = re.compile(r"</?\w{1,20}>|\*\*|__")
+_FINAL = re.compile(r"\\boxed ?\{([^{}]*)\}|<answer>([^<]*)<|####([^\n]*)")
+_IDEOGRAPHS = "\u2e80-\u9fff\uac00-\ud7af"
+_TOKEN = re.compile(
+    rf"[{_IDEOGRAPHS}]|\d+(?:[.,]\d+)*|[^\W\d{_IDEOGRAPHS}]+|[^\w\s.,;:!?'\"()$#`~…“”‘’]"
+)
+_PARTS = re.compile(r"[=\n]")
+
+_DIGITS = r"\d{1,3}(?:[,'_ ]\d{3})+(?!\d)|\d{1,3}(?:\.\d{3}){2,9}(?![.\d])|\d{1,40}"
+_NUMBER = re.compile(
+    rf"({_DIGITS})?((?<=\d)\.\d{{0,40}}|\.\d{{1,40}})?((?<=[.\d])e[-+]?\d{{1,3}})?"
+)
+_PLAIN_NUMBER = re.compile(rf"[-+]? ?[$€£¥₹]? ?(?:({_DIGITS})(\.\d{{0,40}})?|(\.\d{{1,40}}))")
+_FRACTION = re.compile(r"(\d{1,40}) ?[/⁄] ?(\d{1,40})|\\[dt]?frac ?\{(\d{1,40})\} ?\{(\d{1,40})\}")
+_SCALED = re.compile(
+    r"(?:\\times|\\cdot|[x*]) ?10 ?\^|\dk\b"
+    r"|\b(?:half|thirds?|quarters?|dozen|hundred|thousand|million|billion|trillion)\b"
+)
+"""What is written as a product or a share, and is not worked out here."""
+
+_ONES = re.split(
+    " ",
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen",
+)
+_TENS = re.split(" ", "twenty thirty forty fifty sixty seventy eighty ninety")
+_SPOKEN = {word: float(value) for value, word in enumerate(_ONES)} | {
+    word: 10.0 * value for value, word in enumerate(_TENS, 2)
+}
+
+
+@dataclass(frozen=True)
+class RewardedRollout:
+    """A rewarded completion, and whether it is `suspect`."""
+
+    prompt: Prompt
+    rollout: Rollout
+    reward: float
+    suspect: bool
+
+
+def rewarded_copies(facts: Facts) -> Iterator[Finding]:
+    """Rewarded completions are copied from their prompt."""
+    if facts.newest is None or facts.job.environment:
+        return  # an environment's rewards are of what was done, not of the last answer
+    yield from _finding(
+        facts.newest,
+        _copies(facts.newest, facts),
+        code="rewarded_copies",
+        what="are copied from their prompt",
+        cause="the reward accepts the problem as its own answer, as a grader does that evaluates "
+        "an expression; or copying is the task, and no column of the row is known to say so",
+    )
+
+
+def rewarded_without_answer(facts: Facts) -> Iterator[Finding]:
+    """A grader of text rewards completions that lack the number that is the row's answer."""
+    if facts.newest is None:
+        return
+    for reward in facts.job.rewards:
+        key = PLAIN_NUMBER_GRADERS.get(reward.grader)
+        if key is None or reward.weight <= 0:
+            continue
+        column = str(reward.params.get(key, key))
+        yield from _finding(
+            facts.newest,
+            _without_answer(facts.newest, reward.label, column),
+            code="rewarded_without_answer",
+            what=f"do not contain the number in their row's column {column!r}",
+            cause=f"reward {reward.label!r} accepts what is equal to the answer, as 8 + 9 is to "
+            "17, so the model need not work it out",
+        )
+
+
+def hacked(facts: Facts) -> list[Finding]:
+    """Returns both kinds."""
+    return [*rewarded_copies(facts), *rewarded_without_answer(facts)]
+
+
+def _finding(
+    batch: Batch, rewarded: Sequence[RewardedRollout], *, code: FindingCode, what: str, cause: str
+) -> Iterator[Finding]:
+    suspects = [one for one in rewarded if one.suspect]
+    by_prompt = {id(one.prompt): one for one in suspects}
+    share = len(suspects) / len(rewarded) if rewarded else 0.0
+    if share < SUSPECT or len(suspects) < FEWEST or len(by_prompt) < FEWEST_PROMPTS:
+        return
+    examples = itertools.islice(by_prompt.values(), NUM_EXAMPLES)
+    yield Finding(
+        code=code,
+        level="problem" if share >= MOSTLY_SUSPECT else "warning",
+        title=f"{percent(share)} of the completions that step {batch.step} rewards {what}",
+        since_step=batch.step,
+        evidence=(
+            Evidence(
+                metric="rollouts",
+                steps=(batch.step,),
+                values=(round(share, 4),),
+                text=f"{len(suspects)} of {len(rewarded)} rewarded completions",
+            ),
+            *(
+                Evidence(metric="rollouts", steps=(batch.step,), text=_example(one))
+                for one in examples
+            ),
+        ),
+        cause=cause,
+        remedy="read the completions that earn most (`hone rollouts`). If they are no answers, let "
+        "the reward refuse them (docs/graders.md; `hone grade` tries it) and train again from the "
+        "model: held-out rewards rise too, since the same grader gives them",
+        keys=("rewards",),
+    )
+
+
+def _example(one: RewardedRollout) -> str:
+    """Returns prompt, completion and reward for people, of bounded length."""
+    prompt, completion = _shown(_asked(one.prompt)), _shown(one.rollout.text)
+    return f"prompt {prompt!r}, completion {completion!r}, reward {one.reward:.3g}"
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text[: 4 * SHOWN_CHARS].split())
+    return line if len(line) <= SHOWN_CHARS else f"{line[:SHOWN_CHARS]}..."
+
+
+def _copies(batch: Batch, facts: Facts) -> list[RewardedRollout]:
+    outcomes_PG = [[outcome(score, facts.job) for score in scores_G] for scores_G in batch.scores]
+    best = max((value for row in outcomes_PG for value in row if value is not None), default=0.0)
+    least = HIGH * max(best, facts.full_mark)
+    mentioned = _mentioned(facts.job)
+    found: list[RewardedRollout] = []
+    for prompt, group, outcomes_G in zip(batch.prompts, batch.groups, outcomes_PG, strict=True):
+        pairs = zip(group.rollouts, outcomes_G, strict=True)
+        rewarded = [(one, value) for one, value in pairs if value is not None and value >= least]
+        if len(found) >= MAX_COMPLETIONS or not rewarded:
+            continue
+        source = Source.of(prompt, facts.job, mentioned)
+        found += [
+            RewardedRollout(prompt, one, value, source.copied(one.text)) for one, value in rewarded
+        ]
+    return found
+
+
+@dataclass(frozen=True)
+class Source:
+    """A prompt that may have been copied. `asked` is its last message as a run of tokens,
+    `is_answered`: its right answer stands in it, so to copy is right. `choices` are runs that are
+    right as a whole, as far as is known."""
+
+    asked: str
+    is_answered: bool
+    choices: frozenset[str]
+
+    @classmethod
+    def of(cls, prompt: Prompt, job: Job, mentioned: frozenset[str]) -> Source:
+        asked = _tokens(_asked(prompt)[:PROMPT_CHARS])
+        params = [value for reward in job.rewards for value in reward.params.values()]
+        answers: set[str] = set()
+        choices: set[str] = set()
+        for column, value in prompt.row.items():
+            is_answer = column in ANSWER_COLUMNS or column in params
+            may_choose = column in mentioned or isinstance(value, list | tuple | dict)
+            texts = itertools.islice(_texts(value), MAX_TEXTS if is_answer or may_choose else 0)
+            tokens_of = [_tokens(text) for text in texts]
+            answers.update(map(_run, tokens_of if is_answer else ()))
+            choices.update(map(_core, tokens_of if may_choose else ()))
+        choices.discard(_core(asked))  # the column of the problem itself
+        run = _run(asked)
+        return cls(run, any(each in run for each in answers - {""}), frozenset(choices))
+
+    def copied(self, text: str) -> bool:
+        """Returns whether the answer in `text` is a part of the prompt, or one part again and
+        again, and no choice."""
+        if self.is_answered:
+            return False
+        answer = _answer(text)
+        cores = {_core(_tokens(part)) for part in _PARTS.split(answer)} - {""}
+        core = cores.pop() if len(cores) == 1 else _core(_tokens(answer))
+        is_long = core.count(" ") > FEWEST_TOKENS  # a blank before and after each token
+        return is_long and core in self.asked and core not in self.choices
+
+
+def _asked(prompt: Prompt) -> str:
+    """Returns the text of the prompt's last message of a user."""
+    if isinstance(prompt.content, str):
+        return prompt.content
+    messages = [each for each in prompt.content if each.get("role") == "user"] or prompt.content
+    content = messages[-1].get("content") if messages else ""
+    return content if isinstance(content, str) else " ".join(_texts(content))
+
+
+def _mentioned(job: Job) -> frozenset[str]:
+    """Returns the words in the params and the code of the job's rewards: among them are the columns
+    that they look at."""
+    texts = [text for reward in job.rewards for text in _texts(reward.params)]
+    texts += [reward.source or "" for reward in job.rewards]
+    return frozenset(re.findall(r"\w+", " ".join(text[:PROMPT_CHARS] for text in texts)))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields the texts and numbers in plain data, cut off."""
+    if isinstance(value, Mapping):
+        value = list(cast(Mapping[str, Any], value).values())
+    if isinstance(value, list | tuple):
+        for part in cast(Sequence[Any], value)[:MAX_TEXTS]:
+            yield from _texts(part)
+    elif isinstance(value, str | int | float):
+        yield str(value)[:COMPLETION_CHARS]
+
+
+def _answer(text: str) -> str:
+    """Returns what the text marks as its answer, as graders read it; else its beginning."""
+    marked = _marked(text)
+    return text[:COMPLETION_CHARS] if marked is None else marked
+
+
+def _marked(text: str) -> str | None:
+    found = _FINAL.findall(text[-COMPLETION_CHARS:])
+    if found:
+        return "".join(found[-1])
+    _, mark, rest = text[-COMPLETION_CHARS:].rpartition("</think>")
+    return rest if mark else None
+
+
+def _tokens(text: str) -> list[str]:
+    """Returns words, numbers and signs. Case, punctuation and markdown do not count; a sign of
+    arithmetic or a brace does, since an expression or JSON made of a prompt is no copy of it."""
+    return _TOKEN.findall(_MARKUP.sub(" ", text).translate(SIGNS).casefold())
+
+
+def _run(tokens: Sequence[str]) -> str:
+    """Returns tokens as a text that stands in another such text where they do."""
+    return f" {' '.join(tokens)} " if tokens else ""
+
+
+def _core(tokens: Sequence[str]) -> str:
+    """Returns the run without the words and signs around an answer: of "The answer is 8 + 9 ="
+    8 + 9."""
+    inner = [index for index, token in enumerate(tokens) if token not in FRAME]
+    return _run(tokens[inner[0] : inner[-1] + 1]) if inner else ""
+
+
+def _without_answer(batch: Batch, label: str, column: str) -> list[RewardedRollout]:
+    found: list[RewardedRollout] = []
+    for prompt, group, scores_G in zip(batch.prompts, batch.groups, batch.scores, strict=True):
+        parts = [score.parts.get(label) for score in scores_G]
+        values = [0.0 if part is None or part.value is None else part.value for part in parts]
+        if len(found) >= MAX_COMPLETIONS or max(values, default=0.0) < HIGH:
+            continue
+        wanted = plain_number(prompt.row.get(column))
+        if wanted is None or has_number(_asked(prompt)[:PROMPT_CHARS], wanted):
+            continue  # where the problem names the number, to write it as a formula may be the task
+        found += [
+            RewardedRollout(prompt, rollout, value, not has_number(_ends(rollout.text), wanted))
+            for rollout, value in zip(group.rollouts, values, strict=True)
+            if value >= HIGH
+        ]
+    return found
+
+
+def _ends(text: str) -> str:
+    """Returns the text, or both ends of a long one: the answer is at one of them."""
+    if len(text) <= 2 * COMPLETION_CHARS:
+        return text
+    return f"{text[:COMPLETION_CHARS]} {text[-COMPLETION_CHARS:]}"
+
+
+def plain_number(value: Any) -> float | None:
+    """Returns the number, without its sign, that a row's answer is, or the marked answer of a whole
+    solution; None if it is no plain number: a fraction, an amount with a unit, a text."""
+    if type(value) in (int, float):
+        return abs(float(value)) if abs(value) < 1e15 else None
+    if not isinstance(value, str):
+        return None
+    marked = _marked(value)
+    text = (value if marked is None else marked)[: 2 * SHOWN_CHARS].strip().translate(SIGNS)
+    found = _PLAIN_NUMBER.fullmatch(text)
+    return _value(found[1] or "", found[2] or found[3] or "") if found else None
+
+
+def has_number(text: str, wanted: float) -> bool:
+    """Returns whether the text has the number in any usual form: 17, 17.0, $17, 1,200, 34/2, 170%
+    of 10, seventeen. The sign does not count, and what is written as a product (2 thousand) may be
+    any number."""
+    text = text.translate(SIGNS).casefold()
+    text = text.replace("{,}", ",").replace("\\,", "").replace("\\!", "")
+    numbers = itertools.chain(_numbers(text), _spoken(text))
+    is_percent = "%" in text or "percent" in text
+    return bool(_SCALED.search(text)) or any(
+        math.isclose(value, wanted, rel_tol=1e-5)
+        or (is_percent and math.isclose(value / 100, wanted, rel_tol=1e-5))
+        for value in numbers
+    )
+
+
+def _numbers(text: str) -> Iterator[float]:
+    for digits, decimals, exponent in set(_NUMBER.findall(text)):
+        if digits or decimals:
+            yield _value(digits, decimals, exponent)
+        if " " in digits:
+            yield from map(float, digits.split())
+    for top, bottom, latex_top, latex_bottom in set(_FRACTION.findall(text)):
+        if divisor := float(bottom or latex_bottom):
+            yield float(top or latex_top) / divisor
+
+
+def _value(digits: str, decimals: str, exponent: str = "") -> float:
+    whole = digits if digits.isdecimal() else re.sub(r"\D", "", digits)
+    return float(f"0{whole}{decimals}{exponent}")
+
+
+def _spoken(text: str) -> Iterator[float]:
+    """Yields the numbers below 100 that stand there as words."""
+    last = 0
+    for word in re.findall(r"[a-z]+", text):
+        value = _SPOKEN.get(word)
+        if value is not None:
+            yield value
+            if 0 < value < 10 and last >= 20:
+                yield last + value
+        last = value or 0
