@@ -6,6 +6,7 @@ r"""The number that a text without a marked answer states. Pure.
 "The sum is 8 + 9."              ->  none: an expression
 "17 or 18", "1 2 3 ... 17"       ->  none: several numbers
 "What is 8 + 9?"                 ->  none: a question
+"74 is the larger of 74 and 84"  ->  none: says something of 74, and ends with another number
 
 The last sentence that says "the answer is" decides, else the last sentence with a number. Of it the
 last number decides, or the first one behind "the answer is". It counts only as a plain number,
@@ -62,6 +63,12 @@ _BEHIND = re.compile(
 )
 """What makes another number of the one that it stands beside."""
 
+_SUBJECT = re.compile(
+    r"(?<![\d.,+*/^=-])(\d[\d.,]*)\s+(?:is|are|was|were)\s+"
+    r"(?:(?:the|a|an)\s+(?!same\b)|not\b|n['’]t\b|more\b|less\b|\w+er\b)"
+)
+"""A number that the sentence describes: with another number at its end it states neither."""
+
 _WORD = re.compile(r"[^\W\d_][\w'’/^-]*")
 MAX_UNIT_WORDS = 4
 
@@ -91,7 +98,8 @@ def stated_number(text: str) -> str | None:
         return None
     cleaned = _cleaned(sentence)
     if said is None:
-        return _stated_in(cleaned, is_first=False)
+        stated = _stated_in(cleaned, is_first=False)
+        return None if stated and _describes_another(cleaned, stated) else stated
     *_, marker = _ANSWER.finditer(cleaned)
     rest = cleaned[marker.end() :]
     chain = _CHAIN.match(rest)
@@ -144,6 +152,12 @@ def _stated_in(sentence: str, *, is_first: bool) -> str | None:
         return None
     end = sentence.rfind(sides[-1], 0, chain.end()) + len(sides[-1])
     return _with_unit(sides[-1], sentence[max(end, 0) :].lstrip())
+
+
+def _describes_another(sentence: str, stated: str) -> bool:
+    subject, found = _SUBJECT.search(sentence), number(stated)
+    described = number(subject[1].rstrip(".,")) if subject else None
+    return bool(described and found and described.value != found.value)
 
 
 def _closed(text: str) -> str:
