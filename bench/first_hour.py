@@ -113,8 +113,8 @@ def write_job(
         return
     task = [sys.executable, "-m", "deploy.tiny_model", "--out", str(folder / "task"), "--seed", "3"]
     subprocess.run(task, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    text = (ROOT / "deploy/jobs/demo.toml").read_text()
-    (folder / "job.toml").write_text(text.replace(".hone/demo/task", "task"))
+    text = (ROOT / "deploy/jobs/demo_tiny.toml").read_text()
+    (folder / "job.toml").write_text(text.replace(".hone/demo-tiny/task", "task"))
 
 
 def main() -> int:

@@ -1,16 +1,20 @@
-"""`make demo`: the main job from nothing, on this machine. Makes a tiny model, starts the stack,
-submits `deploy/jobs/demo.toml` over REST, shows what was learned, and stops everything it started.
+"""`make demo`: the main job from nothing, on this machine. Fetches a real chat model, starts the
+stack, submits `deploy/jobs/demo.toml` over REST, shows what was learned, and stops everything it
+started.
 
-The task is the countdown game: two numbers and a target; the model writes a Python expression, the
-reward service runs it. With `--agent` it is a guessing game, in which the model calls a tool over
-several turns (`deploy/jobs/demo_agent.toml`).
+The model learns to say which of two numbers is larger. With `--tiny` it is the countdown game and a
+random model that is made in seconds (`deploy/jobs/demo_tiny.toml`): two numbers and a target; the
+model writes a Python expression, the reward service runs it. With `--agent` it is a guessing game,
+in which such a model calls a tool over several turns (`deploy/jobs/demo_agent.toml`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,35 +25,48 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 
 from deploy import local, machine, supervisor
 from deploy.plot import plot_learning_curve
 from hone import Client, Job, load_job
-from hone.rollout_view import rollout_table
+from hone.rollout_view import prompt_text, shown
 from hone.view import Follower, duration
 from shared.errors import BadRequest, Failed, HoneError
 from shared.host import nvidia
 from shared.wire import TERMINAL, JobRecord
 
 JOBS = Path(__file__).with_name("jobs")
-SHOWN_ROLLOUTS = 8
+SHOWN_PROBLEMS = 5
 
 
 @dataclass(frozen=True)
 class Demo:
-    """A job, and the module that makes its model and problems in `folder`/task."""
+    """A job, and the module that makes its model and problems in `folder`/task; in words, what that
+    does."""
 
     folder: Path
     job: Path
     maker: str
+    making: str
 
     @property
     def stack(self) -> Path:
         return self.folder / "stack"
 
 
-COUNTDOWN = Demo(Path(".hone/demo"), JOBS / "demo.toml", "deploy.tiny_model")
-GUESSING = Demo(Path(".hone/demo-agent"), JOBS / "demo_agent.toml", "deploy.tool_model")
+LARGER_NUMBER = Demo(
+    Path(".hone/demo"),
+    JOBS / "demo.toml",
+    "deploy.larger_number",
+    "fetching SmolLM2-135M-Instruct",
+)
+COUNTDOWN = Demo(
+    Path(".hone/demo-tiny"), JOBS / "demo_tiny.toml", "deploy.tiny_model", "making a tiny model"
+)
+GUESSING = Demo(
+    Path(".hone/demo-agent"), JOBS / "demo_agent.toml", "deploy.tool_model", "making a tiny model"
+)
 
 
 def main() -> None:
@@ -67,12 +84,14 @@ def main() -> None:
         default=[],
         help="a.b=c in the job, may be repeated",
     )
-    parser.add_argument(
+    task = parser.add_mutually_exclusive_group()
+    task.add_argument("--tiny", action="store_true", help="the countdown game, by a tiny model")
+    task.add_argument(
         "--agent", action="store_true", help="the guessing game: rollouts are conversations"
     )
     parser.add_argument("--samplers", type=int, default=1, help="how many (default: 1)")
     arguments = parser.parse_args()
-    demo = GUESSING if arguments.agent else COUNTDOWN
+    demo = GUESSING if arguments.agent else COUNTDOWN if arguments.tiny else LARGER_NUMBER
     console = Console(soft_wrap=True)
     started = time.monotonic()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -86,8 +105,8 @@ def main() -> None:
         if num := nvidia.hide_from_cpu_build():
             console.print(f"the {num} GPU(s) have no part: `make cuda` installs what they need")
         console.print(
-            f"[bold]1/2[/] making a tiny model and its problems (seed {arguments.seed}), and "
-            "starting Redis and the four services beside it"
+            f"[bold]1/2[/] {demo.making} and making its problems (seed {arguments.seed}), while "
+            "Redis and the four services start"
         )
         with (
             _model(demo, arguments.seed) as made,
@@ -126,7 +145,7 @@ def _model(demo: Demo, seed: int) -> Generator[Callable[[], None]]:
 
     def made() -> None:
         if code := process.wait():
-            raise Failed(f"the tiny model could not be made: exit code {code}")
+            raise Failed(f"{demo.maker} ended with exit code {code}: see above")
 
     try:
         yield made
@@ -175,11 +194,7 @@ def _train(client: Client, job: Job, console: Console, started: float) -> bool:
 
 def _show(client: Client, record: JobRecord, console: Console, wall_s: float) -> None:
     summary = record.summary or {}
-    rollouts = client.rollouts(record.id)
-    one_per_prompt = rollouts.model_copy(
-        update={"rollouts": rollouts.rollouts[:: record.job.sampling.group_size]}
-    )
-    console.print(rollout_table(one_per_prompt, SHOWN_ROLLOUTS))
+    console.print(_before_and_after(client, record))
     seconds = summary["seconds_per_step"]
     split = ", ".join(
         f"{name} {seconds[name]:.2f}"
@@ -193,7 +208,8 @@ def _show(client: Client, record: JobRecord, console: Console, wall_s: float) ->
         f"training took {duration(summary['train_s'])}, everything {duration(wall_s)}",
         highlight=False,
     )
-    console.print(f"checkpoint      {summary['checkpoint']}", highlight=False)
+    checkpoint, system = summary["checkpoint"], record.job.data.system_prompt
+    console.print(f"checkpoint      {checkpoint}", highlight=False)
     console.print(
         f"summary         {Path(record.run_dir).parent / record.name / 'summary.json'}",
         highlight=False,
@@ -202,6 +218,27 @@ def _show(client: Client, record: JobRecord, console: Console, wall_s: float) ->
     rows = list(client.metrics(record.id).rows)
     picture = plot_learning_curve(rows, Path(record.run_dir) / "learning_curve.png", record.name)
     console.print(f"learning curve  {picture}", highlight=False)
+    if system:
+        console.print(
+            "chat with it    .venv/bin/python -m deploy.chat "
+            f"{Path(checkpoint).resolve()} --system {shlex.quote(system)}",
+            highlight=False,
+        )
+
+
+def _before_and_after(client: Client, record: JobRecord) -> Table:
+    """Returns the model's greedy answers to the first held-out problems, before training and at
+    the end."""
+    before, after = client.held_out(record.id, 0), client.held_out(record.id)
+    table = Table("held-out problem", "before", "right", f"after step {after.step}", "right")
+    for old, new in list(zip(before.rollouts, after.rollouts, strict=True))[:SHOWN_PROBLEMS]:
+        answers = ((shown(each.completion), _mark(each.reward)) for each in (old, new))
+        table.add_row(shown(prompt_text(new)), *itertools.chain.from_iterable(answers))
+    return table
+
+
+def _mark(reward: float | None) -> str:
+    return "?" if reward is None else "yes" if reward >= 1 else "no"
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def _job(steps: int, *more: str) -> Job:
         f"data.eval={folder}/test.jsonl",
         *more,
     ]
-    return load_job(ROOT / "deploy/jobs/demo.toml", changes)
+    return load_job(ROOT / "deploy/jobs/demo_tiny.toml", changes)
 
 
 def _status(url: str) -> int:

@@ -112,7 +112,9 @@ def made_job(seed: int) -> Job:
         command = [sys.executable, "-m", "deploy.tiny_model", "--out", str(made)]
         subprocess.run([*command, "--seed", str(seed)], check=True, cwd=ROOT)
         made.rename(task)
-    text = (ROOT / "deploy/jobs/demo.toml").read_text().replace(".hone/demo/task", str(task))
+    text = (
+        (ROOT / "deploy/jobs/demo_tiny.toml").read_text().replace(".hone/demo-tiny/task", str(task))
+    )
     (FOLDER / "job.toml").write_text(text)
     return load_job(FOLDER / "job.toml", [*CHANGES, f"seed={seed}"])
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_demo_learns_on_one_gpu(colocate: bool) -> None:
     own = {"HONE_COLOCATE": str(int(colocate)), "CUDA_VISIBLE_DEVICES": "0"}
     with subprocess.Popen(
-        [sys.executable, "-m", "deploy.demo", "--seed", "2"],
+        [sys.executable, "-m", "deploy.demo", "--tiny", "--seed", "2"],
         cwd=ROOT,
         env=os.environ | own,
         stdout=subprocess.PIPE,
@@ -31,7 +31,7 @@ def test_the_demo_learns_on_one_gpu(colocate: bool) -> None:
         finally:
             demo.terminate()
     assert demo.returncode == 0, stdout[-3000:] + stderr[-3000:]
-    summary = json.loads((ROOT / "runs/demo/summary.json").read_text())
+    summary = json.loads((ROOT / "runs/demo-tiny/summary.json").read_text())
     print(f"accuracy {summary['eval_before']:.2f} to {summary['eval_after']:.2f}; seconds a step:")
     print({name: round(value, 3) for name, value in summary["seconds_per_step"].items()})
     assert "vllm" in summary["versions"]["rollout"], "this was not vLLM with CUDA"

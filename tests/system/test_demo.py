@@ -18,7 +18,7 @@ SEED = 2
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("steps", [6, pytest.param(40, marks=pytest.mark.soak)])
 def test_the_demo_shows_what_it_did_and_its_40_steps_learn(steps: int) -> None:
-    command = [sys.executable, "-m", "deploy.demo", "--seed", str(SEED), "--samplers", "2"]
+    command = [sys.executable, "-m", "deploy.demo", "--tiny", "--seed", str(SEED), "--samplers", "2"]
     command += ["--set", f"steps={steps}"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -28,7 +28,7 @@ def test_the_demo_shows_what_it_did_and_its_40_steps_learn(steps: int) -> None:
         finally:  # too late as well: a demo that is killed leaves its stack to the next one
             demo.terminate()
     assert demo.returncode == 0, stdout[-3000:] + stderr[-3000:]
-    run = ROOT / "runs/demo"
+    run = ROOT / "runs/demo-tiny"
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval_before"] <= 0.45
     assert summary["eval_after"] >= 0.90 or steps < 40
@@ -49,4 +49,4 @@ def test_the_demo_shows_what_it_did_and_its_40_steps_learn(steps: int) -> None:
     reached = [len({one["replica"] for one in sync["samplers"]}) for sync in syncs]
     assert reached == sorted(reached) and reached[-1] == 2, (reached, stdout)
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert not (ROOT / ".hone/demo/stack/stack.json").exists()
+    assert not (ROOT / ".hone/demo-tiny/stack/stack.json").exists()

@@ -96,8 +96,8 @@ async def two_samplers(folder: Path) -> AsyncGenerator[Stack]:
     """A stack of `hone up` with two samplers."""
     model = [sys.executable, "-m", "deploy.tiny_model", "--out", str(folder / "task")]
     subprocess.run([*model, "--seed", "3"], check=True, cwd=ROOT)
-    text = (ROOT / "deploy/jobs/demo.toml").read_text()
-    (folder / "job.toml").write_text(text.replace(".hone/demo/task", str(folder / "task")))
+    text = (ROOT / "deploy/jobs/demo_tiny.toml").read_text()
+    (folder / "job.toml").write_text(text.replace(".hone/demo-tiny/task", str(folder / "task")))
     ports = on_free_ports(samplers=2)
     first = int(ports["HONE_ROLLOUT_PORT"])
     environment = {

@@ -116,7 +116,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         check=True,
         cwd=ROOT,
     )
-    text = (ROOT / "deploy/jobs/demo.toml").read_text().replace(".hone/demo/task", "task")
+    text = (ROOT / "deploy/jobs/demo_tiny.toml").read_text().replace(".hone/demo-tiny/task", "task")
     (folder / "job.toml").write_text(text)
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("HONE_")
@@ -153,7 +153,7 @@ def learned(stack: Stack) -> dict[str, Any]:
         "--follow",
     )
     assert f"step {STEPS}/{STEPS}  reward" in done.stdout and "ETA" in done.stdout
-    return dict(json.loads(stack.hone("get", "demo", "-o", "json").stdout))
+    return dict(json.loads(stack.hone("get", "demo-tiny", "-o", "json").stdout))
 
 
 def test_the_model_learns_problems_it_never_saw(learned: dict[str, Any]) -> None:
@@ -166,7 +166,7 @@ def test_the_model_learns_problems_it_never_saw(learned: dict[str, Any]) -> None
 def test_sampler_and_trainer_compute_the_same_log_probs(
     stack: Stack, learned: dict[str, Any]
 ) -> None:
-    rows = json.loads(stack.hone("metrics", "demo", "-o", "json").stdout)["rows"]
+    rows = json.loads(stack.hone("metrics", "demo-tiny", "-o", "json").stdout)["rows"]
     differences = [row["metrics"]["mismatch/logprob_diff_max"] for row in rows if row["step"]]
     assert len(differences) == STEPS and max(differences) < 1e-3
 
@@ -205,7 +205,7 @@ def accuracy(checkpoint: Path, problems: Path) -> float:
 
 
 def test_the_run_folder_has_everything(stack: Stack, learned: dict[str, Any]) -> None:
-    run = stack.folder / "runs" / "demo"
+    run = stack.folder / "runs" / "demo-tiny"
     assert run.resolve() == Path(learned["run_dir"])
     assert (run / "job.json").is_file() and len(
         (run / "metrics.jsonl").read_text().splitlines()
@@ -343,7 +343,7 @@ def test_the_openai_client_samples_the_trained_policy(
 def test_models_are_compared_by_a_job_of_0_steps(stack: Stack, learned: dict[str, Any]) -> None:
     """The model that training began with and the last checkpoint, loaded as they are, get what the
     job's own evaluations said; the sampler serves a job's weights again afterwards."""
-    models = ("task/model", f"demo:{STEPS}")
+    models = ("task/model", f"demo-tiny:{STEPS}")
     report = EvaluationReport.model_validate_json(
         stack.hone("eval", *models, "--job", "job.toml", "-o", "json").stdout
     )

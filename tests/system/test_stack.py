@@ -101,7 +101,7 @@ def test_without_a_stack_a_command_says_how_to_get_one(
 def test_a_bad_job_file_needs_no_stack_to_be_refused(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    shutil.copy(ROOT / "deploy/jobs/demo.toml", tmp_path / "job.toml")
+    shutil.copy(ROOT / "deploy/jobs/demo_tiny.toml", tmp_path / "job.toml")
     done = hone(tmp_path, environment, "submit", "job.toml", "--set", "sampling.group_sise=4")
     assert done.returncode == 2
     assert done.stderr == (

@@ -21,11 +21,11 @@ ACCURACY = 0.90
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_the_demo_learns_at_each_staleness_and_never_beyond_it(max_staleness: int) -> None:
-    command = [sys.executable, "-m", "deploy.demo", "--seed", str(SEED)]
+    command = [sys.executable, "-m", "deploy.demo", "--tiny", "--seed", str(SEED)]
     command += ["--set", f"max_staleness={max_staleness}"]
     demo = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert demo.returncode == 0, demo.stdout[-3000:] + demo.stderr[-3000:]
-    check((ROOT / "runs/demo").resolve(), max_staleness)
+    check((ROOT / "runs/demo-tiny").resolve(), max_staleness)
 
 
 def check(path: Path, max_staleness: int) -> None:

@@ -31,8 +31,8 @@ CHANGES = (
 async def test_two_jobs_train_at_once_and_a_third_one_waits(tmp_path: Path) -> None:
     model = [sys.executable, "-m", "deploy.tiny_model", "--out", str(tmp_path / "task")]
     subprocess.run([*model, "--seed", "3"], check=True, cwd=ROOT)
-    text = (ROOT / "deploy/jobs/demo.toml").read_text()
-    (tmp_path / "job.toml").write_text(text.replace(".hone/demo/task", str(tmp_path / "task")))
+    text = (ROOT / "deploy/jobs/demo_tiny.toml").read_text()
+    (tmp_path / "job.toml").write_text(text.replace(".hone/demo-tiny/task", str(tmp_path / "task")))
     environment = {
         **os.environ,
         **on_free_ports(trainers=2, samplers=2),

@@ -24,7 +24,7 @@ from tests.support.run_facts import codes
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "tests/data/demo_run"
-JOB = load_job(ROOT / "deploy/jobs/demo.toml")
+JOB = load_job(ROOT / "deploy/jobs/demo_tiny.toml")
 
 
 @pytest.fixture
