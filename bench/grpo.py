@@ -62,7 +62,13 @@ Turns = dict[str, list[Turn]]
 
 
 def take_turns(
-    folder: Path, recipe: Recipe, staleness: Mapping[str, int], steps: int, repeats: int
+    folder: Path,
+    recipe: Recipe,
+    staleness: Mapping[str, int],
+    steps: int,
+    repeats: int,
+    *,
+    samplers: int,
 ) -> tuple[Turns, dict[str, str]]:
     """Returns each side's turns, and why a side of TRL's could not run; which one is first changes
     from one repeat to the next. `staleness`: Hone's sides, and the `max_staleness` of their
@@ -73,7 +79,7 @@ def take_turns(
             side: running.enter_context(trl(generation, folder, recipe))
             for side, generation in GENERATIONS.items()
         }
-        client = running.enter_context(stack(folder, samplers=2))
+        client = running.enter_context(stack(folder, samplers=samplers))
         sides: dict[str, Hone | Trl] = {
             side: Hone(client, folder, recipe, max_stale) for side, max_stale in staleness.items()
         }

@@ -116,7 +116,9 @@ def main() -> int:
         task = TASKS[name]
         with tempfile.TemporaryDirectory() as folder:
             num_parameters = write_task(Path(folder), task)
-            turns, missing = take_turns(Path(folder), task, STALENESS, args.steps, args.repeats)
+            turns, missing = take_turns(
+                Path(folder), task, STALENESS, args.steps, args.repeats, samplers=2
+            )
         check(task, turns)
         least_s = products_s(task, num_parameters)
         for side, why in missing.items():

@@ -79,7 +79,7 @@ def test_sigterm_ends_the_stack_too(
     def up(*_: Any, **__: Any) -> dict[str, Any]:
         return get_sigterm() if when == "starting" else {"urls": {"orchestrator": "http://x"}}
 
-    def take_turns(*_: Any) -> Any:
+    def take_turns(*_: Any, **__: Any) -> Any:
         with stack(tmp_path, samplers=2):
             get_sigterm()
 
