@@ -53,6 +53,8 @@ def graded_object(text, answer):
         for key, value in answer.items()
     )
     has_keys = found.keys() == answer.keys()
+    if has_keys and num_right == len(answer):
+        return 1.0
     return 0.1 + 0.2 * has_keys + 0.7 * num_right / len(answer)
 
 

@@ -122,7 +122,7 @@ def test_every_answer_earns_the_full_reward(task) -> None:
     rows = task.held_out()
     reward = getattr(curve_rewards, task.recipe.reward)
     found = reward([messages(row["answer"]) for row in rows], [row["answer"] for row in rows])
-    assert found == pytest.approx([1.0] * NUM_HELD_OUT)
+    assert found == [1.0] * NUM_HELD_OUT
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
@@ -168,13 +168,16 @@ def test_the_end_of_a_curve_is_its_last_quarter() -> None:
     assert curve([0.1, 0.7]).last_quarter == 0.7
 
 
-def test_both_sides_must_gain_held_out_reward() -> None:
-    curves = {"hone": [curve([0.1] * 4, held_out=0.5)], "trl": [curve([0.1] * 4, held_out=0.35)]}
+def test_both_sides_must_gain_reward_from_first_quarter_to_last() -> None:
+    rises = [0.1, 0.3, 0.2, 0.2, 0.2, 0.2, 0.4, 0.6]  # 0.2 -> 0.5
+    curves = {"hone": [curve(rises, held_out=0.5)], "trl": [curve([0.46] * 8, held_out=0.35)]}
     figures = {figure.name: figure for figure in compare("sums", 0.3, curves)}
-    assert figures["sums: rewards at the end, Hone and TRL"].ok, "two flat curves"
-    hone, trl = (figures[f"sums: held-out reward gained, {side}"] for side in ("Hone", "TRL"))
-    assert (hone.value, hone.ok) == (pytest.approx(0.2), True)
-    assert (trl.value, trl.ok) == (pytest.approx(0.05), False)
+    assert figures["sums: rewards at the end, Hone and TRL"].ok
+    hone, trl = (figures[f"sums: reward gained, {side}"] for side in ("Hone", "TRL"))
+    assert (hone.value, hone.ok) == (pytest.approx(0.3), True)
+    assert (trl.value, trl.ok) == (pytest.approx(0.0), False), "flat"
+    assert figures["sums: held-out reward before training"].value == 0.3
+    assert figures["sums: held-out reward, TRL"].value == 0.35
     assert figures["sums: a step while learning, Hone"].value == 2.0
 
 
