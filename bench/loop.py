@@ -41,26 +41,47 @@ of its tokens with the model's weights, at the rate of one such product alone. O
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
+import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
-import hone
-from bench.loop_side import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, LEARNING_RATE, Task, write_task
-from bench.report import Figure, count, finish, ratios, repeated, table
-from bench.side import start, told
-from deploy import local
-from deploy.machine import on_free_ports
+from bench.grpo import GENERATIONS, HONE, STAGES, Turn, Turns, better_trl, breakdown, take_turns
+from bench.report import Figure, count, finish, ratios, repeated
+from bench.trl_side import Recipe
+
+NUM_PROBLEMS = 2048
+
+REWARD = '''\
+def reward(completions, **_):
+    """The share of digits in a completion."""
+    return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(Recipe):
+    """A model of Qwen2's shape and the steps that it is trained by. Every prompt has the same
+    length, and every completion `max_tokens`: the token that would end it is beyond the
+    vocabulary. All prompts begin with the same `worked` tokens of examples, before a question of
+    `question`; without, a prompt is a sum."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    worked: int = 0
+    question: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the model takes."""
+        return 512 if not self.worked else self.worked + self.question + self.max_tokens + 8
+
 
 TASKS = {
     "0.6M": Task(num_layers=4, hidden_size=128, intermediate_size=256, num_prompts=16),
@@ -70,34 +91,13 @@ TASKS |= {
     f"few-{name}": replace(task, worked=608, question=53, rows=8) for name, task in TASKS.items()
 }
 
-GENERATIONS = {"TRL": "transformers", "TRL with vLLM": "vllm"}
-"""TRL's sides, and what samples there."""
-
 AHEAD = "Hone, a step ahead"
-STALENESS = {"Hone": 0, AHEAD: 1}
+STALENESS = {HONE: 0, AHEAD: 1}
 """Hone's sides, and the `max_staleness` of their jobs."""
 
-STAGES = ("generate", "reward", "train", "sync")
 MOST_OVERHEAD = 0.05
 NUM_PRODUCTS = 50
-NUM_SAMPLERS = 2
 LEAST_RATIO = {"0.6M": 2.0, "40M": 2.0, "few-0.6M": 1.5, "few-40M": 3.0}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The steps of one side that count: `seconds` of each, and of its stages in the mean."""
-
-    seconds: list[float]
-    stages: dict[str, float]
-
-    @property
-    def step_s(self) -> float:
-        return fmean(self.seconds)
-
-
-Turns = dict[str, list[Turn]]
-"""By side, in the order of the repeats."""
 
 
 def main() -> int:
@@ -116,7 +116,10 @@ def main() -> int:
         task = TASKS[name]
         with tempfile.TemporaryDirectory() as folder:
             num_parameters = write_task(Path(folder), task)
-            turns, missing = alternate(Path(folder), task, args.steps, args.repeats)
+            turns, missing = take_turns(
+                Path(folder), task, STALENESS, args.steps, args.repeats, samplers=2
+            )
+        check(task, turns)
         least_s = products_s(task, num_parameters)
         for side, why in missing.items():
             print(f"{name}: {side} could not run: {why}")
@@ -131,159 +134,67 @@ def main() -> int:
     return finish("loop", figures, **facts)
 
 
-def alternate(folder: Path, task: Task, steps: int, repeats: int) -> tuple[Turns, dict[str, str]]:
-    """Returns each side's turns, and why a side of TRL's could not run; which one goes first
-    changes from one repeat to the next."""
-    missing: dict[str, str] = {}
-    with contextlib.ExitStack() as running:
-        starting = {
-            side: running.enter_context(trl(generation, folder, task))
-            for side, generation in GENERATIONS.items()
-        }
-        client = running.enter_context(stack(folder))
-        sides: dict[str, Hone | Trl] = {
-            side: Hone(client, folder, task, staleness) for side, staleness in STALENESS.items()
-        }
-        for side, one in starting.items():
-            try:
-                one.begin()
-                sides[side] = one
-            except RuntimeError as error:
-                missing[side] = str(error)
-        turns: Turns = {side: [] for side in sides}
-        names = [*sides]
-        for repeat in range(repeats):
-            first = repeat % len(names)
-            for side in names[first:] + names[:first]:
-                turn = sides[side].turn(steps)
-                turns[side].append(turn)
-                print(f"{side}: {turn.step_s:.3f} s a step", file=sys.stderr, flush=True)
-        return turns, missing
+def check(task: Task, turns: Turns) -> None:
+    """Raises ValueError if a side sampled or trained another number of tokens than the others."""
+    for side, of_side in turns.items():
+        for step in (step for turn in of_side for step in turn.steps):
+            found = (step.num_trained, step.mean_length)
+            if found != (task.num_samples, task.max_tokens):
+                raise ValueError(
+                    f"{side} trained on {found[0]} completions of {found[1]:g} tokens, expected "
+                    f"{task.num_samples} of {task.max_tokens}"
+                )
 
 
-# --- Hone ----------------------------------------------------------------------------------------
+# --- the model and its problems ------------------------------------------------------------------
 
 
-class Hone:
-    """A running stack, which trains a job for each turn."""
+def write_task(folder: Path, task: Task) -> int:
+    """Writes the model, with random weights in float32, `train.jsonl` and `reward.py`. Returns how
+    many parameters the model has."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-    def __init__(self, client: hone.Client, folder: Path, task: Task, max_staleness: int) -> None:
-        self._client = client
-        self._folder = folder
-        self._task = task
-        self._max_staleness = max_staleness
+    from deploy.tiny_model import PAD_ID, make_tokenizer
 
-    def turn(self, steps: int) -> Turn:
-        record = self._client.submit(self._job(steps + 2))
-        for _ in self._client.events(record.id, follow=True):
-            pass
-        record = self._client.get(record.id)
-        if record.status != "succeeded":
-            raise RuntimeError(f"the job {record.status}: {record.error}")
-        found = self._client.metrics(record.id).rows
-        rows = [row.metrics for row in found if 1 < row.step < record.steps]
-        assert len(rows) == steps
-        for row in rows:
-            assert row["completions/mean_length"] == self._task.max_tokens
-            assert row["num_examples"] == self._task.num_samples
-        stages = sorted({name for row in rows for name in row if name.startswith("time/")})
-        return Turn(
-            [row["time/step"] for row in rows],
-            {name.removeprefix("time/"): fmean(row[name] for row in rows) for name in stages},
-        )
-
-    def _job(self, steps: int) -> hone.Job:
-        return hone.Job.model_validate(
-            {
-                "name": "bench",
-                "model": str(self._folder / "model"),
-                "steps": steps,
-                "max_staleness": self._max_staleness,
-                "data": {"train": str(self._folder / "train.jsonl")},
-                "sampling": {
-                    "prompts_per_step": self._task.num_prompts,
-                    "group_size": self._task.group_size,
-                    "max_tokens": self._task.max_tokens,
-                },
-                "rewards": [{"source": (self._folder / "reward.py").read_text()}],
-                "training": {
-                    "loss": "dapo",
-                    "clip_low": CLIP_LOW,
-                    "clip_high": CLIP_HIGH,
-                    "learning_rate": LEARNING_RATE,
-                    "dtype": "float32",
-                },
-                "memory": {"gradient_checkpointing": False},
-                "checkpoints": {"every": 0},
-            }
-        )
+    tokenizer: Any = make_tokenizer()
+    tokenizer.model_max_length = task.longest
+    tokenizer.add_special_tokens({"eos_token": "<never>"})
+    ends = {"pad_token_id": PAD_ID, "eos_token_id": tokenizer.eos_token_id}
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=tokenizer.eos_token_id,
+        hidden_size=task.hidden_size,
+        intermediate_size=task.intermediate_size,
+        num_hidden_layers=task.num_layers,
+        num_attention_heads=task.hidden_size // 64,
+        num_key_value_heads=max(task.hidden_size // 128, 1),
+        max_position_embeddings=task.longest,
+        tie_word_embeddings=False,
+        dtype="float32",
+        **ends,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(**ends)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in _prompts(task))
+    )
+    (folder / "reward.py").write_text(REWARD)
+    return model.num_parameters()
 
 
-@contextlib.contextmanager
-def stack(folder: Path) -> Generator[hone.Client]:
-    """The stack that `hone up` starts, on free ports."""
-    os.environ |= on_free_ports(samplers=NUM_SAMPLERS) | {
-        "HONE_ROLLOUT_REPLICAS": str(NUM_SAMPLERS),
-        "HONE_RUNS_DIR": str(folder / "runs"),
-        "HONE_KV_CACHE_GIB": str(KV_CACHE_GIB),
-        "HONE_LOG_LEVEL": "warning",
-    }
-    try:
-        state = local.up(folder / "stack", quiet=True)
-        with hone.Client(state["urls"]["orchestrator"]) as client:
-            yield client
-    finally:
-        local.down(folder / "stack")
+def _prompts(task: Task) -> list[str]:
+    drawn = random.Random(0)
+    if not task.worked:
+        return [f"{drawn.randint(10, 99)}+{drawn.randint(10, 99)}=" for _ in range(NUM_PROBLEMS)]
 
+    def text(length: int) -> str:
+        return "".join(drawn.choices("0123456789+-*", k=length))
 
-# --- TRL -----------------------------------------------------------------------------------------
-
-
-class Trl:
-    """A process of TRL's (`loop_side.py`), which waits between its turns."""
-
-    def __init__(self, process: subprocess.Popen[str], log: Path, task: Task) -> None:
-        self._process = process
-        self._log = log
-        self._task = task
-
-    def begin(self) -> None:
-        """Waits until it is ready, and lets it do a step. Raises RuntimeError with the last line
-        that it logged if it ends."""
-        self.told()
-        self.turn(0)
-
-    def turn(self, steps: int) -> Turn:
-        assert self._process.stdin
-        self._process.stdin.write(f"{steps + 1}\n")
-        self._process.stdin.flush()
-        found = self.told()
-        num_samples = self._task.num_samples * (steps + 1)
-        assert found["num_completions"] == num_samples
-        assert found["num_tokens"] == num_samples * self._task.max_tokens
-        generate_s = found["generate_s"] / (steps + 1)
-        return Turn(found["seconds"][1:] or found["seconds"], {"generate": generate_s})
-
-    def told(self) -> dict[str, Any]:
-        """Returns what it says next. Raises RuntimeError at its end."""
-        if (found := told(self._process)) is not None:
-            return found
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        raise RuntimeError(lines[-1] if lines else f"it ended with {self._process.wait()}")
-
-
-@contextlib.contextmanager
-def trl(generation: str, folder: Path, task: Task) -> Generator[Trl]:
-    arguments = [generation, str(folder), json.dumps(asdict(task))]
-    log = folder / f"{generation}.log"
-    with log.open("w") as stderr:
-        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
-        process = start("bench.loop_side", *arguments, env=environment, stderr=stderr)
-    try:
-        yield Trl(process, log, task)
-    finally:
-        process.terminate()
-        process.wait()
+    examples = text(task.worked)
+    return [f"{examples}{text(task.question)}" for _ in range(NUM_PROBLEMS)]
 
 
 # --- figures -------------------------------------------------------------------------------------
@@ -296,12 +207,12 @@ def compare(name: str, task: Task, turns: Turns, least_s: float) -> list[Figure]
         for side, of_side in turns.items()
     }
     trls = [side for side in GENERATIONS if side in rates]
-    better = [max(pair) for pair in zip(*(rates[side] for side in trls), strict=True)]
-    overheads = [overhead(turn) for turn in turns["Hone"]]
+    better = [task.num_samples / step_s for step_s in better_trl(turns)]
+    overheads = [overhead(turn) for turn in turns[HONE]]
     return [
         repeated(
             f"{name}: samples per second, Hone to the better TRL",
-            ratios(rates["Hone"], better),
+            ratios(rates[HONE], better),
             "x",
             LEAST_RATIO.get(name, 0.0),
         ),
@@ -313,7 +224,7 @@ def compare(name: str, task: Task, turns: Turns, least_s: float) -> list[Figure]
             "x",
         ),
         *[
-            repeated(f"{name}: Hone to {side}", ratios(rates["Hone"], rates[side]), "x")
+            repeated(f"{name}: Hone to {side}", ratios(rates[HONE], rates[side]), "x")
             for side in trls
         ],
         *[repeated(f"{name}: {side}", rates[side], "samples/s") for side in rates],
@@ -342,22 +253,7 @@ def products_s(task: Task, num_parameters: int) -> float:
 
 def overhead(turn: Turn) -> float:
     """Returns the share of Hone's steps that is neither generation, grading, training nor sync."""
-    return 1 - sum(turn.stages[stage] for stage in STAGES) / turn.step_s
-
-
-def breakdown(turns: Turns) -> str:
-    """Returns the table of where the time goes. Of TRL only generation is measured apart; with vLLM
-    it has the sync in it."""
-    rows = []
-    for side, of_side in turns.items():
-        step_s = median(turn.step_s for turn in of_side)
-        stages = [
-            median(turn.stages.get(stage, float("nan")) for turn in of_side)
-            for stage in (*STAGES, "keep", "store", "record")
-        ]
-        shown = ["" if seconds != seconds else f"{seconds:.3f}" for seconds in stages]
-        rows.append((side, f"{step_s:.3f}", *shown))
-    return table(rows, ("side", "step", *STAGES, "keep", "store", "record"))
+    return 1 - sum(turn.stage_s(stage) for stage in STAGES) / turn.step_s
 
 
 if __name__ == "__main__":

@@ -27,24 +27,18 @@ time more for each further job.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import hone
-from bench.loop import TASKS
-from bench.loop_side import KV_CACHE_GIB, LEARNING_RATE, Task, write_task
+from bench.grpo import document_of, stack
+from bench.loop import TASKS, Task, write_task
 from bench.report import Figure, count, finish, ratios, repeated
-from deploy import local
-from deploy.machine import on_free_ports
 
 MOST_TIME = 0.7
 MOST_TURN = 0.02
@@ -80,7 +74,8 @@ def main() -> int:
     task, apart, shared = TASKS[args.model], list[Turn](), list[Turn]()
     with tempfile.TemporaryDirectory() as folder:
         write_task(Path(folder), task)
-        with stack(Path(folder), args.jobs) as client:
+        adapters = {"HONE_ROLLOUT_ADAPTERS": str(args.jobs)}
+        with stack(Path(folder), samplers=1, **adapters) as client:
             jobs = [job_of(Path(folder), task, args.steps, seed) for seed in range(args.jobs)]
             one_after_the_other(client, jobs[:1])  # the sampler's engine starts
             for repeat in range(args.repeats):
@@ -176,40 +171,8 @@ def ended(client: hone.Client, job_id: str) -> Steps:
 
 
 def job_of(folder: Path, task: Task, steps: int, seed: int) -> hone.Job:
-    document: dict[str, Any] = {
-        "name": "tenants",
-        "model": str(folder / "model"),
-        "steps": steps + 1,
-        "seed": seed,
-        "data": {"train": str(folder / "train.jsonl")},
-        "sampling": {
-            "prompts_per_step": task.num_prompts,
-            "group_size": task.group_size,
-            "max_tokens": task.max_tokens,
-        },
-        "rewards": [{"source": (folder / "reward.py").read_text()}],
-        "lora": {"rank": 8},
-        "training": {"loss": "dapo", "learning_rate": LEARNING_RATE, "dtype": "float32"},
-        "memory": {"gradient_checkpointing": False},
-        "checkpoints": {"every": 0},
-    }
-    return hone.Job.model_validate(document)
-
-
-@contextlib.contextmanager
-def stack(folder: Path, num_jobs: int) -> Generator[hone.Client]:
-    os.environ |= on_free_ports(samplers=1) | {
-        "HONE_RUNS_DIR": str(folder / "runs"),
-        "HONE_ROLLOUT_ADAPTERS": str(num_jobs),
-        "HONE_KV_CACHE_GIB": str(KV_CACHE_GIB),
-        "HONE_LOG_LEVEL": "warning",
-    }
-    try:
-        state = local.up(folder / "stack", quiet=True)
-        with hone.Client(state["urls"]["orchestrator"]) as client:
-            yield client
-    finally:
-        local.down(folder / "stack")
+    document = document_of(folder, replace(task, seed=seed), steps + 1)
+    return hone.Job.model_validate(document | {"name": "tenants", "lora": {"rank": 8}})
 
 
 if __name__ == "__main__":

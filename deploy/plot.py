@@ -81,9 +81,9 @@ def _picture(path: Path, title: str) -> Generator[Any]:
     figure.savefig(path, format=path.suffix.lstrip(".") or "png")
 
 
-def running_mean(values: Sequence[float]) -> list[float]:
-    """Returns for each value the mean of it and the up to `WINDOW - 1` before it."""
-    return [fmean(values[max(0, end - WINDOW) : end]) for end in range(1, len(values) + 1)]
+def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """Returns for each value the mean of it and the up to `window - 1` before it."""
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def main() -> None:

@@ -11,23 +11,25 @@ from typing import Any
 
 import pytest
 
-from bench import loop
-from bench.loop import TASKS, Turn, compare, main, overhead, stack
+from bench import grpo, loop
+from bench.grpo import STAGES, Step, Turn, stack
+from bench.loop import TASKS, check, compare, main, overhead
 
 TASK = replace(TASKS["0.6M"], num_prompts=2, group_size=5)
 
 
-def hone(seconds: list[float], **stages: float) -> Turn:
-    return Turn(seconds, {"generate": 0.0, "reward": 0.0, "train": 0.0, "sync": 0.0} | stages)
+def turn(seconds: list[float], **stages: float) -> Turn:
+    found = dict.fromkeys(STAGES, 0.0) | stages
+    return Turn([Step(each, found, 0.5, TASK.max_tokens, TASK.num_samples) for each in seconds])
 
 
 def test_hone_is_compared_with_the_better_trl_of_each_repeat_by_hand() -> None:
     # Of 10 samples a step: 5, 10 and 2.5 per second; TRL's better one 2.5, 2 and 2.5.
     turns = {
-        "Hone": [hone([1.0, 3.0]), hone([1.0]), hone([4.0])],
-        "Hone, a step ahead": [hone([1.0]), hone([1.0]), hone([2.0])],
-        "TRL": [Turn([4.0], {}), Turn([8.0], {}), Turn([4.0], {})],
-        "TRL with vLLM": [Turn([5.0], {}), Turn([5.0], {}), Turn([10.0], {})],
+        "Hone": [turn([1.0, 3.0]), turn([1.0]), turn([4.0])],
+        "Hone, a step ahead": [turn([1.0]), turn([1.0]), turn([2.0])],
+        "TRL": [turn([4.0]), turn([8.0]), turn([4.0])],
+        "TRL with vLLM": [turn([5.0]), turn([5.0]), turn([10.0])],
     }
     figures = {figure.name: figure for figure in compare("0.6M", TASK, turns, least_s=1.0)}
     first = figures["0.6M: samples per second, Hone to the better TRL"]
@@ -40,8 +42,16 @@ def test_hone_is_compared_with_the_better_trl_of_each_repeat_by_hand() -> None:
 
 
 def test_what_is_not_a_steps_work_is_its_overhead_by_hand() -> None:
-    turn = hone([2.0, 2.0], generate=1.0, reward=0.1, train=0.5, sync=0.3, store=0.06)
-    assert overhead(turn) == pytest.approx(0.05)
+    found = turn([2.0, 2.0], generate=1.0, reward=0.1, train=0.5, sync=0.3, store=0.06)
+    assert overhead(found) == pytest.approx(0.05)
+
+
+def test_a_side_that_trained_on_fewer_completions_has_no_figure() -> None:
+    equal = turn([1.0])
+    check(TASK, {"Hone": [equal], "TRL": [equal]})
+    fewer = Turn([replace(equal.steps[0], num_trained=5)])
+    with pytest.raises(ValueError, match="TRL trained on 5 completions of 64 tokens, expected 10"):
+        check(TASK, {"Hone": [equal], "TRL": [equal, fewer]})
 
 
 def test_both_models_have_groups_and_lengths_in_common() -> None:
@@ -69,16 +79,16 @@ def test_sigterm_ends_the_stack_too(
     def up(*_: Any, **__: Any) -> dict[str, Any]:
         return get_sigterm() if when == "starting" else {"urls": {"orchestrator": "http://x"}}
 
-    def alternate(*_: Any) -> Any:
-        with stack(tmp_path):
+    def take_turns(*_: Any, **__: Any) -> Any:
+        with stack(tmp_path, samplers=2):
             get_sigterm()
 
     downed = list[Path]()
     monkeypatch.setattr("sys.argv", ["loop", "--models", "0.6M"])
     monkeypatch.setattr(loop, "write_task", lambda *_: 0)
-    monkeypatch.setattr(loop, "alternate", alternate)
-    monkeypatch.setattr(loop.local, "up", up)
-    monkeypatch.setattr(loop.local, "down", downed.append)
+    monkeypatch.setattr(loop, "take_turns", take_turns)
+    monkeypatch.setattr(grpo.local, "up", up)
+    monkeypatch.setattr(grpo.local, "down", downed.append)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(SystemExit) as ended:
         main()

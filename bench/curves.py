@@ -1,0 +1,478 @@
+"""Learning curves of Hone beside those of TRL's `GRPOTrainer`: the same real model, three tasks.
+
+    python -m bench.curves [--tasks sums,reverse,json] [--seeds 0,1,2] [--sides hone,trl]
+    python -m bench.curves --times [--turn-steps 3] [--repeats 3]
+
+The model is SmolLM2-135M-Instruct (`deploy/real_model.py`). A few supervised steps
+(`curves_side.py`) teach it the form of a task's answers, once, and all sides start from these
+weights in float32. They have the same rows in the same order, chat template, groups, temperature 1,
+loss "dapo" with the same bounds, no reference model, AdamW at the same constant learning rate
+without warm-up, one optimizer step per batch, gradients of norm 1 at most, and no gradient
+checkpointing. The reward is one Python function (`curve_rewards.py`), which Hone calls in its
+sandbox. Hone is a job on the stack that `hone up` starts, with `max_staleness` 0; TRL is a process
+that samples with transformers, or with vLLM colocated (`--sides trl-vllm`). They draw other random
+numbers, so curves agree in distribution only, and three seeds, each with other rows, say how far.
+
+A curve is the mean reward of each step's rollouts. Held-out reward is measured for all sides by one
+program: transformers decodes 64 problems that no training row contains, greedily, with the weights
+before training and each side's weights after it. Curves agree at the end if the means over the
+seeds of the last quarter of the steps differ by at most the larger of the two sides' standard
+deviations over the seeds, or by 0.05. Two flat curves agree too, so each side must also
+gain 0.1 from the first quarter of the steps to the last. Greedy answers may gain less: they are
+often right before rollouts at temperature 1 are.
+
+Each finished run is a file in `--results`, so an interrupted benchmark continues, and the figures
+are of all files there. `docs/curves.png` is drawn from them.
+
+The time of a step is measured apart, with `--times`: all sides are started, and take turns of a few
+steps. The learning rate is almost 0 there, so that all sides sample from the same weights, and
+completions of one length, for as long as they run. A step is all of Hone's, with groups and batch
+on disk, against the faster of TRL's two. Hone does not train on groups whose rewards are equal, and
+TRL does, with a gradient of zero: that is part of the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+import hone
+from bench import curve_rewards
+from bench.curve_tasks import TASKS, Task, write_rows
+from bench.grpo import (
+    GENERATIONS,
+    HONE,
+    STAGES,
+    Hone,
+    Step,
+    Turn,
+    Turns,
+    better_trl,
+    breakdown,
+    stack,
+    take_turns,
+    trl,
+)
+from bench.report import Figure, count, finish, ratios, repeated
+from bench.side import run
+from bench.trl_side import Recipe
+from deploy.plot import running_mean
+from deploy.real_model import fetch
+
+SIDES = {"hone": HONE, "trl": "TRL", "trl-vllm": "TRL with vLLM"}
+COLORS = {"hone": "#1f5fa8", "trl": "#c2410c", "trl-vllm": "#4d7c0f"}
+
+FLOOR = 0.05
+"""A difference of rewards that is no disagreement, however little the seeds differ."""
+
+LEAST_GAIN = 0.1
+LEAST_RATIO = 1.5
+NUM_SAMPLERS = 1
+"""A second one would need 2 GiB more: with `--times` all sides are in memory at once."""
+
+TIMES_LEARNING_RATE = 1e-9
+WINDOW = 5
+LIMIT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The mean `reward` of greedy answers to the held-out problems, the share that is `right`, with
+    a reward of 1, and the answers."""
+
+    reward: float
+    right: float
+    completions: list[str]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A training run of one side with one seed: its steps, and the weights after them."""
+
+    steps: list[Step]
+    held_out: HeldOut
+
+    @property
+    def rewards(self) -> list[float]:
+        return [step.reward for step in self.steps]
+
+    @property
+    def first_quarter(self) -> float:
+        """The mean reward of the first quarter of the steps."""
+        return fmean(self.rewards[: self._quarter])
+
+    @property
+    def last_quarter(self) -> float:
+        return fmean(self.rewards[-self._quarter :])
+
+    @property
+    def _quarter(self) -> int:
+        return max(1, len(self.steps) // 4)
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+
+Curves = dict[str, list[Curve]]
+"""By side, in the order of the seeds."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tasks", type=names(TASKS), default=[*TASKS], help="default: all")
+    parser.add_argument("--sides", type=names(SIDES), default=["hone", "trl"])
+    parser.add_argument("--seeds", type=seeds, default=[0, 1, 2], help="default: 0,1,2")
+    parser.add_argument("--steps", type=count, help="of a run (default: the task's)")
+    parser.add_argument("--results", type=Path, default=Path(".hone/curves"))
+    parser.add_argument("--picture", type=Path, default=Path("docs/curves.png"))
+    parser.add_argument("--times", action="store_true", help="measure the time of a step instead")
+    parser.add_argument("--turn-steps", type=count, default=3, help="with --times (default: 3)")
+    parser.add_argument("--repeats", type=count, default=3, help="turns of each (default: 3)")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the stack ends too
+    tasks = [TASKS[name] for name in args.tasks]
+    if args.steps:
+        tasks = [replace(task, steps=args.steps) for task in tasks]
+    results = Results(args.results)
+    for task in tasks:
+        results.prepare(task)
+    if args.times:
+        for task in tasks:
+            measure_times(results, task, args.turn_steps, args.repeats)
+    else:
+        for side in args.sides:
+            learn(results, side, [(task, seed) for task in tasks for seed in args.seeds])
+    return report(results, tasks, args.seeds, args.picture)
+
+
+def names(known: dict[str, Any]) -> Callable[[str], list[str]]:
+    def chosen(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, expected some of {[*known]}")
+        return found
+
+    return chosen
+
+
+def seeds(text: str) -> list[int]:
+    return [int(seed) for seed in text.split(",")]
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+class Results:
+    """The folder of finished runs, a file each, and the weights that they start from."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def model(self, task: Task) -> Path:
+        """Returns the folder of the weights after the supervised steps."""
+        return (self._folder / "models" / task.name).resolve()
+
+    def prepare(self, task: Task) -> None:
+        """Makes the weights that all sides start from, and measures them, unless that is done."""
+        if self.start(task):
+            return
+        model = self.model(task)
+        self._log(f"{task.name}: {task.warmup.steps} supervised steps")
+        with tempfile.TemporaryDirectory() as folder:
+            rows = Path(folder, "warmup.jsonl")
+            write_rows(rows, task.warmup_rows())
+            warmup = json.dumps(asdict(task.warmup))
+            arguments = ("warmup", str(fetch()), str(rows), warmup, str(model))
+            run("bench.curves_side", *arguments, limit_s=LIMIT_S)
+        found = asdict(held_out(task, model))
+        self._write(f"{task.name}-start", task.settings, found)
+        self._log(f"{task.name}: held-out reward {found['reward']:.3f} before training")
+
+    def start(self, task: Task) -> HeldOut | None:
+        found = self._read(f"{task.name}-start", task.settings)
+        return HeldOut(**found) if found else None
+
+    def curve(self, task: Task, side: str, seed: int) -> Curve | None:
+        found = self._read(f"{task.name}-{side}-{seed}", task.run_settings(seed))
+        if found is None:
+            return None
+        return Curve([Step(**step) for step in found["steps"]], HeldOut(**found["held_out"]))
+
+    def keep(self, task: Task, side: str, seed: int, curve: Curve) -> None:
+        self._write(f"{task.name}-{side}-{seed}", task.run_settings(seed), asdict(curve))
+        self._log(
+            f"{task.name}, {SIDES[side]}, seed {seed}: reward {curve.rewards[0]:.3f} -> "
+            f"{curve.last_quarter:.3f}, held-out {curve.held_out.reward:.3f}, "
+            f"{curve.seconds:.0f} s"
+        )
+
+    def times(self, task: Task) -> tuple[Turns, dict[str, str]]:
+        """Returns the turns of each side, none if they were not measured, and why a side is
+        missing."""
+        found = self._read(f"{task.name}-times", task.run_settings(0))
+        if found is None:
+            return {}, {}
+        turns = {
+            side: [Turn([Step(**step) for step in turn["steps"]]) for turn in of_side]
+            for side, of_side in found["turns"].items()
+        }
+        return turns, found["missing"]
+
+    def keep_times(self, task: Task, turns: Turns, missing: dict[str, str]) -> None:
+        found = {side: [asdict(turn) for turn in of_side] for side, of_side in turns.items()}
+        document = {"turns": found, "missing": missing}
+        self._write(f"{task.name}-times", task.run_settings(0), document)
+
+    def _read(self, name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
+        """Returns what is stored under the name, or None. Raises ValueError if it was measured with
+        other settings."""
+        path = self._folder / f"{name}.json"
+        if not path.exists():
+            return None
+        document = json.loads(path.read_text())
+        if document["settings"] != settings:
+            raise ValueError(
+                f"{path} has the settings {document['settings']}, expected {settings}; remove it, "
+                "or name another folder with --results"
+            )
+        return document["found"]
+
+    def _write(self, name: str, settings: dict[str, Any], found: dict[str, Any]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        part = self._folder / f"{name}.part"
+        part.write_text(json.dumps({"settings": settings, "found": found}, indent=1))
+        part.replace(part.with_suffix(".json"))
+
+    def _log(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+def held_out(task: Task, model: Path) -> HeldOut:
+    """Returns how well the weights in the folder answer the held-out problems."""
+    rows = task.held_out()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "held_out.jsonl")
+        write_rows(path, rows)
+        arguments = ("answer", str(model), str(path), str(task.recipe.max_tokens))
+        completions = run("bench.curves_side", *arguments, limit_s=LIMIT_S)["completions"]
+    messages = [[{"role": "assistant", "content": text}] for text in completions]
+    reward = getattr(curve_rewards, task.recipe.reward)
+    rewards = reward(completions=messages, answer=[row["answer"] for row in rows])
+    right = fmean(each == 1 for each in rewards)
+    return HeldOut(fmean(rewards), right, completions)
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+
+def learn(results: Results, side: str, runs: Sequence[tuple[Task, int]]) -> None:
+    """Trains what is not among the results yet."""
+    left = [(task, seed) for task, seed in runs if results.curve(task, side, seed) is None]
+    if not left:
+        return
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as running:
+        folder = Path(name)
+        client: hone.Client | None = None
+        if side == "hone":
+            client = running.enter_context(stack(folder, samplers=NUM_SAMPLERS))
+        for task, seed in left:
+            recipe = replace(task.recipe, seed=seed)
+            own = folder / f"{task.name}-{seed}"
+            write_side(own, results.model(task), task.train_rows(seed))
+            if client:
+                curve = hone_curve(client, own, task, recipe)
+            else:
+                curve = trl_curve(GENERATIONS[SIDES[side]], own, task, recipe)
+            results.keep(task, side, seed, curve)
+            shutil.rmtree(own)
+
+
+def hone_curve(client: hone.Client, folder: Path, task: Task, recipe: Recipe) -> Curve:
+    record, steps = Hone(client, folder, recipe).train(task.steps)
+    curve = Curve(steps, held_out(task, Path((record.summary or {})["checkpoint"])))
+    client.delete(record.id, files=True)
+    return curve
+
+
+def trl_curve(generation: str, folder: Path, task: Task, recipe: Recipe) -> Curve:
+    trained = folder / "trained"
+    with trl(generation, folder, recipe, save=trained) as side:
+        side.begin()
+        steps = side.train(task.steps)
+        side.finish()
+    return Curve(steps, held_out(task, trained))
+
+
+def measure_times(results: Results, task: Task, steps: int, repeats: int) -> None:
+    """Lets all sides take turns of a few steps."""
+    recipe = replace(task.recipe, learning_rate=TIMES_LEARNING_RATE)
+    with tempfile.TemporaryDirectory() as name:
+        rows = replace(task, steps=steps + 2).train_rows(seed=0)
+        write_side(Path(name), results.model(task), rows)
+        turns, missing = take_turns(
+            Path(name), recipe, {HONE: 0}, steps, repeats, samplers=NUM_SAMPLERS
+        )
+    results.keep_times(task, turns, missing)
+
+
+def write_side(folder: Path, model: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes what a side trains with."""
+    folder.mkdir(exist_ok=True)
+    (folder / "model").symlink_to(model)
+    (folder / "reward.py").write_text(Path(curve_rewards.__file__).read_text())
+    write_rows(folder / "train.jsonl", rows)
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def report(results: Results, tasks: Sequence[Task], chosen: Sequence[int], picture: Path) -> int:
+    """Draws and prints the figures of all that is among the results; returns the exit status."""
+    figures: list[Figure] = []
+    facts: dict[str, Any] = {"seeds": [*chosen], "tasks": {}}
+    drawn: dict[str, tuple[float, Curves]] = {}
+    for task in tasks:
+        start = results.start(task)
+        assert start
+        curves = complete(results, task, chosen)
+        turns, missing = results.times(task)
+        figures += compare(task.name, start.reward, curves) + compare_times(task.name, turns)
+        drawn[task.name] = (start.reward, curves)
+        facts["tasks"][task.name] = task.run_settings(0) | {
+            "before": {"reward": start.reward, "right": start.right},
+            "curves": {
+                side: [
+                    {"rewards": curve.rewards, "held_out": curve.held_out.reward}
+                    for curve in of_side
+                ]
+                for side, of_side in curves.items()
+            },
+            "stages": {side: stages(of_side) for side, of_side in turns.items()},
+            "missing": missing,
+        }
+        for side, why in missing.items():
+            print(f"{task.name}: {side} could not run: {why}")
+        if turns:
+            print(f"\n{task.name}: seconds of a step (medians)\n{breakdown(turns)}\n")
+    if any(curves for _, curves in drawn.values()):
+        plot(drawn, picture)
+    return finish("curves", figures, **facts)
+
+
+def complete(results: Results, task: Task, chosen: Sequence[int]) -> Curves:
+    """Returns the curves of each side that has all seeds."""
+    curves: Curves = {}
+    for side in SIDES:
+        found = [results.curve(task, side, seed) for seed in chosen]
+        of_side = [curve for curve in found if curve is not None]
+        if of_side and len(of_side) == len(found):
+            curves[side] = of_side
+    return curves
+
+
+def compare(task: str, before: float, curves: Curves) -> list[Figure]:
+    """Returns the figures of a task's curves, those with a goal first."""
+    ends = {side: [curve.last_quarter for curve in of_side] for side, of_side in curves.items()}
+    after = {side: [curve.held_out.reward for curve in of_side] for side, of_side in curves.items()}
+    figures = [
+        agreement(f"{task}: rewards at the end, Hone and {SIDES[side]}", ends["hone"], ends[side])
+        for side in curves
+        if side != "hone" and "hone" in curves
+    ]
+    figures += [
+        repeated(
+            f"{task}: reward gained, {SIDES[side]}",
+            [curve.last_quarter - curve.first_quarter for curve in of_side],
+            goal=LEAST_GAIN,
+        )
+        for side, of_side in curves.items()
+    ]
+    figures.append(Figure(f"{task}: held-out reward before training", before))
+    for side, of_side in curves.items():
+        name = SIDES[side]
+        after = [curve.held_out.reward for curve in of_side]
+        rights = [curve.held_out.right for curve in of_side]
+        seconds = [curve.seconds / len(curve.steps) for curve in of_side]
+        figures += [
+            repeated(f"{task}: held-out reward, {name}", after),
+            repeated(f"{task}: held-out answers that are right, {name}", rights),
+            repeated(f"{task}: reward of the last quarter, {name}", ends[side]),
+            repeated(f"{task}: a step while learning, {name}", seconds, "s"),
+        ]
+    return figures
+
+
+def agreement(name: str, one: Sequence[float], other: Sequence[float]) -> Figure:
+    """Returns the difference of two sides' means over the seeds. The goal is the larger standard
+    deviation of the two over the seeds, at least `FLOOR`."""
+    spreads = [stdev(ends) if len(ends) > 1 else 0.0 for ends in (one, other)]
+    return Figure(name, abs(fmean(one) - fmean(other)), "", max(*spreads, FLOOR), "max")
+
+
+def compare_times(task: str, turns: Turns) -> list[Figure]:
+    if not turns:
+        return []
+    hones = [turn.step_s for turn in turns[HONE]]
+    figures = [
+        repeated(f"{task}: {side}, a step", [turn.step_s for turn in of_side], "s")
+        for side, of_side in turns.items()
+    ]
+    if len(turns) > 1:
+        ratio = ratios(better_trl(turns), hones)
+        figures.insert(
+            0, repeated(f"{task}: a step of the better TRL to Hone's", ratio, "x", LEAST_RATIO)
+        )
+    return figures
+
+
+def stages(of_side: Sequence[Turn]) -> dict[str, float]:
+    """Returns the median seconds of each stage that the side measures, and of the step."""
+    found = {stage: median(turn.stage_s(stage) for turn in of_side) for stage in STAGES}
+    measured = {stage: seconds for stage, seconds in found.items() if seconds == seconds}
+    return measured | {"step": median(turn.step_s for turn in of_side)}
+
+
+def plot(drawn: dict[str, tuple[float, Curves]], path: Path) -> None:
+    """Draws a panel for each task: every side's mean reward over the seeds, as a running mean, with
+    the range of the seeds, and held-out rewards as points."""
+    from matplotlib.figure import Figure as Picture
+
+    picture = Picture(figsize=(5 * len(drawn), 4.2), dpi=120)
+    panels = picture.subplots(1, len(drawn), squeeze=False)[0]
+    for axes, (task, (before, curves)) in zip(panels, drawn.items(), strict=True):
+        for side, of_side in curves.items():
+            steps = range(1, 1 + len(of_side[0].steps))
+            smooth = [running_mean(curve.rewards, WINDOW) for curve in of_side]
+            by_step = [*zip(*smooth, strict=True)]
+            color, label = COLORS[side], f"{SIDES[side]}, mean of {len(of_side)} seeds"
+            axes.fill_between(
+                steps, [*map(min, by_step)], [*map(max, by_step)], color=color, alpha=0.2, lw=0
+            )
+            axes.plot(steps, [*map(fmean, by_step)], color=color, linewidth=2, label=label)
+            after = [curve.held_out.reward for curve in of_side]
+            axes.plot([steps[-1]] * len(after), after, "o", color=color, clip_on=False)
+        axes.plot([0], [before], "o", color="#444444", label="held-out, greedy")
+        axes.set(title=task, xlabel="step", ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("mean reward")
+    panels[0].legend(loc="upper left")
+    picture.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(path, format="png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

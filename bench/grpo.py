@@ -1,0 +1,279 @@
+"""GRPO steps of Hone and of TRL with the same settings, a `Recipe`: Hone as a job on the stack that
+`hone up` starts, TRL as a process (`trl_side.py`). For the benchmarks that compare the two."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import hone
+from bench.report import table
+from bench.side import start, told
+from bench.trl_side import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, Recipe
+from deploy import local
+from deploy.machine import on_free_ports
+from shared.wire import JobRecord
+
+HONE = "Hone"
+GENERATIONS = {"TRL": "transformers", "TRL with vLLM": "vllm"}
+"""TRL's sides, and what samples there."""
+
+STAGES = ("generate", "reward", "train", "sync")
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step of one side: `seconds` of it and of its `stages`, the mean `reward` and the
+    mean length of its completions in tokens, and how many of them are trained on: Hone leaves out
+    groups whose rewards are equal, which have no gradient."""
+
+    seconds: float
+    stages: dict[str, float]
+    reward: float
+    mean_length: float
+    num_trained: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The steps of one side that count."""
+
+    steps: list[Step]
+
+    @property
+    def step_s(self) -> float:
+        return fmean(step.seconds for step in self.steps)
+
+    def stage_s(self, stage: str) -> float:
+        """Returns the mean of a stage, NaN for a stage that the side does not measure."""
+        return fmean(step.stages.get(stage, float("nan")) for step in self.steps)
+
+
+Turns = dict[str, list[Turn]]
+"""By side, in the order of the repeats."""
+
+
+def take_turns(
+    folder: Path,
+    recipe: Recipe,
+    staleness: Mapping[str, int],
+    steps: int,
+    repeats: int,
+    *,
+    samplers: int,
+) -> tuple[Turns, dict[str, str]]:
+    """Returns each side's turns, and why a side of TRL's could not run; which one is first changes
+    from one repeat to the next. `staleness`: Hone's sides, and the `max_staleness` of their
+    jobs."""
+    missing: dict[str, str] = {}
+    with contextlib.ExitStack() as running:
+        starting = {
+            side: running.enter_context(trl(generation, folder, recipe))
+            for side, generation in GENERATIONS.items()
+        }
+        client = running.enter_context(stack(folder, samplers=samplers))
+        sides: dict[str, Hone | Trl] = {
+            side: Hone(client, folder, recipe, max_stale) for side, max_stale in staleness.items()
+        }
+        for side, one in starting.items():
+            try:
+                one.begin()
+                one.turn(0)
+                sides[side] = one
+            except RuntimeError as error:
+                missing[side] = str(error)
+        turns: Turns = {side: [] for side in sides}
+        names = [*sides]
+        for repeat in range(repeats):
+            first = repeat % len(names)
+            for side in names[first:] + names[:first]:
+                turn = sides[side].turn(steps)
+                turns[side].append(turn)
+                print(f"{side}: {turn.step_s:.3f} s a step", file=sys.stderr, flush=True)
+        return turns, missing
+
+
+def better_trl(turns: Turns) -> list[float]:
+    """Returns the seconds of a step of TRL's faster side, repeat by repeat."""
+    sides = [[turn.step_s for turn in turns[side]] for side in GENERATIONS if side in turns]
+    return [min(pair) for pair in zip(*sides, strict=True)]
+
+
+def breakdown(turns: Turns) -> str:
+    """Returns the table of where the time goes. TRL's training is all that no other stage is."""
+    rows: list[Sequence[str]] = []
+    for side, of_side in turns.items():
+        stages = [
+            median(turn.stage_s(stage) for turn in of_side)
+            for stage in (*STAGES, "keep", "store", "record")
+        ]
+        shown = ["" if seconds != seconds else f"{seconds:.3f}" for seconds in stages]
+        step_s = median(turn.step_s for turn in of_side)
+        rows.append((side, f"{step_s:.3f}", *shown))
+    return table(rows, ("side", "step", *STAGES, "keep", "store", "record"))
+
+
+# --- Hone ----------------------------------------------------------------------------------------
+
+
+class Hone:
+    """A running stack, which trains a job for each turn."""
+
+    def __init__(
+        self, client: hone.Client, folder: Path, recipe: Recipe, max_staleness: int = 0
+    ) -> None:
+        self._client = client
+        self._folder = folder
+        self._recipe = recipe
+        self._max_staleness = max_staleness
+
+    def turn(self, steps: int) -> Turn:
+        """Returns the steps of a job without its first, in which engines start, and its last, which
+        writes a checkpoint."""
+        _, found = self.train(steps + 2)
+        return Turn(found[1:-1])
+
+    def train(self, steps: int) -> tuple[JobRecord, list[Step]]:
+        """Returns the record and all steps of a job that has succeeded."""
+        document = document_of(self._folder, self._recipe, steps)
+        document["max_staleness"] = self._max_staleness
+        record = finished(self._client, self._client.submit(document).id)
+        rows = [row.metrics for row in self._client.metrics(record.id).rows if row.step > 0]
+        if len(rows) != steps:
+            raise RuntimeError(f"got {len(rows)} steps of metrics, expected {steps}")
+        return record, [_step_of(row) for row in rows]
+
+
+def _step_of(row: Mapping[str, float]) -> Step:
+    stages = {
+        name.removeprefix("time/"): seconds
+        for name, seconds in row.items()
+        if name.startswith("time/") and name != "time/step"
+    }
+    return Step(
+        row["time/step"],
+        stages,
+        row["reward"],
+        row["completions/mean_length"],
+        int(row["num_examples"]),
+    )
+
+
+def document_of(folder: Path, recipe: Recipe, steps: int) -> dict[str, Any]:
+    """Returns the job that trains by the recipe."""
+    return {
+        "name": "bench",
+        "model": str(folder / "model"),
+        "steps": steps,
+        "seed": recipe.seed,
+        "data": {"train": str(folder / "train.jsonl"), "shuffle": False},
+        "sampling": {
+            "prompts_per_step": recipe.num_prompts,
+            "group_size": recipe.group_size,
+            "max_tokens": recipe.max_tokens,
+        },
+        "rewards": [{"source": (folder / "reward.py").read_text(), "function": recipe.reward}],
+        "training": {
+            "loss": "dapo",
+            "clip_low": CLIP_LOW,
+            "clip_high": CLIP_HIGH,
+            "learning_rate": recipe.learning_rate,
+            "dtype": "float32",
+        },
+        "memory": {"gradient_checkpointing": False},
+        "checkpoints": {"every": 0},
+    }
+
+
+def finished(client: hone.Client, job_id: str) -> JobRecord:
+    """Waits for the job and returns its record. Raises RuntimeError unless it succeeded."""
+    for _ in client.events(job_id, follow=True):
+        pass
+    record = client.get(job_id)
+    if record.status != "succeeded":
+        raise RuntimeError(f"the job {record.status}: {record.error}")
+    return record
+
+
+@contextlib.contextmanager
+def stack(folder: Path, *, samplers: int, **variables: str) -> Generator[hone.Client]:
+    """The stack that `hone up` starts, on free ports, with further `variables`."""
+    os.environ |= on_free_ports(samplers=samplers) | {
+        "HONE_ROLLOUT_REPLICAS": str(samplers),
+        "HONE_RUNS_DIR": str(folder / "runs"),
+        "HONE_KV_CACHE_GIB": str(KV_CACHE_GIB),
+        "HONE_LOG_LEVEL": "warning",
+        **variables,
+    }
+    try:
+        state = local.up(folder / "stack", quiet=True)
+        with hone.Client(state["urls"]["orchestrator"]) as client:
+            yield client
+    finally:
+        local.down(folder / "stack")
+
+
+# --- TRL -----------------------------------------------------------------------------------------
+
+
+class Trl:
+    """A process of TRL's, which waits between its turns."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self._process = process
+        self._log = log
+
+    def begin(self) -> None:
+        """Waits until it is ready. Raises RuntimeError with the last line that it logged if it
+        ends."""
+        self._told()
+
+    def turn(self, steps: int) -> Turn:
+        """Returns the steps of a turn without its first."""
+        found = self.train(steps + 1)
+        return Turn(found[1:] or found)
+
+    def train(self, steps: int) -> list[Step]:
+        assert self._process.stdin
+        self._process.stdin.write(f"{steps}\n")
+        self._process.stdin.flush()
+        return [Step(**step) for step in self._told()["steps"]]
+
+    def finish(self) -> None:
+        """Ends training and waits until the weights are saved."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        if code := self._process.wait():
+            raise RuntimeError(f"TRL ended with exit code {code}: {self._last_line()}")
+
+    def _told(self) -> dict[str, Any]:
+        """Returns what it prints next. Raises RuntimeError at its end."""
+        if (found := told(self._process)) is not None:
+            return found
+        raise RuntimeError(self._last_line() or f"it ended with {self._process.wait()}")
+
+    def _last_line(self) -> str:
+        return (self._log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+
+
+@contextlib.contextmanager
+def trl(generation: str, folder: Path, recipe: Recipe, save: Path | None = None) -> Generator[Trl]:
+    settings = {field.name: asdict(recipe)[field.name] for field in fields(Recipe)}
+    arguments = [generation, str(folder), json.dumps(settings), *([str(save)] if save else [])]
+    log = folder / f"{generation}.log"
+    with log.open("w") as stderr:
+        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+        process = start("bench.trl_side", *arguments, env=environment, stderr=stderr)
+    try:
+        yield Trl(process, log)
+    finally:
+        process.terminate()
+        process.wait()
