@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ temperature = 1.5
 kind = "worker"
 max_turns = 3
 """
-AGENT = """
+AGENT = r"""
 import json
 
 import openai
@@ -284,7 +285,7 @@ def test_the_served_adapter_the_merged_checkpoint_peft_and_the_trainer_agree(
         "base": plain(stack.model),
     }
     gaps: dict[str, float] = dict.fromkeys([*networks, "trainer"], 0.0)
-    for group, rollout, logprobs in placed(sums[1], 2):
+    for group, rollout, logprobs in islice(placed(sums[1], 2), 0, None, 2):
         assert rollout.versions == (1,)
         found = {
             name: logprobs_of(network, list(group.prompt_token_ids), list(rollout.token_ids))
