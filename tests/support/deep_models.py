@@ -3,7 +3,6 @@ spread as a trained model's do."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 WIDTH = 128
@@ -45,17 +44,3 @@ def deep_model(num_layers: int, seed: int = 0) -> Any:
         logits = model(torch.arange(0, VOCAB_SIZE, 16)[None]).logits
         model.lm_head.weight.mul_(SPREAD / logits.std())
     return model.eval()
-
-
-def save_deep_model(folder: Path, num_layers: int) -> Path:
-    """Writes the model in bfloat16, and a tokenizer, into `folder` and returns it."""
-    import shutil
-
-    import torch
-
-    from tests.support.tiny_models import make_tiny_model
-
-    deep_model(num_layers).to(torch.bfloat16).save_pretrained(folder)
-    for tokens in make_tiny_model(folder.parent / "tokens").glob("token*"):
-        shutil.copy(tokens, folder)
-    return folder
