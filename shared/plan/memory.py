@@ -149,10 +149,13 @@ def layer_bytes_per_token(model: Model, itemsize: int) -> int:
     return itemsize * (mlp + heads + 4 * model.hidden + normed) + 8 * model.hidden + 4 * normed
 
 
-def tokens_at_once(job: Job, longest: int = 0) -> int:
-    """Returns the tokens of the largest micro-batch if the longest sequence has `longest`: a
-    sequence longer than `memory.micro_batch_tokens` is a micro-batch of its own."""
-    return max(job.memory.micro_batch_tokens, longest, job.sampling.max_tokens)
+def tokens_at_once(job: Job, longest: int = 0, step_tokens: int | None = None) -> int:
+    """Returns the tokens of the largest micro-batch if the longest sequence has `longest` and a
+    rank has at most `step_tokens` before an update: a sequence longer than
+    `memory.micro_batch_tokens` is a micro-batch of its own."""
+    budget = job.memory.micro_batch_tokens
+    full = budget if step_tokens is None else min(budget, step_tokens)
+    return max(full, longest, job.sampling.max_tokens)
 
 
 def kept_bytes(model: Model, job: Job, itemsize: int, tokens: int) -> int:
@@ -289,15 +292,18 @@ def _working(model: Model, job: Job, ranks: Ranks, states: States, tokens: int) 
     return most + size * _passing(model, job)
 
 
-def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> TrainerMemory:
+def trainer_memory(
+    model: Model, job: Job, ranks: Ranks, longest: int = 0, step_tokens: int | None = None
+) -> TrainerMemory:
     """Returns the memory of each rank of the trainer. `longest`: the tokens of the longest prompt
-    with its completion, if known."""
+    with its completion, if known; `step_tokens`: the most tokens of a rank before an update, if
+    known."""
     stage, size = job.memory.zero_stage, ranks.itemsize
     whole = model.num_parameters
     trained = model.num_trainable(job.lora)
     adapters = trained if job.lora else 0
     states = state_bytes(model, job, ranks)
-    tokens = tokens_at_once(job, longest)
+    tokens = tokens_at_once(job, longest, step_tokens)
     weights = size * (whole + adapters) / (ranks.num if stage == 3 else 1)
     reference = size * whole if job.training.has_reference and job.lora is None else 0
     in_host = ranks.device == "cpu"

@@ -70,7 +70,7 @@ def test_on_a_cpu_both_are_in_the_hosts_memory() -> None:
     assert plan.placement.kind == "cpu" and plan.placement.time is None
     sampler = plan.placement.sampler
     assert plan.placement.sampler_room_gib == sampler.weights_gib + sampler.overhead_gib + 2
-    assert any("no rates are known of a CPU" in note for note in plan.notes)
+    assert any("this processor could not be measured" in note for note in plan.notes)
 
 
 def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:
