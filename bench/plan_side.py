@@ -147,7 +147,9 @@ def measure(job: Job, store: Path, step: Step, *, as_set: bool) -> dict[str, Any
     settled = resident_bytes("VmRSS") - before
     itemsize = 2 if job.training.dtype == "bfloat16" else 4
     longest = step.prompt + step.completion
-    planned = trainer_memory(model, job, Ranks(1, itemsize, "cpu"), longest, step.tokens)
+    host_bytes = host_memory.room_bytes() if as_set else None
+    ranks = Ranks(1, itemsize, "cpu", host_bytes=host_bytes)
+    planned = trainer_memory(model, job, ranks, longest, step.tokens)
     sizes = {name.removesuffix("_gib"): 1024 * gib for name, gib in planned.model_dump().items()}
     pools = THIS_MACHINE.pools((GpuGroup(1, cpu()),))
     time_s = make_plan(job, model, Settings(), pools, Known(step.prompt)).placement.time

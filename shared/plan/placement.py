@@ -258,7 +258,8 @@ def _memory(needs: PlanInput, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
 
 def _ranks(needs: PlanInput, way: Way) -> Ranks:
     device, turns = _device(way.trainer), way.kind == "turns"
-    return Ranks(way.num_ranks, needs.itemsize(way.trainer), device, turns)
+    host_bytes = way.trainer.memory_gib * GIB if way.trainer.is_cpu else None
+    return Ranks(way.num_ranks, needs.itemsize(way.trainer), device, turns, host_bytes)
 
 
 def _device(gpu: Gpu) -> str:
