@@ -1,15 +1,20 @@
 """What `hone plan` says of the trainer's memory beside what the trainer takes.
 
-    python -m bench.plan [--quick] [--only LoRA]
+    python -m bench.plan [--quick | --real] [--only LoRA]
 
 One figure is a ratio, planned to measured, of one job: the peak of a rank of the trainer, in a
 process of its own, above what it held before the model was loaded (the interpreter, torch and
-DeepSpeed). The rank loads a random model of Qwen2.5's shape (39 million parameters, vocabulary
-32,000), as a job's, and does two updates: one of short sequences, from which on there are Adam's
-moments, and one of two micro-batches that are full to the last token. On this machine's CPU, so the
-peak is the process's largest resident size, with memory given back as where it is short
-(`services/trainer/zero/host_memory.py`). What the numbers say of a GPU follows as far as the
-same tensors are there. The goal of each is 0.8 to 1.2.
+DeepSpeed). The rank does two updates: one of a few short sequences, from which on there are Adam's
+moments, and a whole one. It runs on this machine's CPU, so the peak is the process's largest
+resident size. What the numbers say of a GPU follows as far as the same tensors are there. The goal
+of each is 0.8 to 1.2.
+
+Without `--real` the model is a random one of Qwen2.5's shape (39 million parameters, vocabulary
+32,000), the last update has two micro-batches that are full to the last token, and memory is given
+back as where it is short (`services/trainer/zero/host_memory.py`). With it the model is
+SmolLM2-135M-Instruct, its steps are groups of 8 whose prompt is computed once, and memory is given
+back where the trainer chooses to. Beside it are the seconds of the whole update, as planned from a
+measurement of this processor and as measured: on a busy machine these are longer.
 """
 
 from __future__ import annotations
@@ -21,9 +26,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench.plan_side import ROWS, SHARED, TOKENS, write_model
+from bench.plan_side import AS_SET, STEP, TOKENS, write_model
 from bench.report import Figure, finish, table
 from bench.side import run
+from deploy.real_model import fetch
 
 CASES: dict[str, dict[str, Any]] = {
     "ZeRO-2, float32": {},
@@ -31,12 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "without gradient checkpointing": {"memory": {"gradient_checkpointing": False}},
     "ZeRO-0": {"memory": {"zero_stage": 0}},
     "ZeRO-0, a sequence at a time": {
-        "memory": {"zero_stage": 0, "micro_batch_tokens": TOKENS // ROWS}
-    },
-    "a prompt of half the tokens, shared": {SHARED: TOKENS // 2},
-    "the same without gradient checkpointing": {
-        SHARED: TOKENS // 2,
-        "memory": {"gradient_checkpointing": False},
+        "memory": {"zero_stage": 0, "micro_batch_tokens": TOKENS // 4}
     },
     "ZeRO-3": {"memory": {"zero_stage": 3}},
     "reference model": {"training": {"beta": 0.01}},
@@ -47,7 +48,24 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 """What each changes of a job with ZeRO-2 in float32. In small micro-batches the update decides."""
-LIMIT_S = 600.0
+
+STEPS: dict[str, dict[str, int]] = {
+    "24 x 8 x 8": {"groups": 24, "group_size": 8, "prompt": 37, "completion": 8},
+    "8 x 8 x 128": {"groups": 8, "group_size": 8, "prompt": 37, "completion": 128},
+}
+REAL: dict[str, dict[str, Any]] = {
+    f"{size}, {dtype}{'' if checkpoints else ', without checkpointing'}": {
+        STEP: step,
+        AS_SET: True,
+        "training": {"dtype": dtype},
+        "memory": {"gradient_checkpointing": checkpoints},
+    }
+    for size, step in STEPS.items()
+    for dtype in ("float32", "bfloat16")
+    for checkpoints in (True, False)
+}
+"""Jobs of SmolLM2-135M-Instruct: groups x completions x tokens of each, after prompts of 37."""
+LIMIT_S = 1200.0
 
 PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "logits", "update")
 PARTS += ("buffers", "overhead")
@@ -58,18 +76,21 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="only the first two: about a minute")
-    parser.add_argument("--only", choices=CASES, help="this job alone")
+    parser.add_argument("--real", action="store_true", help="jobs of SmolLM2-135M-Instruct")
+    parser.add_argument("--only", choices=[*CASES, *REAL], help="this job alone")
     args = parser.parse_args()
-    cases = {args.only: CASES[args.only]} if args.only else CASES
-    if args.quick:
-        cases = dict(list(cases.items())[:2])
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder))
+    cases = REAL if args.real or args.only in REAL else CASES
+    if args.only or args.quick:
+        cases = {args.only: cases[args.only]} if args.only else dict(list(cases.items())[:2])
+    with tempfile.TemporaryDirectory() as written:
+        folder = fetch() if cases.keys() <= REAL.keys() else Path(written)
+        if str(folder) == written:
+            write_model(folder)
         results = {
-            name: run("bench.plan_side", folder, json.dumps(case), limit_s=LIMIT_S)
+            name: run("bench.plan_side", str(folder), json.dumps(case), limit_s=LIMIT_S)
             for name, case in cases.items()
         }
-    print(f"\nMiB, micro-batches of {TOKENS} tokens\n{rows(results)}\n")
+    print(f"\nMiB\n{rows(results)}\n")
     figures = [figure for name, found in results.items() for figure in figures_of(name, found)]
     return finish("plan", figures, cases=cases, runs=results)
 
@@ -95,10 +116,21 @@ def rows(results: dict[str, dict[str, Any]]) -> str:
             f"{found['measured_mib']:.0f}",
             f"{found['loaded_mib']:.0f}",
             f"{found['settled_mib']:.0f}",
+            f"{found['planned_s']:.1f}",
+            f"{found['train_s']:.1f}",
         )
         for name, found in results.items()
     ]
-    header = ("job", *PARTS, "planned", "measured", "loaded", "after a step")
+    header = (
+        "job",
+        *PARTS,
+        "planned",
+        "measured",
+        "loaded",
+        "after a step",
+        "planned, s",
+        "update, s",
+    )
     return table(cells, header)
 
 

@@ -2,37 +2,61 @@
 
     python -m bench.plan_side FOLDER '{"memory": {"zero_stage": 0}}'
 
-prints one JSON object: its peak above what it held before the model was loaded, and what the plan
-says.
+prints one JSON object: its peak above what it held before the model was loaded, the seconds of its
+last step, and what the plan says.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
+import time
 from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.trainer_side import resident_bytes, settle
 from shared.job import Job
 from shared.job.file import parse_job
+from shared.plan.cpu import THIS_MACHINE
+from shared.plan.gpus import GpuGroup, cpu
 from shared.plan.memory import Ranks, trainer_memory
 from shared.plan.model import find_model
+from shared.plan.planning import Known, make_plan
+from shared.settings import Settings
 from shared.wire import Example
 from shared.wire.packed import Logprobs, TokenIds
 
 MIB = 1 << 20
-SHARED = "shared"
-"""Beside a case's sections: the tokens of the prompt that all its sequences have in common."""
+STEP, AS_SET = "step", "as_set"
+"""Beside a case's sections: the sizes of its step, and whether memory is given back as the trainer
+chooses; else as where memory is short."""
 
-TOKENS, ROWS, PROMPT = 2048, 4, 64
-"""Of a micro-batch: its tokens, and its sequences of equal length, with their prompts."""
+TOKENS = 2048
+"""Tokens of a micro-batch of the generated model. A step has two micro-batches."""
 
 VOCABULARY = 32_000
-NUM_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """The sizes of a step: groups that share a prompt, and the tokens of each prompt and of each
+    completion."""
+
+    groups: int = 8
+    group_size: int = 1
+    prompt: int = 64
+    completion: int = TOKENS // 4 - 64
+
+    @property
+    def tokens(self) -> int:
+        """Returns the tokens of the step, with each prompt once. The last token of a completion is
+        only a target."""
+        return self.groups * (self.prompt + self.group_size * self.completion)
 
 
 def write_model(folder: Path) -> None:
@@ -56,7 +80,7 @@ def write_model(folder: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def make_job(folder: Path, case: dict[str, Any]) -> Job:
+def make_job(folder: Path, case: dict[str, Any], step: Step) -> Job:
     """Returns the job whose sections `case` has, of float32 unless it says another dtype."""
     return parse_job(
         {
@@ -65,35 +89,37 @@ def make_job(folder: Path, case: dict[str, Any]) -> Job:
             "steps": 2,
             "data": {"train": "none"},
             "rewards": [{"grader": "none"}],
-            "sampling": {"max_tokens": TOKENS // ROWS},
+            "sampling": {
+                "prompts_per_step": step.groups,
+                "group_size": max(step.group_size, 2),
+                "max_tokens": step.completion,
+            },
             **case,
-            "memory": {"micro_batch_tokens": TOKENS, **case.get("memory", {})},
             "training": {"dtype": "float32", **case.get("training", {})},
         }
     )
 
 
-def make_examples(length: int, shared: int = 0) -> tuple[Example, ...]:
-    """Returns as many sequences of one length as a step has, with completions of so many tokens.
-    Each has a prompt of its own, or all have the same one of `shared` tokens."""
+def make_examples(step: Step, vocabulary: int = VOCABULARY) -> tuple[Example, ...]:
+    """Returns the sequences of a step."""
 
     def ids(count: int, start: int) -> TokenIds:
-        return TokenIds([2 + (7919 * at) % (VOCABULARY - 2) for at in range(start, start + count)])
+        return TokenIds([2 + (7919 * at) % (vocabulary - 2) for at in range(start, start + count)])
 
     return tuple(
         Example(
-            prompt_token_ids=ids(shared, 0) if shared else ids(PROMPT, 97 * number),
-            token_ids=ids(length, 1009 * (number + 1)),
-            old_logprobs=Logprobs([-10.0] * length),
+            prompt_token_ids=ids(step.prompt, 97 * (number // step.group_size)),
+            token_ids=ids(step.completion, 1009 * (number + 1)),
+            old_logprobs=Logprobs([-10.0] * step.completion),
             advantage=1.0 if number % 2 else -1.0,
         )
-        for number in range(ROWS * NUM_MICRO_BATCHES)
+        for number in range(step.groups * step.group_size)
     )
 
 
-def measure(job: Job, store: Path, shared: int) -> dict[str, Any]:
-    """Returns the memory of a rank that is alone, with prompts of `shared` tokens or unlike
-    ones."""
+def measure(job: Job, store: Path, step: Step, *, as_set: bool) -> dict[str, Any]:
+    """Returns the memory of a rank that is alone, and the seconds of its last step. The first
+    step, of one group with short completions, makes Adam's moments."""
     import torch
     import torch.distributed as dist
 
@@ -102,22 +128,31 @@ def measure(job: Job, store: Path, shared: int) -> dict[str, Any]:
 
     dist.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
     quiet_libraries()
-    host_memory.room_bytes = lambda: 0  # as where memory is short
-    length = (TOKENS - shared) // ROWS - (0 if shared else PROMPT)
-    short, whole = make_examples(8), make_examples(length, shared)
+    if not as_set:
+        host_memory.room_bytes = lambda: 0  # as where memory is short
+    model = find_model(job.model)
+    first = make_examples(replace(step, groups=1, completion=8), model.vocabulary)
+    whole = make_examples(step, model.vocabulary)
     settle()
     before = resident_bytes("VmRSS")
     engine = start_engine(job, torch.device("cpu"))
     settle()
     loaded = resident_bytes("VmRSS") - before
-    engine.update(short, 1e-6)
+    engine.update(first, 1e-6)
+    started, cpu_started = time.perf_counter(), time.process_time()
     engine.update(whole, 1e-6)
+    seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu_started
     peak = resident_bytes("VmHWM") - before
     settle()
     settled = resident_bytes("VmRSS") - before
     itemsize = 2 if job.training.dtype == "bfloat16" else 4
-    planned = trainer_memory(find_model(job.model), job, Ranks(1, itemsize, "cpu"))
+    longest = step.prompt + step.completion
+    host_bytes = host_memory.room_bytes() if as_set else None
+    ranks = Ranks(1, itemsize, "cpu", host_bytes=host_bytes)
+    planned = trainer_memory(model, job, ranks, longest, step.tokens)
     sizes = {name.removesuffix("_gib"): 1024 * gib for name, gib in planned.model_dump().items()}
+    pools = THIS_MACHINE.pools((GpuGroup(1, cpu()),))
+    time_s = make_plan(job, model, Settings(), pools, Known(step.prompt)).placement.time
     return {
         "measured_mib": peak / MIB,
         "loaded_mib": loaded / MIB,
@@ -125,16 +160,21 @@ def measure(job: Job, store: Path, shared: int) -> dict[str, Any]:
         "base_mib": before / MIB,
         "planned_mib": sizes["peak"],
         "parts": sizes,
+        "planned_s": time_s.train_s if time_s else math.nan,
+        "train_s": seconds,
+        "cpu_s": cpu_s,
     }
 
 
 def main() -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
     case: dict[str, Any] = json.loads(sys.argv[2])
-    shared = case.pop(SHARED, 0)
-    job = make_job(Path(sys.argv[1]), case)
+    step, as_set = Step(**case.pop(STEP, {})), case.pop(AS_SET, False)
+    if not as_set:
+        case["memory"] = {"micro_batch_tokens": TOKENS, **case.get("memory", {})}
+    job = make_job(Path(sys.argv[1]), case, step)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        found = measure(job, Path(folder) / "store", shared)
+        found = measure(job, Path(folder) / "store", step, as_set=as_set)
     print(json.dumps(found))
 
 

@@ -23,7 +23,11 @@ GIB_PARTS = {
     "sampler": {"weights": "weights_gib", "cache": "cache_gib", "overhead": "overhead_gib"},
 }
 
-SOURCES = {"tabled": "from data sheets", "measured": "measured"}
+SOURCES = {
+    "tabled": "from data sheets",
+    "benchmarked": "from a short measurement of this processor",
+    "measured": "measured",
+}
 """The source of a step's time, in words."""
 
 

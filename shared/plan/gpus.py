@@ -1,7 +1,7 @@
 """GPUs for plans: how much memory each has, and how fast it is.
 
 Memory is as CUDA reports it, which is less than the name says. Products per second are dense, from
-NVIDIA's data sheets.
+NVIDIA's data sheets. A CPU has the rates that `cpu.py` measures.
 """
 
 from __future__ import annotations
@@ -50,9 +50,8 @@ class Gpu:
 
     def tflops(self, itemsize: int) -> float:
         """Returns the 10^12 operations per second on elements of `itemsize` bytes; the float32 rate
-        if it does not multiply shorter elements."""
-        short = itemsize == 2 and self.has_bfloat16
-        return self.bfloat16_tflops if short else self.float32_tflops
+        if none is known of shorter elements."""
+        return (self.bfloat16_tflops if itemsize == 2 else 0.0) or self.float32_tflops
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,11 @@ With `memory.offload_optimizer` what is updated is in the host's memory:
 Masters and moments, 12 T / N, are copied to the host's memory before an update of several steps
 (`training.epochs`, `minibatches`), and while the sampler has its turn (HONE_COLOCATE).
 
-On a CPU that is the same memory, and counts as the optimizer's.
+On a CPU that is the same memory, and counts as the optimizer's. Where a CPU's host has much memory,
+blocks that were freed stay in the heap and are hardly used again (`is_worth_giving_back`):
+
+    peak          weights + reference + gradients + optimizer + overhead
+                  + max(activations + logits + g, update) + buffers
 
 The sampler, on each of the t GPUs that a model is split over:
 
@@ -114,15 +118,25 @@ SAMPLER_OVERHEAD = {"cpu": 0, "gpu": 3 << 29}
 """Assumed, in bytes: CUDA's context, CUDA graphs, NCCL's buffers."""
 
 
+WORTH_BYTES = 128 << 20
+"""Least bytes of a micro-batch for which giving memory back is worth its time."""
+
+KEPT = 2.5
+"""Most memory of a process, as a multiple of the plan, if glibc keeps freed blocks: 2.3 times were
+measured."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The trainer's processes: how many, each with a device of its own, the bytes of an element of
-    weights, and whether they and a sampler take turns on these devices."""
+    weights, and whether they and a sampler take turns on these devices. `host_bytes`: on a CPU, the
+    memory of the host or container; None: planned as where it is short."""
 
     num: int
     itemsize: int
     device: str  # "gpu" or "cpu"
     turns: bool = False
+    host_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -149,10 +163,13 @@ def layer_bytes_per_token(model: Model, itemsize: int) -> int:
     return itemsize * (mlp + heads + 4 * model.hidden + normed) + 8 * model.hidden + 4 * normed
 
 
-def tokens_at_once(job: Job, longest: int = 0) -> int:
-    """Returns the tokens of the largest micro-batch if the longest sequence has `longest`: a
-    sequence longer than `memory.micro_batch_tokens` is a micro-batch of its own."""
-    return max(job.memory.micro_batch_tokens, longest, job.sampling.max_tokens)
+def tokens_at_once(job: Job, longest: int = 0, step_tokens: int | None = None) -> int:
+    """Returns the tokens of the largest micro-batch if the longest sequence has `longest` and a
+    rank has at most `step_tokens` before an update: a sequence longer than
+    `memory.micro_batch_tokens` is a micro-batch of its own."""
+    budget = job.memory.micro_batch_tokens
+    full = budget if step_tokens is None else min(budget, step_tokens)
+    return max(full, longest, job.sampling.max_tokens)
 
 
 def kept_bytes(model: Model, job: Job, itemsize: int, tokens: int) -> int:
@@ -274,30 +291,47 @@ def _passing(model: Model, job: Job) -> int:
     return largest_trained(model, job) if is_offloaded(job.memory) else 0
 
 
-def _working(model: Model, job: Job, ranks: Ranks, states: States, tokens: int) -> float:
+def _working(
+    model: Model, job: Job, ranks: Ranks, states: States, tokens: int, *, kept: bool = False
+) -> float:
     """Returns the peak of a pass, the reduction of its gradients, and the update, with the buffers
-    of each, in bytes."""
+    of each, in bytes. `kept`: what a pass frees is not used again."""
     stage, size = job.memory.zero_stage, ranks.itemsize
     trained = model.num_trainable(job.lora)
     passes, reduced = pass_bytes(model, job, ranks, tokens), 0.0
+    if kept:
+        in_layers = activation_bytes(model, job, size, tokens)
+        passes = in_layers + logits_bytes(model, job, ranks, tokens)
     if stage in (1, 2) and size == 4 and trained > MAX_BUCKET and not is_offloaded(job.memory):
         reduced = 4 * trained / ranks.num
-    if stage in (0, 3) or (stage == 2 and trained > MAX_BUCKET):
+    if kept or stage in (0, 3) or (stage == 2 and trained > MAX_BUCKET):
         return max(passes + reduced, states.update) + buffer_bytes(model, job, size)
     bucket = min(trained, MAX_BUCKET)
     most = max(passes + size * bucket, 8 * bucket + reduced, states.update)
     return most + size * _passing(model, job)
 
 
-def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> TrainerMemory:
+def is_worth_giving_back(pass_bytes: int, planned_bytes: float, room_bytes: float) -> bool:
+    """Whether large blocks should be given back. Micro-batches take `pass_bytes`, all ranks
+    together are planned to take `planned_bytes`, and the host has `room_bytes`. Giving back costs
+    time, because the system clears each block that it gives: passes take up to half as long again
+    with a hidden size of 512, and twice as long with 128. So up to half of the memory is used
+    instead; the other half is for the sampler and other processes."""
+    return pass_bytes >= WORTH_BYTES and planned_bytes * KEPT > room_bytes / 2
+
+
+def trainer_memory(
+    model: Model, job: Job, ranks: Ranks, longest: int = 0, step_tokens: int | None = None
+) -> TrainerMemory:
     """Returns the memory of each rank of the trainer. `longest`: the tokens of the longest prompt
-    with its completion, if known."""
+    with its completion, if known; `step_tokens`: the most tokens of a rank before an update, if
+    known."""
     stage, size = job.memory.zero_stage, ranks.itemsize
     whole = model.num_parameters
     trained = model.num_trainable(job.lora)
     adapters = trained if job.lora else 0
     states = state_bytes(model, job, ranks)
-    tokens = tokens_at_once(job, longest)
+    tokens = tokens_at_once(job, longest, step_tokens)
     weights = size * (whole + adapters) / (ranks.num if stage == 3 else 1)
     reference = size * whole if job.training.has_reference and job.lora is None else 0
     in_host = ranks.device == "cpu"
@@ -312,11 +346,17 @@ def trainer_memory(model: Model, job: Job, ranks: Ranks, longest: int = 0) -> Tr
         "buffers": buffer_bytes(model, job, size),
         "overhead": TRAINER_OVERHEAD[ranks.device],
     }
+    steady = sum(
+        parts[name] for name in ("weights", "reference", "gradients", "optimizer", "overhead")
+    )
     working = _working(model, job, ranks, states, tokens)
-    steady = ("weights", "reference", "gradients", "optimizer", "overhead")
+    if ranks.host_bytes is not None and not is_worth_giving_back(
+        pass_bytes(model, job, ranks, tokens), (steady + working) * ranks.num, ranks.host_bytes
+    ):
+        working = _working(model, job, ranks, states, tokens, kept=True)
     return TrainerMemory(
         **{f"{name}_gib": gib(value) for name, value in parts.items()},
-        peak_gib=gib(working + sum(parts[name] for name in steady)),
+        peak_gib=gib(steady + working),
         host_gib=0 if in_host else gib(states.host),
     )
 

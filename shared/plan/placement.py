@@ -73,6 +73,18 @@ class PlanInput:
         """Returns the tokens of the longest prompt with its completion."""
         return self.prompt_tokens + self.job.sampling.max_tokens
 
+    def rank_tokens(self, num_ranks: int) -> int | None:
+        """Returns the most tokens of a rank before an update, a shared prompt once for its group;
+        None where an environment's turns add to prompt and completion."""
+        if self.job.environment is not None:
+            return None
+        load, longest = self.load, self.job.sampling.max_tokens
+        groups = load.completions / load.group
+        if not rates.may_share(self.job.memory):
+            groups = load.completions
+        tokens = groups * self.prompt_tokens + load.completions * longest
+        return math.ceil(tokens / num_ranks)
+
     def itemsize(self, gpu: Gpu) -> int:
         """Returns the bytes of a weight on such a GPU."""
         return 4 if self.dtype(gpu) == "float32" else 2
@@ -233,14 +245,21 @@ def _memory(needs: PlanInput, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
         device=_device(way.sampler),
     )
     return (
-        trainer_memory(needs.model, needs.job, _ranks(needs, way), needs.longest),
+        trainer_memory(
+            needs.model,
+            needs.job,
+            _ranks(needs, way),
+            needs.longest,
+            needs.rank_tokens(way.num_ranks),
+        ),
         sampler_memory(needs.model, needs.job, serving),
     )
 
 
 def _ranks(needs: PlanInput, way: Way) -> Ranks:
     device, turns = _device(way.trainer), way.kind == "turns"
-    return Ranks(way.num_ranks, needs.itemsize(way.trainer), device, turns)
+    host_bytes = way.trainer.memory_gib * GIB if way.trainer.is_cpu else None
+    return Ranks(way.num_ranks, needs.itemsize(way.trainer), device, turns, host_bytes)
 
 
 def _device(gpu: Gpu) -> str:

@@ -8,7 +8,7 @@ from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.checks import check_groups
 from shared.plan import rates
-from shared.plan.gpus import GpuGroup, parse_gpus, visible_gpus
+from shared.plan.gpus import Gpu, GpuGroup, parse_gpus, visible_gpus
 from shared.plan.memory import GIB
 from shared.plan.model import CannotPlan, Model
 from shared.plan.placement import PlanInput, placements
@@ -162,7 +162,8 @@ def _notes(
         what = "answers" if job.steps_never_sample else "completions"
         notes.append(
             f"{what} are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
-            "), and times are from data sheets; `hone plan --measured RUN` takes the times of a run"
+            f"), and times are from {_source(pools[0].gpu)}; `hone plan --measured RUN` takes the "
+            "times of a run"
         )
     if sharing := _sharing(needs, placement):
         notes.append(sharing)
@@ -170,13 +171,26 @@ def _notes(
     if host >= LEAST_HOST_GIB:
         notes.append(f"the ranks need {host:.1f} GiB of the host's memory, which is not checked")
     if placement.fits and placement.time is None:
-        where = "a CPU" if pools[0].gpu.is_cpu else pools[0].gpu.name
-        notes.append(f"no rates are known of {where}, so the time of a step is not estimated")
+        why = f"no rates are known of {pools[0].gpu.name}"
+        if pools[0].gpu.is_cpu:
+            why = "the rates of this processor could not be measured, which needs NumPy"
+        notes.append(f"{why}, so the time of a step is not estimated")
     if placement.time is not None and price is None:
         notes.append("no price is known of these GPUs (HONE_PRICES, HONE_PRICE_PER_HOUR)")
     if job.steps == 0:
         notes.append("steps is 0, for data.epochs says how many there are; a dry run counts them")
     return notes
+
+
+def _source(gpu: Gpu) -> str:
+    """Returns where the rates come from, in words, with how far they can be trusted."""
+    if not gpu.is_cpu:
+        return "data sheets"
+    return (
+        f"a short measurement of this machine's processor ({1000 * gpu.float32_tflops:.0f} GFLOP/s "
+        f"in float32, {gpu.bandwidth_gb_s:.0f} GB/s), taken to be idle: they may be wrong by a "
+        "factor of 2, and other work on the machine adds to them"
+    )
 
 
 def _sharing(needs: PlanInput, placement: Placement) -> str | None:

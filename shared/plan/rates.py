@@ -1,4 +1,5 @@
-"""How long a step takes: from the GPUs' data sheets, or from a measured run.
+"""How long a step takes: from the GPUs' data sheets, from a short measurement of this machine's
+processor (`cpu.py`), or from a measured run.
 
 A step has R = prompts x group completions of c tokens each (the longest allowed, or a measured
 mean) after prompts of p tokens. S samplers have t GPUs each, and s sequences at once. The trainer
@@ -22,11 +23,13 @@ parameters of b bytes, T of them trained, and L layers with A heads of size D.
                   Adam's moments go to the host's memory and come back
     sync          b P / 5 GB/s; b T / 5 GB/s if only adapters are synced
 
-The shares w, f and m of the data sheets' numbers are assumed; `hone plan --measured RUN` takes a
-run's measured rates. Operations are counted as in arXiv 2001.08361, section 2.1: a token takes 2
-for each parameter, and 4 L A D for each token that it attends to (scores and values), n / 2 tokens
-on average. In a mixture of experts P counts the experts of one token; an iteration reads the
-experts of all its tokens.
+The shares w, f and m of a GPU's data sheet are assumed. Those of a CPU (`CPU_SHARES`) were measured
+on one machine, and there N ranks and S samplers share the cores, so N F and S F are F. `hone plan
+--measured RUN` takes a run's measured rates.
+
+Operations are counted as in arXiv 2001.08361, section 2.1: a token takes 2 for each parameter, and
+4 L A D for each token that it attends to (scores and values), n / 2 tokens on average. In a mixture
+of experts P counts the experts of one token; an iteration reads the experts of all its tokens.
 """
 
 from __future__ import annotations
@@ -45,22 +48,28 @@ from shared.wire.jobs import MetricsRow
 from shared.wire.planning import PlacementKind as Kind
 from shared.wire.planning import StepTime
 
-BANDWIDTH_SHARE = 0.6
-"""Share of the data sheet's bandwidth that sampling reaches."""
 
-PROMPT_SHARE = 0.5
-"""Share of the data sheet's operations per second that sampling reaches, on prompts or on many
-sequences at once."""
+@dataclass(frozen=True)
+class Shares:
+    """What a step reaches of a device's rates: `bandwidth` when tokens are sampled; of the
+    operations per second `sampling`, on prompts or on many sequences at once, and `training` (the
+    model FLOPs utilization of an update). `iteration_s` are the sampler's seconds of scheduling in
+    each iteration, `sync_bytes_per_s` the rate of publishing and loading weights."""
 
-TRAINING_SHARE = 0.35
-"""Share of the data sheet's operations per second that an update reaches (its model FLOPs
-utilization)."""
+    bandwidth: float
+    sampling: float
+    training: float
+    iteration_s: float
+    sync_bytes_per_s: float
 
-ITERATION_S = 0.005
-"""Seconds of scheduling in each iteration of the sampler."""
 
-SYNC_BYTES_PER_S = 5e9
-"""Publishing and loading weights, by shared memory or from GPU to GPU."""
+GPU_SHARES = Shares(0.6, 0.5, 0.35, 0.005, 5e9)
+"""Assumed. Weights move by shared memory or from GPU to GPU."""
+
+CPU_SHARES = {4: Shares(0.6, 0.3, 0.7, 0.01, 0.3e9), 2: Shares(0.6, 0.3, 0.45, 0.01, 0.3e9)}
+"""By the bytes of a weight: in bfloat16 the products are twice as fast and the rest is not.
+Measured with SmolLM2-135M on two cores of an AMD Zen 4 (docs/planning.md); a sync there includes
+digests and the canary."""
 
 MOVED_BYTES_PER_S = 20e9
 """Between a GPU and the host's memory."""
@@ -118,14 +127,15 @@ class Measured:
 def tabled(
     model: Model, job: Job, load: StepSize, sampling: SamplingRate, training: Training, kind: Kind
 ) -> StepTime | None:
-    """Returns the time of a step by the GPUs' data sheets; None if a GPU has no rates."""
+    """Returns the time of a step by the rates of the GPUs or of the CPU; None if one has none."""
     gpu, size, ranks = training.gpu, training.itemsize, training.num_ranks
     if not (gpu.has_rates and sampling.gpu.has_rates):
         return None
-    trained = model.num_trainable(job.lora)
+    trained, shares = model.num_trainable(job.lora), _shares(gpu, size)
     synced = trained if job.served_rank is not None else model.num_parameters
     flops = passes(job) * _forward_flops(model, job, load)
-    train_s = flops / (ranks * TRAINING_SHARE * gpu.tflops(size) * 1e12)
+    devices = 1 if gpu.is_cpu else ranks
+    train_s = flops / (devices * shares.training * gpu.tflops(size) * 1e12)
     if job.memory.offload_optimizer:
         num_updates = job.training.epochs * job.training.minibatches
         train_s += num_updates * trained / ranks / CPU_ADAM_PER_S
@@ -134,8 +144,9 @@ def tabled(
     given = job.steps_never_sample
     sample_s = 0.0 if given else _sample_s(model, load, sampling)
     beside = job.max_staleness > 0 and kind == "split"
-    sync_s = 0.0 if given else size * synced / SYNC_BYTES_PER_S
-    return _step(sample_s, train_s, sync_s, beside=beside)
+    sync_s = 0.0 if given else size * synced / shares.sync_bytes_per_s
+    step = _step(sample_s, train_s, sync_s, beside=beside)
+    return step.model_copy(update={"source": "benchmarked"}) if gpu.is_cpu else step
 
 
 def measured(job: Job, load: StepSize, found: Measured) -> StepTime:
@@ -184,20 +195,26 @@ def passes(job: Job) -> int:
 
 def _sample_s(model: Model, load: StepSize, sampling: SamplingRate) -> float:
     split, gpu, itemsize = sampling.tensor_parallel, sampling.gpu, sampling.itemsize
-    each = math.ceil(load.completions / sampling.num)
-    at_once = max(1, min(each, sampling.sequences))
+    shares = _shares(gpu, itemsize)
+    devices = 1 if gpu.is_cpu else sampling.num
+    each = math.ceil(load.completions / devices)
+    at_once = max(1, min(each, sampling.sequences * (sampling.num // devices)))
     per_token = cache_bytes_per_token(model, itemsize, split)
     length = load.prompt_tokens + load.completion_tokens / 2
     read_s = (itemsize * model.num_read(at_once) / split + at_once * length * per_token) / (
-        BANDWIDTH_SHARE * gpu.bandwidth_gb_s * 1e9
+        shares.bandwidth * gpu.bandwidth_gb_s * 1e9
     )
-    rate = PROMPT_SHARE * split * gpu.tflops(itemsize) * 1e12
+    rate = shares.sampling * split * gpu.tflops(itemsize) * 1e12
     computed_s = 2 * model.num_read() * at_once / rate
     iterations = math.ceil(each / at_once) * load.completion_tokens
     prompts = each / load.group * load.prompt_tokens
-    return iterations * (max(read_s, computed_s) + ITERATION_S) + (
+    return iterations * (max(read_s, computed_s) + shares.iteration_s) + (
         2 * model.num_read() * prompts / rate
     )
+
+
+def _shares(gpu: Gpu, itemsize: int) -> Shares:
+    return CPU_SHARES[itemsize] if gpu.is_cpu else GPU_SHARES
 
 
 def _forward_flops(model: Model, job: Job, load: StepSize) -> float:
@@ -211,12 +228,12 @@ def _forward_flops(model: Model, job: Job, load: StepSize) -> float:
     prompt, whole = flops(load.prompt_tokens), flops(load.prompt_tokens + load.completion_tokens)
     minibatches = job.training.minibatches
     prompts_per_group = minibatches * (1 - (1 - 1 / minibatches) ** load.group)
-    if not _may_share(job.memory):
+    if not may_share(job.memory):
         prompts_per_group = load.group
     return load.completions * (whole - prompt + prompt * prompts_per_group / load.group)
 
 
-def _may_share(memory: MemorySpec) -> bool:
+def may_share(memory: MemorySpec) -> bool:
     """Returns whether the job's keys let the trainer share prefixes, if its model can."""
     if memory.shared_prefix == "off" or (memory.packing, memory.shared_prefix) == ("off", "auto"):
         return False

@@ -46,13 +46,14 @@ class SamplerMemory(Wire):
 
 class StepTime(Wire):
     """Seconds of a step. `step_s` is the sum, or the longer of sampling and training if they run at
-    the same time. "tabled": from the GPUs' data sheets; "measured": from the steps of a run."""
+    the same time. "tabled": from the GPUs' data sheets; "benchmarked": from a short measurement of
+    this machine's processor; "measured": from the steps of a run."""
 
     sample_s: float
     train_s: float
     sync_s: float
     step_s: float
-    source: Literal["tabled", "measured"]
+    source: Literal["tabled", "benchmarked", "measured"]
 
 
 class Cost(Wire):

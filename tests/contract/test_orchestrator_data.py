@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,16 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from hone import view
+from services.orchestrator.api import jobs
 from services.orchestrator.app import create_service
 from services.orchestrator.data.uploads import Uploads
 from services.orchestrator.store.store import Store
 from shared.errors import MEDIA_TYPE, BadRequest
 from shared.job import Job
+from shared.plan.cpu import CoreRates, CpuRates
+from shared.plan.gpus import parse_gpus
 from shared.settings import Settings
-from shared.wire import DryRun, SubmitRequest
+from shared.wire import DryRun, Plan, SubmitRequest
 from tests.support.in_process import in_process
 from tests.support.model_folders import make_model_folder
 from tests.support.orchestrator_stack import Stack, job, stack  # noqa: F401
@@ -241,6 +245,31 @@ async def test_a_dry_run_shows_the_first_prompts_and_their_tokens(
         assert "is valid: 6 problems, 2 held out; nothing was submitted" in shown
         assert f"row {tried.prompts[0].index}, {tried.prompts[0].num_tokens} tokens:" in shown
     assert (await stack.http.get("/v1/jobs")).json()["jobs"] == []
+
+
+async def test_other_requests_are_answered_while_the_processor_is_measured_for_a_plan(
+    stack: Stack,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, answered = threading.Event(), threading.Event()
+
+    def measure() -> CoreRates:
+        begun.set()
+        assert answered.wait(60)
+        return CoreRates(0.1, 20.0)
+
+    monkeypatch.setattr(jobs, "THIS_MACHINE", CpuRates(measure))
+    monkeypatch.setattr(jobs, "planned_gpus", lambda settings: parse_gpus("cpu"))
+    model = made_model(tmp_path / "model")
+    body = SubmitRequest(job=stack.job.model_copy(update={"model": str(model)}))
+    call = stack.client.call("POST", "/v1/jobs/plan", body, Plan, deadline_s=60)
+    planning = asyncio.create_task(call)
+    assert await asyncio.to_thread(begun.wait, 60)
+    assert (await stack.http.get("/v1/jobs")).status_code == 200
+    answered.set()
+    time = (await planning).placement.time
+    assert time is not None and time.source == "benchmarked"
 
 
 async def test_a_dry_run_says_what_would_be_refused(stack: Stack, tmp_path: Path) -> None:  # noqa: F811

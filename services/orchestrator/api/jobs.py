@@ -28,6 +28,7 @@ from shared.http.rendering import Made
 from shared.http.service import Service, request_key
 from shared.job import Job
 from shared.job.checks import check_groups
+from shared.plan.cpu import THIS_MACHINE
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan, planned_gpus
 from shared.settings import Settings
@@ -192,4 +193,5 @@ def _planned(
     job: Job, settings: Settings, known: Known | None = None, *, online: bool = True
 ) -> Plan:
     model = find_model(job.model, job.model_revision, online=online)
-    return make_plan(job, model, settings, planned_gpus(settings), known)
+    pools = THIS_MACHINE.pools(planned_gpus(settings))
+    return make_plan(job, model, settings, pools, known)

@@ -9,7 +9,8 @@ power of two: for another size torch would pin up to twice as much.
 **The allocator.** After a block of up to 32 MiB was freed, glibc takes blocks of that size from the
 heap. Before glibc 2.38 the space of a freed aligned block cannot hold the next block of its size if
 a small block lies behind it, and torch aligns all of its tensors. So a process keeps several times
-the memory of its activations.
+the memory of its activations, unless large blocks are given back (`is_worth_giving_back` in
+`shared/plan/memory.py`).
 """
 
 from __future__ import annotations
@@ -32,13 +33,6 @@ M_MMAP_THRESHOLD = -3
 
 LARGE_BYTES = 1 << 20
 """Least size of a block with a mapping of its own, which returns to the system when it is freed."""
-
-WORTH_BYTES = 128 << 20
-"""Least bytes of a micro-batch for which giving memory back is worth its time."""
-
-KEPT = 2.5
-"""Most memory of a process, as a multiple of the plan, if glibc keeps freed blocks: 2.3 times were
-measured."""
 
 LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -106,15 +100,6 @@ class HostCopies:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the tensor's bytes, in the same memory."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def is_worth_giving_back(pass_bytes: int, planned_bytes: int, room_bytes: int) -> bool:
-    """Whether large blocks should be given back. Micro-batches take `pass_bytes`, all ranks
-    together are planned to take `planned_bytes`, and the host has `room_bytes`. Giving back costs
-    time, because the system clears each block that it gives: passes take up to half as long again
-    with a hidden size of 512, and twice as long with 128. So up to half of the memory is used
-    instead; the other half is for the sampler and other processes."""
-    return pass_bytes >= WORTH_BYTES and planned_bytes * KEPT > room_bytes / 2
 
 
 def room_bytes(limits: tuple[Path, ...] = LIMITS) -> int:

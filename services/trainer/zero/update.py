@@ -62,6 +62,7 @@ from services.trainer.zero.memory import (
 from shared.errors import Failed
 from shared.host.logs import get_logger
 from shared.job import Job, TrainingSpec
+from shared.plan.memory import is_worth_giving_back
 from shared.wire import Example, StepTotals
 from shared.wire.packed import Logprobs
 
@@ -264,7 +265,7 @@ class Updater:
             return
         batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
         tokens = max(batch.input_ids_BT.numel() for batch in batches)
-        if host_memory.is_worth_giving_back(
+        if is_worth_giving_back(
             self._planned.pass_bytes(self.job, tokens),
             self._planned.peak_bytes(self.job, tokens) * dist.get_world_size(),
             host_memory.room_bytes(),

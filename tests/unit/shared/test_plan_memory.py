@@ -340,3 +340,23 @@ def test_a_sampler_holds_adapters_and_no_more_sequences_than_it_may() -> None:
     assert found.sequences == 64
     assert found.cache_gib == gib(12_288 * 1024 * 64)
     assert found.weights_gib == gib(2 * (494_032_768 + 5 * 8_798_208))
+
+
+def test_freed_blocks_of_a_cpu_with_much_memory_add_up() -> None:
+    wanted = job(training={"dtype": "float32"}, memory={"micro_batch_tokens": 1000})
+
+    def found(host_gib: float | None) -> dict[str, float]:
+        host_bytes = None if host_gib is None else host_gib * GIB
+        ranks = Ranks(1, 4, "cpu", host_bytes=host_bytes)
+        return trainer_memory(model("Qwen2.5-0.5B"), wanted, ranks).model_dump()
+
+    short = found(None)
+    # 2.5 times the plan of 13.8 GiB are more than half of 40 GiB, and less than half of 80
+    assert found(40) == short
+    parts = ("weights", "gradients", "optimizer", "overhead", "activations", "logits", "buffers")
+    plenty = found(80)
+    # and the gradients of a micro-batch that were reduced, 4 x 494,032,768 bytes
+    total = sum(plenty[f"{part}_gib"] for part in parts) + 4 * 494_032_768 / GIB
+    assert plenty["peak_gib"] == pytest.approx(total, abs=0.005)
+    assert plenty["peak_gib"] > short["peak_gib"]
+    assert plenty | {"peak_gib": 0} == short | {"peak_gib": 0}

@@ -70,7 +70,7 @@ def test_on_a_cpu_both_are_in_the_hosts_memory() -> None:
     assert plan.placement.kind == "cpu" and plan.placement.time is None
     sampler = plan.placement.sampler
     assert plan.placement.sampler_room_gib == sampler.weights_gib + sampler.overhead_gib + 2
-    assert any("no rates are known of a CPU" in note for note in plan.notes)
+    assert any("this processor could not be measured" in note for note in plan.notes)
 
 
 def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:
@@ -124,6 +124,29 @@ def test_zero_3_takes_turns_only_with_its_optimizer_elsewhere() -> None:
     assert "turns" not in [kind for kind, *_ in kinds(planned("Qwen2.5-0.5B", "2xH100", wanted))]
     wanted = job(memory={"zero_stage": 3, "offload_optimizer": True})
     assert "turns" in [kind for kind, *_ in kinds(planned("Qwen2.5-0.5B", "2xH100", wanted))]
+
+
+def test_a_step_of_fewer_tokens_than_a_micro_batch_takes_less_memory() -> None:
+    small = {"prompts_per_step": 24, "group_size": 8, "max_tokens": 8}
+    known = Known(prompt_tokens=37)
+
+    def activations_gib(**sections: Any) -> float:
+        wanted = job(**({"sampling": small} | sections))
+        pools = parse_gpus("1xH100")
+        plan = make_plan(wanted, model("Qwen2.5-0.5B"), Settings(), pools, known)
+        return plan.placement.trainer.activations_gib
+
+    def at(tokens: int) -> float:
+        many = {"prompts_per_step": 1000, "group_size": 8, "max_tokens": 8}
+        return activations_gib(sampling=many, memory={"micro_batch_tokens": tokens})
+
+    # 24 prompts of 37 tokens and 192 completions of 8; without sharing 192 prompts
+    assert activations_gib() == at(24 * 37 + 192 * 8)
+    assert activations_gib(memory={"shared_prefix": "off"}) == at(192 * 45)
+    assert activations_gib(memory={"micro_batch_tokens": 1000}) == at(1000)
+    # an environment's turns are longer than a prompt and a completion
+    played = {"environment": {"file": "x.py", "name": "X"}, "rewards": [{"grader": "environment"}]}
+    assert activations_gib(**played) == at(16_384)
 
 
 # what makes it fit

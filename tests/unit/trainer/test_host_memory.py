@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.zero.host_memory import is_worth_giving_back, room_bytes
+from services.trainer.zero.host_memory import room_bytes
 from services.trainer.zero.memory import Planned
-from shared.plan.memory import Ranks
+from shared.plan.memory import Ranks, is_worth_giving_back
 from tests.support.plan_models import job, model
 
 ALLOCATE = """
