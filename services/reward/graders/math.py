@@ -9,6 +9,7 @@ formula or a text, by math-verify in that process.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -40,6 +41,9 @@ from shared.wire import Part, ScoreItem
 MAX_ANSWER_CHARS = 2000
 MAX_PLAIN_CHARS = 500
 SHOWN_CHARS = 40
+
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
+"""The first letters of a word, which is no command of LaTeX."""
 
 MEMORY_MIB = 3072
 """Memory that one comparison may take, the process and its libraries included."""
@@ -107,7 +111,7 @@ class Math(ItemGrader[MathParams]):
             return await self._compared(_inner(answer), wanted)
         if self.params.strict:
             return right_or_wrong(False, "no answer in \\boxed{} or after ####")
-        if _is_plain(completion):
+        if _is_plain(completion) or _is_text_of(wanted, completion):
             return await self._compared(without_markdown(completion), wanted)
         end = completion.rstrip()[-SHOWN_CHARS:]
         shown = f"no \\boxed{{}} or ####, read from {end!r}"
@@ -168,11 +172,22 @@ def _inner(answer: str) -> str:
 
 
 def _is_plain(completion: str) -> bool:
-    """Returns whether a completion without a marked answer is only a number or a word."""
+    """Returns whether a completion without a marked answer is only a number, a word, or an equation
+    without words before its last side: "8 + 9 = 17 apples", not "He has 8 + 9 = 17 apples"."""
     if len(completion) > MAX_PLAIN_CHARS or "\n" in completion.strip() or says_answer(completion):
         return False
     form = read(without_markdown(completion))
-    return bool(numbers_of(form)) or (isinstance(form, Text) and " " not in completion.strip())
+    if isinstance(form, Text):
+        return " " not in completion.strip()
+    relation = form.relation if isinstance(form, Named) else form
+    sides = relation.sides[:-1] if isinstance(relation, Relation) else ()
+    return bool(numbers_of(form)) and not any(map(_WORD.search, sides))
+
+
+def _is_text_of(wanted: str, completion: str) -> bool:
+    """Returns whether a completion is the row's answer as it is written there."""
+    is_short = len(completion) <= MAX_PLAIN_CHARS
+    return is_short and clean(without_markdown(completion)) == clean(wanted)
 
 
 def _is_worked_out(answer: str, wanted: Number) -> bool:

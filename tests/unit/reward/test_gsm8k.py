@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import re
 from collections.abc import AsyncGenerator, Callable
 from fractions import Fraction
 from pathlib import Path
@@ -77,6 +78,20 @@ WRONG: tuple[Callable[[Fraction], Fraction], ...] = (
     lambda n: -n - 1,
     lambda n: 10 * n + 3,
 )
+
+
+@pytest.mark.parametrize("shown", ["last line", "all lines", "all lines with annotations"])
+async def test_a_solution_in_prose_earns_one_unless_it_ends_with_another_number(
+    math: Grader[Any], shown: str
+) -> None:
+    """Such as "So they spend 2.75*4=$11 in the 4 hours". 1,270 do not."""
+    solutions = [row["answer"].rpartition("####")[0].strip() for row in ROWS]
+    if shown != "all lines with annotations":
+        solutions = [re.sub(r"<<.*?>>", "", solution) for solution in solutions]
+    if shown == "last line":
+        solutions = [solution.splitlines()[-1] for solution in solutions]
+    rewards = await values(math, solutions)
+    assert rewards.count(1.0) >= 1265
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -29,6 +29,13 @@ TAIL_CHARS = 4000
 _WRAPPED = re.compile(r"(\*{1,3}|_{1,3}|`{1,3})(?=\S)(.{1,500}?)(?<=\S)\1")
 _EMPHASIS = re.compile(rf"(?<![\w)}}\]\\*]){_WRAPPED.pattern}(?![\w({{\[*])")
 _LINE_START = re.compile(r"[ \t]*(?:#{1,6}[ \t]+|[-*+•][ \t]+(?=\S)|\d{1,2}[.)][ \t]+(?=\S))?")
+_TAG = re.compile(r"</?[A-Za-z]\w{1,20}>")
+"""<answer>, </think>"""
+
+_CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")
+"""GSM8K's <<8+9=17>>, after which the result stands again."""
+
+_ARROW = re.compile(r"[-=]{1,2}>")
 _SO_ON = re.compile(r"\.{2,}|\\[lc]?dots(?![A-Za-z])")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”)\]]{0,3}\s+")
 _NEGATIVE = re.compile(r"\b(?:negative|minus) (?=[\d$.])", re.IGNORECASE)
@@ -49,16 +56,20 @@ _EDGE = re.compile(r"^(?:[\s,;:…&!.)]|and\b|to\b)+|(?:[\s,;:…&!.(]|\band|\bt
 _REMARK = re.compile(r"(?<=\w) \([^()]*=[^()]*\)")
 """An equation in brackets, which is no factor."""
 
+_PER = re.compile(r"(?<=\d) ?/ ?(?=(?!sqrt|sin|cos|tan|log|exp)[a-z]{3})")
+"""The line of $2/hour, which no number stands behind."""
+
 _DASH = re.compile(r"^-\s+")
 _BEFORE = re.compile(
     r"(?:\bnot|n['’]t|\bthan|\bat (?:least|most)|\bbetween|\btwice|\bdouble|\bhalf"
     r"|\b(?:root|square|cube|half|third|quarter|factorial|inverse|reciprocal|logarithm) of)\s*$",
     re.IGNORECASE,
 )
+_SPOKEN = "(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|twice|half)"
 _BEHIND = re.compile(
     r"(?:and (?:an? )?(?:half|third|quarter)|half|halves|thirds?|quarters?|(?:ten|hundred|thousand)"
     r"ths?|hundreds|thousands|millions|dozens|squared|cubed|factorial|raised|choose|or|pi"
-    r"|(?:more|less|fewer) than|points?)\b",
+    rf"|(?:more|less|fewer) than (?:\$?\d+|{_SPOKEN})|point (?:\d+|{_SPOKEN}))\b",
     re.IGNORECASE,
 )
 """What makes another number of the one that it stands beside."""
@@ -97,17 +108,18 @@ def stated_number(text: str) -> str | None:
     if sentence.rstrip("\"'”)]").endswith("?"):
         return None
     cleaned = _cleaned(sentence)
-    if said is None:
+    markers = [*_ANSWER.finditer(cleaned)]  # none if an unseen character ended the word "answer"
+    if said is None or not markers:
         stated = _stated_in(cleaned, is_first=False)
         return None if stated and _describes_another(cleaned, stated) else stated
-    *_, marker = _ANSWER.finditer(cleaned)
-    rest = cleaned[marker.end() :]
+    rest = cleaned[markers[-1].end() :]
     chain = _CHAIN.match(rest)
     return _stated_in(rest, is_first=chain is not None and any(map(str.isdigit, chain[0])))
 
 
 def _sentences(text: str) -> list[str]:
     sentences: list[str] = []
+    text = _ARROW.sub("→", _TAG.sub("\n", _CALCULATION.sub("", text)))
     for line in text.splitlines():
         line = _LINE_START.sub("", _SO_ON.sub("…", line), count=1)
         for _ in range(2):  # **_17_**
@@ -117,7 +129,8 @@ def _sentences(text: str) -> list[str]:
 
 
 def _cleaned(sentence: str) -> str:
-    return _REMARK.sub("", _NEGATIVE.sub("-", without_marks(clean(sentence.rstrip(" !")))))
+    text = _PER.sub(" per ", without_marks(clean(sentence.rstrip(" !"))))
+    return _REMARK.sub("", _NEGATIVE.sub("-", text))
 
 
 def _has_number(sentence: str) -> bool:
