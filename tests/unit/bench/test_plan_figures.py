@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.plan import CASES, PARTS, figures_of, rows
-from bench.plan_side import PROMPT, ROWS, SHARED, TOKENS, make_examples, make_job
+from bench.plan import CASES, PARTS, REAL, figures_of, rows
+from bench.plan_side import AS_SET, STEP, TOKENS, Step, make_examples, make_job
 
 
 def found(planned: float, measured: float) -> dict[str, object]:
     parts = dict.fromkeys(PARTS, 1.0)
     sizes = {"planned_mib": planned, "measured_mib": measured}
-    return {**sizes, "loaded_mib": 5.0, "settled_mib": 7.0, "parts": parts}
+    seconds = {"planned_s": 2.0, "train_s": 3.0}
+    return {**sizes, **seconds, "loaded_mib": 5.0, "settled_mib": 7.0, "parts": parts}
 
 
 @pytest.mark.parametrize(
@@ -29,19 +30,26 @@ def test_a_plan_is_within_a_fifth_of_what_was_measured(
 
 def test_the_table_has_each_part_beside_the_peak() -> None:
     *_, row = rows({"one": found(100, 90)}).splitlines()
-    assert row.split() == ["one", *["1"] * len(PARTS), "100", "90", "5", "7"]
+    assert row.split() == ["one", *["1"] * len(PARTS), "100", "90", "5", "7", "2.0", "3.0"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_is_a_job_with_full_micro_batches(name: str) -> None:
-    shared = CASES[name].get(SHARED, 0)
-    job = make_job(Path("m"), {key: value for key, value in CASES[name].items() if key != SHARED})
-    assert job.memory.micro_batch_tokens in (TOKENS, TOKENS // ROWS)
-    examples = make_examples(TOKENS // ROWS - PROMPT)
+    step, memory = Step(), {"micro_batch_tokens": TOKENS, **CASES[name].get("memory", {})}
+    job = make_job(Path("m"), {**CASES[name], "memory": memory}, step)
+    examples = make_examples(step)
     lengths = {len(one.prompt_token_ids) + len(one.token_ids) for one in examples}
-    assert lengths == {TOKENS // ROWS} and len(examples) % ROWS == 0
-    assert len({bytes(one.prompt_token_ids.data) for one in examples}) == len(examples)
-    if shared:
-        examples = make_examples((TOKENS - shared) // ROWS, shared)
-        assert len({bytes(one.prompt_token_ids.data) for one in examples}) == 1
-        assert shared + ROWS * len(examples[0].token_ids) == TOKENS
+    assert lengths == {TOKENS // 4} and step.tokens == 2 * TOKENS
+    assert job.memory.micro_batch_tokens % (TOKENS // 4) == 0
+    assert len({bytes(one.prompt_token_ids.data) for one in examples}) == len(examples) == 8
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_every_case_of_the_real_model_is_a_job_whose_groups_share_a_prompt(name: str) -> None:
+    case = dict(REAL[name])
+    step = Step(**case.pop(STEP))
+    assert case.pop(AS_SET)
+    assert make_job(Path("m"), case, step).sampling.prompts_per_step == step.groups
+    examples = make_examples(step)
+    assert len(examples) == 8 * step.groups
+    assert len({bytes(one.prompt_token_ids.data) for one in examples}) == step.groups
