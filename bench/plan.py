@@ -63,8 +63,10 @@ REAL: dict[str, dict[str, Any]] = {
     for size, step in STEPS.items()
     for dtype in ("float32", "bfloat16")
     for checkpoints in (True, False)
+    if checkpoints or (size, dtype) != ("8 x 8 x 128", "float32")
 }
-"""Jobs of SmolLM2-135M-Instruct: groups x completions x tokens of each, after prompts of 37."""
+"""Jobs of SmolLM2-135M-Instruct: groups x completions x tokens of each, after prompts of 37. The
+one left out takes 14 GiB, which a laptop has not free."""
 LIMIT_S = 1200.0
 
 PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "logits", "update")

@@ -1,14 +1,17 @@
-"""The main job, as the README has it: `make demo` from a bare checkout learns, shows it, and leaves
-nothing running. Here it has two samplers; `test_loop.py` has the stack of one."""
+"""The demos, as the README has them: from a bare checkout they learn, show it, and leave nothing
+running. The tiny one has two samplers here; `test_loop.py` has the stack of one."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.real_model import real_model
 
 ROOT = Path(__file__).parents[2]
 SEED = 2
@@ -17,8 +20,17 @@ SEED = 2
 @pytest.mark.system
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("steps", [6, pytest.param(40, marks=pytest.mark.soak)])
-def test_the_demo_shows_what_it_did_and_its_40_steps_learn(steps: int) -> None:
-    command = [sys.executable, "-m", "deploy.demo", "--tiny", "--seed", str(SEED), "--samplers", "2"]
+def test_the_tiny_demo_shows_what_it_did_and_its_40_steps_learn(steps: int) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.demo",
+        "--tiny",
+        "--seed",
+        str(SEED),
+        "--samplers",
+        "2",
+    ]
     command += ["--set", f"steps={steps}"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -50,3 +62,26 @@ def test_the_demo_shows_what_it_did_and_its_40_steps_learn(steps: int) -> None:
     assert reached == sorted(reached) and reached[-1] == 2, (reached, stdout)
     assert (run / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert not (ROOT / ".hone/demo-tiny/stack/stack.json").exists()
+
+
+@pytest.mark.system
+@pytest.mark.timeout(1800)
+def test_the_demo_of_a_real_model_ends_with_answers_and_a_command_to_chat() -> None:
+    real_model()
+    command = [sys.executable, "-m", "deploy.demo", "--set", "steps=1"]
+    command += ["--set", "sampling.prompts_per_step=4", "--set", "evaluation.num_prompts=6"]
+    demo = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert demo.returncode == 0, demo.stdout[-3000:] + demo.stderr[-3000:]
+    assert "held-out problem" in demo.stdout and demo.stdout.count("Which number") == 5
+    (line,) = [each for each in demo.stdout.splitlines() if each.startswith("chat with it")]
+    chat = shlex.split(line.removeprefix("chat with it"))
+    asked = subprocess.run(
+        [sys.executable, *chat[1:]],
+        cwd=ROOT,
+        input="Which number is larger, 12 or 80?\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert len(asked.stdout.partition("> ")[2].strip(" >\n")) > 3  # an answer

@@ -97,9 +97,9 @@ train = "talks.jsonl"
 
 [sampling]
 prompts_per_step = 2
-group_size = 3
+group_size = 2
 max_tokens = 200
-temperature = 1.5
+temperature = 2.0                    # many tokens that text would not give
 
 [environment]
 kind = "worker"
@@ -114,7 +114,7 @@ import openai
 async def run(row, base_url, api_key):
     messages, answers = [], []
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        for said, max_tokens in ((row["prompt"], 24), ("And then?", 12), ("Go on.", 24)):
+        for said, max_tokens in ((row["prompt"], 16), ("And then?", 8), ("Go on.", 16)):
             messages.append({"role": "user", "content": said})
             answer = await client.chat.completions.create(
                 model="policy",
@@ -261,17 +261,22 @@ def test_prompts_are_the_chat_templates_ids_with_its_system_message_only_if_ther
 def test_an_end_token_is_sampled_and_learned_and_a_truncated_completion_has_none(
     sums: tuple[dict[str, Any], RunFolder], stack: Stack
 ) -> None:
+    run = sums[1]
+    metrics = {row.step: row.metrics for row in run.metrics()}
     ends = {"stop": 0, "length": 0}
-    base = plain(stack.model)
-    for group, rollout, logprobs in placed(sums[1], 1):
-        ids = list(rollout.token_ids)
-        ends[rollout.finish_reason] += 1
-        assert (ids[-1] == END, END in ids[:-1]) == (rollout.finish_reason == "stop", False)
-        if logprobs and ids[-1] == END:
-            expected = logprobs_of(base, list(group.prompt_token_ids), ids)
-            assert [logprobs[-1], rollout.logprobs[-1]] == pytest.approx(
-                [expected[-1]] * 2, abs=1e-3
-            )
+    for step, weights in ((1, stack.model), (2, run.checkpoints / "step-000001")):
+        network, num_trained = plain(weights), 0
+        for group, rollout, logprobs in placed(run, step):
+            ids = list(rollout.token_ids)
+            ends[rollout.finish_reason] += 1
+            assert (ids[-1] == END, END in ids[:-1]) == (rollout.finish_reason == "stop", False)
+            assert len(rollout.logprobs) == len(logprobs) == len(ids)
+            if ids[-1] == END:
+                expected = logprobs_of(network, list(group.prompt_token_ids), ids)[-1]
+                found = [logprobs[-1], rollout.logprobs[-1]]
+                assert found == pytest.approx([expected] * 2, abs=1e-3)
+            num_trained += len(ids)
+        assert metrics[step]["tokens/trained"] == num_trained, "each has a loss, end tokens too"
     assert min(ends.values()) > 0, ends
 
 
@@ -348,7 +353,7 @@ def test_an_agents_conversation_is_recorded_and_scored_in_the_tokens_that_were_s
         for group in groups
         for rollout in group.rollouts
     }
-    assert len(got) == len(rows) == 6
+    assert len(got) == len(rows) == 4
     num_changed = 0
     for talk in got:
         ids: list[int] = []
@@ -366,7 +371,7 @@ def test_an_agents_conversation_is_recorded_and_scored_in_the_tokens_that_were_s
         group, rollout = rows[tuple(ids)]
         start = len(group.prompt_token_ids)
         assert list(rollout.sampled) == sampled[start:] and rollout.branches == ()
-        own = logprobs_of(base, ids[:start], ids[start:], temperature=1.5)
+        own = logprobs_of(base, ids[:start], ids[start:], temperature=2.0)
         theirs = np.where(rollout.sampled, own, 0)
         assert list(rollout.logprobs) == pytest.approx(theirs.tolist(), abs=1e-3)
         num_changed += retokenized(tokenizer, ids) != ids
