@@ -10,7 +10,13 @@ import pytest
 
 from services.orchestrator.evals import held_out as evaluation
 from services.orchestrator.evals.comparison import Scores
-from services.orchestrator.evals.held_out import Answers, evaluate, ignored, set_metrics
+from services.orchestrator.evals.held_out import (
+    Answers,
+    ignored,
+    prefixed_metrics,
+    sample_held_out,
+    set_metrics,
+)
 from services.orchestrator.pool.services import NOT_GRADED
 from shared.errors import StateLost
 from shared.wire import Prompt, RolloutGroup, Score
@@ -51,7 +57,8 @@ async def test_a_bounded_number_of_prompts_is_sampled_at_a_time(
         running.remove(index)
 
     services: Any = FakeServices(generate, score(make_job(), 0.5))
-    metrics = await evaluate(make_job(), {"": PROMPTS}, services, 3)
+    answers_P = await sample_held_out(make_job(), "", PROMPTS, services, 3)
+    metrics = prefixed_metrics("", answers_P)
     assert max(most) == 3 and len(most) == 10
     assert metrics["eval/reward"] == pytest.approx(0.5), "of the nine that were graded"
     assert metrics["eval/errored_rollouts"] == pytest.approx(1 / 10)
@@ -70,7 +77,7 @@ async def test_if_one_prompt_fails_the_others_have_ended() -> None:
 
     services: Any = FakeServices(generate, NOT_GRADED)
     with pytest.raises(StateLost):
-        await evaluate(make_job(), {"": PROMPTS}, services, 3)
+        await sample_held_out(make_job(), "", PROMPTS, services, 3)
     assert sorted(ended) == list(range(10))
 
 
