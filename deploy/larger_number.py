@@ -15,7 +15,7 @@ import random
 import sys
 from pathlib import Path
 
-from deploy.real_model import fetch
+from deploy.real_model import exit_on_sigterm, fetch
 from shared.errors import HoneError
 
 MIN_NUMBER, MAX_NUMBER = 10, 99
@@ -44,6 +44,7 @@ def _problem(first: int, second: int) -> Problem:
 
 
 def main() -> None:
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(prog="python -m deploy.larger_number", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the folder of the problems")
     parser.add_argument("--seed", type=int, default=0, help="of the problems (default: 0)")
