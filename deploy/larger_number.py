@@ -1,7 +1,7 @@
 """Makes the demo's problems, and fetches its model: `python -m deploy.larger_number --out DIR`.
 
 A problem is two numbers from 10 to 99: "Which number is larger, 84 or 74?". SmolLM2-135M-Instruct
-knows what is asked but seldom answers it: it begins to explain, and often takes the wrong number.
+understands the question but rarely answers it: it explains, and often takes the wrong number.
 Train and test share no pair of numbers, in either order, and the larger number is as often the
 first as the second, so no position is an answer.
 """
