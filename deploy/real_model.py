@@ -142,7 +142,7 @@ def convert(gguf: Path, out: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(**named, dtype=torch.float32)
     config = AutoConfig.from_pretrained(**named)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     config._name_or_path = NAME
     config.architectures = [type(loaded).__name__]
     model = type(loaded)(config)
@@ -150,7 +150,7 @@ def convert(gguf: Path, out: Path) -> None:
     if model.num_parameters() != NUM_PARAMETERS:
         raise ValueError(f"got {model.num_parameters():,} parameters, expected {NUM_PARAMETERS:,}")
     model.generation_config = loaded.generation_config
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(**named)
     tokenizer.model_max_length = config.max_position_embeddings
     tokenizer.save_pretrained(out)
