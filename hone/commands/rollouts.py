@@ -28,7 +28,7 @@ def rollouts(
 
     The advantages too, and what each grader said."""
     if set_name and not held_out:
-        raise BadRequest("--set names a held-out set; expected --held-out beside it")
+        raise BadRequest("--set names a held-out set; expected --held-out with it")
     with connect() as client:
         listed = client.held_out(job, step, set_name) if held_out else client.rollouts(job, step)
     first = listed.model_copy(update={"rollouts": listed.rollouts[:limit]})

@@ -164,9 +164,10 @@ class RolloutsSpec(Section):
     """Stored rollouts: what was sampled and how it was graded, a file for each step."""
 
     keep_last: int = Field(default=1000, ge=0)
-    """Rollouts of at least this many newest steps are kept; older ones cannot be looked at or
-    regraded any more. Rollouts that a restart from one of the newest `checkpoints.keep_last`
-    checkpoints replays are always kept. 0: all. The default bounds a run's disk at a few GB."""
+    """Rollouts and held-out completions of at least this many newest steps are kept, and held-out
+    completions of step 0; older ones cannot be looked at or regraded any more. Rollouts that a
+    restart from one of the newest `checkpoints.keep_last` checkpoints replays are always kept. 0:
+    all. The default bounds a run's disk at a few GB."""
 
 
 class WandbSpec(Section):

@@ -51,7 +51,7 @@ a processor's caches."""
 MAX_THREADS = 16
 
 LIMIT_S = 20.0
-"""When the measurement is given up, on a machine too busy for it."""
+"""Limit of the measurement, for a machine that is too busy for it."""
 
 CPUINFO = Path("/proc/cpuinfo")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -162,7 +162,7 @@ def measure() -> CoreRates:
 
 
 def _seconds(work: Callable[[], object], limit_s: float) -> list[float]:
-    """Returns the seconds of each run of the work, repeated for so long."""
+    """Returns the seconds of each run of the work, repeated for `limit_s`."""
     end, found = time.perf_counter() + limit_s, list[float]()
     while len(found) < 3 or time.perf_counter() < end:
         started = time.perf_counter()

@@ -55,7 +55,7 @@ Masters and moments, 12 T / N, are copied to the host's memory before an update 
 (`training.epochs`, `minibatches`), and while the sampler has its turn (HONE_COLOCATE).
 
 On a CPU that is the same memory, and counts as the optimizer's. Where a CPU's host has much memory,
-blocks that were freed stay in the heap and are hardly used again (`is_worth_giving_back`):
+freed blocks stay in the heap and are rarely used again (`is_worth_giving_back`):
 
     peak          weights + reference + gradients + optimizer + overhead
                   + max(activations + logits + g, update) + buffers
@@ -121,7 +121,7 @@ SAMPLER_OVERHEAD = {"cpu": 0, "gpu": 3 << 29}
 WORTH_BYTES = 128 << 20
 """Least bytes of a micro-batch for which giving memory back is worth its time."""
 
-KEPT = 2.5
+HEAP_FACTOR = 2.5
 """Most memory of a process, as a multiple of the plan, if glibc keeps freed blocks: 2.3 times were
 measured."""
 
@@ -317,7 +317,7 @@ def is_worth_giving_back(pass_bytes: int, planned_bytes: float, room_bytes: floa
     time, because the system clears each block that it gives: passes take up to half as long again
     with a hidden size of 512, and twice as long with 128. So up to half of the memory is used
     instead; the other half is for the sampler and other processes."""
-    return pass_bytes >= WORTH_BYTES and planned_bytes * KEPT > room_bytes / 2
+    return pass_bytes >= WORTH_BYTES and planned_bytes * HEAP_FACTOR > room_bytes / 2
 
 
 def trainer_memory(

@@ -77,6 +77,7 @@ async def test_another_keys_job_is_not_there(
             ("GET", "/metrics"),
             ("GET", "/checkpoints"),
             ("GET", "/rollouts"),
+            ("GET", "/held_out"),
             ("POST", "/cancel"),
             ("POST", "/pause"),
             ("POST", "/resume"),

@@ -160,7 +160,7 @@ def _add_results(service: Service, store: Readable) -> None:
     async def held_out(job_id: str, step: Step | None = None, name: SetName = "") -> RolloutList:
         """Completions of the evaluation after `step`, with their rewards: of the first 64 problems
         of `data.eval`, or of the held-out set `name`. Without `step`, of the newest evaluation;
-        step 0 is the model as it was."""
+        step 0 is the model before training."""
         run = RunFolder(Path((await store.get(job_id)).run_dir))
         return await asyncio.to_thread(run.held_out, name, step)
 

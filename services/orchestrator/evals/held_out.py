@@ -119,13 +119,13 @@ async def sample_held_out(
             scores = await services.score(prompt, group, job_id=services.job_id)
         done()
         scored = ScoredGroup(prompt=prompt, group=group, scores=scores)
-        stored = _for_people(scored) if position < STORED_PROBLEMS else ()
+        stored = _to_store(scored) if position < STORED_PROBLEMS else ()
         return Answers(scores, problem_metrics(scored, job), stored)
 
     return await all_of(grade(prompt, position) for position, prompt in enumerate(prompts))
 
 
-def _for_people(scored: ScoredGroup) -> tuple[GradedRollout, ...]:
+def _to_store(scored: ScoredGroup) -> tuple[GradedRollout, ...]:
     """Returns the first completions of a problem with their verdicts."""
     pairs = zip(scored.group.rollouts[:STORED_SAMPLES], scored.scores, strict=False)
     return tuple(

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from services.orchestrator.findings.facts import FEWEST, Facts, percent, steps_of
-from services.orchestrator.findings.reward_hacking import hacked
+from services.orchestrator.findings.reward_hacking import reward_hacks
 from services.orchestrator.findings.suspects import reward_fell
 from shared.job import RewardSpec
 from shared.wire import Batch, Evidence, Finding, Score
@@ -65,7 +65,7 @@ def _easy(facts: Facts, title: str, since: int | None, evidence: tuple[Evidence,
         "that are always solved"
     )
     keys: tuple[str, ...] = ("stop.target", "difficulty.skip_right")
-    hacks = sorted({finding.code for finding in hacked(facts)})
+    hacks = sorted({finding.code for finding in reward_hacks(facts)})
     if hacks:
         why = f"the reward is earned without the right answer: see {', '.join(hacks)}"
         how, keys = "let the reward refuse such completions, and train again", ("rewards",)

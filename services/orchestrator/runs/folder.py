@@ -205,10 +205,13 @@ class RunFolder:
 
     def start_at(self, last_step: int) -> int | None:
         """Returns the last recorded step up to `last_step`, or None if there is none. Drops the
-        records of later steps, which will be done again, and the groups that later weights
-        sampled."""
+        records of later steps, which will be done again, their held-out completions, and the groups
+        that later weights sampled."""
         with self._writing():
             finished.forget_newer(self._rollouts, last_step)
+            for step, path in self._held_out_files():
+                if step > last_step:
+                    path.unlink(missing_ok=True)
         rows = [row for row in self.metrics() if row.step <= last_step]
         self._write("metrics.jsonl", b"".join(_metrics_line(row) for row in rows))
         return rows[-1].step if rows else None
@@ -362,8 +365,12 @@ class RunFolder:
         return sorted({step for step, _ in self._batch_files()})
 
     def prune_batches(self, first_step: int) -> None:
-        """Removes the batches of steps before `first_step`."""
+        """Removes the batches of steps before `first_step`, and held-out completions except those
+        of step 0, with which later ones are compared."""
         with self._writing():
+            for step, path in self._held_out_files():
+                if 0 < step < first_step:
+                    path.unlink(missing_ok=True)
             for step, path in self._batch_files():
                 if step < first_step:
                     self._trained_path(step).unlink(missing_ok=True)
@@ -452,6 +459,10 @@ class RunFolder:
 
     def _held_out_path(self, name: str, step: int) -> Path:
         return self.path / "held_out" / name / f"{step:06d}.msgpack"
+
+    def _held_out_files(self) -> Iterator[tuple[int, Path]]:
+        for path in (self.path / "held_out").rglob("[0-9]*.msgpack"):
+            yield int(path.stem), path
 
     def _trained_path(self, step: int) -> Path:
         return self.path / f"rollouts/{step:06d}.trained.msgpack"

@@ -52,8 +52,8 @@ class LlmJudgeParams(JudgeParams):
 class LlmJudge(JudgeGrader[LlmJudgeParams]):
     """What a language model thinks of the completion by your rubric, 0 to 1.
 
-    Whatever makes the judge say so earns it: the completion is marked as data, but may influence
-    the judge. Prefer rewards that can be checked, and read what it rewards.
+    Any text that makes the judge say so earns it: the completion is marked as data, but may
+    influence the judge. Prefer rewards that can be checked, and read what it rewards.
     """
 
     @property
@@ -163,8 +163,8 @@ class ScoreModel(MessagesGrader[ScoreModelParams]):
     """The number that a language model gives the completion, in `range`. As OpenAI's grader of that
     name.
 
-    Whatever makes the judge say so earns it: the completion is marked as data, but may influence
-    the judge. Prefer rewards that can be checked, and read what it rewards.
+    Any text that makes the judge say so earns it: the completion is marked as data, but may
+    influence the judge. Prefer rewards that can be checked, and read what it rewards.
     """
 
     def form(self) -> dict[str, Said]:
@@ -205,8 +205,8 @@ class LabelModel(MessagesGrader[LabelModelParams]):
     """1 if the label that a language model gives the completion is a passing one, else 0. As
     OpenAI's grader of that name.
 
-    Whatever makes the judge say so earns it: the completion is marked as data, but may influence
-    the judge. Prefer rewards that can be checked, and read what it rewards.
+    Any text that makes the judge say so earns it: the completion is marked as data, but may
+    influence the judge. Prefer rewards that can be checked, and read what it rewards.
     """
 
     def form(self) -> dict[str, Said]:

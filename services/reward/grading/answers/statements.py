@@ -36,7 +36,7 @@ _CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")
 """GSM8K's <<8+9=17>>, after which the result stands again."""
 
 _ARROW = re.compile(r"[-=]{1,2}>")
-_SO_ON = re.compile(r"\.{2,}|\\[lc]?dots(?![A-Za-z])")
+_ELLIPSIS = re.compile(r"\.{2,}|\\[lc]?dots(?![A-Za-z])")
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”)\]]{0,3}\s+")
 _NEGATIVE = re.compile(r"\b(?:negative|minus) (?=[\d$.])", re.IGNORECASE)
 _ANSWER = re.compile(r"\banswers?\b[^.\n]{0,40}?(?:\bis\b|\bare\b|:(?=\s|$)|=) *", re.IGNORECASE)
@@ -103,13 +103,13 @@ def stated_number(text: str) -> str | None:
     numeric = [one for one in sentences if _has_number(one)]
     if not numeric:
         return None
-    said = next((one for one in reversed(numeric) if says_answer(one)), None)
-    sentence = said or numeric[-1]
+    answering = next((one for one in reversed(numeric) if says_answer(one)), None)
+    sentence = answering or numeric[-1]
     if sentence.rstrip("\"'”)]").endswith("?"):
         return None
     cleaned = _cleaned(sentence)
     markers = [*_ANSWER.finditer(cleaned)]  # none if an unseen character ended the word "answer"
-    if said is None or not markers:
+    if answering is None or not markers:
         stated = _stated_in(cleaned, is_first=False)
         return None if stated and _describes_another(cleaned, stated) else stated
     rest = cleaned[markers[-1].end() :]
@@ -121,7 +121,7 @@ def _sentences(text: str) -> list[str]:
     sentences: list[str] = []
     text = _ARROW.sub("→", _TAG.sub("\n", _CALCULATION.sub("", text)))
     for line in text.splitlines():
-        line = _LINE_START.sub("", _SO_ON.sub("…", line), count=1)
+        line = _LINE_START.sub("", _ELLIPSIS.sub("…", line), count=1)
         for _ in range(2):  # **_17_**
             line = _EMPHASIS.sub(r"\2", line)
         sentences += _SENTENCE_END.split(line)
