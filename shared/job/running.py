@@ -95,8 +95,8 @@ class EvaluationSpec(Section):
     """Completions per problem, from 1 to 1024. More than 1 needs a `temperature` above 0 to make a
     difference."""
 
-    temperature: float = Field(default=0.0, ge=0)
-    """Divides the logits. 0: greedy decoding, which gives the same answer each time."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Divides the logits, up to 2. 0: greedy decoding, which gives the same answer each time."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest completion, in tokens. None: `sampling.max_tokens`, as in training."""

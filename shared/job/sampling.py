@@ -30,8 +30,9 @@ class SamplingSpec(Section):
     """Longest completion, in tokens. A completion that reaches it ends with `finish_reason`
     "length"."""
 
-    temperature: float = Field(default=1.0, gt=0)
-    """Divides the logits; the trainer divides its own by the same. 1 samples the policy itself."""
+    temperature: float = Field(default=1.0, ge=0.01, le=2)
+    """Divides the logits, from 0.01 to 2; the trainer divides its own by the same. 1 samples the
+    policy itself. vLLM refuses more, and samples at 0.01 if it gets less."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Samples only from the most likely tokens that together have this probability. 1 samples from

@@ -830,8 +830,8 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5]}]}
         ),
         (
             "asample",
-            SAMPLE | {"prompt": PROMPT, "sampling_params": {"temperature": 1e9}},
-            "a temperature of at most 100",
+            SAMPLE | {"prompt": PROMPT, "sampling_params": {"temperature": 2.1}},
+            "a temperature of at most 2",
         ),
         ("asample", SAMPLE | {"prompt": PROMPT, "num_samples": 0}, "sampling_params"),
         ("asample", SAMPLE | {"prompt": PROMPT, "seq_id": 10**30}, "'seq_id': got 1000000000"),

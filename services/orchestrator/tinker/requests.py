@@ -344,7 +344,8 @@ def read_top(body: Mapping[str, Any], key: str) -> int:
     return num
 
 
-MAX_TEMPERATURE = 100.0
+MAX_TEMPERATURE = 2.0
+"""vLLM samples at no higher temperature."""
 
 
 def read_sampling(body: Mapping[str, Any]) -> Sampling:

@@ -359,8 +359,16 @@ def test_true_stays_true() -> None:
         ("steps=1000000001", "1000000000"),
         ("seed=9223372036854775808", "9223372036854775808"),
         ("evaluation.samples=1025", "1024"),
+        ("sampling.temperature=2.1", "2"),
+        ("evaluation.temperature=2.1", "2"),
     ],
 )
 def test_what_no_service_could_hold_is_refused(tmp_path: Path, override: str, bound: str) -> None:
     with pytest.raises(BadRequest, match=rf"should be less than (or equal to )?{bound}$"):
         load_job(write(tmp_path), [override])
+
+
+def test_a_temperature_that_vllm_would_raise_is_refused(tmp_path: Path) -> None:
+    """Of less than 0.01 vLLM makes 0.01, while the trainer would divide by what the job says."""
+    with pytest.raises(BadRequest, match=r"should be greater than or equal to 0\.01"):
+        load_job(write(tmp_path), ["sampling.temperature=0.009"])
