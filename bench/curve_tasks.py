@@ -127,7 +127,7 @@ TASKS = {
             system="Answer with the number only.",
             problem=sum_of_two,
             recipe=Recipe(
-                num_prompts=4, group_size=8, max_tokens=8, learning_rate=3e-5, reward="sums"
+                num_prompts=8, group_size=8, max_tokens=8, learning_rate=1e-5, reward="sums"
             ),
             steps=20,
             warmup=Warmup(steps=10, batch=16, learning_rate=1e-5),
@@ -137,7 +137,7 @@ TASKS = {
             system="Spell the word backwards.",
             problem=spelled_word,
             recipe=Recipe(
-                num_prompts=2, group_size=16, max_tokens=12, learning_rate=3e-5, reward="reverse"
+                num_prompts=2, group_size=16, max_tokens=12, learning_rate=1e-5, reward="reverse"
             ),
             steps=20,
             warmup=Warmup(steps=5, batch=16, learning_rate=3e-5),
@@ -147,7 +147,7 @@ TASKS = {
             system="Answer with a JSON object with the keys name, age and city.",
             problem=person,
             recipe=Recipe(
-                num_prompts=2, group_size=8, max_tokens=32, learning_rate=3e-5, reward="json_object"
+                num_prompts=2, group_size=8, max_tokens=32, learning_rate=1e-5, reward="json_object"
             ),
             steps=20,
             warmup=Warmup(steps=1, batch=16, learning_rate=1e-5),
