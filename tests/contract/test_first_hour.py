@@ -189,7 +189,7 @@ def test_the_demo_is_never_silent_and_shows_its_table_before_the_picture(
         assert demo._train(client, job, console, time.monotonic())
     del served.fakes.fault["model"]
     assert "... loading the model: rollout: loading the model, " in shown
-    assert shown.index("succeeded") < shown.index("advantage") < shown.index("held-out accuracy")
+    assert shown.index("succeeded") < shown.index("held-out pr") < shown.index("held-out accuracy")
     assert shown.rstrip().rpartition("\n")[2].startswith("drawing the learning curve")
     assert told.getvalue().rstrip().endswith("learning_curve.png")
 
