@@ -183,15 +183,23 @@ def test_the_demo_is_never_silent_and_shows_its_table_before_the_picture(
         return path
 
     monkeypatch.setattr(demo, "plot_learning_curve", drawn)
-    threading.Timer(2.0, released.set).start()
+    loading = "... loading the model: rollout: loading the model, "
+
+    def release_when_told() -> None:
+        deadline = time.monotonic() + 60
+        while loading not in told.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        released.set()
+
+    threading.Thread(target=release_when_told, daemon=True).start()
     with Client(served.url) as client:
         job = load_job(Path("job.toml"), ["steps=1", "evaluation.every=1"])
         assert demo._train(client, job, console, time.monotonic())
     del served.fakes.fault["model"]
-    assert "... loading the model: rollout: loading the model, " in shown
+    assert loading in shown
     assert shown.index("succeeded") < shown.index("held-out pr") < shown.index("held-out accuracy")
     assert shown.rstrip().rpartition("\n")[2].startswith("drawing the learning curve")
-    assert told.getvalue().rstrip().endswith("learning_curve.png")
+    assert "learning_curve.png\nchat with it" in told.getvalue()
 
 
 def test_who_follows_or_waits_for_a_job_that_pauses_is_told_how_it_goes_on(
