@@ -22,7 +22,7 @@ gain 0.1 from the first quarter of the steps to the last. Greedy answers may gai
 often right before rollouts at temperature 1 are.
 
 Each finished run is a file in `--results`, so an interrupted benchmark continues, and the figures
-are of all files there. `docs/curves.png` is drawn from them.
+are of all files there, and so is the picture (`--picture`).
 
 The time of a step is measured apart, with `--times`: all sides are started, and take turns of a few
 steps. The learning rate is almost 0 there, so that all sides sample from the same weights, and
