@@ -22,7 +22,7 @@ gain 0.1 from the first quarter of the steps to the last. Greedy answers may gai
 often right before rollouts at temperature 1 are.
 
 Each finished run is a file in `--results`, so an interrupted benchmark continues, and the figures
-are of all files there. `.hone/curves/curves.png` is drawn from them.
+are of all files there, and so is the picture (`--picture`).
 
 The time of a step is measured apart, with `--times`: all sides are started, and take turns of a few
 steps. The learning rate is almost 0 there, so that all sides sample from the same weights, and
@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=seeds, default=[0, 1, 2], help="default: 0,1,2")
     parser.add_argument("--steps", type=count, help="of a run (default: the task's)")
     parser.add_argument("--results", type=Path, default=Path(".hone/curves"))
-    parser.add_argument("--picture", type=Path, default=Path(".hone/curves/curves.png"))
+    parser.add_argument("--picture", type=Path, default=Path("docs/curves.png"))
     parser.add_argument("--times", action="store_true", help="measure the time of a step instead")
     parser.add_argument("--turn-steps", type=count, default=3, help="with --times (default: 3)")
     parser.add_argument("--repeats", type=count, default=3, help="turns of each (default: 3)")
