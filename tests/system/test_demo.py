@@ -51,7 +51,7 @@ def test_the_tiny_demo_shows_what_it_did_and_its_40_steps_learn(steps: int) -> N
         "a step took",
         "checkpoint",
         "learning curve",
-        "evaluated to",
+        "held-out problem",
     ):
         assert shown in stdout
     assert (Path(summary["checkpoint"]) / "config.json").is_file()
