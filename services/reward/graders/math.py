@@ -3,30 +3,29 @@ its end.
 
 Plain numbers ("1,200", "$18", "3/4", "1.6e-19", "18.0 dollars") and texts are compared here,
 formulas in a process with limits of time and memory (`grading/answers/`). Where the row's answer is
-a plain number, an unmarked text is read here too (`grading/answers/statements.py`); where it is a
-formula or a text, by math-verify in that process.
+a plain number, an unmarked text is read here too (`grading/answers/final.py`); where it is a formula
+or a text, by math-verify in that process.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
 
-from services.reward.grading.answers import Amount, Named, Relation, Text
-from services.reward.grading.answers.comparing import Formulas, NeedsFormulas, numbers_of, same
-from services.reward.grading.answers.forms import read
-from services.reward.grading.answers.latex import clean
-from services.reward.grading.answers.numbers import Number, equal, final_answer, number
-from services.reward.grading.answers.statements import (
+from services.reward.grading.answers.comparing import plain_number, quick, unwrapped
+from services.reward.grading.answers.final import (
     TAIL_CHARS,
+    marked_answer,
     says_answer,
     stated_number,
+    tagged,
     without_markdown,
 )
+from services.reward.grading.answers.numbers import decimal_comma, number
+from services.reward.grading.answers.text import clean, key, split
 from services.reward.grading.limited.pool import Call
 from services.reward.grading.registry import (
     Column,
@@ -42,6 +41,7 @@ MAX_ANSWER_CHARS = 2000
 MAX_PLAIN_CHARS = 500
 SHOWN_CHARS = 40
 
+_SEPARATOR = re.compile(r",|;|\b(?:and|or)\b|\\pm")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 """The first letters of a word, which is no command of LaTeX."""
 
@@ -90,79 +90,61 @@ class Math(ItemGrader[MathParams]):
 
     def reference(self, row: Mapping[str, Any]) -> str:
         wanted, whole = self._wanted(row), str(row[self.params.answer])
-        return whole if final_answer(whole) else f"\\boxed{{{wanted}}}"
+        return whole if marked_answer(whole) else f"\\boxed{{{wanted}}}"
 
     def _wanted(self, row: Mapping[str, Any]) -> str:
         value = row[self.params.answer]
         if type(value) not in (str, int, float) or not str(value).strip():
             fault = f"column {self.params.answer!r} is {value!r:.80}; expected a number or text"
             raise wrong_row(fault)
-        wanted = final_answer(str(value)) or str(value).strip()
-        form = read(wanted) if "=" in wanted else None
-        if isinstance(form, Relation) and all(number(side) for side in form.sides):
+        found = marked_answer(str(value), is_several=True)
+        wanted = found[0] if found else str(value).strip()
+        sides = split(clean(wanted), "=")
+        if len(sides) > 1 and all(number(side) for side in sides):
             fault = f"column {self.params.answer!r} is {wanted!r:.80}, which no answer can equal"
             raise wrong_row(fault)
         return wanted
 
     async def grade_item(self, item: ScoreItem) -> Part:
-        completion, wanted = item.completion, self._wanted(item.row)
-        answer = final_answer(completion)
-        if answer is not None:
-            return await self._compared(_inner(answer), wanted)
+        completion, wanted = tagged(item.completion), self._wanted(item.row)
+        if found := marked_answer(completion, is_several=_is_several(wanted)):
+            answer, mark = found
+            return await self._compared(_inner(answer), wanted, mark)
         if self.params.strict:
-            return right_or_wrong(False, "no answer in \\boxed{} or after ####")
-        if _is_plain(completion) or _is_text_of(wanted, completion):
-            return await self._compared(without_markdown(completion), wanted)
-        end = completion.rstrip()[-SHOWN_CHARS:]
-        shown = f"no \\boxed{{}} or ####, read from {end!r}"
-        if _known_number(wanted) is None:
+            return right_or_wrong(False, r"no answer in \boxed{} or after ####")
+        plain = without_markdown(completion)
+        if _is_alone(plain, wanted):
+            return await self._compared(decimal_comma(plain), wanted, "unmarked")
+        shown = f"read {completion.rstrip()[-SHOWN_CHARS:]!r} (unmarked)"
+        if plain_number(clean(wanted)) is None:
             return await self._searched(completion, wanted, shown)
         stated = stated_number(completion)
         if stated is not None:
-            return await self._compared(stated, wanted, f"{shown}: {stated!r:.80}")
+            return await self._compared(stated, wanted, "unmarked")
         if self.params.expressions:
             return await self._searched(completion, wanted, shown)
-        return right_or_wrong(
-            False, f"{shown}, which states no plain number, wanted {wanted!r:.80}"
-        )
+        return _part(shown, wanted, (False, "it states no plain number"))
 
-    async def _compared(self, answer: str, wanted: str, shown: str = "") -> Part:
+    async def _compared(self, answer: str, wanted: str, mark: str) -> Part:
         if len(answer) > MAX_ANSWER_CHARS:
             return right_or_wrong(False, f"an answer of {len(answer)} characters")
-        shown = shown or f"{answer!r:.80}"
-        known = _known_number(wanted)
-        if known and not self.params.expressions and not _is_worked_out(answer, known):
-            return _part(False, f"{shown} is no plain number", wanted)
-        plain, wanted_plain = number(answer), number(wanted)
-        if plain and wanted_plain:
-            return _part(equal(plain, wanted_plain), shown, wanted)
-        try:
-            right = clean(answer) == clean(wanted) or same(read(answer), read(wanted), Formulas())
-            return _part(right, shown, wanted)
-        except NeedsFormulas:
-            call = self._call("compared", answer, wanted)
-        right, why = await self.tools.limited.run(call)
-        return _part(right, shown, wanted, why)
+        shown = f"read {answer!r:.80} ({mark})"
+        outcome = quick(answer, wanted, self.params.expressions)
+        if outcome is None:
+            outcome = await self.tools.limited.run(self._call("compared", answer, wanted))
+        return _part(shown, wanted, outcome)
 
     async def _searched(self, completion: str, wanted: str, shown: str) -> Part:
         """Returns the part for a completion in which math-verify finds the answer."""
         if completion.rstrip().endswith("?") and not says_answer(completion):
-            return _part(False, f"{shown}, which is a question", wanted)
+            return _part(shown, wanted, (False, "it is a question"))
         call = self._call("found_in", completion[-TAIL_CHARS:], wanted)
-        right, why = await self.tools.limited.run(call)
-        return _part(right, shown, wanted, why)
+        found, *outcome = await self.tools.limited.run(call)
+        return _part(f"read {found!r:.80} (unmarked)" if found else shown, wanted, outcome)
 
     def _call(self, function: str, given: str, wanted: str) -> Call:
-        return Call("answers.formulas", function, (given, wanted), self.params.cpu_s, MEMORY_MIB)
-
-
-@lru_cache(maxsize=4096)
-def _known_number(wanted: str) -> Number | None:
-    """Returns the plain number that a row's answer is, or has a name for; None if it is none.
-    Cached because all completions of a group have the same row."""
-    form = read(wanted)
-    form = form.values[-1] if isinstance(form, Named) else form
-    return form.number if isinstance(form, Amount) else None
+        arguments = (given, wanted, self.params.expressions)
+        return Call("answers.comparing", function, arguments, self.params.cpu_s, MEMORY_MIB)
 
 
 def _inner(answer: str) -> str:
@@ -171,32 +153,26 @@ def _inner(answer: str) -> str:
     return stated_number(answer) or answer if says_answer(answer) else answer
 
 
-def _is_plain(completion: str) -> bool:
-    """Returns whether a completion without a marked answer is only a number, a word, or an equation
-    without words before its last side: "8 + 9 = 17 apples", not "He has 8 + 9 = 17 apples"."""
-    if len(completion) > MAX_PLAIN_CHARS or "\n" in completion.strip() or says_answer(completion):
+def _is_several(wanted: str) -> bool:
+    return number(wanted) is None and _SEPARATOR.search(wanted) is not None
+
+
+def _is_alone(completion: str, wanted: str) -> bool:
+    """Returns whether a completion without a marked answer is an answer and nothing else: a number,
+    a word, an equation without words before its last side ("8 + 9 = 17 apples", not "He has 8 + 9 =
+    17 apples"), or the row's answer as it is written there."""
+    text = completion.strip()
+    if len(text) > MAX_PLAIN_CHARS:
         return False
-    form = read(without_markdown(completion))
-    if isinstance(form, Text):
-        return " " not in completion.strip()
-    relation = form.relation if isinstance(form, Named) else form
-    sides = relation.sides[:-1] if isinstance(relation, Relation) else ()
-    return bool(numbers_of(form)) and not any(map(_WORD.search, sides))
+    if key(clean(text)) == key(clean(wanted)):
+        return True
+    if "\n" in text or says_answer(text):
+        return False
+    *sides, last = split(clean(text), "=")
+    is_number = number(unwrapped(last)) is not None and not any(map(_WORD.search, sides))
+    return is_number or (" " not in text and plain_number(clean(wanted)) is None)
 
 
-def _is_text_of(wanted: str, completion: str) -> bool:
-    """Returns whether a completion is the row's answer as it is written there."""
-    is_short = len(completion) <= MAX_PLAIN_CHARS
-    return is_short and clean(without_markdown(completion)) == clean(wanted)
-
-
-def _is_worked_out(answer: str, wanted: Number) -> bool:
-    """Returns whether `answer` is a plain number. A fraction is one in its lowest terms, or in the
-    row's."""
-    return any(
-        not found.is_division or found.terms == wanted.terms for found in numbers_of(read(answer))
-    )
-
-
-def _part(right: bool, shown: str, wanted: str, why: str = "") -> Part:
-    return right_or_wrong(right, f"{shown}, wanted {wanted!r:.80}" + (f": {why}" if why else ""))
+def _part(shown: str, wanted: str, outcome: Sequence[Any]) -> Part:
+    right, rule = outcome
+    return right_or_wrong(right, f"{shown}, wanted {wanted!r:.80}: {rule}")

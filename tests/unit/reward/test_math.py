@@ -12,9 +12,9 @@ import pytest_asyncio
 
 from services.reward.graders.math import Math
 from services.reward.grading import registry
-from services.reward.grading.answers.forms import read
-from services.reward.grading.answers.numbers import equal, final_answer, number
-from services.reward.grading.answers.statements import stated_number, without_markdown
+from services.reward.grading.answers.comparing import quick
+from services.reward.grading.answers.final import marked_answer, stated_number, without_markdown
+from services.reward.grading.answers.numbers import equal, number
 from services.reward.grading.registry import GradingFailed
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -28,13 +28,26 @@ from tests.support.reward_helpers import ScriptedSandbox, tools_of
         (r"\boxed{1} or rather \boxed{\frac{3}{4}}.", r"\frac{3}{4}"),
         ("#### 5\n#### 1,200 dollars\n", "1,200 dollars"),
         (r"#### 5 and \boxed{6}", "6"),
+        (r"\boxed {5}", "5"),
+        (r"\fbox{5}", "5"),
+        ("\\boxed\n{5}", "5"),
+        (r"so $\boxed 7$.", "7"),
+        (r"\boxed{\boxed{5}}", "5"),
+        (r"\boxed{5} and so \boxed{}", "5"),
+        (r"\boxed{1} and \boxed{-2}", "1, -2"),
+        (r"\boxed{1}, \quad \boxed{-2}", "1, -2"),
+        (r"\boxed{1} apples, so \boxed{2}", "2"),
+        (r"\boxed{5}. Again, \boxed{5}", "5"),
+        (r"\boxed{3}. The final answer is $4$. I hope it is correct.", "4"),
+        (r"\boxed{3}. The final answer is in the box.", "3"),
         (r"\boxed{never closed", None),
         ("The answer is 5.", None),
         ("", None),
     ],
 )
 def test_the_last_marked_answer_counts(text: str, answer: str | None) -> None:
-    assert final_answer(text) == answer
+    found = marked_answer(text)
+    assert (found and found[0]) == answer
 
 
 @pytest.mark.parametrize(
@@ -195,12 +208,14 @@ def test_numbers_are_equal_exactly_or_to_six_digits(given: str, wanted: str, sam
 def test_a_completion_made_to_be_slow_to_read_is_not(part: str) -> None:
     start = time.process_time()
     number(part * 20_000)
-    number(final_answer(part * 20_000) or "")
+    found = marked_answer(part * 20_000)
+    number(found[0] if found else "")
     number(part * 60)
     stated_number(part * 20_000)
     without_markdown(part * 20_000)
-    read(part * (2000 // len(part)))
-    read(part * 600 + "".join({"(": ")", "[": "]", "{": "}"}.get(one, "") for one in part) * 600)
+    quick(part * (2000 // len(part)), "x + 1")
+    closed = "".join({"(": ")", "[": "]", "{": "}"}.get(one, "") for one in part)
+    quick(part * 600 + closed * 600, "x + 1")
     assert time.process_time() - start < 2
 
 
@@ -331,13 +346,18 @@ async def test_the_column_may_hold_a_number_or_a_whole_solution_and_nothing_else
 async def test_what_cannot_be_read_is_wrong_and_says_why(math: Math) -> None:
     part = await grade(math, r"\boxed{5 squared}", "25 x")
     assert (part.value, part.verdict) == (0.0, "wrong")
-    assert part.detail == "'5 squared', wanted '25 x': '5 squared' cannot be read as a formula"
+    assert part.detail == (
+        "read '5 squared' (boxed), wanted '25 x': a part that math-verify drops or guesses, 'squared'"
+    )
     part = await grade(math, r"\boxed{5 squared}", "25")
-    assert (part.value, part.detail) == (0.0, "'5 squared' is no plain number, wanted '25'")
+    assert (part.value, part.detail) == (
+        0.0,
+        "read '5 squared' (boxed), wanted '25': an expression that is not worked out, where the "
+        "row's answer is a plain number, '5 squared'",
+    )
     part = await grade(math, "The sum is 8 + 9.", "17")
     assert part.detail == (
-        "no \\boxed{} or ####, read from 'The sum is 8 + 9.', which states no plain number, "
-        "wanted '17'"
+        "read 'The sum is 8 + 9.' (unmarked), wanted '17': it states no plain number"
     )
 
 

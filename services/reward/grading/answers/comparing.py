@@ -1,221 +1,779 @@
-"""Whether two answers say the same. Pure, but for formulas: see `Formulas`,
-and `SympyFormulas` in formulas.py.
-
-What the row's answer is decides how it is compared: letters alone are a text, and only the same
-letters in this order are right; `2ab` is a formula, and `2ba` is right.
+r"""Whether two answers say the same. Text, plain numbers and words are decided in process (`quick`);
+all else by math-verify in a limited process (`compared`), because a formula decides how long it
+takes. math-verify parses, solves and simplifies; what it forgives is refused by `VETOES`.
 """
 
 from __future__ import annotations
 
+import logging
+import random
 import re
-from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
-from services.reward.grading.answers import (
-    Amount,
-    Choice,
-    Form,
-    Literal,
-    Named,
-    Ordered,
-    Relation,
-    Several,
-    Text,
+from services.reward.grading.answers.numbers import (
+    ROUNDED_DIGITS,
+    Number,
+    decimal_comma,
+    equal,
+    number,
+    terminates,
 )
-from services.reward.grading.answers.forms import read
-from services.reward.grading.answers.latex import without_marks
-from services.reward.grading.answers.numbers import Number, equal
-from services.reward.grading.answers.units import agree
+from services.reward.grading.answers.text import TEXT, clean, key, split, without_marks
+from services.reward.grading.answers.units import NOTHING, Counted, after_number, agree
 
+VETOES = {
+    "unevaluated": "an expression that is not worked out, where the row's answer is a plain number",
+    "words": "other letters: a word is no product of its letters",
+    "notation": "another text: times, dates, ratios, bases and chemistry are compared as text",
+    "unread": "a part that math-verify drops or guesses",
+    "unit": "another unit",
+    "value": "another value, beyond rounding to 6 digits",
+    "brackets": "other brackets",
+    "false": "an equation that does not hold",
+    "unsolved": "an equation that is still to be solved",
+    "always": "a relation that holds always or never",
+    "backwards": "an interval from a larger to a smaller number, which is empty",
+}
+"""What math-verify forgives, or guesses, and is refused here."""
+
+
+class Veto(Exception):
+    def __init__(self, name: str, shown: str = "") -> None:
+        said = VETOES[name]
+        super().__init__(f"{said}, {shown!r:.60}" if shown else said)
+
+
+Outcome = tuple[bool, str]
+"""Whether the answers are equal, and the rule by which they are or are not."""
+
+_SIDES = r"=|\\approx(?![a-z])|\\equiv(?![a-z])"
+_RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in|notin)(?![A-Za-z])")
+_LETTERS = re.compile(r"[^\W\d_](?:[^\W\d_]|[ '’.!?,-])*")
+_APPLIED = re.compile(r"(?:sin|cos|tan|cot|sec|csc|ln|log|exp) ?[a-z]")
+_NAME = re.compile(
+    r"m?(?:\\(?:angle|triangle|overline|vec|hat|bar|mathbb|mathcal) ?)?"
+    r"(?:\{?[A-Za-z][A-Za-z ]{0,30}\}?|\\(?!frac|sqrt|sin|cos|tan|log|ln|text)[A-Za-z]+)"
+    r" ?(?:_ ?(?:\{[^{}]{1,20}\}|\w))?'{0,2} ?(?:\([^()=]{1,40}\))?"
+)
 _QUOTES = re.compile(r"^['’](.*)['’]$")
-"""Quotes around a text. A single one is part of the name: A' is not A."""
-
-_VECTOR = re.compile(
-    r"\\(?:hat|vec)(?: ?\{ ?\\?([ijk])(?:math)? ?\}| ?\\?([ijk])(?:math)?(?![A-Za-z]))"
-)
-_HAT = re.compile(r"\\hat\{[ijk]\}")
-_LETTER = re.compile(r"(?<![\\A-Za-z])([ijk])(?![A-Za-z])")
-"""A unit vector by its letter alone."""
-
 MIN_WORD = 3
 """Letters of a word, whose case does not matter: `AB` and `ab` are other names."""
 
+_AROUND = re.compile(r"(?:\\text ?)?\{((?:[^{}]|\{[^{}]*\})+)\}|\(((?=[^()]*\d)[^()\[\],;]+)\)")
+_ALIASES = {
+    "all real numbers": r"(-\infty,\infty)",
+    "all reals": r"(-\infty,\infty)",
+    r"\mathbb{R}": r"(-\infty,\infty)",
+    "empty set": r"\emptyset",
+    "the empty set": r"\emptyset",
+    "does not exist": "DNE",
+    "no solutions": "no solution",
+    "infinity": r"\infty",
+    "positive infinity": r"\infty",
+    "negative infinity": r"-\infty",
+}
+_SPECIES = r"(?:\d*(?:[A-Z][a-z]?\d*|\((?=[A-Z])|\)\d*)+(?:\^?\d?[+-](?![\dA-Z(]))?)"
+_NOTATIONS = re.compile(
+    r"\d+(?:(?::|to)\d+)+|[\d-]+-[A-Z][a-z]{2}|-?[\dA-F.]+_\{?\d+\}?|\d{4}-\d\d-\d\d"
+    r"|\d\d?([-/.])\d\d?\1\d{4}|(?:\[[A-Z][a-z]\])?(?:[1-7][spdf]\^?\{?\d\d?\}? ?){2,}"
+    rf"|(?=.*(?:[A-Za-z)]\d|[+-]$|→)){_SPECIES}(?:[+→]{_SPECIES})*"
+)
+_HOURS = re.compile(r"0?(\d\d?)(?::(\d\d))? ?([ap])m")
+_MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+_DATE = re.compile(rf"(?=.*[A-Z])(?:(?:\d{{1,4}}(?:st|nd|rd|th)?|{_MONTH})[ .,]*(?:of )?){{2,3}}")
+_MERIDIEM = re.compile(r" ?([ap])\.? ?m\.?(?![a-z])", re.IGNORECASE)
+_SAYS = r"(?:(?:[Tt]he )?(?:correct )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice)(?: is)?:? )"
+_LABEL = re.compile(rf"{_SAYS}?(?:\(([A-Za-z])\)|([A-Za-z])[.)])|{_SAYS}([A-J])")
+_CHOICE = re.compile(
+    rf"{_SAYS}?(?:\(([A-J])\)|([A-J])([.):])) ((?!and|or|not)(?!.*\([A-J]\))[^\s+*/^=<>|].*)"
+)
 
-class Formulas:
-    """Compares formulas. This one says that it cannot: they belong in a process with limits."""
 
-    def same(self, given: Amount, wanted: Amount, factor: Fraction) -> bool:
-        raise NeedsFormulas
+def quick(given: str, wanted: str, expressions: bool = False) -> Outcome | None:
+    """Returns the outcome for two answers of text, words or plain numbers; None for others. With
+    `expressions`, one that evaluates to the row's number is right."""
+    ours, theirs = unwrapped(given), unwrapped(wanted)
+    row = plain_number(theirs)
+    try:
+        is_spaced = "," in theirs and ours.replace(", ", ",") == theirs  # 58, 500
+        if ours == theirs or (is_spaced if row else key(ours) == key(theirs)):
+            return ours != "", "equal as text"
+        if (outcome := _choices(ours, theirs, expressions)) is not None:
+            return outcome
+        if row and not expressions:
+            _refuse_unevaluated(ours, row)
+        if (plain := number(ours)) and (named := number(theirs) or number(decimal_comma(theirs))):
+            same = equal(plain, named)
+            return same, "equal as numbers" if same else "not equal as numbers"
+        if not row and (word := _word(theirs)):
+            return _same_word(_word(ours), word)
+        if _NOTATIONS.fullmatch(mark := _noted(theirs)):
+            if _NOTATIONS.fullmatch(ours := _noted(ours)) and _squeezed(ours) == _squeezed(mark):
+                return True, "equal as text"
+            raise Veto("notation")
+    except Veto as veto:
+        return False, str(veto)
+    return None
 
-    def same_relation(self, given: Relation, wanted: Relation) -> bool:
-        raise NeedsFormulas
+
+def plain_number(answer: str) -> Number | None:
+    """Returns the plain number that an answer is, or names: `x = 3`."""
+    sides = split(answer, _SIDES)
+    if any(re.search(r",|;|\band\b|\bor\b", side) for side in sides[:-1]):
+        return None
+    if len(sides) > 1 and not _NAME.fullmatch(without_marks(sides[0])):
+        sides = sides[::-1]
+    is_named = len(sides) == 1 or _NAME.fullmatch(without_marks(sides[0]))
+    choice = _CHOICE.fullmatch(without_marks(answer))
+    return number(sides[-1]) if is_named and not choice else number(choice[4]) if choice else None
 
 
-class NeedsFormulas(Exception):
-    """The answers cannot be compared without formulas."""
+def unwrapped(text: str) -> str:
+    """Returns an answer's cleaned text without braces, `\\text{}` or a leading `=` around it, and
+    without brackets around one number or formula."""
+    text = clean(text).removeprefix("=").strip()
+    while (found := _AROUND.fullmatch(text)) is not None:
+        text = (found[1] or found[2]).strip()
+    head, sign, last = text.rpartition("=")
+    if sign and (tail := re.search(r"(?<=\d)(?: ?\\text ?\{[^{}]*\}| [a-z]{3,})$", last)):
+        text = f"{head.replace(tail[0], '')}={last}"  # 8 apples + 9 apples = 17 apples
+    return _ALIASES.get(text, _ALIASES.get(without_marks(text).lower(), text))
 
 
-def same(given: Form, wanted: Form, formulas: Formulas) -> bool:
-    """Returns whether two answers say the same. Raises NeedsFormulas where `formulas` does."""
-    if isinstance(given, Several):
-        wanted = _each_named(wanted)
-    elif isinstance(wanted, Several):
-        given = _each_named(given)
-    if isinstance(wanted, Named):
-        return _same_as_named(given, wanted, formulas)
-    if isinstance(given, Named):
-        if isinstance(wanted, Relation):
-            return formulas.same_relation(given.relation, wanted)
-        return all(same(value, wanted, formulas) for value in given.values)
-    if isinstance(wanted, Choice) or isinstance(given, Choice):
-        return _same_choice(given, wanted, formulas)
-    if isinstance(wanted, Text | Literal):
-        return type(given) is type(wanted) and _same_text(given, wanted)
-    if isinstance(wanted, Relation):
-        return isinstance(given, Relation) and formulas.same_relation(given, wanted)
-    if isinstance(given, Relation):
-        # 1 + 2 = 3 says 3, and 4 = 3 nothing.
-        return set(given.signs) == {"="} and all(
-            same(read(side), wanted, formulas) for side in given.sides
+def _refuse_unevaluated(given: str, row: Number) -> None:
+    ends = [number(side) for side in split(given, _SIDES)]
+    choice = _CHOICE.fullmatch(without_marks(given))
+    ends = [number(choice[4])] if choice and choice[3] != "." else [ends[-1], ends[0]]
+    if not any(one and (not one.is_division or one.terms == row.terms) for one in ends):
+        raise Veto("unevaluated", given)
+
+
+def _choices(ours: str, theirs: str, expressions: bool) -> Outcome | None:
+    """Returns the outcome where an answer is a letter of a choice, with or without what it stands
+    for; None where neither is."""
+    ours, theirs = without_marks(ours).strip("{} "), without_marks(theirs).strip("{} ")
+    labels = [_LABEL.fullmatch(text) for text in (ours, theirs)]
+    given, wanted = (found and next(filter(None, found.groups())) for found in labels)
+    if wanted or (given and len(theirs) == 1):
+        chosen = _CHOICE.fullmatch(ours)
+        letter = given or (chosen and (chosen[1] or chosen[2])) or ours
+        return _same_word(letter, wanted or theirs)
+    ours_chosen, chosen = _CHOICE.fullmatch(ours), _CHOICE.fullmatch(theirs)
+    if ours_chosen and len(theirs) == 1:
+        return _same_word(ours_chosen[1] or ours_chosen[2], theirs)
+    if chosen and chosen[3] != ".":
+        if ours_chosen and (ours_chosen[1] or ours_chosen[2]) != (chosen[1] or chosen[2]):
+            return False, VETOES["words"]
+        if (given or ours) == (chosen[1] or chosen[2]):
+            return True, "equal as text"
+        return quick(ours_chosen[4] if ours_chosen else ours, chosen[4], expressions)
+    if ours_chosen and ours_chosen[3] != ".":
+        return quick(ours_chosen[4], theirs, expressions)
+    return None
+
+
+def _word(text: str) -> str:
+    """Returns the letters that are all of `text`, without blanks and full stops; "" if there are
+    others."""
+    words = without_marks(text).strip()
+    if not _LETTERS.fullmatch(words) or _APPLIED.fullmatch(words) or "," in words:
+        return ""
+    return _QUOTES.sub(r"\1", re.sub(r"[ .!?]", "", words))
+
+
+def _same_word(ours: str, theirs: str) -> Outcome:
+    long = len(theirs) >= MIN_WORD or theirs.lower() == "no"
+    same = ours.casefold() == theirs.casefold() if long else ours == theirs
+    return same, "equal as text" if same else VETOES["words"]
+
+
+def _noted(text: str) -> str:
+    """Returns a time by 24 hours, a date by its sorted parts, and other text without blanks."""
+    text = _MERIDIEM.sub(lambda found: found[1].lower() + "m", without_marks(text))
+    if time := _HOURS.fullmatch(text):
+        return f"{int(time[1]) % 12 + 12 * (time[3] == 'p')}:{time[2] or '00'}"
+    if _DATE.fullmatch(text):
+        return "-".join(sorted(re.findall(r"\d+|[A-Z][a-z]{2}", text)))
+    return re.sub(r"(?<!\d) | (?!\d)|(?<=\d) (?=[1-7][spdf])", "", key(text))
+
+
+def _squeezed(text: str) -> str:
+    return re.sub(r"[ {}^]|^0(?=\d:)", "", text.replace("to", ":"))
+
+
+# From here on in the limited process.
+
+DIGITS = 60
+MAX_WORD = 4
+"""Letters that stand together in a formula: more are a word, of which no product is made."""
+
+_FUNCTIONS = (
+    "sin cos tan cot sec csc arcsin arccos arctan arccot arcsec arccsc sinh cosh tanh coth arsinh "
+    "arcosh artanh ln log exp max min gcd lcm"
+)
+_COMMANDS = frozenset(
+    f"""{_FUNCTIONS} frac sqrt binom cdot times div pi infty circ lfloor rfloor lceil rceil vert
+lvert rvert sum prod int lim to limits mod overline bar hat vec mathbb mathcal angle triangle nabla
+partial ell alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda nu
+xi rho sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi
+Psi pm mp cup cap setminus emptyset le ge ne in notin approx equiv text begin end mid""".split()
+)
+_NAMES = "|".join(_FUNCTIONS.split())
+_FUNCTION = re.compile(rf"\\text ?\{{ ?({_NAMES}) ?\}}|(?<![\\A-Za-z])({_NAMES})(?![A-Za-z])")
+_TOKEN = re.compile(
+    r"\\(?:begin|end) ?\{[a-z]*\}(?:\{[lcr|]*\})?|\\\\|\\(?P<command>[A-Za-z]+)|\\[{}]|&"
+    r"|(?P<number>\d+(?:\.\d*)?|\.\d+)|(?P<letter>[A-Za-zΩμ])"
+    r"|[-+*/^_(){}\[\]|,;:=<>°%]|!(?!!)|\s+"
+)
+_WORD = re.compile(
+    rf"(?<![\\A-Za-z{{])[A-Za-z]{{{MAX_WORD + 1},}}|\\text ?\{{(?! ?(?:and|or) ?\}})[^{{}}]*[a-z]{{2}}"
+)
+_TWO_NUMBERS = re.compile(r"(?<![_^])(?<![_^\d]\d)\d\s+\d|[\d)\]}] ?_ ?(?!\{?\d+\}? ?\^)")
+_FIXES: list[tuple[re.Pattern[str], str]] = [
+    (re.compile(r"\\text ?\{ ?(and|or) ?\}"), r" \1 "),
+    (re.compile(r"(?<=[\d)\]}])(and|or)(?=[A-Za-z(\[\\-])"), r" \1 "),
+    (re.compile(r"(?<![\d.}\\])(\d+) ?(?:\\frac ?\{ ?(\d+) ?\} ?\{ ?(\d+) ?\}|(?<= )(\d+)/(\d+))"),
+     r"(\1+\\frac{\2\4}{\3\5})"),
+    (re.compile(r"(\d(?:\.\d+)?)[eE](-?\d+)(?![\d.])"), r"\1\\cdot 10^{\2}"),
+    (re.compile(r"(\\sqrt) ?(\[[^\[\]]*\]) ?(\d|[A-Za-z](?![A-Za-z]))"), r"\1\2{\3}"),
+    (re.compile(r"(?<![_^\d.])(\d+|\)) ?\((?=-?[\d.]+\))"), r"\1\\cdot ("),
+    (re.compile(r"\\(sin|cos|tan|cot|sec|csc) ?\^ ?(?:\{ ?- ?1 ?\}|-1)"), r"\\arc\1 "),
+    (re.compile(r"\\langle ?(.*?) ?\\rangle"), r"(\1)"),
+    (re.compile(r"\\\{ ?[a-z](?: ?\\in ?\\mathbb ?\{? ?R ?\}?)? ?(?:\\mid|:|\|) ?(.*)\\\}"), r"\1"),
+    (re.compile(r"\\(?:hat|vec) ?\{? ?\\?([ijk])(?:math)? ?\}?"), r"\\hat{\1}"),
+]  # fmt: skip
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
+_INTERVAL = re.compile(r"([\[\]])([^\[\],;]+[,;][^\[\],;]+)([\[\]])")
+_TURNED = re.compile(
+    rf"(?:[A-Za-z] ?(?:=|\\in) ?)?{_INTERVAL.pattern}(?: ?\\cup ?{_INTERVAL.pattern})*"
+)
+_BRACKETS = re.compile(r"([\[(])[^()\[\]]*,[^()\[\]]*([\])])$")
+_TAIL = re.compile(
+    r"(?P<formula>.*[\d)}!°A-Za-z]) ?\\text ?\{(?P<words>[^{}]*)\}(?P<power>\^\S+)?"
+    r"|(?P<bare>.*[)}]) (?P<after>[A-Za-z°][A-Za-z°/^{}\d ]*)"
+)
+
+
+NUM_POINTS = 4
+
+
+@dataclass(frozen=True)
+class Chain:
+    """An equation: the `values` that its `name` has, the last one first. Without a name these are
+    its sides. `plain`: the last one and those that are worked out. `is_bound`: an inequality of one
+    name, and the set that it says."""
+
+    name: str
+    values: list[Any]
+    relation: Any
+    plain: list[Any] = field(default_factory=list)
+    is_bound: bool = False
+
+
+def prepare(function: str) -> None:
+    import math_verify  # noqa: F401
+
+    logging.disable()
+
+
+def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
+    """Returns whether two answers say the same, and by which rule."""
+    if (known := quick(given, wanted, expressions)) is not None:
+        return known
+    try:
+        try:
+            theirs, their_unit = _read(wanted)
+        except Veto:
+            *others, last = split(clean(wanted), _SIDES)
+            if len(others) < 2:  # as math-verify reads what it cannot read as a whole
+                raise
+            theirs, their_unit = _read(last)
+        ours, our_unit = _read(given)
+        factor = agree(our_unit, their_unit)
+        if factor is None:
+            raise Veto("unit")
+        if factor != 1:
+            import sympy
+
+            ours = ours * sympy.Rational(factor.numerator, factor.denominator)
+        texts = [
+            unwrapped(text).replace(r"\langle", "(").replace(r"\rangle", ")")
+            for text in (given, wanted)
+        ]
+        brackets = [_BRACKETS.search(text) for text in texts]
+        if all(brackets) and len({found[1] + found[2] for found in brackets if found}) > 1:
+            raise Veto("brackets")
+        if isinstance(ours, list) and unwrapped(wanted)[:1] == "(" and "\\{" not in given:
+            ours = tuple(ours) if isinstance(_ordered(theirs), tuple) else ours
+        same = _same(ours, theirs)
+        return same, "equal by math-verify" if same else "not equal by math-verify"
+    except Veto as veto:
+        return False, str(veto)
+
+
+_SAID = re.compile(r"\b(?:answer|option|choice)(?: is|:| ?=)+:? *([^\n]{1,200})", re.IGNORECASE)
+_ENVIRONMENT = (
+    r"(?:(?<!\\)\$\$.{1,2000}?\$\$|(?<!\\)\$[^$\n]{1,2000}(?<!\\)\$"
+    r"|\\\[.{1,2000}?\\\]|\\\(.{1,2000}?\\\))"
+)
+_MATH = re.compile(rf"{_ENVIRONMENT}(?:\s*(?:,? ?and|,? ?or|,)\s*{_ENVIRONMENT}){{0,5}}", re.DOTALL)
+_SENTENCE_END = re.compile(r"[.!?](?:\s|\*|$)")
+_FOLLOWS = re.compile(
+    r"[eE][-+]?\d{1,3}\b"
+    r"|\$? (?:squared|cubed|factorial|percent|hundred|thousand|million|billion|trillion|dozen)\b"
+)
+"""What changes the number that it stands behind."""
+
+
+def found_in(text: str, wanted: str, expressions: bool) -> tuple[str, bool, str]:
+    """Returns the answer that `text` ends with, and the outcome for it."""
+    answer = _said(text, wanted) or _found(text)
+    return answer, *(compared(answer, wanted, expressions) if answer else (False, "no answer"))
+
+
+def _said(text: str, wanted: str) -> str:
+    """Returns what stands behind the last "the answer is", if it is a number, or the row's answer a
+    text."""
+    for said in reversed(_SAID.findall(text)):
+        answer = clean(_SENTENCE_END.split(said, maxsplit=1)[0])
+        is_text = _word(unwrapped(wanted)) or _LABEL.fullmatch(unwrapped(wanted))
+        return answer if number(answer) or is_text else ""
+    return ""
+
+
+def _found(text: str) -> str:
+    """Returns the last formula of a text, or behind its last "answer", or else the number that
+    math-verify finds; what it reads in part is none."""
+    from math_verify import parse
+
+    for part in (text[text.lower().rfind("answer") :], text):
+        if formulas := [*_MATH.finditer(part)]:
+            return formulas[-1][0]
+    found = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    answer = next((one for one in reversed(found) if isinstance(one, str)), "")
+    end = text.rfind(answer) + len(answer)
+    follows = _FOLLOWS.match(text, end) if answer else None
+    return answer if follows is None or not number(answer) else f"{answer}{follows[0]}"
+
+
+def _read(text: str) -> tuple[Any, Counted]:
+    """Returns the sympy object that all of an answer is, and the unit behind it. Raises Veto."""
+    import sympy
+
+    text = unwrapped(text)
+    if plain := number(text):
+        exact = sympy.Rational(plain.value.numerator, plain.value.denominator)
+        decimal = Decimal(plain.value.numerator) / Decimal(plain.value.denominator)
+        return sympy.Float(str(decimal)) if plain.step else exact, plain.counted
+    counted = NOTHING
+    head, sign, last = text.rpartition("=")
+    if sign and (plain := number(last)) and not plain.is_percent:
+        text, counted = f"{head}={plain.value}", plain.counted
+    elif tail := _TAIL.fullmatch(text):
+        words = f"{tail['words'] or tail['after']}{tail['power'] or ''}"
+        found = after_number(words.strip())
+        if found and found.scale == 1:
+            text, counted = tail["formula"] or tail["bare"], found
+    if text[:1] == "$":
+        text, counted = text[1:].strip(), after_number("dollars") or NOTHING
+    joint = "and" if re.search(r"(?<![a-z])and(?![a-z])", text) else "or"
+    comma = "," if ";" not in text else r"(?!)"
+    parts = split(
+        text, comma + r"|(?:,? *(?:\\text ?\{ ?)?(?<![A-Za-z\\])(?:and|or)(?![a-z])(?: ?\})?)"
+    )
+    if len(parts) > 1 and all(_RELATION.search(one) or "=" in one for one in parts):
+        return _listed([_form(_parsed(one), joint) for one in parts], joint), counted
+    return _form(_parsed(text), joint), counted
+
+
+def _latex_of(answer: str) -> str:
+    """Returns LaTeX that math-verify reads as all of the answer. Raises Veto where it would drop or
+    guess a part."""
+    text = _FUNCTION.sub(lambda found: f"\\{found[1] or found[2]} ", answer)
+    if _WORD.search(text):
+        raise Veto("unread", _WORD.search(text)[0])  # pyright: ignore[reportOptionalSubscript]
+    if _TURNED.fullmatch(text):  # [2, 5[ is [2, 5)
+        text = _INTERVAL.sub(
+            lambda found: (
+                "[("[found[1] == "]"] + found[2].replace(";", ",") + "])"[found[3] == "["]
+            ),
+            text,
         )
-    if isinstance(wanted, Amount):
-        return _same_amount(given, wanted, formulas)
-    if isinstance(wanted, Ordered):
+    if text.startswith("[["):
+        rows = [row.strip("[] ").replace(",", "&") for row in split(text[1:-1], ",")]
+        text = r"\begin{pmatrix}" + r" \\ ".join(rows) + r"\end{pmatrix}"
+    text = text.replace("°", r"^\circ " if _ANGLE.search(text) else "")
+    for pattern, replacement in _FIXES:
+        text = pattern.sub(replacement, text)
+    text = TEXT.sub(r"\1", text)
+    if _TWO_NUMBERS.search(text):
+        raise Veto("unread", answer)
+    parts: list[str] = []
+    position, is_letter = 0, False
+    while position < len(text):
+        token = _TOKEN.match(text, position)
+        if token is None or (token["command"] and token["command"] not in _COMMANDS):
+            raise Veto("unread", text[position:])
+        written = r"\mathcal{I}" if token[0] == "I" and text[token.end() :][:1] != "_" else token[0]
+        parts.append(f"_{{{written}}}" if is_letter and token["number"] else written)
+        position, is_letter = token.end(), bool(token["letter"])
+    return "".join(parts)
+
+
+def _parsed(text: str) -> Any:
+    import sympy
+    from latex2sympy2_extended.latex2sympy2 import (
+        ConversionConfig,
+        NormalizationConfig,
+        latex2sympy,
+        normalize_latex,
+    )
+
+    try:
+        latex = normalize_latex(
+            _latex_of(text), NormalizationConfig(True, False, True, True, "none", False)
+        )
+        config = ConversionConfig(interpret_as_mixed_fractions=False, lowercase_symbols=False)
+        found = latex2sympy(
+            latex, None, True, True, normalization_config=None, conversion_config=config
+        )
+    except (MemoryError, RecursionError, Veto):
+        raise
+    except Exception as error:  # of whatever kind its parser raises on a stranger's text
+        raise Veto("unread", text) from error
+    if found == sympy.S.EmptySet and "emptyset" not in text and "\\{" not in text:
+        raise Veto("backwards", text)
+    return found
+
+
+def _form(found: Any, joint: str) -> Any:
+    """Returns a list for values in any order, a tuple for values in order, a Chain for an equation;
+    else the sympy object, exact. `joint`: whether inequalities hold together, or one of them."""
+    import sympy
+    from latex2sympy2_extended.sets import FiniteSet
+    from math_verify.grader import unwrap_fcs
+
+    if isinstance(found, sympy.MatrixExpr):
+        found = found.doit()
+    if isinstance(found, sympy.MatrixBase):
+        is_column = found.shape[1] == 1 < found.shape[0]
+        return tuple(_form(one, joint) for one in found) if is_column else _exact(found)
+    if isinstance(found, FiniteSet):
+        return _listed([_form(one, joint) for one in found._unsorted_args], joint)
+    if isinstance(found, sympy.Tuple):
+        parts = tuple(_form(one, joint) for one in found)
+        is_named = all(isinstance(one, Chain) for one in parts)  # x=1,y=2; x=3,y=4
+        return tuple(one.values[0] for one in parts) if is_named else parts
+    if isinstance(found, sympy.And | sympy.Eq):
+        relations = getattr(found, "_unsorted_args", [found])
+        if all(isinstance(one, sympy.Eq) for one in relations):
+            sides = [relations[0].lhs, *(one.rhs for one in relations)]
+            return _chain([(_form(one, joint), one.is_Number) for one in sides], _exact(found))
+    if isinstance(found, sympy.core.relational.Relational | sympy.And):
+        symbols = unwrap_fcs(found).free_symbols
+        if not symbols:
+            raise Veto("always", str(found))
+        if len(symbols) == 1:
+            try:
+                values = _exact(unwrap_fcs(found)).as_set()
+            except (NotImplementedError, TypeError, ValueError):
+                return _exact(found)
+            return Chain(str(*symbols), [values], found, is_bound=True)
+    return _exact(found)
+
+
+def _chain(sides: list[tuple[Any, bool]], relation: Any) -> Chain:
+    """Returns an equation of sides, each with whether it is worked out."""
+    import sympy
+
+    if _name(sides[-1][0]) and not _name(sides[0][0]):
+        sides = sides[::-1]
+    first, last = sides[0][0], sides[-1][0]
+    own = _symbols(last)
+    def is_free(side: Any) -> bool:
+        """Returns whether a name is none of the letters of the value."""
+        is_applied = isinstance(side, sympy.core.function.AppliedUndef)
+        return is_applied or own.isdisjoint(_symbols(side))
+
+    name = _name(first) if is_free(first) else ""
+    others = sides[-2 : (-len(sides) if name else None) : -1]
+    others = [one for one in others if not (_name(one[0]) and is_free(one[0]))]
+    point = _ordered(last) if name[:1] == "(" else None
+    if isinstance(point, tuple) and name.count(",") + 1 != len(point):
+        raise Veto("false")
+    if name[:1] == "(" and {*(names := name[1:-1].split(","))} <= {*"xyz"}:
+        last = [_in_order(names, one) for one in last] if isinstance(last, list) else last
+        name, last = f"({','.join(sorted(names))})", _in_order(names, last)
+    plain = [one for one, is_plain in others if is_plain]
+    return Chain(name, [last, *(one for one, _ in others)], relation, [last, *plain])
+
+
+def _listed(parts: list[Any], joint: str) -> Any:
+    """Returns parts as a list, or as one equation where they are values of one name."""
+    import sympy
+
+    named = [one for one in parts if isinstance(one, Chain)]
+    if not named or {one.name for one in named} != {named[0].name} or not named[0].name:
+        return parts
+    first = named[0]
+    if all(one.is_bound for one in parts if isinstance(one, Chain)) and len(named) == len(parts):
+        sets = [one.values[0] for one in named]
+        whole = sympy.Intersection(*sets) if joint == "and" else sympy.Union(*sets)
+        return Chain(first.name, [whole], first.relation, is_bound=True)
+    if len(named) not in (1, len(parts)) or not isinstance(parts[0], Chain):
+        return parts
+    return Chain(
+        first.name,
+        [[one.values[0] if isinstance(one, Chain) else one for one in parts]],
+        first.relation,
+    )
+
+
+def _exact(found: Any) -> Any:
+    """Returns a sympy object with i as the imaginary unit, but next to j or k."""
+    import sympy
+
+    symbols = {one.name: one for one in found.atoms(sympy.Symbol)}
+    if symbols.keys() & {"j", "k", "hat{i}", "hat{j}", "hat{k}"}:
+        vectors = {
+            symbols[one]: sympy.Symbol(f"hat{{{one}}}", real=True)
+            for one in "ijk"
+            if one in symbols
+        }
+        found = found.xreplace(vectors)
+    elif "i" in symbols and not found.has(sympy.Sum, sympy.Product):
+        found = found.xreplace({symbols["i"]: sympy.I})
+    return found.doit() if isinstance(found, sympy.Expr) else found
+
+
+def _symbols(form: Any) -> set[Any]:
+    if isinstance(form, list | tuple):
+        return set().union(*map(_symbols, form))
+    return set() if isinstance(form, Chain) else {one.name for one in form.free_symbols}
+
+
+def _name(form: Any) -> str:
+    """Returns the name that a side of an equation is; "" for what is none."""
+    import sympy
+    from latex2sympy2_extended import is_expr_of_only_symbols
+
+    form = _ordered(form)
+    if isinstance(form, tuple):
+        names = [_name(one) for one in form]
+        return f"({','.join(names)})" if all(names) else ""
+    if isinstance(form, sympy.core.function.AppliedUndef):
+        plain = all(one.is_Symbol for one in form.args)
+        return form.func.__name__ if plain else str(form)
+    if isinstance(form, sympy.Expr) and not form.is_Add and is_expr_of_only_symbols(form):
+        return str(form)
+    return ""
+
+
+def _ordered(form: Any) -> Any:
+    """Returns an open interval as the pair that it may be."""
+    import sympy
+
+    is_open = isinstance(form, sympy.Interval) and form.left_open and form.right_open
+    return (form.start, form.end) if is_open else form
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Returns whether a given answer says what the row's says. Raises Veto."""
+    import sympy
+
+    if isinstance(theirs, list) and isinstance(ours, Chain):
+        ours = _each_named(ours)
+    if isinstance(ours, list) and isinstance(theirs, Chain):
+        theirs = _each_named(theirs)
+    if isinstance(theirs, Chain):
+        return _same_equation(ours, theirs)
+    if isinstance(ours, Chain):
+        if _same(ours.values[0], theirs):
+            if all(_same(value, theirs) for value in ours.values[1:]):
+                return True
+            raise Veto("false")
+        return False
+    if isinstance(theirs, list):
+        return _same_list(_ordered(ours), theirs)
+    if isinstance(ours, tuple) or isinstance(theirs, tuple):
+        ours, theirs = _ordered(ours), _ordered(theirs)
+        if not (isinstance(ours, tuple) and isinstance(theirs, tuple)):
+            return False
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    if isinstance(theirs, sympy.MatrixBase):
+        is_alike = isinstance(ours, sympy.MatrixBase) and ours.shape == theirs.shape
+        return is_alike and all(map(_same, ours, theirs))
+    if isinstance(theirs, sympy.Set) or isinstance(ours, sympy.Set):
+        return _same_set(ours, theirs)
+    if isinstance(theirs, sympy.Expr) and isinstance(ours, sympy.Expr):
+        return _same_value(ours, theirs)
+    return type(ours) is type(theirs) and _verified(ours, theirs)
+
+
+def _same_equation(ours: Any, theirs: Chain) -> bool:
+    value = theirs.values[0]
+    if isinstance(ours, Chain):
+        if theirs.name and ours.name == theirs.name:
+            # An expression between the name and the value is how it was worked out.
+            given = ours.values if _symbols(value) or not ours.plain else ours.plain
+            return all(_same(one, value) for one in given)
+        if theirs.name and not _symbols(value):
+            raise Veto("unsolved")
         return (
-            isinstance(given, Ordered)
-            and (given.opening, given.closing) == (wanted.opening, wanted.closing)
-            and _same_in_order(given.parts, wanted.parts, formulas)
+            not theirs.is_bound and not ours.is_bound and _verified(ours.relation, theirs.relation)
         )
-    if isinstance(given, Ordered) and (given.opening, given.closing) == ("(", ")"):
-        return _names(wanted) and _same_in_order(given.parts, wanted.parts, formulas)
-    return isinstance(given, Several) and _same_in_any_order(given, wanted, formulas)
-
-
-def numbers_of(form: Form) -> list[Number]:
-    """Returns the plain number that an answer is, under a name or behind the letter of a choice
-    too; of a chain of equations those at its ends, the last one first."""
-    if isinstance(form, Choice):
-        return numbers_of(form.text) if form.is_marked else []
-    ends: tuple[Form, ...] = (form,)
-    if isinstance(form, Named):
-        ends = (form.values[-1], form.values[0])
-    elif isinstance(form, Relation) and set(form.signs) == {"="}:
-        ends = (read(form.sides[-1]), read(form.sides[0]))
-    return [end.number for end in ends if isinstance(end, Amount) and end.number]
-
-
-def _each_named(form: Form) -> Form:
-    """Returns `(x, y) = (1, 2)` as x = 1 and y = 2, and all else as it is."""
-    point = form.values[-1] if isinstance(form, Named) and form.name.startswith("(") else None
-    if not (isinstance(form, Named) and isinstance(point, Ordered)):
-        return form
-    named = zip(form.name.strip("()").split(","), point.parts, strict=True)
-    return Several(tuple(Named(name, (part,), form.relation) for name, part in named))
-
-
-def _names(several: Several) -> bool:
-    """Returns whether each part has a name of its own."""
-    names = {part.name for part in several.parts if isinstance(part, Named)}
-    return len(names) == len(several.parts)
-
-
-def _has_bounds_of_several(several: Several) -> bool:
-    named = [part for part in several.parts if isinstance(part, Named)]
-    return len({part.name for part in named if "=" not in part.relation.signs}) > 1
-
-
-def _same_in_order(given: Sequence[Form], wanted: Sequence[Form], formulas: Formulas) -> bool:
-    return len(given) == len(wanted) and all(
-        same(ours, theirs, formulas) for ours, theirs in zip(given, wanted, strict=True)
-    )
-
-
-def _same_as_named(given: Form, wanted: Named, formulas: Formulas) -> bool:
-    value = wanted.values[-1]
-    if isinstance(given, Named):
-        if given.name == wanted.name:
-            return all(same(one, value, formulas) for one in given.values)
-        return not _is_solved(wanted) and formulas.same_relation(given.relation, wanted.relation)
-    if isinstance(given, Relation):
-        # x = 3 is not answered by an equation that is still to be solved.
-        return not _is_solved(wanted) and formulas.same_relation(given, wanted.relation)
-    parts = given.parts if isinstance(given, Several) else ()
-    names = {part.name for part in parts if isinstance(part, Named)}
-    return names <= {wanted.name} and same(given, value, formulas)
-
-
-def _is_solved(named: Named) -> bool:
-    return not any(
-        value.has_variables if isinstance(value, Amount) else _is_letter(value)
-        for value in named.values
-    )
-
-
-def _is_letter(form: Form) -> bool:
-    return isinstance(form, Text) and len(form.letters) == 1
-
-
-def _same_choice(given: Form, wanted: Form, formulas: Formulas) -> bool:
-    """A letter is right for itself with what it stands for, and what it stands for too."""
-    if isinstance(given, Choice) and isinstance(wanted, Choice):
-        return given.letter == wanted.letter and same(given.text, wanted.text, formulas)
-    if isinstance(given, Choice):
-        if isinstance(wanted, Text) and len(wanted.letters) == 1:
-            return given.letter == wanted.letters
-        return given.is_marked and same(given.text, wanted, formulas)
-    assert isinstance(wanted, Choice)
-    return wanted.is_marked and (given == Text(wanted.letter) or same(given, wanted.text, formulas))
-
-
-def _same_text(given: Form, wanted: Form) -> bool:
-    if isinstance(given, Text) and isinstance(wanted, Text):
-        ours, theirs = (_QUOTES.sub(r"\1", text.letters.strip(".!?")) for text in (given, wanted))
-        long = len(theirs) >= MIN_WORD or theirs.lower() == "no"
-        return ours.casefold() == theirs.casefold() if long else ours == theirs
-    return given == wanted
-
-
-def _same_amount(given: Form, wanted: Amount, formulas: Formulas) -> bool:
-    if isinstance(given, Text) and _is_letter(given):
-        given = Amount(given.letters)
-    if not isinstance(given, Amount):
+    if not theirs.name:
         return False
-    given, wanted = _with_hats(given, wanted)
-    if given.number and wanted.number:
-        return equal(given.number, wanted.number)
-    factor = agree(given.counted, wanted.counted)
-    return factor is not None and formulas.same(given, wanted, factor)
-
-
-def _with_hats(given: Amount, wanted: Amount) -> tuple[Amount, Amount]:
-    r"""Returns both with i, j and k as unit vectors, where one has them as such: as `\hat{i}`. In a
-    row's answer i alone is the imaginary unit, and next to j or k it is none."""
-    ours, theirs = (_VECTOR.sub(r"\\hat{\1\2}", one.formula) for one in (given, wanted))
-    have_hats = [_HAT.search(formula) is not None for formula in (ours, theirs)]
-    if have_hats == [False, True]:
-        ours = _LETTER.sub(r"\\hat{\1}", without_marks(ours))
-    elif have_hats == [True, False] and len(set(_LETTER.findall(theirs))) > 1:
-        theirs = _LETTER.sub(r"\\hat{\1}", without_marks(theirs))
-    return _written(given, ours), _written(wanted, theirs)
-
-
-def _written(amount: Amount, formula: str) -> Amount:
-    return amount if formula == amount.formula else Amount(formula, amount.counted)
-
-
-def _same_in_any_order(given: Several, wanted: Several, formulas: Formulas) -> bool:
-    """Returns whether each part of one is a part of the other, as often. Values without names
-    belong to the names in their order: x = 1, y = 2 is 1, 2."""
-    if _names(wanted) and not any(isinstance(part, Named) for part in given.parts):
-        return _same_in_order(given.parts, wanted.parts, formulas)
-    if _has_bounds_of_several(given) and not any(isinstance(one, Named) for one in wanted.parts):
-        return False  # x < 1 or y > 2 is no union
-    left = list(given.parts)
-    if len(left) != len(wanted.parts):
+    if isinstance(ours, list) and any(isinstance(one, Chain) for one in ours):
         return False
-    for part in wanted.parts:
-        found = next((one for one in left if same(one, part, formulas)), None)
+    return _same(ours, value)
+
+
+def _same_list(ours: Any, theirs: list[Any]) -> bool:
+    """Returns whether each part of one is a part of the other, as often; a point counts once.
+    Values without names belong to the names in their order: x = 1, y = 2 is 1, 2."""
+    names = {one.name for one in theirs if isinstance(one, Chain)}
+    if "" not in names and len(names) == len(theirs):
+        parts = ours if isinstance(ours, list | tuple) else [ours]
+        if not any(isinstance(one, Chain) for one in parts):
+            return len(parts) == len(theirs) and all(map(_same, parts, theirs))
+    if not isinstance(ours, list):
+        return False
+    left = [
+        one for at, one in enumerate(ours) if not isinstance(one, tuple) or one not in ours[:at]
+    ]
+    if len(left) != len(theirs):
+        return False
+    for part in theirs:
+        found = next((one for one in left if _same_part(one, part)), None)
         if found is None:
             return False
         left.remove(found)
     return True
+
+
+def _same_part(ours: Any, theirs: Any) -> bool:
+    try:
+        return _same(ours, theirs)
+    except Veto:
+        return False
+
+
+def _each_named(chain: Chain) -> Any:
+    """Returns `(x, y) = (1, 2)` as x = 1 and y = 2, and all else as it is."""
+    names, values = chain.name[1:-1].split(","), _ordered(chain.values[0])
+    if chain.name[:1] != "(" or not isinstance(values, tuple) or len(names) != len(values):
+        return chain
+    return [Chain(name, [value], None) for name, value in zip(names, values, strict=True)]
+
+
+def _in_order(names: list[str], value: Any) -> Any:
+    """Returns the (2, 1) that (y, x) is as (1, 2)."""
+    point = _ordered(value)
+    if not isinstance(point, tuple) or len(point) != len(names):
+        return value
+    return tuple(point[at] for at in sorted(range(len(names)), key=names.__getitem__))
+
+
+def _same_set(ours: Any, theirs: Any) -> bool:
+    import sympy
+
+    if isinstance(ours, sympy.Interval) and isinstance(theirs, sympy.Interval):
+        flags = [(one.left_open, one.right_open) for one in (ours, theirs)]
+        ends = [_same(ours.start, theirs.start), _same(ours.end, theirs.end)]
+        return flags[0] == flags[1] and all(ends)
+    if isinstance(ours, sympy.Union) and isinstance(theirs, sympy.Union):
+        return _same_list(list(ours.args), list(theirs.args))
+    if isinstance(ours, tuple | list | sympy.Expr) or isinstance(theirs, sympy.Expr):
+        return False
+    return _verified(ours, theirs)
+
+
+def _verified(ours: Any, theirs: Any) -> bool:
+    """Returns whether math-verify finds two relations or sets equal."""
+    import sympy
+    from math_verify import verify
+
+    pair = [
+        one.xreplace({x: _rational(x) for x in one.atoms(sympy.Float)}) for one in (ours, theirs)
+    ]
+    for one in pair:
+        if isinstance(one, sympy.core.relational.Relational):
+            try:
+                if not sympy.simplify(one.lhs - one.rhs).free_symbols:
+                    raise Veto("always", str(one))
+            except TypeError:
+                pass
+    return bool(verify(pair[1], pair[0], timeout_seconds=None))
+
+
+def _rational(decimal: Any) -> Any:
+    import sympy
+
+    return sympy.Rational(str(decimal))
+
+
+def _same_value(ours: Any, theirs: Any) -> bool:
+    import sympy
+
+    exact = [
+        one.xreplace({x: _rational(x) for x in one.atoms(sympy.Float)}).doit()
+        for one in (ours, theirs)
+    ]
+    if any(one.has(sympy.nan, sympy.zoo) for one in exact):
+        raise Veto("unread")
+    if exact[0] == exact[1]:
+        return True
+    symbols = exact[0].free_symbols | exact[1].free_symbols
+    found = [_near(*(one.xreplace(point).doit() for one in exact)) for point in _points(symbols)]
+    if False in found:
+        if not symbols and any(
+            isinstance(one, sympy.Float) and _is_rounding(one, other)
+            for one, other in ((ours, exact[1]), (theirs, exact[0]))
+        ):
+            return True
+        raise Veto("value")
+    if found.count(True) > NUM_POINTS // 2:
+        return True
+    return _verified(*exact)
+
+
+def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
+    """Returns values for the symbols, always the same ones."""
+    import sympy
+
+    draw = random.Random(7)
+    ordered = sorted(symbols, key=str)
+    return [
+        {one: sympy.Rational(draw.randint(-300, 300) or 1, 101) for one in ordered}
+        for _ in range(NUM_POINTS)
+    ]
+
+
+def _near(ours: Any, theirs: Any) -> bool | None:
+    """Returns whether all digits of two numbers are the same; None where they have none."""
+    import sympy
+
+    values = [one.evalf(DIGITS) for one in (ours, theirs)]
+    if not all(value.is_number and value.is_finite for value in values):
+        return None
+    size = max(abs(value) for value in values)
+    if size < sympy.Float("1e-100", DIGITS):
+        return None  # 0 has no significant digits
+    return bool(abs(values[0] - values[1]) <= size * sympy.Float(f"1e-{DIGITS - 10}", DIGITS))
+
+
+def _is_rounding(decimal: Any, value: Any) -> bool:
+    """Returns whether a decimal of enough digits is what was made of `value`, which no decimal is,
+    by rounding or cutting it."""
+    import sympy
+
+    written = format(Decimal(str(decimal)).normalize(), "f")
+    digits = len(written.replace("-", "").replace(".", "").lstrip("0"))
+    step = sympy.Rational(1, 10 ** len(written.partition(".")[2]))
+    is_endless = not value.is_Rational or not terminates(Fraction(int(value.p), int(value.q)))
+    is_close = bool(abs((_rational(decimal) - value).evalf(DIGITS)) < step)
+    return value.is_real and is_endless and digits >= ROUNDED_DIGITS and is_close

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
 
-from services.reward.grading.answers.latex import clean, without_marks
+from services.reward.grading.answers.text import clean, without_marks
 from services.reward.grading.answers.units import (
     NOTHING,
     SCALES,
@@ -30,8 +30,6 @@ ROUNDED_DIGITS = 6
 LONG_DIGITS = 12
 """A decimal of so many digits is taken to be rounded."""
 
-_BRACE = re.compile(r"[{}]")
-_HASH = re.compile(r"####[ \t]*([^\n]+)")
 _FRACTION = re.compile(r"\\frac ?(?:\{([^{}]*)\}|(\d)) ?(?:\{([^{}]*)\}|(\d)(?!\d))")
 _REPEATING = re.compile(
     r"(\d{0,20})\.(\d{0,20}?)"
@@ -47,7 +45,7 @@ _NUMBER = re.compile(
     r"| ?(?:\\times|\\cdot|[x*]) ?10 ?\^ ?"
     r"(?:\{ ?(?P<power>[-+]?\d{1,3}) ?\}|(?P<bare>[-+]?\d{1,3})))?"
     rf"(?: ?/ ?(?P<over>{_DIGITS})| (?P<top>\d{{1,9}})/(?P<bottom>\d{{1,9}}))?"
-    r" ?(?P<percent>%|per ?cent\b|pct\b)?(?P<after>(?:(?<=%)| ).+|(?<=\})[°A-Za-z].*)?"
+    r" ?(?P<percent>%|per ?cent(?:age)?\b|pct\b)?(?P<after>(?:(?<=%)| ).+|(?<=\})[°A-Za-z].*)?"
     r"(?P<attached>(?<=\d)[°¢€£¥₹ΩμA-Za-z].*)?"
 )
 _AND = re.compile(r"(?<=[a-z])(?: and)? (?=\d)")
@@ -107,21 +105,6 @@ class Number:
     def times(self, factor: Fraction) -> Number:
         step = self.step and self.step * factor
         return Number(self.value * factor, False, NOTHING, self.digits, step)
-
-
-def final_answer(text: str) -> str | None:
-    r"""Returns the content of the last `\boxed{}`, or else what follows the last `####`; None if
-    there is neither."""
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start >= 0:
-        start = text.index("{", start) + 1
-        depth = 1
-        for brace in _BRACE.finditer(text, start):
-            depth += 1 if brace[0] == "{" else -1
-            if not depth:
-                return text[start : brace.start()].strip()
-    found = _HASH.findall(text)
-    return found[-1].strip() if found else None
 
 
 def number(answer: str) -> Number | None:
@@ -263,6 +246,14 @@ def _compound(text: str) -> Number | None:
             return None
         total, left = total + value * smaller.size / first.size, smaller.size
     return Number(total, counted=Counted(1, first)) if amounts[0][0] >= 0 else None
+
+
+def decimal_comma(text: str) -> str:
+    """Returns 1,22 as 1.22. With a blank behind the comma, or groups of three, it is none."""
+    found = re.match(
+        r"([-+$€£]*(?:\d{1,3}(?:[ .]\d{3})+|\d+)),(\d{1,2}|\d{4,})(?=$| ?[^\d\s,.])", text
+    )
+    return f"{re.sub('[ .]', '', found[1])}.{found[2]}{text[found.end() :]}" if found else text
 
 
 def _plain(digits: str) -> str:

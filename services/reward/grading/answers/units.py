@@ -16,128 +16,58 @@ SCALES = {
     "trillion": 10**12,
     "dozen": 12,
 }
-_INCH = Fraction(254, 10_000)
-_POUND = Fraction(45_359_237, 100_000)
-_EV = Fraction(1_602_176_634, 10**28) * 1000
-_LENGTH, _MASS, _TIME, _CURRENT = "m", "g", "s", "A"
-# Sizes are in metres, grams, seconds and amperes; a joule is 1000 g m^2/s^2.
-_ENERGY = {_MASS: 1, _LENGTH: 2, _TIME: -2}
-_POWER_OF_WORK = {_MASS: 1, _LENGTH: 2, _TIME: -3}
-_FORCE = {_MASS: 1, _LENGTH: 1, _TIME: -2}
-_PRESSURE = {_MASS: 1, _LENGTH: -1, _TIME: -2}
-_VOLTAGE = {_MASS: 1, _LENGTH: 2, _TIME: -3, _CURRENT: -1}
-_RESISTANCE = {_MASS: 1, _LENGTH: 2, _TIME: -3, _CURRENT: -2}
-_CAPACITY = {_MASS: -1, _LENGTH: -2, _TIME: 4, _CURRENT: 2}
-_UNITS: list[tuple[dict[str, int], dict[str, Fraction | int]]] = [
-    (
-        {_LENGTH: 1},
-        {
-            "pm": Fraction(1, 10**12),
-            "nm nanometer nanometers": Fraction(1, 10**9),
-            "μm um micrometer micrometers": Fraction(1, 10**6),
-            "mm millimeter millimeters millimetre millimetres": Fraction(1, 1000),
-            "cm centimeter centimeters centimetre centimetres": Fraction(1, 100),
-            "dm decimeter decimeters": Fraction(1, 10),
-            "m meter meters metre metres": 1,
-            "km kilometer kilometers kilometre kilometres": 1000,
-            "in inch inches": _INCH,
-            "ft foot feet": 12 * _INCH,
-            "yd yard yards": 36 * _INCH,
-            "mi mile miles": 63_360 * _INCH,
-        },
-    ),
-    (
-        {_MASS: 1},
-        {
-            "μg": Fraction(1, 10**6),
-            "mg milligram milligrams": Fraction(1, 1000),
-            "g gram grams": 1,
-            "kg kilogram kilograms": 1000,
-            "ton tons tonne tonnes": 10**6,
-            "oz ounce ounces": _POUND / 16,
-            "lb lbs pound pounds": _POUND,
-        },
-    ),
-    (
-        {_LENGTH: 3},
-        {
-            "ml mL milliliter milliliters millilitre millilitres cc": Fraction(1, 10**6),
-            "l L liter liters litre litres": Fraction(1, 1000),
-        },
-    ),
-    (
-        {_TIME: 1},
-        {
-            "ns": Fraction(1, 10**9),
-            "μs": Fraction(1, 10**6),
-            "ms millisecond milliseconds": Fraction(1, 1000),
-            "s sec secs second seconds": 1,
-            "min mins minute minutes": 60,
-            "h hr hrs hour hours": 3600,
-            "day days": 86_400,
-            "week weeks": 604_800,
-        },
-    ),
-    ({_TIME: -1}, {"Hz hertz": 1, "kHz": 1000, "MHz": 10**6, "GHz": 10**9}),
-    (_FORCE, {"N newton newtons": 1000, "kN": 10**6}),
-    (
-        _ENERGY,
-        {
-            "J joule joules": 1000,
-            "kJ kilojoule kilojoules": 10**6,
-            "MJ": 10**9,
-            "cal calorie calories": 4184,
-            "kcal kilocalorie kilocalories": 4_184_000,
-            "kWh": 3_600_000_000,
-            "eV": _EV,
-            "keV": _EV * 1000,
-            "MeV": _EV * 10**6,
-        },
-    ),
-    (_POWER_OF_WORK, {"mW": 1, "W watt watts": 1000, "kW kilowatt kilowatts": 10**6, "MW": 10**9}),
-    (
-        _PRESSURE,
-        {
-            "Pa pascal pascals": 1000,
-            "kPa": 10**6,
-            "MPa": 10**9,
-            "bar": 10**8,
-            "atm atmosphere atmospheres": 101_325_000,
-        },
-    ),
-    ({_CURRENT: 1}, {"mA": Fraction(1, 1000), "A amp amps ampere amperes": 1}),
-    ({_CURRENT: 1, _TIME: 1}, {"C coulomb coulombs": 1}),
-    (_VOLTAGE, {"mV": 1, "V volt volts": 1000, "kV": 10**6}),
-    (
-        _CAPACITY,
-        {
-            "pF": Fraction(1, 10**15),
-            "nF": Fraction(1, 10**12),
-            "μF microfarad microfarads": Fraction(1, 10**9),
-            "F farad farads": Fraction(1, 1000),
-        },
-    ),
-    (_RESISTANCE, {"Ω ohm ohms": 1000, "kΩ": 10**6}),
-    ({"mol": 1}, {"mmol": Fraction(1, 1000), "mol mole moles": 1}),
-    ({"month": 1}, {"month months": 1, "year years": 12}),
-    ({"dollar": 1}, {"cent cents ¢": Fraction(1, 100), "dollar dollars USD US$": 1}),
-    ({"euro": 1}, {"€ euro euros EUR": 1}),
-    ({"sterling": 1}, {"£ GBP": 1}),
-    ({"yen": 1}, {"¥ yen JPY": 1}),
-    ({"rupee": 1}, {"₹ rupee rupees Rs Rs. INR": 1}),
-    # None of these is a multiple of another.
-    ({"degree": 1}, {"° degree degrees": 1}),
-    ({"radian": 1}, {"rad radian radians": 1}),
-    ({"celsius": 1}, {"°C": 1}),
-    ({"fahrenheit": 1}, {"°F": 1}),
-    ({"kelvin": 1}, {"K kelvin": 1}),
-]
-_KNOWN = {
-    name: (measures, Fraction(size))
-    for measures, units in _UNITS
-    for names, size in units.items()
-    for name in names.split()
-}
+_TABLE = """
+m: pm 1e-12, nm nanometer 1e-9, μm um micrometer 1e-6, mm millimeter millimetre .001,
+m: cm centimeter centimetre .01, dm decimeter .1, m meter metre 1, km kilometer kilometre 1000,
+m: in inch inches .0254, ft foot feet .3048, yd yard .9144, mi mile 1609.344
+kg: μg 1e-9, mg milligram 1e-6, g gram .001, kg kilogram 1, ton tonne 1000,
+kg: oz ounce .028349523125, lb pound .45359237
+m3: ml mL milliliter millilitre cc 1e-6, l L liter litre .001
+s: ns 1e-9, μs 1e-6, ms millisecond .001, s sec second 1, min minute 60, h hr hour 3600,
+s: day 86400, week 604800
+s-1: Hz hertz 1, kHz 1000, MHz 1e6, GHz 1e9
+kg m s-2: N newton 1, kN 1000
+kg m2 s-2: J joule 1, kJ kilojoule 1000, MJ 1e6, cal calorie 4.184, kcal kilocalorie 4184,
+kg m2 s-2: kWh 36e5, eV 1.602176634e-19, keV 1.602176634e-16, MeV 1.602176634e-13
+kg m2 s-3: mW .001, W watt 1, kW kilowatt 1000, MW 1e6
+kg m-1 s-2: Pa pascal 1, kPa 1000, MPa 1e6, bar 1e5, atm atmosphere 101325
+A: mA .001, A amp ampere 1
+A s: C coulomb 1
+kg m2 s-3 A-1: mV .001, V volt 1, kV 1000
+kg-1 m-2 s4 A2: pF 1e-12, nF 1e-9, μF microfarad 1e-6, F farad 1
+kg m2 s-3 A-2: Ω ohm 1, kΩ 1000
+mol: mmol .001, mol mole 1
+month: month 1, year 12
+dollar: cent ¢ .01, dollar USD US$ 1
+euro: € euro EUR 1
+sterling: £ GBP 1
+yen: ¥ yen JPY 1
+rupee: ₹ rupee Rs Rs. INR 1
+degree: ° degree 1
+radian: rad radian 1
+celsius: °C 1
+fahrenheit: °F 1
+kelvin: K kelvin 1
+"""
+"""What is measured, in base measures, and the size of its units in these."""
+
+Measures = dict[str, int]
+
+
+def _read_table() -> dict[str, tuple[Measures, Fraction]]:
+    known: dict[str, tuple[Measures, Fraction]] = {}
+    for line in _TABLE.split("\n")[1:-1]:
+        above, units = line.split(": ")
+        powers = [re.fullmatch(r"([A-Za-z]+)(-?\d)?", one) for one in above.split()]
+        measures = {one[1]: int(one[2] or 1) for one in powers if one}
+        for names in units.strip(",").split(", "):
+            *alike, size = names.split()
+            plurals = [f"{name}s" for name in alike if len(name) > 1 and name.isalpha()]
+            known |= dict.fromkeys([*plurals, *alike], (measures, Fraction(size)))
+    return known
+
+
+_KNOWN = _read_table()
 _WRITTEN = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "Nm": "N m"}
 _TEMPERATURE = re.compile(r"(?:°|degrees?) ?([CF])(?:elsius|ahrenheit)?\b")
 _POWERS = {"square": 2, "sq": 2, "cubic": 3}

@@ -18,20 +18,24 @@ from __future__ import annotations
 
 import re
 
-from services.reward.grading.answers.comparing import numbers_of
-from services.reward.grading.answers.forms import read
-from services.reward.grading.answers.latex import clean, without_marks
-from services.reward.grading.answers.numbers import MAX_COMPOUND, Number, number
+from services.reward.grading.answers.numbers import MAX_COMPOUND, decimal_comma, number
+from services.reward.grading.answers.text import clean, without_marks
+
+MAX_BOXED_CHARS = 20_000
+"""Characters at the end of a text that are searched for boxes."""
 
 TAIL_CHARS = 4000
 """Characters at the end of a text that are searched."""
 
 _WRAPPED = re.compile(r"(\*{1,3}|_{1,3}|`{1,3})(?=\S)(.{1,500}?)(?<=\S)\1")
 _EMPHASIS = re.compile(rf"(?<![\w)}}\]\\*]){_WRAPPED.pattern}(?![\w({{\[*])")
-_LINE_START = re.compile(r"[ \t]*(?:#{1,6}[ \t]+|[-*+•][ \t]+(?=\S)|\d{1,2}[.)][ \t]+(?=\S))?")
+_LINE_START = re.compile(
+    r"[ \t]*(?:>[ \t]+)?(?:#{1,6}[ \t]+|[-*+•][ \t]+(?=\S)|\d{1,2}[.)][ \t]+(?=\S))?"
+)
 _TAG = re.compile(r"</?[A-Za-z]\w{1,20}>")
 """<answer>, </think>"""
 
+_HTML = re.compile(r"</?(?:b|i|u|em|strong)>")
 _CALCULATION = re.compile(r"<<[^<>\n]{0,200}>>")
 """GSM8K's <<8+9=17>>, after which the result stands again."""
 
@@ -76,12 +80,89 @@ _BEHIND = re.compile(
 
 _SUBJECT = re.compile(
     r"(?<![\d.,+*/^=-])(\d[\d.,]*)\s+(?:is|are|was|were)\s+"
-    r"(?:(?:the|a|an)\s+(?!same\b)|not\b|n['’]t\b|more\b|less\b|\w+er\b)"
+    r"(?:(?:the|an?)\s+(?!same\b)|more\b|less\b|\w+er\b|(not\b|n['’]t\b))"
 )
-"""A number that the sentence describes: with another number at its end it states neither."""
+"""A number of which the sentence says something, and by that states it: 84 is larger than 74."""
+
+_COMPARED = re.compile(r"[<>]|\\(?:le|ge|lt|gt)q?(?![A-Za-z])")
+_AMONG = re.compile(
+    r"(?<=\d)((?: [a-z]+)?) (?:for|in|over|after|within|during) (?:(?:the|all|his|her|their|these"
+    r"|those|every|each) )?(?:other )?\d[\d,.]* [a-z]+[.!]?$"
+)
+"""What a number was paid or done for: $64 for 16 glasses."""
+
+_CHECK = re.compile(
+    r"\W*(?:double.?check|sanity check|check|verif\w+|proof|to (?:check|verify)|let.?s (?:check|verify))\b",
+    re.IGNORECASE,
+)
+"""The start of a sentence behind the answer that only tests it."""
 
 _WORD = re.compile(r"[^\W\d_][\w'’/^-]*")
 MAX_UNIT_WORDS = 4
+
+
+_BOX = re.compile(r"\\\\?(?:boxed|fbox)\s*(?:\{|([^\s{$][^\s$]*))")
+_BRACE = re.compile(r"[{}]")
+_HASH = re.compile(r"####[ \t]*([^\n]+)")
+_TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
+_FINAL = re.compile(
+    r"final answer is:? *(?:\$([^$\n]+)\$|(-?[\d.,/]*\d)(?![\w^/*+]))(?=[ .!]*(?:\n|$|I hope))",
+    re.IGNORECASE,
+)
+_JOINT = re.compile(r"(?:[\s$,;.&()]|\\[()\[\],;! ]|\\q?quad|\\text ?\{ ?(?:and|or) ?\}|and|or)*")
+_SEPARATOR = re.compile(r"\b(?:and|or)\b|,|;")
+MAX_BETWEEN = 70
+"""Characters between two boxes of one answer."""
+
+
+def marked_answer(text: str, *, is_several: bool = False) -> tuple[str, str] | None:
+    r"""Returns the marked answer of a text and the mark: what "the final answer is" says behind the
+    last box, or the last `\boxed{}`, or else what follows the last `####`; None if there is none.
+
+    Boxes with nothing but commas, `and` or `or` between them are one answer of several parts, and
+    with `is_several` those in one sentence are. An empty box is none.
+    """
+    boxes = _boxes(text + "}" * is_several)
+    if said := [*_FINAL.finditer(text, boxes[-1][2] if boxes else 0)]:
+        if boxes or said[-1][1]:
+            return (said[-1][1] or said[-1][2]).strip(), "final answer"
+    if boxes:
+        (last, start, _), parts = boxes[-1], [boxes[-1][0]]
+        for content, begin, end in reversed(boxes[:-1]):
+            between = text[end:start]
+            is_joint = _JOINT.fullmatch(between) or (
+                is_several and len(between) < MAX_BETWEEN and _SEPARATOR.search(between)
+            )
+            if not is_joint:
+                break
+            parts += [content] if content not in parts else []
+            start = begin
+        return (", ".join(reversed(parts)) if len(parts) > 1 else last), "boxed"
+    found = _HASH.findall(text)
+    return (found[-1].strip(), "after ####") if found else None
+
+
+def tagged(text: str) -> str:
+    """Returns what the last `<answer>` holds, or all of a text without one."""
+    found = [one for one in _TAGGED.findall(text) if one.strip()]
+    return found[-1].strip() if found else text
+
+
+def _boxes(text: str) -> list[tuple[str, int, int]]:
+    """Returns what each box holds, with its first and last position."""
+    boxes: list[tuple[str, int, int]] = []
+    for box in _BOX.finditer(text, max(0, len(text) - MAX_BOXED_CHARS)):
+        if box[1]:
+            boxes.append((box[1].rstrip(".,;\\)]"), box.start(), box.end()))
+            continue
+        depth = 1
+        for brace in _BRACE.finditer(text, box.end()):
+            depth += 1 if brace[0] == "{" else -1
+            if not depth:
+                if content := text[box.end() : brace.start()].strip():
+                    boxes.append((content, box.start(), brace.end()))
+                break
+    return [one for one in boxes if "\\boxed" not in one[0]]
 
 
 def without_markdown(answer: str) -> str:
@@ -100,7 +181,12 @@ def says_answer(line: str) -> bool:
 def stated_number(text: str) -> str | None:
     """Returns the text of the number that `text` states, with its unit; None if it states none."""
     sentences = _sentences(text[-TAIL_CHARS:])
-    numeric = [one for one in sentences if _has_number(one)]
+    numeric: list[str] = []
+    for sentence in sentences:
+        if numeric and _CHECK.match(sentence):
+            break
+        numeric += [sentence] if _has_number(sentence) else []
+    numeric += [one for one in sentences if says_answer(one) and _has_number(one)]
     if not numeric:
         return None
     answering = next((one for one in reversed(numeric) if says_answer(one)), None)
@@ -110,8 +196,13 @@ def stated_number(text: str) -> str | None:
     cleaned = _cleaned(sentence)
     markers = [*_ANSWER.finditer(cleaned)]  # none if an unseen character ended the word "answer"
     if answering is None or not markers:
-        stated = _stated_in(cleaned, is_first=False)
-        return None if stated and _describes_another(cleaned, stated) else stated
+        if subject := _SUBJECT.search(cleaned):
+            described, stated = subject[1].rstrip(".,"), _stated_in(cleaned, is_first=False)
+            is_same = (
+                stated and (found := number(stated)) and found.value == number(described).value
+            )
+            return stated if is_same else None if subject[2] else described
+        return _stated_in(cleaned, is_first=False)
     rest = cleaned[markers[-1].end() :]
     chain = _CHAIN.match(rest)
     return _stated_in(rest, is_first=chain is not None and any(map(str.isdigit, chain[0])))
@@ -119,6 +210,7 @@ def stated_number(text: str) -> str | None:
 
 def _sentences(text: str) -> list[str]:
     sentences: list[str] = []
+    text = re.sub(r"\\! *", "", _HTML.sub("", text))
     text = _ARROW.sub("→", _TAG.sub("\n", _CALCULATION.sub("", text)))
     for line in text.splitlines():
         line = _LINE_START.sub("", _ELLIPSIS.sub("…", line), count=1)
@@ -130,7 +222,7 @@ def _sentences(text: str) -> list[str]:
 
 def _cleaned(sentence: str) -> str:
     text = _PER.sub(" per ", without_marks(clean(sentence.rstrip(" !"))))
-    return _REMARK.sub("", _NEGATIVE.sub("-", text))
+    return _AMONG.sub(r"\1", _REMARK.sub("", _NEGATIVE.sub("-", text)))
 
 
 def _has_number(sentence: str) -> bool:
@@ -156,21 +248,19 @@ def _stated_in(sentence: str, *, is_first: bool) -> str | None:
     chain = chains[0 if is_first else -1]
     text = _EDGE.sub("", _DASH.sub("", chain[0]) if chain.start() else chain[0])
     text = re.sub(r"(?<=\d) ?\$$", " dollars", _closed(text))
+    compared = [side.strip() for side in _COMPARED.split(text)]
+    if len(compared) > 1 and all(map(number, compared)):
+        return compared[0]
     sides = [side.strip() for side in _EQUALS.split(text)]
-    last, first = _numbers(sides[-1]), _numbers(sides[0]) if len(sides) > 1 else []
-    if first and sides[-1] and (not last or last[0].is_division):
+    sides[-1] = decimal_comma(sides[-1])
+    last, first = number(sides[-1]), number(sides[0]) if len(sides) > 1 else None
+    if first and sides[-1] and (not last or last.is_division):
         return sides[0]  # 17 = 8 + 9, 17 = 34/2
     is_changed = len(sides) == 1 and _BEFORE.search(sentence[: chain.start()])
     if not last or is_changed:
         return None
     end = sentence.rfind(sides[-1], 0, chain.end()) + len(sides[-1])
     return _with_unit(sides[-1], sentence[max(end, 0) :].lstrip())
-
-
-def _describes_another(sentence: str, stated: str) -> bool:
-    subject, found = _SUBJECT.search(sentence), number(stated)
-    described = number(subject[1].rstrip(".,")) if subject else None
-    return bool(described and found and described.value != found.value)
 
 
 def _closed(text: str) -> str:
@@ -185,10 +275,6 @@ def _compound(sentence: str, chains: list[re.Match[str]]) -> str | None:
         if (found := number(text)) and found.counted.unit:
             return text
     return None
-
-
-def _numbers(text: str) -> list[Number]:
-    return numbers_of(read(text))
 
 
 def _with_unit(amount: str, behind: str) -> str | None:
