@@ -347,7 +347,8 @@ async def test_what_cannot_be_read_is_wrong_and_says_why(math: Math) -> None:
     part = await grade(math, r"\boxed{5 squared}", "25 x")
     assert (part.value, part.verdict) == (0.0, "wrong")
     assert part.detail == (
-        "read '5 squared' (boxed), wanted '25 x': a part that math-verify drops or guesses, 'squared'"
+        "read '5 squared' (boxed), wanted '25 x': a part that math-verify drops or guesses, "
+        "'squared'"
     )
     part = await grade(math, r"\boxed{5 squared}", "25")
     assert (part.value, part.detail) == (
