@@ -123,9 +123,8 @@ def marked_answer(text: str, *, is_several: bool = False) -> tuple[str, str] | N
     with `is_several` those in one sentence are. An empty box is none.
     """
     boxes = _boxes(text + "}" * is_several)
-    if said := [*_FINAL.finditer(text, boxes[-1][2] if boxes else 0)]:
-        if boxes or said[-1][1]:
-            return (said[-1][1] or said[-1][2]).strip(), "final answer"
+    if boxes and (said := [*_FINAL.finditer(text, boxes[-1][2])]):
+        return (said[-1][1] or said[-1][2]).strip(), "final answer"
     if boxes:
         (last, start, _), parts = boxes[-1], [boxes[-1][0]]
         for content, begin, end in reversed(boxes[:-1]):
