@@ -6,7 +6,6 @@ takes. math-verify parses, solves and simplifies; what it forgives is refused by
 from __future__ import annotations
 
 import logging
-import random
 import re
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -88,8 +87,10 @@ _MERIDIEM = re.compile(r" ?([ap])\.? ?m\.?(?![a-z])", re.IGNORECASE)
 _SAYS = r"(?:(?:[Tt]he )?(?:correct )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice)(?: is)?:? )"
 _LABEL = re.compile(rf"{_SAYS}?(?:\(([A-Za-z])\)|([A-Za-z])[.)])|{_SAYS}([A-J])")
 _CHOICE = re.compile(
-    rf"{_SAYS}?(?:\(([A-J])\)|([A-J])([.):])) ((?!and|or|not)(?!.*\([A-J]\))[^\s+*/^=<>|].*)"
+    rf"{_SAYS}?(?:\(([A-J])\)|([A-J])[.):]) ((?!and|or|not)(?!.*\([A-J]\))[^\s+*/^=<>|].*)"
 )
+
+_DOTTED = re.compile(rf"{_SAYS}?[A-J]\. ")
 
 
 def quick(given: str, wanted: str, expressions: bool = False) -> Outcome | None:
@@ -101,8 +102,10 @@ def quick(given: str, wanted: str, expressions: bool = False) -> Outcome | None:
         is_spaced = "," in theirs and ours.replace(", ", ",") == theirs  # 58, 500
         if ours == theirs or (is_spaced if row else key(ours) == key(theirs)):
             return ours != "", "equal as text"
-        if (outcome := _choices(ours, theirs, expressions)) is not None:
-            return outcome
+        texts = _without_choice(ours, theirs)
+        if isinstance(texts[0], bool):
+            return texts[0], texts[1]
+        (ours, theirs), row = texts, plain_number(texts[1])
         if row and not expressions:
             _refuse_unevaluated(ours, row)
         if (plain := number(ours)) and (named := number(theirs) or number(decimal_comma(theirs))):
@@ -127,8 +130,7 @@ def plain_number(answer: str) -> Number | None:
     if len(sides) > 1 and not _NAME.fullmatch(without_marks(sides[0])):
         sides = sides[::-1]
     is_named = len(sides) == 1 or _NAME.fullmatch(without_marks(sides[0]))
-    choice = _CHOICE.fullmatch(without_marks(answer))
-    return number(sides[-1]) if is_named and not choice else number(choice[4]) if choice else None
+    return number(sides[-1]) if is_named else None
 
 
 def unwrapped(text: str) -> str:
@@ -144,35 +146,34 @@ def unwrapped(text: str) -> str:
 
 
 def _refuse_unevaluated(given: str, row: Number) -> None:
-    ends = [number(side) for side in split(given, _SIDES)]
-    choice = _CHOICE.fullmatch(without_marks(given))
-    ends = [number(choice[4])] if choice and choice[3] != "." else [ends[-1], ends[0]]
+    sides = split(given, _SIDES)
+    ends = [number(sides[-1]), number(sides[0])]
     if not any(one and (not one.is_division or one.terms == row.terms) for one in ends):
         raise Veto("unevaluated", given)
 
 
-def _choices(ours: str, theirs: str, expressions: bool) -> Outcome | None:
-    """Returns the outcome where an answer is a letter of a choice, with or without what it stands
-    for; None where neither is."""
-    ours, theirs = without_marks(ours).strip("{} "), without_marks(theirs).strip("{} ")
-    labels = [_LABEL.fullmatch(text) for text in (ours, theirs)]
-    given, wanted = (found and next(filter(None, found.groups())) for found in labels)
-    if wanted or (given and len(theirs) == 1):
-        chosen = _CHOICE.fullmatch(ours)
-        letter = given or (chosen and (chosen[1] or chosen[2])) or ours
-        return _same_word(letter, wanted or theirs)
-    ours_chosen, chosen = _CHOICE.fullmatch(ours), _CHOICE.fullmatch(theirs)
-    if ours_chosen and len(theirs) == 1:
-        return _same_word(ours_chosen[1] or ours_chosen[2], theirs)
-    if chosen and chosen[3] != ".":
-        if ours_chosen and (ours_chosen[1] or ours_chosen[2]) != (chosen[1] or chosen[2]):
-            return False, VETOES["words"]
-        if (given or ours) == (chosen[1] or chosen[2]):
-            return True, "equal as text"
-        return quick(ours_chosen[4] if ours_chosen else ours, chosen[4], expressions)
-    if ours_chosen and ours_chosen[3] != ".":
-        return quick(ours_chosen[4], theirs, expressions)
-    return None
+def _without_choice(ours: str, theirs: str) -> tuple[str, str] | Outcome:
+    """Returns both answers without the letter of a choice before what it stands for, or the outcome
+    where a letter decides."""
+    (given, body), (letter, wanted) = _choice(ours), _choice(theirs)
+    if not wanted or (not letter and len(theirs) == 1 and theirs.isalpha()):
+        return _same_word(given or ours, letter or theirs)
+    if letter and _DOTTED.match(theirs):
+        return ours, theirs  # E. coli
+    if letter and (given or ours) == letter and not (given and body):
+        return True, "equal as text"
+    if letter and given not in ("", letter):
+        return False, VETOES["words"]
+    return (body or ours) if not _DOTTED.match(ours) else ours, wanted
+
+
+def _choice(text: str) -> tuple[str, str]:
+    """Returns the letter of a choice and what it stands for, either of which may be ""."""
+    words = without_marks(text).strip("{} ")
+    if label := _LABEL.fullmatch(words):
+        return next(filter(None, label.groups())), ""
+    found = _CHOICE.fullmatch(words)
+    return (found[1] or found[2], found[3]) if found else ("", text)
 
 
 def _word(text: str) -> str:
@@ -206,7 +207,9 @@ def _squeezed(text: str) -> str:
 
 # From here on in the limited process.
 
-DIGITS = 60
+DIGITS = 100
+"""Of two numbers that are equal. Fewer would make a small number 0."""
+
 MAX_WORD = 4
 """Letters that stand together in a formula: more are a word, of which no product is made."""
 
@@ -257,9 +260,6 @@ _TAIL = re.compile(
 )
 
 
-NUM_POINTS = 4
-
-
 @dataclass(frozen=True)
 class Chain:
     """An equation: the `values` that its `name` has, the last one first. Without a name these are
@@ -283,11 +283,14 @@ def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
     """Returns whether two answers say the same, and by which rule."""
     if (known := quick(given, wanted, expressions)) is not None:
         return known
+    texts = _without_choice(unwrapped(given), unwrapped(wanted))
+    assert isinstance(texts[0], str) and isinstance(texts[1], str)
+    given, wanted = texts[0], texts[1]
     try:
         try:
             theirs, their_unit = _read(wanted)
         except Veto:
-            *others, last = split(clean(wanted), _SIDES)
+            *others, last = split(wanted, _SIDES)
             if len(others) < 2:  # as math-verify reads what it cannot read as a whole
                 raise
             theirs, their_unit = _read(last)
@@ -299,14 +302,13 @@ def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
             import sympy
 
             ours = ours * sympy.Rational(factor.numerator, factor.denominator)
-        texts = [
-            unwrapped(text).replace(r"\langle", "(").replace(r"\rangle", ")")
-            for text in (given, wanted)
+        brackets = [
+            _BRACKETS.search(one.replace(r"\langle", "(").replace(r"\rangle", ")"))
+            for one in (given, wanted)
         ]
-        brackets = [_BRACKETS.search(text) for text in texts]
         if all(brackets) and len({found[1] + found[2] for found in brackets if found}) > 1:
             raise Veto("brackets")
-        if isinstance(ours, list) and unwrapped(wanted)[:1] == "(" and "\\{" not in given:
+        if isinstance(ours, list) and wanted[:1] == "(" and "\\{" not in given:
             ours = tuple(ours) if isinstance(_ordered(theirs), tuple) else ours
         same = _same(ours, theirs)
         return same, "equal by math-verify" if same else "not equal by math-verify"
@@ -493,6 +495,7 @@ def _chain(sides: list[tuple[Any, bool]], relation: Any) -> Chain:
         sides = sides[::-1]
     first, last = sides[0][0], sides[-1][0]
     own = _symbols(last)
+
     def is_free(side: Any) -> bool:
         """Returns whether a name is none of the letters of the value."""
         is_applied = isinstance(side, sympy.core.function.AppliedUndef)
@@ -603,14 +606,9 @@ def _same(ours: Any, theirs: Any) -> bool:
         if not (isinstance(ours, tuple) and isinstance(theirs, tuple)):
             return False
         return len(ours) == len(theirs) and all(map(_same, ours, theirs))
-    if isinstance(theirs, sympy.MatrixBase):
-        is_alike = isinstance(ours, sympy.MatrixBase) and ours.shape == theirs.shape
-        return is_alike and all(map(_same, ours, theirs))
-    if isinstance(theirs, sympy.Set) or isinstance(ours, sympy.Set):
-        return _same_set(ours, theirs)
-    if isinstance(theirs, sympy.Expr) and isinstance(ours, sympy.Expr):
-        return _same_value(ours, theirs)
-    return type(ours) is type(theirs) and _verified(ours, theirs)
+    if isinstance(ours, list) or isinstance(ours, sympy.Set) != isinstance(theirs, sympy.Set):
+        return False
+    return _verified(ours, theirs)
 
 
 def _same_equation(ours: Any, theirs: Chain) -> bool:
@@ -678,92 +676,29 @@ def _in_order(names: list[str], value: Any) -> Any:
     return tuple(point[at] for at in sorted(range(len(names)), key=names.__getitem__))
 
 
-def _same_set(ours: Any, theirs: Any) -> bool:
-    import sympy
-
-    if isinstance(ours, sympy.Interval) and isinstance(theirs, sympy.Interval):
-        flags = [(one.left_open, one.right_open) for one in (ours, theirs)]
-        ends = [_same(ours.start, theirs.start), _same(ours.end, theirs.end)]
-        return flags[0] == flags[1] and all(ends)
-    if isinstance(ours, sympy.Union) and isinstance(theirs, sympy.Union):
-        return _same_list(list(ours.args), list(theirs.args))
-    if isinstance(ours, tuple | list | sympy.Expr) or isinstance(theirs, sympy.Expr):
-        return False
-    return _verified(ours, theirs)
-
-
 def _verified(ours: Any, theirs: Any) -> bool:
-    """Returns whether math-verify finds two relations or sets equal."""
+    """Returns whether math-verify finds two values, relations or sets equal, with decimals exact."""
     import sympy
     from math_verify import verify
 
-    pair = [
-        one.xreplace({x: _rational(x) for x in one.atoms(sympy.Float)}) for one in (ours, theirs)
-    ]
-    for one in pair:
-        if isinstance(one, sympy.core.relational.Relational):
-            try:
-                if not sympy.simplify(one.lhs - one.rhs).free_symbols:
-                    raise Veto("always", str(one))
-            except TypeError:
-                pass
-    return bool(verify(pair[1], pair[0], timeout_seconds=None))
-
-
-def _rational(decimal: Any) -> Any:
-    import sympy
-
-    return sympy.Rational(str(decimal))
-
-
-def _same_value(ours: Any, theirs: Any) -> bool:
-    import sympy
-
     exact = [
-        one.xreplace({x: _rational(x) for x in one.atoms(sympy.Float)}).doit()
+        one.xreplace({x: sympy.Rational(str(x)) for x in one.atoms(sympy.Float)})
         for one in (ours, theirs)
     ]
-    if any(one.has(sympy.nan, sympy.zoo) for one in exact):
-        raise Veto("unread")
-    if exact[0] == exact[1]:
+    for one in exact:
+        if isinstance(one, sympy.Eq) and isinstance(one.rhs, sympy.Expr):
+            if not sympy.simplify(one.lhs - one.rhs).free_symbols:
+                raise Veto("always", str(one))
+        if one.has(sympy.nan, sympy.zoo):
+            raise Veto("unread")
+    if verify(exact[1], exact[0], numeric_precision=DIGITS, timeout_seconds=None):
         return True
-    symbols = exact[0].free_symbols | exact[1].free_symbols
-    found = [_near(*(one.xreplace(point).doit() for one in exact)) for point in _points(symbols)]
-    if False in found:
-        if not symbols and any(
-            isinstance(one, sympy.Float) and _is_rounding(one, other)
-            for one, other in ((ours, exact[1]), (theirs, exact[0]))
-        ):
-            return True
+    pairs = (ours, exact[1]), (theirs, exact[0])
+    if any(isinstance(one, sympy.Float) and _is_rounding(one, other) for one, other in pairs):
+        return True
+    if isinstance(ours, sympy.Expr) and isinstance(theirs, sympy.Expr):
         raise Veto("value")
-    if found.count(True) > NUM_POINTS // 2:
-        return True
-    return _verified(*exact)
-
-
-def _points(symbols: set[Any]) -> list[dict[Any, Any]]:
-    """Returns values for the symbols, always the same ones."""
-    import sympy
-
-    draw = random.Random(7)
-    ordered = sorted(symbols, key=str)
-    return [
-        {one: sympy.Rational(draw.randint(-300, 300) or 1, 101) for one in ordered}
-        for _ in range(NUM_POINTS)
-    ]
-
-
-def _near(ours: Any, theirs: Any) -> bool | None:
-    """Returns whether all digits of two numbers are the same; None where they have none."""
-    import sympy
-
-    values = [one.evalf(DIGITS) for one in (ours, theirs)]
-    if not all(value.is_number and value.is_finite for value in values):
-        return None
-    size = max(abs(value) for value in values)
-    if size < sympy.Float("1e-100", DIGITS):
-        return None  # 0 has no significant digits
-    return bool(abs(values[0] - values[1]) <= size * sympy.Float(f"1e-{DIGITS - 10}", DIGITS))
+    return False
 
 
 def _is_rounding(decimal: Any, value: Any) -> bool:
@@ -771,9 +706,11 @@ def _is_rounding(decimal: Any, value: Any) -> bool:
     by rounding or cutting it."""
     import sympy
 
+    if not value.is_number or not value.is_real:
+        return False
     written = format(Decimal(str(decimal)).normalize(), "f")
     digits = len(written.replace("-", "").replace(".", "").lstrip("0"))
     step = sympy.Rational(1, 10 ** len(written.partition(".")[2]))
     is_endless = not value.is_Rational or not terminates(Fraction(int(value.p), int(value.q)))
-    is_close = bool(abs((_rational(decimal) - value).evalf(DIGITS)) < step)
-    return value.is_real and is_endless and digits >= ROUNDED_DIGITS and is_close
+    is_close = bool(abs((sympy.Rational(str(decimal)) - value).evalf(DIGITS)) < step)
+    return is_endless and digits >= ROUNDED_DIGITS and is_close

@@ -123,7 +123,8 @@ def marked_answer(text: str, *, is_several: bool = False) -> tuple[str, str] | N
     with `is_several` those in one sentence are. An empty box is none.
     """
     boxes = _boxes(text + "}" * is_several)
-    if boxes and (said := [*_FINAL.finditer(text, boxes[-1][2])]):
+    said = [*_FINAL.finditer(text, boxes[-1][2] if boxes else 0)]
+    if said and (boxes or is_several):
         return (said[-1][1] or said[-1][2]).strip(), "final answer"
     if boxes:
         (last, start, _), parts = boxes[-1], [boxes[-1][0]]
