@@ -175,11 +175,12 @@ def score(items: Sequence[ScoreItem], rewards: Sequence[RewardSpec]) -> list[Sco
 
 
 def list_of(graded: Graded) -> Table:
-    """Returns one line per completion, each reward in a column, and the mean."""
+    """Returns one line per completion, each reward in a column, what its graders said, and the
+    mean."""
     labels = list(graded.scores[0].parts)
     shown = Table("", *map(escape, labels), "sum", "why", box=None, pad_edge=False)
     for number, each in enumerate(graded.scores, 1):
-        why = "; ".join(part.detail for part in each.parts.values() if part.value is None)
+        why = "; ".join(part.detail for part in each.parts.values() if part.detail)
         values = [_number(each.parts[label].value) for label in labels]
         shown.add_row(str(number), *values, _number(each.value), escape(why))
     shown.add_row("[bold]mean[/]", *[""] * len(labels), f"[bold]{_number(graded.mean)}[/]")

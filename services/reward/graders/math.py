@@ -2,9 +2,9 @@ r"""Rewards a mathematically right answer: `\boxed{}`, GSM8K's `#### 18`, or wha
 its end.
 
 Plain numbers ("1,200", "$18", "3/4", "1.6e-19", "18.0 dollars") and texts are compared here,
-formulas in a process with limits of time and memory (`grading/answers/`). Where the row's answer is
-a plain number, an unmarked text is read here too (`grading/answers/final.py`); where it is a formula
-or a text, by math-verify in that process.
+formulas by math-verify in a process with limits of time and memory (`grading/answers/`). Where the
+row's answer is a plain number, an unmarked text is read here too (`grading/answers/final.py`);
+where it is a formula or a text, in that process.
 """
 
 from __future__ import annotations
@@ -113,10 +113,12 @@ class Math(ItemGrader[MathParams]):
         if self.params.strict:
             return right_or_wrong(False, r"no answer in \boxed{} or after ####")
         plain = without_markdown(completion)
+        row = plain_number(clean(wanted))
         if _is_alone(plain, wanted):
-            return await self._compared(decimal_comma(plain), wanted, "unmarked")
+            plain = decimal_comma(plain) if row else plain
+            return await self._compared(plain, wanted, "unmarked")
         shown = f"read {completion.rstrip()[-SHOWN_CHARS:]!r} (unmarked)"
-        if plain_number(clean(wanted)) is None:
+        if row is None:
             return await self._searched(completion, wanted, shown)
         stated = stated_number(completion)
         if stated is not None:

@@ -1,5 +1,6 @@
-"""`math` on suites that others wrote: the cases of Math-Verify's own tests (Apache-2.0), and answers
-of MATH-500 (MIT) in other notations. The data is beside the repository where there is any."""
+"""`math` on suites that others wrote: the cases of Math-Verify's own tests (Apache-2.0), and
+answers of MATH-500 (MIT) in other notations. The data is beside the repository, where there is
+any."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-r"""Whether two answers say the same. Text, plain numbers and words are decided in process (`quick`);
-all else by math-verify in a limited process (`compared`), because a formula decides how long it
-takes. math-verify parses, solves and simplifies; what it forgives is refused by `VETOES`.
+r"""Whether two answers say the same. Text, plain numbers and words are decided in process
+(`quick`); all else by math-verify in a limited process (`compared`), because a formula decides how
+long it takes. math-verify parses, solves and simplifies; what it forgives is refused by `VETOES`.
 """
 
 from __future__ import annotations
@@ -102,17 +102,18 @@ def quick(given: str, wanted: str, expressions: bool = False) -> Outcome | None:
         is_spaced = "," in theirs and ours.replace(", ", ",") == theirs  # 58, 500
         if ours == theirs or (is_spaced if row else key(ours) == key(theirs)):
             return ours != "", "equal as text"
-        texts = _without_choice(ours, theirs)
-        if isinstance(texts[0], bool):
-            return texts[0], texts[1]
-        (ours, theirs), row = texts, plain_number(texts[1])
+        if (by_letter := _by_letter(ours, theirs)) is not None:
+            return by_letter, "equal as text" if by_letter else VETOES["words"]
+        ours, theirs = _without_letters(ours, theirs)
+        row = plain_number(theirs)
         if row and not expressions:
             _refuse_unevaluated(ours, row)
         if (plain := number(ours)) and (named := number(theirs) or number(decimal_comma(theirs))):
             same = equal(plain, named)
             return same, "equal as numbers" if same else "not equal as numbers"
         if not row and (word := _word(theirs)):
-            return _same_word(_word(ours), word)
+            same = _same_word(_word(ours), word)
+            return same, "equal as text" if same else VETOES["words"]
         if _NOTATIONS.fullmatch(mark := _noted(theirs)):
             if _NOTATIONS.fullmatch(ours := _noted(ours)) and _squeezed(ours) == _squeezed(mark):
                 return True, "equal as text"
@@ -152,19 +153,25 @@ def _refuse_unevaluated(given: str, row: Number) -> None:
         raise Veto("unevaluated", given)
 
 
-def _without_choice(ours: str, theirs: str) -> tuple[str, str] | Outcome:
-    """Returns both answers without the letter of a choice before what it stands for, or the outcome
-    where a letter decides."""
+def _by_letter(ours: str, theirs: str) -> bool | None:
+    """Returns whether an answer is the row's choice, by its letter; None where it has none, or is
+    also compared by what the letter stands for."""
     (given, body), (letter, wanted) = _choice(ours), _choice(theirs)
     if not wanted or (not letter and len(theirs) == 1 and theirs.isalpha()):
         return _same_word(given or ours, letter or theirs)
-    if letter and _DOTTED.match(theirs):
-        return ours, theirs  # E. coli
-    if letter and (given or ours) == letter and not (given and body):
-        return True, "equal as text"
-    if letter and given not in ("", letter):
-        return False, VETOES["words"]
-    return (body or ours) if not _DOTTED.match(ours) else ours, wanted
+    if not letter or _DOTTED.match(theirs):  # E. coli
+        return None
+    if given == letter or ours == letter:
+        return None if body and given else True
+    return False if given else None
+
+
+def _without_letters(ours: str, theirs: str) -> tuple[str, str]:
+    """Returns both answers without the letter of a choice before what it stands for."""
+    given, wanted = (
+        text if _DOTTED.match(text) else _choice(text)[1] or text for text in (ours, theirs)
+    )
+    return given, wanted
 
 
 def _choice(text: str) -> tuple[str, str]:
@@ -180,15 +187,19 @@ def _word(text: str) -> str:
     """Returns the letters that are all of `text`, without blanks and full stops; "" if there are
     others."""
     words = without_marks(text).strip()
-    if not _LETTERS.fullmatch(words) or _APPLIED.fullmatch(words) or "," in words:
+    if (
+        not _LETTERS.fullmatch(words)
+        or re.fullmatch(r"\w!+", words)
+        or _APPLIED.fullmatch(words)
+        or "," in words
+    ):
         return ""
     return _QUOTES.sub(r"\1", re.sub(r"[ .!?]", "", words))
 
 
-def _same_word(ours: str, theirs: str) -> Outcome:
-    long = len(theirs) >= MIN_WORD or theirs.lower() == "no"
-    same = ours.casefold() == theirs.casefold() if long else ours == theirs
-    return same, "equal as text" if same else VETOES["words"]
+def _same_word(ours: str, theirs: str) -> bool:
+    is_word = len(theirs) >= MIN_WORD or theirs.lower() == "no"
+    return ours.casefold() == theirs.casefold() if is_word else ours == theirs
 
 
 def _noted(text: str) -> str:
@@ -232,7 +243,8 @@ _TOKEN = re.compile(
     r"|[-+*/^_(){}\[\]|,;:=<>°%]|!(?!!)|\s+"
 )
 _WORD = re.compile(
-    rf"(?<![\\A-Za-z{{])[A-Za-z]{{{MAX_WORD + 1},}}|\\text ?\{{(?! ?(?:and|or) ?\}})[^{{}}]*[a-z]{{2}}"
+    rf"(?<![\\A-Za-z{{])[A-Za-z]{{{MAX_WORD + 1},}}"
+    r"|\\text ?\{(?! ?(?:and|or) ?\})[^{}]*[a-z]{2}"
 )
 _TWO_NUMBERS = re.compile(r"(?<![_^])(?<![_^\d]\d)\d\s+\d|[\d)\]}] ?_ ?(?!\{?\d+\}? ?\^)")
 _FIXES: list[tuple[re.Pattern[str], str]] = [
@@ -283,9 +295,7 @@ def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
     """Returns whether two answers say the same, and by which rule."""
     if (known := quick(given, wanted, expressions)) is not None:
         return known
-    texts = _without_choice(unwrapped(given), unwrapped(wanted))
-    assert isinstance(texts[0], str) and isinstance(texts[1], str)
-    given, wanted = texts[0], texts[1]
+    given, wanted = _without_letters(unwrapped(given), unwrapped(wanted))
     try:
         try:
             theirs, their_unit = _read(wanted)
@@ -332,8 +342,9 @@ _FOLLOWS = re.compile(
 
 def found_in(text: str, wanted: str, expressions: bool) -> tuple[str, bool, str]:
     """Returns the answer that `text` ends with, and the outcome for it."""
-    answer = _said(text, wanted) or _found(text)
-    return answer, *(compared(answer, wanted, expressions) if answer else (False, "no answer"))
+    if not (answer := _said(text, wanted) or _found(text)):
+        return "", False, "no answer"
+    return answer, *compared(answer, wanted, expressions)
 
 
 def _said(text: str, wanted: str) -> str:
@@ -455,7 +466,6 @@ def _form(found: Any, joint: str) -> Any:
     """Returns a list for values in any order, a tuple for values in order, a Chain for an equation;
     else the sympy object, exact. `joint`: whether inequalities hold together, or one of them."""
     import sympy
-    from latex2sympy2_extended.sets import FiniteSet
     from math_verify.grader import unwrap_fcs
 
     if isinstance(found, sympy.MatrixExpr):
@@ -463,8 +473,11 @@ def _form(found: Any, joint: str) -> Any:
     if isinstance(found, sympy.MatrixBase):
         is_column = found.shape[1] == 1 < found.shape[0]
         return tuple(_form(one, joint) for one in found) if is_column else _exact(found)
-    if isinstance(found, FiniteSet):
-        return _listed([_form(one, joint) for one in found._unsorted_args], joint)
+    if isinstance(found, sympy.Union):
+        found = sympy.Union(*found.args)
+    if isinstance(found, sympy.FiniteSet):
+        parts = getattr(found, "_unsorted_args", found.args)  # math-verify's keeps what is twice
+        return _listed([_form(one, joint) for one in parts], joint)
     if isinstance(found, sympy.Tuple):
         parts = tuple(_form(one, joint) for one in found)
         is_named = all(isinstance(one, Chain) for one in parts)  # x=1,y=2; x=3,y=4
@@ -677,18 +690,19 @@ def _in_order(names: list[str], value: Any) -> Any:
 
 
 def _verified(ours: Any, theirs: Any) -> bool:
-    """Returns whether math-verify finds two values, relations or sets equal, with decimals exact."""
+    """Returns whether math-verify finds two values, relations or sets equal, decimals exact."""
     import sympy
     from math_verify import verify
 
-    exact = [
+    exact: list[Any] = [
         one.xreplace({x: sympy.Rational(str(x)) for x in one.atoms(sympy.Float)})
         for one in (ours, theirs)
     ]
     for one in exact:
-        if isinstance(one, sympy.Eq) and isinstance(one.rhs, sympy.Expr):
-            if not sympy.simplify(one.lhs - one.rhs).free_symbols:
-                raise Veto("always", str(one))
+        sides: list[Any] = [*one.args] if isinstance(one, sympy.Eq) else []
+        is_value = sides and isinstance(sides[1], sympy.Expr)
+        if is_value and not sympy.simplify(sides[0] - sides[1]).free_symbols:
+            raise Veto("always", str(one))
         if one.has(sympy.nan, sympy.zoo):
             raise Veto("unread")
     if verify(exact[1], exact[0], numeric_precision=DIGITS, timeout_seconds=None):

@@ -92,7 +92,7 @@ _AMONG = re.compile(
 """What a number was paid or done for: $64 for 16 glasses."""
 
 _CHECK = re.compile(
-    r"\W*(?:double.?check|sanity check|check|verif\w+|proof|to (?:check|verify)|let.?s (?:check|verify))\b",
+    r"\W*(?:(?:double.?|sanity |to |let.?s )?check|(?:to |let.?s )?verif\w+|proof)\b",
     re.IGNORECASE,
 )
 """The start of a sentence behind the answer that only tests it."""
@@ -198,10 +198,8 @@ def stated_number(text: str) -> str | None:
     if answering is None or not markers:
         if subject := _SUBJECT.search(cleaned):
             described, stated = subject[1].rstrip(".,"), _stated_in(cleaned, is_first=False)
-            is_same = (
-                stated and (found := number(stated)) and found.value == number(described).value
-            )
-            return stated if is_same else None if subject[2] else described
+            values = [found and found.value for found in map(number, (described, stated or ""))]
+            return stated if values[0] == values[1] else None if subject[2] else described
         return _stated_in(cleaned, is_first=False)
     rest = cleaned[markers[-1].end() :]
     chain = _CHAIN.match(rest)

@@ -64,6 +64,7 @@ def clean(text: str) -> str:
         return " ".join(text.split()).rstrip(".,;").strip()
     if len(_DOLLAR.findall(text)) % 2 == 0:
         text = _DOLLAR.sub("", text)
+    text = re.sub(r"\{?(\w+) ?\\over(?![a-z]) ?(\w+)\}?", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\q?quad", " ", text)
     text = _COMMAND.sub(lambda found: _ALIASES.get(found[0], found[0]), text.replace(r"\$", "$"))
     text = _VULGAR.sub(_fraction, text)
