@@ -209,7 +209,7 @@ def test_a_file_of_completions_is_graded_row_by_row_with_the_mean(folder: Path) 
     _, shown = grade(*own)
     assert [line.split() for line in shown.splitlines()[-3:]] == [
         ["1", "0", "1", "1", "wanted", "'y';", "a", "gave", "1"],
-        ["2", "1", "0", "2"],
+        ["2", "1", "0", "2", "gave", "0"],
         ["mean", "1.5"],
     ]
 
