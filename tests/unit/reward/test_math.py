@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from services.reward.graders.math import Math
 from services.reward.grading import registry
-from services.reward.grading.answers.comparing import quick
+from services.reward.grading.answers.comparing import VETOES, quick
 from services.reward.grading.answers.final import marked_answer, stated_number, without_markdown
 from services.reward.grading.answers.numbers import equal, number
 from services.reward.grading.registry import GradingFailed
@@ -360,6 +360,40 @@ async def test_what_cannot_be_read_is_wrong_and_says_why(math: Math) -> None:
     assert part.detail == (
         "read 'The sum is 8 + 9.' (unmarked), wanted '17': it states no plain number"
     )
+
+
+@of_the_module
+async def test_a_verdict_says_what_was_read_and_by_which_rule_it_is_right(math: Math) -> None:
+    cases = [
+        (r"So \boxed{17.0}", "17", "read '17.0' (boxed), wanted '17': equal as numbers"),
+        ("#### 17", "17", "read '17' (after ####), wanted '17': equal as text"),
+        ("It is 18.", "17", "read '18' (unmarked), wanted '17': not equal as numbers"),
+        (r"\boxed{a+b}", "b+a", "read 'a+b' (boxed), wanted 'b+a': equal by math-verify"),
+        (r"\boxed{a+b}", "(b, a)", "read 'a+b' (boxed), wanted '(b, a)': not equal by math-verify"),
+    ]
+    said = [(text, row, (await grade(math, text, row)).detail) for text, row, _ in cases]
+    assert said == cases
+
+
+VETOED = {
+    "unevaluated": (r"\boxed{8 + 9}", "17"),
+    "words": (r"\boxed{ba}", "ab"),
+    "notation": (r"\boxed{3:12}", "12:03"),
+    "unread": (r"\boxed{x + \phantom{5}}", "x + 5"),
+    "unit": (r"\boxed{\sqrt{2} \text{ kg}}", r"\sqrt{2} \text{ km}"),
+    "value": (r"\boxed{0.0}", "e^{-20}"),
+    "brackets": (r"\boxed{[1, 2]}", "(1, 2)"),
+    "false": (r"\boxed{12 \cdot 35 = 408}", "408"),
+    "unsolved": (r"\boxed{3x = 9}", "x = 3"),
+    "always": (r"\boxed{0 = 0}", "x = x + 1"),
+    "backwards": (r"\boxed{(7, 2]}", r"\emptyset"),
+}
+
+
+@of_the_module
+async def test_each_veto_is_named_where_it_refuses_an_answer(math: Math) -> None:
+    said = {name: (await grade(math, *case)).detail for name, case in VETOED.items()}
+    assert [name for name in VETOES if f": {VETOES[name]}" not in said.get(name, "")] == []
 
 
 @of_the_module

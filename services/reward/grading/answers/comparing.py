@@ -78,7 +78,7 @@ _SPECIES = r"(?:\d*(?:[A-Z][a-z]?\d*|\((?=[A-Z])|\)\d*)+(?:\^?\d?[+-](?![\dA-Z(]
 _NOTATIONS = re.compile(
     r"\d+(?:(?::|to)\d+)+|[\d-]+-[A-Z][a-z]{2}|-?[\dA-F.]+_\{?\d+\}?|\d{4}-\d\d-\d\d"
     r"|\d\d?([-/.])\d\d?\1\d{4}|(?:\[[A-Z][a-z]\])?(?:[1-7][spdf]\^?\{?\d\d?\}? ?){2,}"
-    rf"|(?=.*(?:[A-Za-z)]\d|[+-]$|→)){_SPECIES}(?:[+→]{_SPECIES})*"
+    rf"|(?=.*(?:[A-Za-z)]\d|[+-]$)){_SPECIES}|(?=.*→){_SPECIES}(?:[+→]{_SPECIES})+"
 )
 _HOURS = re.compile(r"0?(\d\d?)(?::(\d\d))? ?([ap])m")
 _MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
@@ -306,11 +306,11 @@ def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
             theirs, their_unit = _read(last)
         ours, our_unit = _read(given)
         factor = agree(our_unit, their_unit)
-        if factor is None:
+        import sympy
+
+        if factor is None or (factor != 1 and not isinstance(ours, sympy.Expr)):
             raise Veto("unit")
         if factor != 1:
-            import sympy
-
             ours = ours * sympy.Rational(factor.numerator, factor.denominator)
         brackets = [
             _BRACKETS.search(one.replace(r"\langle", "(").replace(r"\rangle", ")"))
@@ -607,11 +607,7 @@ def _same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, Chain):
         return _same_equation(ours, theirs)
     if isinstance(ours, Chain):
-        if _same(ours.values[0], theirs):
-            if all(_same(value, theirs) for value in ours.values[1:]):
-                return True
-            raise Veto("false")
-        return False
+        return _all_same(ours.values, theirs)
     if isinstance(theirs, list):
         return _same_list(_ordered(ours), theirs)
     if isinstance(ours, tuple) or isinstance(theirs, tuple):
@@ -630,7 +626,7 @@ def _same_equation(ours: Any, theirs: Chain) -> bool:
         if theirs.name and ours.name == theirs.name:
             # An expression between the name and the value is how it was worked out.
             given = ours.values if _symbols(value) or not ours.plain else ours.plain
-            return all(_same(one, value) for one in given)
+            return _all_same(given, value)
         if theirs.name and not _symbols(value):
             raise Veto("unsolved")
         return (
@@ -663,6 +659,16 @@ def _same_list(ours: Any, theirs: list[Any]) -> bool:
         if found is None:
             return False
         left.remove(found)
+    return True
+
+
+def _all_same(values: list[Any], theirs: Any) -> bool:
+    """Returns whether the last value of an equation, which is the first here, is the row's. Raises
+    Veto if only another one is not."""
+    if not _same(values[0], theirs):
+        return False
+    if not all(_same_part(one, theirs) for one in values[1:]):
+        raise Veto("false")
     return True
 
 

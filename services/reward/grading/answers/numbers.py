@@ -1,8 +1,8 @@
-r"""Finds the final answer in a text, and reads plain numbers exactly. Pure.
+r"""Reads plain numbers exactly. Pure.
 
-"... so \boxed{\frac{3}{4}}"  ->  "\frac{3}{4}"  ->  3/4
-"... \n#### 1,200 dollars"    ->  "1,200 dollars"  ->  1200
-"1.6 \times 10^{-19}"         ->  1.6e-19
+"\frac{3}{4}"            ->  3/4
+"1,200 dollars"          ->  1200 dollars
+"1.6 \times 10^{-19}"    ->  1.6e-19
 """
 
 from __future__ import annotations
