@@ -127,7 +127,12 @@ TASKS = {
             system="Answer with the number only.",
             problem=sum_of_two,
             recipe=Recipe(
-                num_prompts=8, group_size=8, max_tokens=8, learning_rate=1e-5, reward="sums"
+                num_prompts=8,
+                group_size=8,
+                max_tokens=8,
+                learning_rate=1e-5,
+                reward="sums",
+                rows=32,  # TRL's process takes 8 GiB with all 64
             ),
             steps=20,
             warmup=Warmup(steps=10, batch=16, learning_rate=1e-5),

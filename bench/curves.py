@@ -222,7 +222,7 @@ class Results:
     def times(self, task: Task) -> tuple[Turns, dict[str, str]]:
         """Returns the turns of each side, none if they were not measured, and why a side is
         missing."""
-        found = self._read(f"{task.name}-times", task.run_settings(0))
+        found = self._read(f"{task.name}-times", times_settings(task))
         if found is None:
             return {}, {}
         turns = {
@@ -231,10 +231,10 @@ class Results:
         }
         return turns, found["missing"]
 
-    def keep_times(self, task: Task, turns: Turns, missing: dict[str, str]) -> None:
+    def store_times(self, task: Task, turns: Turns, missing: dict[str, str]) -> None:
         found = {side: [asdict(turn) for turn in of_side] for side, of_side in turns.items()}
         document = {"turns": found, "missing": missing}
-        self._write(f"{task.name}-times", task.run_settings(0), document)
+        self._write(f"{task.name}-times", times_settings(task), document)
 
     def _read(self, name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
         """Returns what is stored under the name, or None. Raises ValueError if it was measured with
@@ -318,14 +318,23 @@ def trl_curve(generation: str, folder: Path, task: Task, recipe: Recipe) -> Curv
 
 def measure_times(results: Results, task: Task, steps: int, repeats: int) -> None:
     """Lets all sides take turns of a few steps."""
-    recipe = replace(task.recipe, learning_rate=TIMES_LEARNING_RATE)
+    recipe = times_recipe(task)
     with tempfile.TemporaryDirectory() as name:
         rows = replace(task, steps=steps + 2).train_rows(seed=0)
         write_side(Path(name), results.model(task), rows)
         turns, missing = take_turns(
             Path(name), recipe, {HONE: 0}, steps, repeats, samplers=NUM_SAMPLERS
         )
-    results.keep_times(task, turns, missing)
+    results.store_times(task, turns, missing)
+
+
+def times_recipe(task: Task) -> Recipe:
+    return replace(task.recipe, learning_rate=TIMES_LEARNING_RATE)
+
+
+def times_settings(task: Task) -> dict[str, Any]:
+    """Returns all that the time of a step depends on."""
+    return task.settings | {"recipe": asdict(times_recipe(task))}
 
 
 def write_side(folder: Path, model: Path, rows: list[dict[str, Any]]) -> None:
@@ -386,7 +395,6 @@ def complete(results: Results, task: Task, chosen: Sequence[int]) -> Curves:
 def compare(task: str, before: float, curves: Curves) -> list[Figure]:
     """Returns the figures of a task's curves, those with a goal first."""
     ends = {side: [curve.last_quarter for curve in of_side] for side, of_side in curves.items()}
-    after = {side: [curve.held_out.reward for curve in of_side] for side, of_side in curves.items()}
     figures = [
         agreement(f"{task}: rewards at the end, Hone and {SIDES[side]}", ends["hone"], ends[side])
         for side in curves
