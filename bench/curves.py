@@ -17,9 +17,9 @@ A curve is the mean reward of each step's rollouts. Held-out reward is measured 
 program: transformers decodes 64 problems that no training row contains, greedily, with the weights
 before training and each side's weights after it. Curves agree at the end if the means over the
 seeds of the last quarter of the steps differ by at most the larger of the two sides' standard
-deviations over the seeds, or by 0.05. Two flat curves agree too, so each side must also
-gain 0.1 from the first quarter of the steps to the last. Greedy answers may gain less: they are
-often right before rollouts at temperature 1 are.
+deviations over the seeds, or by 0.05. Two flat curves agree too, so each seed of each side must
+also gain 0.1 from the first quarter of the steps to the last. Greedy answers may gain less: they
+are often right before rollouts at temperature 1 are.
 
 Each finished run is a file in `--results`, so an interrupted benchmark continues, and the figures
 are of all files there, and so is the picture (`--picture`).
@@ -28,7 +28,9 @@ The time of a step is measured apart, with `--times`: all sides are started, and
 steps. The learning rate is almost 0 there, so that all sides sample from the same weights, and
 completions of one length, for as long as they run. A step is all of Hone's, with groups and batch
 on disk, against the faster of TRL's two. Hone does not train on groups whose rewards are equal, and
-TRL does, with a gradient of zero: that is part of the ratio.
+TRL does, with a gradient of zero: that is part of the ratio. Where all groups of a step are equal,
+Hone makes no optimizer step, and TRL one by Adam's momentum alone. TRL's vLLM has no oneDNN, which
+TRL's weight sync cannot load (`trl_side.py`).
 """
 
 from __future__ import annotations
@@ -353,6 +355,7 @@ def report(results: Results, tasks: Sequence[Task], chosen: Sequence[int], pictu
     figures: list[Figure] = []
     facts: dict[str, Any] = {"seeds": [*chosen], "tasks": {}}
     drawn: dict[str, tuple[float, Curves]] = {}
+    num_missing = 0
     for task in tasks:
         start = results.start(task)
         assert start
@@ -360,6 +363,7 @@ def report(results: Results, tasks: Sequence[Task], chosen: Sequence[int], pictu
         turns, missing = results.times(task)
         figures += compare(task.name, start.reward, curves) + compare_times(task.name, turns)
         drawn[task.name] = (start.reward, curves)
+        num_missing += len(curves) < 2 or len(turns) < 2
         facts["tasks"][task.name] = task.run_settings(0) | {
             "before": {"reward": start.reward, "right": start.right},
             "curves": {
@@ -378,6 +382,7 @@ def report(results: Results, tasks: Sequence[Task], chosen: Sequence[int], pictu
             print(f"\n{task.name}: seconds of a step (medians)\n{breakdown(turns)}\n")
     if any(curves for _, curves in drawn.values()):
         plot(drawn, picture)
+    figures.append(Figure("tasks without a comparison", num_missing, "", 0, "max"))
     return finish("curves", figures, **facts)
 
 
@@ -401,12 +406,7 @@ def compare(task: str, before: float, curves: Curves) -> list[Figure]:
         if side != "hone" and "hone" in curves
     ]
     figures += [
-        repeated(
-            f"{task}: reward gained, {SIDES[side]}",
-            [curve.last_quarter - curve.first_quarter for curve in of_side],
-            goal=LEAST_GAIN,
-        )
-        for side, of_side in curves.items()
+        least_gain(f"{task}: least reward gained, {SIDES[side]}", curves[side]) for side in curves
     ]
     figures.append(Figure(f"{task}: held-out reward before training", before))
     for side, of_side in curves.items():
@@ -414,13 +414,21 @@ def compare(task: str, before: float, curves: Curves) -> list[Figure]:
         after = [curve.held_out.reward for curve in of_side]
         rights = [curve.held_out.right for curve in of_side]
         seconds = [curve.seconds / len(curve.steps) for curve in of_side]
+        trained = [fmean(step.num_trained for step in curve.steps) for curve in of_side]
         figures += [
             repeated(f"{task}: held-out reward, {name}", after),
             repeated(f"{task}: held-out answers that are right, {name}", rights),
             repeated(f"{task}: reward of the last quarter, {name}", ends[side]),
+            repeated(f"{task}: completions that train per step, {name}", trained),
             repeated(f"{task}: a step while learning, {name}", seconds, "s"),
         ]
     return figures
+
+
+def least_gain(name: str, curves: Sequence[Curve]) -> Figure:
+    """Returns what the seed that gained least gained: a median would hide a seed that unlearned."""
+    gains = [curve.last_quarter - curve.first_quarter for curve in curves]
+    return Figure(name, min(gains), "", LEAST_GAIN, "min", (min(gains), max(gains)))
 
 
 def agreement(name: str, one: Sequence[float], other: Sequence[float]) -> Figure:

@@ -173,12 +173,21 @@ def test_both_sides_must_gain_reward_from_first_quarter_to_last() -> None:
     curves = {"hone": [curve(rises, held_out=0.5)], "trl": [curve([0.46] * 8, held_out=0.35)]}
     figures = {figure.name: figure for figure in compare("sums", 0.3, curves)}
     assert figures["sums: rewards at the end, Hone and TRL"].ok
-    hone, trl = (figures[f"sums: reward gained, {side}"] for side in ("Hone", "TRL"))
+    hone, trl = (figures[f"sums: least reward gained, {side}"] for side in ("Hone", "TRL"))
     assert (hone.value, hone.ok) == (pytest.approx(0.3), True)
     assert (trl.value, trl.ok) == (pytest.approx(0.0), False), "flat"
     assert figures["sums: held-out reward before training"].value == 0.3
     assert figures["sums: held-out reward, TRL"].value == 0.35
     assert figures["sums: a step while learning, Hone"].value == 2.0
+
+
+def test_a_seed_that_unlearns_misses_the_goal_of_its_side() -> None:
+    falls, rises = [0.9] * 4 + [0.1] * 4, [0.1] * 4 + [0.9] * 4
+    curves = {"hone": [curve(falls), curve(rises), curve(rises)], "trl": [curve(rises)] * 3}
+    figures = {figure.name: figure for figure in compare("sums", 0.3, curves)}
+    hone, trl = (figures[f"sums: least reward gained, {side}"] for side in ("Hone", "TRL"))
+    assert (hone.value, hone.ok) == (pytest.approx(-0.8), False)
+    assert (trl.value, trl.ok) == (pytest.approx(0.8), True)
 
 
 def test_a_step_is_compared_with_the_faster_trl_of_each_repeat() -> None:
@@ -216,7 +225,7 @@ def test_the_times_of_a_step_are_read_again(tmp_path: Path) -> None:
     results, task = Results(tmp_path), TASKS["sums"]
     assert results.times(task) == ({}, {})
     turns = {"Hone": [Turn([step(0.5, 1.0)])]}
-    results.keep_times(task, turns, {"TRL": "no memory"})
+    results.store_times(task, turns, {"TRL": "no memory"})
     assert results.times(task) == (turns, {"TRL": "no memory"})
 
 
