@@ -53,6 +53,10 @@ MAX_THREADS = 16
 LIMIT_S = 20.0
 """Limit of the measurement, for a machine that is too busy for it."""
 
+RETRY_S = 600.0
+"""Seconds after a failed measurement without another one. Plans wait for a measurement, and what
+failed, such as a missing NumPy, will probably fail again."""
+
 CPUINFO = Path("/proc/cpuinfo")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -67,12 +71,14 @@ class CoreRates:
 
 
 class CpuRates:
-    """Measures this machine, one measurement at a time, and remembers the result."""
+    """Measures this machine, one measurement at a time, and remembers the result; a failure for
+    `RETRY_S`."""
 
     def __init__(self, measure: Callable[[], CoreRates]) -> None:
         self._measure = measure
         self._lock = threading.Lock()
         self._found: CoreRates | None = None
+        self._failed_at = -math.inf
 
     def pools(self, pools: tuple[GpuGroup, ...]) -> tuple[GpuGroup, ...]:
         """Returns the pools, a CPU with the rates of this machine; without rates if they cannot be
@@ -81,9 +87,12 @@ class CpuRates:
             return pools
         with self._lock:
             if self._found is None:
+                if time.monotonic() < self._failed_at + RETRY_S:
+                    return pools
                 try:
                     self._found = self._measure()
                 except (OSError, subprocess.SubprocessError, ValueError, TypeError):
+                    self._failed_at = time.monotonic()
                     return pools  # the plan says that no rates are known
         return tuple(replace(pool, gpu=with_rates(pool.gpu, self._found)) for pool in pools)
 
