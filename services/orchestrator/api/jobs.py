@@ -82,11 +82,13 @@ def add_routes(
 
     async def plan(request: SubmitRequest) -> Plan:
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
-        Only the job's model is looked at."""
+        Only the job's model is looked at, and how long prompts of its data are; what else is wrong
+        with the data is not refused."""
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
+        known = Known(lengths=await checks.lengths(request.job))
         try:
             online = not checks.hub_is_away
-            return await asyncio.to_thread(_planned, request.job, settings, online=online)
+            return await asyncio.to_thread(_planned, request.job, settings, known, online=online)
         except CannotPlan as error:
             raise BadRequest(str(error)) from error
 
@@ -168,9 +170,8 @@ def _check_request(job: Job) -> None:
 
 
 def _dry_run(job: Job, looked: Looked, settings: Settings, online: bool) -> DryRun:
-    lengths = [prompt.num_tokens for prompt in looked.shown if prompt.num_tokens is not None]
     planned, not_planned = None, ""
-    known = Known(max(lengths, default=None), is_longest=False)
+    known = Known(lengths=looked.lengths)
     try:
         planned = _planned(job, settings, known, online=online)
     except CannotPlan as error:
