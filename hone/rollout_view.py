@@ -20,8 +20,8 @@ EXPECTED = ("ok", "wrong")
 """Verdicts that need no explaining."""
 
 
-def rollout_table(listed: RolloutList, limit: int) -> Table:
-    """Returns the step's first `limit` rollouts as TRL prints them: prompt, completion, rewards,
+def rollout_table(listed: RolloutList) -> Table:
+    """Returns the rollouts as TRL prints them: prompt, completion, rewards,
     advantage; and the reasons. A grader's value has a column of its own unless it is the reward."""
     names = sorted({name for rollout in listed.rollouts for name in rollout.parts})
     if len(names) == 1 and all(
@@ -39,7 +39,7 @@ def rollout_table(listed: RolloutList, limit: int) -> Table:
         "why",
         title=f"step {listed.step}",
     )
-    for rollout in listed.rollouts[:limit]:
+    for rollout in listed.rollouts:
         table.add_row(
             shown(prompt_text(rollout)),
             shown(rollout.completion),

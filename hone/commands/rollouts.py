@@ -15,7 +15,7 @@ from shared.errors import BadRequest
 def rollouts(
     job: JobArgument,
     step: Annotated[int | None, typer.Option(help="which step (default: the newest)")] = None,
-    limit: Annotated[int, typer.Option("-n", help="how many")] = 16,
+    limit: Annotated[int, typer.Option("-n", min=1, help="how many")] = 16,
     held_out: Annotated[
         bool, typer.Option("--held-out", help="of the evaluation after the step")
     ] = False,
@@ -30,6 +30,8 @@ def rollouts(
     if set_name and not held_out:
         raise BadRequest("--set names a held-out set; expected --held-out with it")
     with connect() as client:
-        listed = client.held_out(job, step, set_name) if held_out else client.rollouts(job, step)
-    first = listed.model_copy(update={"rollouts": listed.rollouts[:limit]})
-    show(output, first, lambda: rollout_view.rollout_table(listed, limit))
+        if held_out:
+            listed = client.held_out(job, step, set_name, limit=limit)
+        else:
+            listed = client.rollouts(job, step, limit=limit)
+    show(output, listed, lambda: rollout_view.rollout_table(listed))

@@ -53,7 +53,7 @@ def test_a_grader_that_says_more_has_a_line_of_verdict_reason_output_and_time() 
 
 def test_a_fork_is_shown_with_its_reason() -> None:
     forked = rollout(1.0).model_copy(update={"forked": ("message 2 has another content",)})
-    text = printed(rollout_table(RolloutList(step=1, rollouts=(forked,)), 1))
+    text = printed(rollout_table(RolloutList(step=1, rollouts=(forked,))))
     assert "forked: message 2 has another content" in text
 
 
@@ -66,7 +66,7 @@ def test_a_reward_from_one_grader_is_shown_once_and_short() -> None:
             rollout(0.0, python_value=PLAIN.model_copy(update={"value": 0.0})),
         ),
     )
-    text = printed(rollout_table(listed, 1))
+    text = printed(rollout_table(listed))
     assert [cell.strip() for cell in text.splitlines()[4].split("│")[1:-1]] == [
         "3+4",
         "7",
@@ -75,15 +75,13 @@ def test_a_reward_from_one_grader_is_shown_once_and_short() -> None:
         "evaluated to 7; cached",
     ]
     half = RolloutList(step=1, rollouts=(rollout(0.5, python_value=right),))
-    assert "python_value" in printed(rollout_table(half, 1)), (
-        "weighed by a half, it is not the reward"
-    )
+    assert "python_value" in printed(rollout_table(half)), "weighed by a half, it is not the reward"
 
 
 def test_a_reward_without_a_value_shows_its_verdict() -> None:
     text = printed(
         rollout_table(
-            RolloutList(step=4, rollouts=(rollout(None, tests=LATE, judge=FAILED), rollout(1.0))), 2
+            RolloutList(step=4, rollouts=(rollout(None, tests=LATE, judge=FAILED), rollout(1.0)))
         )
     )
     assert "step 4" in text and "time_limit; test 3 of 5" in text
@@ -99,7 +97,7 @@ def test_a_reward_without_a_value_shows_its_verdict() -> None:
 
 def test_what_a_model_wrote_can_neither_move_the_cursor_nor_style_the_table() -> None:
     text = printed(
-        rollout_table(RolloutList(step=1, rollouts=(rollout(1.0, "\x1b[2J[red]x[/red]\r"),)), 1)
+        rollout_table(RolloutList(step=1, rollouts=(rollout(1.0, "\x1b[2J[red]x[/red]\r"),)))
     )
     assert "\x1b" not in text and "\r" not in text and "\\x1b[2J[red]x[/red]\\r" in text
 
