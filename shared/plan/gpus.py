@@ -24,7 +24,7 @@ CPU = "cpu"
 class Gpu:
     """A GPU: memory in GiB, matrix products in bfloat16 and float32 in 10^12 floating-point
     operations per second, memory bandwidth in GB/s, and whether it multiplies bfloat16 in hardware.
-    A speed of 0 is unknown."""
+    A speed of 0 is unknown; `no_rates_because` is why a measurement failed."""
 
     name: str
     memory_gib: float
@@ -32,6 +32,7 @@ class Gpu:
     float32_tflops: float = 0.0
     bandwidth_gb_s: float = 0.0
     has_bfloat16: bool = True
+    no_rates_because: str = ""
 
     @property
     def is_cpu(self) -> bool:

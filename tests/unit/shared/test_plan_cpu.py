@@ -78,9 +78,48 @@ def test_a_failed_measurement_leaves_plans_without_times_and_is_tried_again_late
         return answer
 
     rates = CpuRates(measure)
-    assert rates.pools(POOLS) == rates.pools(POOLS) == POOLS, "a measurement may take 20 s"
+    pools = rates.pools(POOLS)
+    assert pools == rates.pools(POOLS), "a measurement may take 20 s"
+    assert not pools[0].gpu.has_rates
     monkeypatch.setattr(cpu, "RETRY_S", 0.0)
     assert rates.pools(POOLS)[0].gpu.has_rates
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            subprocess.CalledProcessError(
+                1, "python", stderr="Traceback\nModuleNotFoundError: No module named 'numpy'\n"
+            ),
+            "NumPy is missing. Install NumPy, or plan with --measured RUN",
+        ),
+        (
+            subprocess.CalledProcessError(-9, "python", stderr=""),
+            "Command 'python' died with <Signals.SIGKILL: 9>. Run `python -m shared.plan.cpu` to "
+            "see it fail, or plan with --measured RUN",
+        ),
+        (
+            subprocess.TimeoutExpired("python", 20.0),
+            "it took longer than 20 s. Plan again in 10 minutes, when the machine has less to do, "
+            "or plan with --measured RUN",
+        ),
+    ],
+)
+def test_a_plan_says_why_the_processor_was_not_measured_and_what_to_do(
+    error: Exception, reason: str
+) -> None:
+    def measure() -> CoreRates:
+        raise error
+
+    pools = CpuRates(measure).pools(POOLS)
+    plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), pools)
+    assert plan.placement.time is None
+    (note,) = (note for note in plan.notes if "not estimated" in note)
+    assert note == (
+        "the time of a step is not estimated: the rates of this processor could not be measured: "
+        + reason
+    )
 
 
 def test_gpus_are_not_measured() -> None:
