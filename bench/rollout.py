@@ -2,12 +2,12 @@
 
     python -m bench.rollout [--quick] [--repeats 5]
 
-Both sides use the same engine, in one process: the service's requests reach it over HTTP from
-this process, by the client that the orchestrator has; the direct ones are made beside it, with the
-text that vLLM makes. Each repeat measures both, in turns the one first and the other, and what
-counts is the median of the repeats' ratios: a busy machine slows both. The CPU seconds of the
-service's process, without the engine's, are told of both too. The demo's model, untrained: with so
-small a model the service's own work is the largest share that it can be. Groups are of 8
+Both sides use the same engine, in one process: the service's requests reach it over HTTP from this
+process, by the client that the orchestrator has; the direct ones are made beside it, with the text
+that vLLM makes. Each repeat measures both, in turns the one first and the other, and what counts is
+the median of the repeats' ratios: a busy machine slows both. The CPU seconds of the service's
+process, without the engine's, are told of both too. The model of `make demo-tiny`, untrained: with
+so small a model the service's own work is the largest share that it can be. Groups are of 8
 completions of 64 or 256 tokens, all groups asked for at once.
 
 Wire bytes count all bodies as sent, requests and polls included, per sampled token. Before
