@@ -302,9 +302,12 @@ class RunFolder:
             data = files[number].read_bytes()
             stored = codec.decode_tolerantly(RolloutList, data, codec.MSGPACK)
             return stored.model_copy(update={"rollouts": _with_prompts(stored.rollouts)})
-        have = f"steps {', '.join(map(str, sorted(files)))} have" if files else "no step has yet"
+        have = f"steps {', '.join(map(str, sorted(files)))}" if files else "none"
         of_set = f" of the set {name!r}" if name else ""
-        raise NotFound(f"step {number} has no stored held-out completions{of_set}; {have}")
+        raise NotFound(
+            f"step {number} has no stored held-out completions{of_set}; stored: {have}. They exist "
+            f"after each evaluation of {f'the set {name!r}' if name else 'data.eval'}"
+        )
 
     def append_sync(self, row: dict[str, Any], proof: Proof | None = None) -> None:
         """Notes in `weights.jsonl` how a version reached the samplers, and replaces `canary.json`
