@@ -25,7 +25,7 @@ from hone.reward_service import reward_service
 from hone.trainer import to_trl
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.evals.estimates import problem_metrics
-from services.orchestrator.evals.held_out import Answers, set_metrics
+from services.orchestrator.evals.held_out import Answers, prefixed_metrics
 from services.orchestrator.loop.metrics import WRITTEN, reward_metrics
 from services.orchestrator.loop.prompts import Prompts, load_prompts, with_steps
 from services.orchestrator.pool.services import Services
@@ -248,8 +248,7 @@ class SimpleRun:
                 )
             ]
             answers = [Answers(each.scores, problem_metrics(each, self._job)) for each in graded]
-            prefix = f"eval/{name}/" if name else "eval/"
-            metrics |= {prefix + metric: value for metric, value in set_metrics(answers).items()}
+            metrics |= prefixed_metrics(name, answers)
         return metrics | {"time/eval": time.monotonic() - began}
 
     def sample(self, prompts: Sequence[Prompt], version: int) -> list[RolloutGroup]:

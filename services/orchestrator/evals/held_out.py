@@ -44,10 +44,16 @@ class Answers:
     stored: tuple[GradedRollout, ...] = ()
 
 
+def metric_prefix(name: str) -> str:
+    """Returns the beginning of the metrics of a held-out set: "eval/" of `data.eval`, which is
+    named ""; "eval/<name>/" of a set with a name."""
+    return f"eval/{name}/" if name else "eval/"
+
+
 def prefixed_metrics(name: str, answers_P: Sequence[Answers]) -> dict[str, float]:
     """Returns `eval/reward`, `eval/pass@1` and so on of the answers to a held-out set;
     `eval/<name>/reward` of a set with a name."""
-    prefix = f"eval/{name}/" if name else "eval/"
+    prefix = metric_prefix(name)
     return {prefix + metric: value for metric, value in set_metrics(answers_P).items()}
 
 
@@ -81,7 +87,7 @@ def ignored(metrics: Mapping[str, float], names: Iterable[str], limit: float) ->
     completions without a reward. Its value is that share."""
     found: dict[str, float] = {}
     for name in names:
-        prefix = f"eval/{name}/" if name else "eval/"
+        prefix = metric_prefix(name)
         share = metrics[prefix + "missing_rewards"] + metrics[prefix + "errored_rollouts"]
         if share > limit:
             found[prefix + IGNORED] = share
