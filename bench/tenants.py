@@ -39,6 +39,7 @@ import hone
 from bench.grpo import document_of, stack
 from bench.loop import TASKS, Task, write_task
 from bench.report import Figure, count, finish, ratios, repeated
+from deploy.machine import exit_on_signals
 
 MOST_TIME = 0.7
 MOST_TURN = 0.02
@@ -70,7 +71,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=count, default=3, help="default: 3")
     parser.add_argument("--batch-cost", type=float, default=BATCH_COST, help="default: 0.2")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the stack ends too
+    exit_on_signals(signal.SIGTERM)  # the stack ends too
     task, apart, shared = TASKS[args.model], list[Turn](), list[Turn]()
     with tempfile.TemporaryDirectory() as folder:
         write_task(Path(folder), task)

@@ -21,6 +21,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from deploy.machine import exit_on_signals
 from hone.reward_service import reward_service
 from hone.trainer import to_trl
 from services.orchestrator.api.rows import check_rows
@@ -60,7 +61,7 @@ OTHER_NAMES = ("reward", "epoch", "step_time", "num_tokens", "total_flos", "trai
 
 def main() -> None:
     """Trains, and notes in `record.json` how it ended. Exits 1 if it failed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_signals(signal.SIGTERM)
     folder, job = RunFolder(Path(sys.argv[1])), Job.model_validate_json(sys.stdin.read())
     note = Note(created_at=time.time(), status="running")
     folder.path.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.report import finish
+from deploy.machine import exit_on_signals
 from deploy.tool_model import write_task
 from shared.errors import HoneError
 from shared.job import Job
@@ -153,7 +154,7 @@ def main() -> int:
     missing = [fault for fault in faults if not found.get(fault.number)]
     missing.sort(key=lambda fault: fault.number in found)  # first the faults that never struck
     if missing:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        exit_on_signals(signal.SIGTERM)
         job = made_conversations(seed, kind) if kind else made_job(seed)
         asyncio.run(run(missing, job, results, until, kind))
     print(markdown(results.measured()))

