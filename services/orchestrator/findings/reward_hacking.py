@@ -1,6 +1,9 @@
 """Reward hacking that the newest batch alone shows: rewarded completions that are copied from
 their prompt, or that lack the number that is the row's answer. Held-out problems do not show it:
-the same grader grades them, so their reward rises too."""
+the same grader grades them, so their reward rises too.
+
+Numbers are read by code of this file's own. Services meet only in `shared`, and a reader that the
+graders shared would share its mistakes: what a grader reads wrongly is what this is to find."""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from services.orchestrator.loop.advantages import outcome
 from shared.job import Job
 from shared.wire import Batch, Evidence, Finding, FindingCode, Prompt, Rollout
 
-HIGH = 0.5
+REWARDED_SHARE = 0.5
 """Share of the full mark, and of the best reward in the batch, from which on a completion counts as
 rewarded: rewards of a job's own code may have any scale."""
 
@@ -97,12 +100,12 @@ _SPOKEN = {word: float(value) for value, word in enumerate(_ONES)} | {
 
 @dataclass(frozen=True)
 class RewardedRollout:
-    """A rewarded completion, and whether it is `suspect`."""
+    """A rewarded completion. `is_suspect`: it is a copy of its prompt, or lacks the answer."""
 
     prompt: Prompt
     rollout: Rollout
     reward: float
-    suspect: bool
+    is_suspect: bool
 
 
 def rewarded_copies(facts: Facts) -> Iterator[Finding]:
@@ -111,7 +114,7 @@ def rewarded_copies(facts: Facts) -> Iterator[Finding]:
         return  # an environment's rewards are of what was done, not of the last answer
     yield from _finding(
         facts.newest,
-        _copies(facts.newest, facts),
+        _checked_for_copies(facts.newest, facts),
         code="rewarded_copies",
         what="are copied from their prompt",
         cause="the reward accepts the problem as its own answer, as a grader does that evaluates "
@@ -130,7 +133,7 @@ def rewarded_without_answer(facts: Facts) -> Iterator[Finding]:
         column = str(reward.params.get(key, key))
         yield from _finding(
             facts.newest,
-            _without_answer(facts.newest, reward.label, column),
+            _checked_for_answer(facts.newest, reward.label, column),
             code="rewarded_without_answer",
             what=f"do not contain the number in their row's column {column!r}",
             cause=f"reward {reward.label!r} accepts what is equal to the answer, as 8 + 9 is to "
@@ -146,7 +149,7 @@ def reward_hacks(facts: Facts) -> list[Finding]:
 def _finding(
     batch: Batch, rewarded: Sequence[RewardedRollout], *, code: FindingCode, what: str, cause: str
 ) -> Iterator[Finding]:
-    suspects = [one for one in rewarded if one.suspect]
+    suspects = [one for one in rewarded if one.is_suspect]
     by_prompt = {id(one.prompt): one for one in suspects}
     share = len(suspects) / len(rewarded) if rewarded else 0.0
     if share < WARNING_SHARE or len(suspects) < MIN_COMPLETIONS or len(by_prompt) < MIN_PROMPTS:
@@ -188,10 +191,11 @@ def _shown(text: str) -> str:
     return line if len(line) <= SHOWN_CHARS else f"{line[:SHOWN_CHARS]}..."
 
 
-def _copies(batch: Batch, facts: Facts) -> list[RewardedRollout]:
+def _checked_for_copies(batch: Batch, facts: Facts) -> list[RewardedRollout]:
+    """Returns all rewarded completions of the batch, suspects where they are copies."""
     outcomes_PG = [[outcome(score, facts.job) for score in scores_G] for scores_G in batch.scores]
     best = max((value for row in outcomes_PG for value in row if value is not None), default=0.0)
-    least = HIGH * max(best, facts.full_mark)
+    least = REWARDED_SHARE * max(best, facts.full_mark)
     mentioned = _mentioned(facts.job)
     found: list[RewardedRollout] = []
     for prompt, group, outcomes_G in zip(batch.prompts, batch.groups, outcomes_PG, strict=True):
@@ -199,7 +203,7 @@ def _copies(batch: Batch, facts: Facts) -> list[RewardedRollout]:
         rewarded = [(one, value) for one, value in pairs if value is not None and value >= least]
         if len(found) >= MAX_COMPLETIONS or not rewarded:
             continue
-        source = Source.of(prompt, facts.job, mentioned)
+        source = CopySource.of(prompt, facts.job, mentioned)
         found += [
             RewardedRollout(prompt, one, value, source.copied(one.text)) for one, value in rewarded
         ]
@@ -207,7 +211,7 @@ def _copies(batch: Batch, facts: Facts) -> list[RewardedRollout]:
 
 
 @dataclass(frozen=True)
-class Source:
+class CopySource:
     """A prompt that may have been copied. `question` is its last message as a run of tokens,
     `is_answered`: it contains its right answer, so to copy is right. `choices` are runs that are
     right as a whole, as far as is known."""
@@ -217,7 +221,7 @@ class Source:
     choices: frozenset[str]
 
     @classmethod
-    def of(cls, prompt: Prompt, job: Job, mentioned: frozenset[str]) -> Source:
+    def of(cls, prompt: Prompt, job: Job, mentioned: frozenset[str]) -> CopySource:
         question = _tokens(_question(prompt)[:PROMPT_CHARS])
         params = [value for reward in job.rewards for value in reward.params.values()]
         answers: set[str] = set()
@@ -305,12 +309,14 @@ def _core(tokens: Sequence[str]) -> str:
     return _run(tokens[inner[0] : inner[-1] + 1]) if inner else ""
 
 
-def _without_answer(batch: Batch, label: str, column: str) -> list[RewardedRollout]:
+def _checked_for_answer(batch: Batch, label: str, column: str) -> list[RewardedRollout]:
+    """Returns all completions that the reward `label` rewards, suspects where they lack the number
+    in their row's `column`. Rows without such a number are left out."""
     found: list[RewardedRollout] = []
     for prompt, group, scores_G in zip(batch.prompts, batch.groups, batch.scores, strict=True):
         parts = [score.parts.get(label) for score in scores_G]
         values = [0.0 if part is None or part.value is None else part.value for part in parts]
-        if len(found) >= MAX_COMPLETIONS or max(values, default=0.0) < HIGH:
+        if len(found) >= MAX_COMPLETIONS or max(values, default=0.0) < REWARDED_SHARE:
             continue
         wanted = plain_number(prompt.row.get(column))
         if wanted is None or has_number(_question(prompt)[:PROMPT_CHARS], wanted):
@@ -318,7 +324,7 @@ def _without_answer(batch: Batch, label: str, column: str) -> list[RewardedRollo
         found += [
             RewardedRollout(prompt, rollout, value, not has_number(_ends(rollout.text), wanted))
             for rollout, value in zip(group.rollouts, values, strict=True)
-            if value >= HIGH
+            if value >= REWARDED_SHARE
         ]
     return found
 
