@@ -72,40 +72,6 @@ class CoreRates:
     bandwidth_gb_s: float
 
 
-class CpuRates:
-    """Measures this machine, one measurement at a time, and remembers the result; a failure for
-    `RETRY_S`."""
-
-    def __init__(self, measure: Callable[[], CoreRates]) -> None:
-        self._measure = measure
-        self._lock = threading.Lock()
-        self._found: CoreRates | None = None
-        self._failed_at = -math.inf
-        self._failure = ""
-
-    def pools(self, pools: tuple[GpuGroup, ...]) -> tuple[GpuGroup, ...]:
-        """Returns the pools, a CPU with the rates of this machine; without rates, but with the
-        reason, if they cannot be measured. Blocks for as long as the measurement takes."""
-        if not pools[0].gpu.is_cpu:
-            return pools
-        with self._lock:
-            if self._found is None and time.monotonic() >= self._failed_at + RETRY_S:
-                try:
-                    self._found = self._measure()
-                except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
-                    self._failed_at, self._failure = time.monotonic(), _reason(error)
-            found, failure = self._found, self._failure
-        return tuple(
-            replace(
-                pool,
-                gpu=with_rates(pool.gpu, found)
-                if found
-                else replace(pool.gpu, no_rates_because=failure),
-            )
-            for pool in pools
-        )
-
-
 def _reason(error: Exception) -> str:
     """Returns why the measurement failed, and the next action."""
     measured = "or plan with --measured RUN"
@@ -168,7 +134,38 @@ def measure_in_process() -> CoreRates:
     return CoreRates(**json.loads(done.stdout))
 
 
-THIS_MACHINE = CpuRates(measure_in_process)
+class CpuRates:
+    """Measures this machine, one measurement at a time, and remembers the result; a failure for
+    `RETRY_S`."""
+
+    def __init__(self, measure: Callable[[], CoreRates] = measure_in_process) -> None:
+        self._measure = measure
+        self._lock = threading.Lock()
+        self._found: CoreRates | None = None
+        self._failed_at = -math.inf
+        self._failure = ""
+
+    def pools(self, pools: tuple[GpuGroup, ...]) -> tuple[GpuGroup, ...]:
+        """Returns the pools, a CPU with the rates of this machine; without rates, but with the
+        reason, if they cannot be measured. Blocks for as long as the measurement takes."""
+        if not pools[0].gpu.is_cpu:
+            return pools
+        with self._lock:
+            if self._found is None and time.monotonic() >= self._failed_at + RETRY_S:
+                try:
+                    self._found = self._measure()
+                except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
+                    self._failed_at, self._failure = time.monotonic(), _reason(error)
+            found, failure = self._found, self._failure
+        return tuple(
+            replace(
+                pool,
+                gpu=with_rates(pool.gpu, found)
+                if found
+                else replace(pool.gpu, no_rates_because=failure),
+            )
+            for pool in pools
+        )
 
 
 def measure() -> CoreRates:

@@ -62,6 +62,7 @@ StepInPath = Annotated[int, Path_(ge=0, le=MAX_STEP)]
 def add_routes(service: Service, store: Readable) -> None:
     _add_events(service, store)
     _add_results(service, store)
+    _add_rollouts(service, store)
     _add_checkpoints(service, store)
 
 
@@ -126,6 +127,10 @@ def _add_results(service: Service, store: Readable) -> None:
     async def findings(job_id: str) -> FindingList:
         """What is wrong with the job, or probably is, the worst first; empty if nothing is."""
         return await known.of(job_id)
+
+
+def _add_rollouts(service: Service, store: Readable) -> None:
+    app = service.app
 
     @app.get("/v1/jobs/{job_id}/rollouts")
     async def rollouts(
