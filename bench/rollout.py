@@ -159,16 +159,16 @@ def cpu_s(pid: int) -> float:
 def made_up() -> list[Figure]:
     """Returns the bytes per token of an answer with a large vocabulary, before and after
     compression."""
-    drawn = random.Random(0)
-    words = ["".join(drawn.choices(ascii_lowercase, k=3)) + " " for _ in range(VOCABULARY)]
+    rng = random.Random(0)
+    words = ["".join(rng.choices(ascii_lowercase, k=3)) + " " for _ in range(VOCABULARY)]
     shares = [1 / rank for rank in range(1, VOCABULARY + 1)]
 
     def rollout() -> Rollout:
-        ids = drawn.choices(range(VOCABULARY), shares, k=512)
+        ids = rng.choices(range(VOCABULARY), shares, k=512)
         return Rollout(
             text="".join(words[id] for id in ids),
             token_ids=TokenIds(ids),
-            logprobs=Logprobs(-drawn.expovariate(1.0) for _ in ids),
+            logprobs=Logprobs(-rng.expovariate(1.0) for _ in ids),
             finish_reason="length",
             spans=(Span(version=1, start=0),),
         )
