@@ -18,8 +18,8 @@ from bench.curves import (
     agreement,
     compare,
     compare_times,
-    complete,
-    names,
+    finished_curves,
+    parse_names,
     plot,
 )
 from bench.grpo import Step, Turn
@@ -197,7 +197,7 @@ def test_a_step_is_compared_with_the_faster_trl_of_each_repeat() -> None:
 def test_a_finished_run_is_read_again_and_not_under_other_settings(tmp_path: Path) -> None:
     results, task = Results(tmp_path), TASKS["sums"]
     assert results.curve(task, "hone", 1) is None
-    results.keep(task, "hone", 1, curve([0.25, 0.5]))
+    results.store(task, "hone", 1, curve([0.25, 0.5]))
     assert results.curve(task, "hone", 1) == curve([0.25, 0.5])
     assert results.curve(task, "trl", 1) is None
     with pytest.raises(ValueError, match=r"sums-hone-1.json has the settings .*'steps'"):
@@ -207,16 +207,16 @@ def test_a_finished_run_is_read_again_and_not_under_other_settings(tmp_path: Pat
 def test_only_a_side_with_all_seeds_has_figures(tmp_path: Path) -> None:
     results, task = Results(tmp_path), TASKS["sums"]
     for seed in (0, 1):
-        results.keep(task, "hone", seed, curve([0.25]))
-    results.keep(task, "trl", 0, curve([0.5]))
-    assert complete(results, task, [0, 1]) == {"hone": [curve([0.25])] * 2}
+        results.store(task, "hone", seed, curve([0.25]))
+    results.store(task, "trl", 0, curve([0.5]))
+    assert finished_curves(results, task, [0, 1]) == {"hone": [curve([0.25])] * 2}
 
 
 def test_the_times_of_a_step_are_read_again(tmp_path: Path) -> None:
     results, task = Results(tmp_path), TASKS["sums"]
     assert results.times(task) == ({}, {})
     turns = {"Hone": [Turn([step(0.5, 1.0)])]}
-    results.keep_times(task, turns, {"TRL": "no memory"})
+    results.store_times(task, turns, {"TRL": "no memory"})
     assert results.times(task) == (turns, {"TRL": "no memory"})
 
 
@@ -228,4 +228,4 @@ def test_the_picture_has_a_panel_for_each_task(tmp_path: Path) -> None:
 
 def test_an_unknown_task_is_refused_with_those_there_are() -> None:
     with pytest.raises(Exception, match="got 'sum', expected some of"):
-        names(TASKS)("sums,sum")
+        parse_names(TASKS)("sums,sum")
