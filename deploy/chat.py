@@ -10,6 +10,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 PROMPT = "> "
 
@@ -30,7 +31,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
-    model = AutoModelForCausalLM.from_pretrained(arguments.folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.folder)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     context = getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
 

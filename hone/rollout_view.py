@@ -20,10 +20,10 @@ EXPECTED = ("ok", "wrong")
 """Verdicts that need no explaining."""
 
 
-def rollout_table(listed: RolloutList, limit: int, *, held_out: bool = False) -> Table:
-    """Returns the step's first `limit` rollouts as TRL prints them: prompt, completion, rewards,
-    advantage; and the reasons. A grader's value has a column of its own unless it is the reward.
-    Without any advantage, as of held-out completions, there is no column of it."""
+def rollout_table(listed: RolloutList, *, held_out: bool = False) -> Table:
+    """Returns the rollouts as TRL prints them: prompt, completion, rewards, advantage; and the
+    reasons. A grader's value has a column of its own unless it is the reward. Without any
+    advantage, as of held-out completions, there is no column of it."""
     names = sorted({name for rollout in listed.rollouts for name in rollout.parts})
     if len(names) == 1 and all(
         part.value == rollout.reward
@@ -45,7 +45,7 @@ def rollout_table(listed: RolloutList, limit: int, *, held_out: bool = False) ->
         "why",
         title=f"held-out problems after step {listed.step}" if held_out else f"step {listed.step}",
     )
-    for rollout, advantage in list(zip(listed.rollouts, advantages, strict=True))[:limit]:
+    for rollout, advantage in zip(listed.rollouts, advantages, strict=True):
         table.add_row(
             shown(prompt_text(rollout)),
             shown(rollout.completion),

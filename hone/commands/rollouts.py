@@ -15,7 +15,7 @@ from shared.errors import BadRequest
 def rollouts(
     job: JobArgument,
     step: Annotated[int | None, typer.Option(help="which step (default: the newest)")] = None,
-    limit: Annotated[int, typer.Option("-n", help="how many")] = 16,
+    limit: Annotated[int, typer.Option("-n", min=1, help="how many")] = 16,
     held_out: Annotated[
         bool,
         typer.Option(
@@ -33,6 +33,8 @@ def rollouts(
     if eval_set and not held_out:
         raise BadRequest(f"--eval-set {eval_set!r} names a held-out set; add --held-out")
     with connect() as client:
-        listed = client.held_out(job, step, eval_set) if held_out else client.rollouts(job, step)
-    first = listed.model_copy(update={"rollouts": listed.rollouts[:limit]})
-    show(output, first, lambda: rollout_view.rollout_table(listed, limit, held_out=held_out))
+        if held_out:
+            listed = client.held_out(job, step, eval_set, limit=limit)
+        else:
+            listed = client.rollouts(job, step, limit=limit)
+    show(output, listed, lambda: rollout_view.rollout_table(listed, held_out=held_out))

@@ -7,7 +7,7 @@ without vLLM, and so that the settings are checked before anything heavy is impo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -220,9 +220,10 @@ class Engine(Protocol):
         names. Tensors that cannot be read back are left out."""
         ...
 
-    async def digests(self) -> dict[str, str]:
+    async def digests(self, until: Set[str] | None = None) -> dict[str, str]:
         """Returns the digest of each tensor that the engine computes with, by the checkpoint's
-        names. May take seconds. Raises BadRequest if they cannot be read back."""
+        names; with `until`, only up to the first turn that reads any of these. May take seconds.
+        Raises BadRequest if they cannot be read back."""
         ...
 
     async def set_version(self, owner: str, version: int | None) -> None:

@@ -250,6 +250,39 @@ async def test_a_dry_run_shows_the_first_prompts_and_their_tokens(
     assert (await stack.http.get("/v1/jobs")).json()["jobs"] == []
 
 
+async def test_a_plan_counts_the_prompts_of_the_data(
+    stack: Stack,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    model = made_model(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+
+    async def planned(**data: Any) -> Plan:
+        wanted = with_data(stack.job, **data).model_copy(update={"model": str(model)})
+        body = SubmitRequest(job=wanted)
+        return await stack.client.call("POST", "/v1/jobs/plan", body, Plan, deadline_s=60)
+
+    # the last of 4 rows is the longest; the template adds "w7", and the tokenizer "<s>"
+    rows.write_text("".join(json.dumps({"q": "w3 " * n, "answer": n}) + "\n" for n in (1, 2, 3, 9)))
+    data = {"train": str(rows), "eval": None, "template": "w7 {{ q }}"}
+    found = await planned(**data)
+    assert found.prompt_tokens == 11
+    assert "the longest of all 4 prompts has 11 tokens" in found.notes
+    # of 600 rows every third is counted: rows 0, 3, ..., 597
+    lengths = [2] * 600
+    lengths[597], lengths[598] = 5, 9
+    rows.write_text("".join(json.dumps({"q": "w3 " * n, "answer": n}) + "\n" for n in lengths))
+    found = await planned(**data)
+    assert found.prompt_tokens == 7
+    said = "the longest of 200 prompts that were counted has 7 tokens; there may be longer ones"
+    assert said in found.notes
+    rows.unlink()
+    found = await planned(**data)
+    (note,) = (note for note in found.notes if "taken to be of 508 tokens" in note)
+    assert found.prompt_tokens == 508, "512 of the model less sampling.max_tokens"
+    assert str(rows) in note, "it says why"
+
+
 async def test_other_requests_are_answered_while_the_processor_is_measured_for_a_plan(
     job: Job,  # noqa: F811
     settings: Settings,

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from services.orchestrator.api import looking
+from services.orchestrator.api.lengths import prompt_lengths
 from services.orchestrator.api.looking import ELSEWHERE, Looked
 from services.orchestrator.api.round_robin import RoundRobin
 from services.orchestrator.data.allowed import named_model_folder
@@ -20,13 +21,14 @@ from services.orchestrator.data.apart import NotInTime, apart
 from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
 from services.orchestrator.data.sources import FETCH_S, asks_hub
 from services.orchestrator.data.tables import ended
-from shared.errors import Failed
+from shared.errors import Failed, HoneError
 from shared.host.processes import in_own_thread
 from shared.http.gate import caller
 from shared.job import Job
 from shared.model.names import hub_is_offline
 from shared.plan.cpu import CpuRates
 from shared.settings import Settings
+from shared.wire import PromptLengths
 
 NUM_THREADS = 4
 """Checks at a time: more than the two or three processors that they use, so that a quick check is
@@ -44,6 +46,9 @@ MODEL_S = 20.0
 
 AWAY_S = 60.0
 """Seconds that an unreachable Hub is not asked for another model."""
+
+LENGTHS_S = 10.0
+"""Seconds that counting the prompts' tokens for a plan may take."""
 
 T = TypeVar("T")
 
@@ -79,6 +84,21 @@ class Checks:
     async def look_at_held_out(self, job: Job) -> None:
         """Raises as `load_held_out`."""
         await self._run(job, looking.look_at_held_out, job, self._settings)
+
+    async def lengths(self, job: Job) -> PromptLengths:
+        """Returns the lengths of the job's prompts; why not, if that takes more than `LENGTHS_S` or
+        too many checks wait."""
+        if not job.trains:
+            return PromptLengths()
+        settings = self._settings
+        try:
+            async with asyncio.timeout(LENGTHS_S):
+                size_bytes, work = len(job.model_dump_json()), lambda: prompt_lengths(job, settings)
+                return await _in_thread(self._threads, size_bytes, work)
+        except TimeoutError:
+            return PromptLengths(why_not=f"the data was not read within {LENGTHS_S:g} s")
+        except HoneError as error:
+            return PromptLengths(why_not=error.detail)
 
     @property
     def hub_is_away(self) -> bool:

@@ -85,12 +85,14 @@ def add_routes(
 
     async def plan(request: SubmitRequest) -> Plan:
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
-        Only the job's model is looked at."""
+        Only the job's model is looked at, and how long prompts of its data are; what else is wrong
+        with the data is not refused."""
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
+        known = Known(lengths=await checks.lengths(request.job))
         try:
             online = not checks.hub_is_away
             return await asyncio.to_thread(
-                _planned, request.job, None, settings, checks.cpu_rates, online=online
+                _planned, request.job, known, settings, checks.cpu_rates, online=online
             )
         except CannotPlan as error:
             raise BadRequest(str(error)) from error
@@ -173,9 +175,8 @@ def _check_request(job: Job) -> None:
 
 
 def _dry_run(job: Job, looked: Looked, plan_of: Callable[[Job, Known], Plan]) -> DryRun:
-    lengths = [prompt.num_tokens for prompt in looked.shown if prompt.num_tokens is not None]
     planned, not_planned = None, ""
-    known = Known(max(lengths, default=None), is_longest=False)
+    known = Known(lengths=looked.lengths)
     try:
         planned = plan_of(job, known)
     except CannotPlan as error:
@@ -194,9 +195,7 @@ def _dry_run(job: Job, looked: Looked, plan_of: Callable[[Job, Known], Plan]) ->
     )
 
 
-def _planned(
-    job: Job, known: Known | None, settings: Settings, rates: CpuRates, *, online: bool
-) -> Plan:
+def _planned(job: Job, known: Known, settings: Settings, rates: CpuRates, *, online: bool) -> Plan:
     model = find_model(job.model, job.model_revision, online=online)
     pools = rates.pools(planned_gpus(settings))
     return make_plan(job, model, settings, pools, known)

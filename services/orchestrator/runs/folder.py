@@ -260,9 +260,13 @@ class RunFolder:
         """Returns the rows of `evaluation.jsonl`, oldest first."""
         return self._rows(EVALUATION)
 
-    def _append(self, name: str, data: bytes) -> None:
-        with self._writing(), (self.path / name).open("ab") as file:
-            file.write(data)
+    def _append(self, name: str, line: bytes) -> None:
+        with self._writing(), (self.path / name).open("a+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a crash cut the line before
+                    line = b"\n" + line
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
 
@@ -308,8 +312,7 @@ class RunFolder:
     def append_sync(self, row: dict[str, Any], proof: Proof | None = None) -> None:
         """Notes in `weights.jsonl` how a version reached the samplers, and replaces `canary.json`
         by its proof. No run depends on either."""
-        with self._writing(), (self.path / SYNCS).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        self._append(SYNCS, _row(row))
         if proof:
             self._write(PROOF, _json(proof))
 
@@ -510,7 +513,7 @@ def _json(stored: BaseModel) -> bytes:
 
 
 def _row(row: dict[str, Any]) -> bytes:
-    return b"\n" + json.dumps(row).encode()  # begins a new line, after any cut one
+    return json.dumps(row).encode() + b"\n"
 
 
 def _metrics_line(row: MetricsRow) -> bytes:

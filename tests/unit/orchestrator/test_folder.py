@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -243,6 +244,24 @@ def test_held_out_completions_are_kept_with_their_steps(folder: RunFolder, name:
     assert [folder.held_out(name, step).step for step in (0, 20)] == [0, 20]
     with pytest.raises(NotFound, match=r"step 10 has no stored .*; stored: steps 0, 20\. "):
         folder.held_out(name, 10)
+
+
+def test_a_line_after_a_cut_one_is_read_and_on_disk(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = list[str]()
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    file = folder.path / "weights.jsonl"
+    file.write_bytes(b'{"version": 1}\n{"versi')
+    folder.append_sync({"version": 2})
+    folder.append_sync({"version": 3})
+    assert flushed == ["weights.jsonl"] * 2
+    assert folder.syncs() == [{"version": version} for version in (1, 2, 3)]
+    assert file.read_bytes() == b'{"version": 1}\n{"versi\n{"version": 2}\n{"version": 3}\n'
 
 
 def test_a_held_out_prompt_is_stored_once_for_its_completions(folder: RunFolder) -> None:

@@ -13,7 +13,7 @@ from shared.plan.model import CannotPlan
 from shared.plan.planning import Known, make_plan
 from shared.plan.rates import SamplingRate, StepSize, Training, passes, rates_of, time_by_rates
 from shared.settings import Settings
-from shared.wire import MetricsRow, Plan, StepTime
+from shared.wire import MetricsRow, Plan, PromptLengths, StepTime
 from tests.support.plan_models import job, model
 
 
@@ -77,6 +77,9 @@ def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:
     plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"))
     assert plan.prompt_tokens == 512
     assert plan.notes[0] == "prompts are taken to be of 512 tokens (--prompt-tokens)"
+    why = Known(lengths=PromptLengths(why_not="there is no file 'x'"))
+    plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"), why)
+    assert plan.notes[0].endswith(" of 512 tokens (--prompt-tokens): there is no file 'x'")
     short = job(max_model_len=600)
     plan = make_plan(short, model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"))
     assert plan.prompt_tokens == 88
@@ -201,10 +204,15 @@ def test_a_cache_for_the_longest_sequence_is_made_smaller_by_max_model_len() -> 
 
 def test_max_model_len_is_not_cut_by_a_guess() -> None:
     pools, settings = parse_gpus("1xH100,1xA10G"), Settings()
-    for known in (Known(), Known(512, is_longest=False)):
+    for known in (Known(), Known(lengths=PromptLengths(longest=512, num=9))):
         plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
         assert not plan.fits and "max_model_len" not in changes(plan)
-    assert "the longest of the first prompts has 512 tokens; there may be longer ones" in plan.notes
+    said = "the longest of 9 prompts that were counted has 512 tokens; there may be longer ones"
+    assert said in plan.notes
+    known = Known(lengths=PromptLengths(longest=512, num=9, is_all=True))
+    plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
+    assert changes(plan)["max_model_len"] == "1024"
+    assert "the longest of all 9 prompts has 512 tokens" in plan.notes
 
 
 def test_max_model_len_has_room_for_the_completions_of_evaluations() -> None:
