@@ -10,6 +10,7 @@ import pytest
 from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.metrics import reward_metrics, step_metrics
 from services.orchestrator.loop.pipeline import Step
+from services.orchestrator.play.token_row import TokenRow
 from services.orchestrator.pool.services import NOT_GRADED, score_item
 from shared.job import Job
 from shared.wire import (
@@ -172,6 +173,17 @@ def test_a_conversation_is_graded_by_the_length_that_the_policy_sampled() -> Non
     prompt = Prompt(index=0, content="p", row={"a": 1})
     assert score_item(prompt, with_tool).num_tokens == 2
     assert score_item(prompt, rollout(4)).num_tokens == 4
+
+
+def test_a_conversation_is_graded_after_the_prompt_of_its_last_answer() -> None:
+    row = TokenRow()
+    for end in ("assistant\n", "assistant\n<think>\n"):
+        row.add_given((1,))
+        row.add(rollout(2).model_copy(update={"prompt_end": end}))
+    prompt = Prompt(index=0, content="p", row={})
+    found = score_item(prompt, row.rollout("4?</think>5", "stop", ()))
+    assert found.prompt_end == "assistant\n<think>\n"
+    assert score_item(prompt, rollout(2)).prompt_end is None
 
 
 def test_a_step_whose_update_was_refused_is_counted() -> None:
