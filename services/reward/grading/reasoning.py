@@ -19,6 +19,9 @@ from shared.wire import ScoreItem
 
 THINK = ("<think>", "</think>")
 
+MAX_TAGS = 1000
+"""Last tags of a text that are looked at: each takes some microseconds."""
+
 WINDOW = 200
 """Characters of a tag's line, on either side of it, that are searched for backticks."""
 
@@ -65,7 +68,13 @@ def answer_of(text: str, end: str = "", tags: tuple[str, str] | None = None) -> 
     if tags is None and (found := _final_channel(text, end)) is not None:
         return found
     tags = tags or THINK
-    begin = _Tags(text, tags).answer_begin(opens_thought(end, tags))
+    in_thought = opens_thought(end, tags)
+    if not in_thought and not any(tag in text for tag in tags):
+        return text
+    skipped, *last = text.rsplit(tags[1], MAX_TAGS)
+    if len(last) == MAX_TAGS:
+        return answer_of(text[len(skipped) + len(tags[1]) :], "", tags)
+    begin = _Tags(text, tags).answer_begin(in_thought)
     return _BLANK_LINES.sub("", text[begin:]) if begin else text
 
 
