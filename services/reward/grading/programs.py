@@ -81,8 +81,9 @@ def programs_in(completion: str) -> list[str]:
     around a text are removed.
 
     A block without a closing fence goes on to the end. A completion that begins with code may be in
-    a block that its prompt opened: then its first fence, outside of strings, closes that. The first line keeps its indentation: it may be the rest of a function whose beginning was
-    in the prompt. Only the completion's last `MAX_SEARCHED_CHARS` are searched.
+    a block that its prompt opened: then its first fence, outside of strings, closes that. The first
+    line keeps its indentation: it may be the rest of a function whose beginning was in the prompt.
+    Only the completion's last `MAX_SEARCHED_CHARS` are searched.
     """
     text = completion[-MAX_SEARCHED_CHARS:]
     blocks, is_balanced = _blocks(text)

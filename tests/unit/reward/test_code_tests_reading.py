@@ -100,10 +100,14 @@ def check(candidate):
     ("test", "value", "holds"),
     [
         ("_0 == 4", 4.0, True),
-        ("_0 == 1", True, False),
+        ("_0 == False", 0, True),
+        ("_0 is False", 0, False),
+        ("_0 == [True, (0,)]", [1, (False,)], True),
+        ("_0 == {1: 'a'}", {True: "a"}, True),
+        ("_0 == 1", True, True),
         ("_0 == [1, 2]", (1, 2), False),
         ("_0 == {1, 2}", {2, 1}, True),
-        ("_0 in (1, 2)", True, False),
+        ("_0 in (1, 2)", True, True),
         ("_0 in 'abc'", "b", True),
         ("_0 not in [1]", 2, True),
         ("_0 is None", None, True),
@@ -398,3 +402,9 @@ def test_a_program_is_looked_for_in_the_end_of_a_completion() -> None:
     assert program_of(begin + thoughts + end) == "x = 2"
     assert program_of(begin + thoughts) == (begin + thoughts).rstrip()
     assert program_of(begin + thoughts[200:]) == "x = 1"
+
+
+def test_to_a_strict_judge_true_is_not_1() -> None:
+    cases = [("f(1) == 1", "_0 == 1", [encode(True)]), ("f(1) == [0]", "_0 == [0]", [encode([0])])]
+    assert [verdict for verdict, _ in judged(cases, [])] == ["ok", "ok"]
+    assert [verdict for verdict, _ in judged(cases, [], True)] == ["wrong", "ok"]

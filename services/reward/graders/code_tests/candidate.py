@@ -65,7 +65,7 @@ class CallEnd:
 @dataclass
 class Candidate:
     """One program, with its output and its time so far. `names` are the names that its tests take
-    from it."""
+    from it. `is_strict`: to its tests True is not 1."""
 
     sandbox: Sandbox
     setup: str
@@ -73,6 +73,7 @@ class Candidate:
     limits: TestLimits
     special: frozenset[str] = SPECIAL
     names: frozenset[str] = frozenset()
+    is_strict: bool = False
     stdout: str = ""
     wall_s: float = 0.0
     idle_s: float = 0.0
@@ -175,7 +176,7 @@ async def judged(
         if verdicts[-1] is None:
             open_cases.append((case, [outcome.text for outcome in own]))
     try:
-        told = iter(await _told(limited, open_cases, candidate.special))
+        told = iter(await _told(limited, open_cases, candidate))
     except NoValue as error:
         if len(cases) > 1:
             return None
@@ -195,7 +196,7 @@ def _without_value(case: Case, outcomes: list[CallEnd]) -> Judged | None:
 
 
 async def _told(
-    limited: LimitedPool, cases: list[tuple[Case, list[str]]], special: frozenset[str]
+    limited: LimitedPool, cases: list[tuple[Case, list[str]]], candidate: Candidate
 ) -> list[Judged]:
     """Returns the verdict on each case with its results. Raises NoValue."""
     if not cases:
@@ -204,7 +205,8 @@ async def _told(
     chars = sum(len(case.test) for case, _ in cases)
     for cpu_s in (FIRST_CPU_S, JUDGING_CPU_S):
         own_s = cpu_s + chars / CHARS_PER_CPU_S
-        call = Call("limited.assertions", "judged", (given, sorted(special)), own_s)
+        arguments = (given, sorted(candidate.special), candidate.is_strict)
+        call = Call("limited.assertions", "judged", arguments, own_s)
         try:
             return [(verdict, detail) for verdict, detail in await limited.run(call)]
         except NoValue as error:
