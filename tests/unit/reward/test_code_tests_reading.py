@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from services.reward.graders.code_tests.asserts import from_asserts, from_check
-from services.reward.graders.code_tests.candidate import agree
+from services.reward.graders.code_tests.candidate import agree, difference
 from services.reward.graders.code_tests.tests import calls
 from services.reward.grading.codec import (
     SPECIAL,
@@ -402,6 +402,31 @@ def test_a_program_is_looked_for_in_the_end_of_a_completion() -> None:
     assert program_of(begin + thoughts + end) == "x = 2"
     assert program_of(begin + thoughts) == (begin + thoughts).rstrip()
     assert program_of(begin + thoughts[200:]) == "x = 1"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "told"),
+    [
+        ("4\n", "5", "printed '4', wanted '5'"),
+        (" 5\n", "5\n", "printed ' 5' in line 1, wanted '5', which differs in white space only"),
+        ("1  2", "1 2", "printed '1  2', wanted '1 2', which differs in white space only"),
+        (
+            "x\n" * 50 + "1\t2",
+            "x\n" * 50 + "1 2",
+            "printed '1\\t2' in line 51, wanted '1 2', which differs in white space only",
+        ),
+        ("x\n" * 50 + "4", "x\n" * 50 + "5", "printed '4' in line 51, wanted '5'"),
+        ("x\n" * 50, "x\n" * 49, "printed 50 lines, wanted 49"),
+        (
+            "x" * 100 + "4",
+            "x" * 100 + "5",
+            f"printed '{'x' * 20}4' in line 1 from character 81, wanted '{'x' * 20}5'",
+        ),
+    ],
+)
+def test_a_wrong_output_is_told_by_what_differs(given: str, wanted: str, told: str) -> None:
+    assert not agree(given, wanted)
+    assert difference(given, wanted) == told
 
 
 def test_to_a_strict_judge_true_is_not_1() -> None:
