@@ -201,8 +201,12 @@ class AsyncClient:
 
     async def rollouts(self, job: str, step: int | None = None) -> wire.RolloutList:
         """Returns all graded rollouts of `step`, or of the newest step."""
-        path = f"/v1/jobs/{await self._id(job)}/rollouts"
-        query = {} if step is None else {"step": step}
+        return await self._rollouts(f"/v1/jobs/{await self._id(job)}/rollouts", step, {})
+
+    async def _rollouts(
+        self, path: str, step: int | None, named: Mapping[str, str]
+    ) -> wire.RolloutList:
+        query = dict[str, str | int](named) | ({} if step is None else {"step": step})
         found: list[wire.GradedRollout] = []
         after: int | None = 0
         while True:
@@ -210,16 +214,16 @@ class AsyncClient:
                 f"{path}?{urlencode(query | {'after': after})}", wire.RolloutList
             )
             found += page.rollouts
-            query, after = {"step": page.step}, page.next_after
+            query, after = query | {"step": page.step}, page.next_after
             if after is None:
                 return wire.RolloutList(step=page.step, rollouts=tuple(found))
 
     async def held_out(self, job: str, step: int | None = None, name: str = "") -> wire.RolloutList:
         """Returns completions of the evaluation after `step`, or of the newest one, with their
-        rewards: of the first problems of `data.eval`, or of the held-out set `name`."""
-        query = {"name": name} | ({} if step is None else {"step": step})
-        path = f"/v1/jobs/{await self._id(job)}/held_out?{urlencode(query)}"
-        return await self._calls.get(path, wire.RolloutList)
+        rewards: of the first problems of `data.eval`, or of the held-out set `name`. In a job of 0
+        steps, `step` is the number of a model in its report, from 0."""
+        path = f"/v1/jobs/{await self._id(job)}/held_out"
+        return await self._rollouts(path, step, {"name": name})
 
     async def regrade(
         self,

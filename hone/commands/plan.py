@@ -22,7 +22,7 @@ from hone.shell import (
 from shared.errors import BadRequest, Failed
 from shared.http import codec
 from shared.job import Job
-from shared.plan.cpu import THIS_MACHINE
+from shared.plan.cpu import CpuRates
 from shared.plan.gpus import parse_gpus
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan, planned_gpus
@@ -56,7 +56,7 @@ def plan(
     pools = parse_gpus(gpus) if gpus is not None else planned_gpus(settings)
     known = Known(prompt_tokens, measured_in(measured) if measured else None)
     if known.measured is None:
-        pools = THIS_MACHINE.pools(pools)
+        pools = CpuRates().pools(pools)
     try:
         reward_service.check_rewards(job.rewards)
     except Failed as error:  # a plan is also made where that service is not installed

@@ -16,6 +16,10 @@ MAX_KEPT = 1024
 per token, where a completion's other data is 9 bytes."""
 
 
+MAX_TEMPERATURE = 2.0
+"""vLLM samples at no higher temperature."""
+
+
 class SamplingSpec(Section):
     """A step samples `group_size` completions for each of `prompts_per_step` prompts."""
 
@@ -30,7 +34,7 @@ class SamplingSpec(Section):
     """Longest completion, in tokens. A completion that reaches it ends with `finish_reason`
     "length"."""
 
-    temperature: float = Field(default=1.0, ge=0.01, le=2)
+    temperature: float = Field(default=1.0, ge=0.01, le=MAX_TEMPERATURE)
     """Divides the logits, from 0.01 to 2; the trainer divides its own by the same. 1 samples the
     policy itself. vLLM refuses more, and samples at 0.01 if it gets less."""
 

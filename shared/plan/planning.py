@@ -57,7 +57,7 @@ def make_plan(
     needs = _needs(job, model, settings, known)
     best, *others = placements(needs, pools)
     if known.measured is not None and best.fits:
-        best = best.model_copy(update={"time": rates.measured(job, needs.load, known.measured)})
+        best = best.model_copy(update={"time": rates.time_by_run(job, needs.load, known.measured)})
     price = price_per_hour(settings, pools)
     return Plan(
         model=job.model,
@@ -171,10 +171,12 @@ def _notes(
     if host >= LEAST_HOST_GIB:
         notes.append(f"the ranks need {host:.1f} GiB of the host's memory, which is not checked")
     if placement.fits and placement.time is None:
-        why = f"no rates are known of {pools[0].gpu.name}"
-        if pools[0].gpu.is_cpu:
-            why = "the rates of this processor could not be measured, which needs NumPy"
-        notes.append(f"{why}, so the time of a step is not estimated")
+        gpu, unknown = pools[0].gpu, "the time of a step is not estimated"
+        notes.append(
+            f"{unknown}: the rates of this processor could not be measured: {gpu.no_rates_because}"
+            if gpu.no_rates_because
+            else f"no rates are known of {gpu.name}, so {unknown}"
+        )
     if placement.time is not None and price is None:
         notes.append("no price is known of these GPUs (HONE_PRICES, HONE_PRICE_PER_HOUR)")
     if job.steps == 0:

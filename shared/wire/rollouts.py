@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from shared.documented import Plain
+from shared.job.sampling import MAX_TEMPERATURE
 from shared.wire.base import Fenced, Fencing, JobId, Message, Wire
 from shared.wire.packed import Logprobs, Mask, TokenIds
 from shared.wire.weights import AdapterWeights
@@ -36,7 +37,7 @@ class Sampling(Wire):
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int = Field(default=256, ge=1)
-    temperature: float = Field(default=1.0, ge=0, le=2)
+    temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0, le=1)

@@ -17,19 +17,22 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from hone import view
-from services.orchestrator.api import jobs
 from services.orchestrator.app import create_service
 from services.orchestrator.data.uploads import Uploads
 from services.orchestrator.store.store import Store
 from shared.errors import MEDIA_TYPE, BadRequest
 from shared.job import Job
 from shared.plan.cpu import CoreRates, CpuRates
-from shared.plan.gpus import parse_gpus
 from shared.settings import Settings
-from shared.wire import DryRun, Plan, SubmitRequest
+from shared.wire import DryRun, JobList, Plan, SubmitRequest
 from tests.support.in_process import in_process
 from tests.support.model_folders import make_model_folder
-from tests.support.orchestrator_stack import Stack, job, stack  # noqa: F401
+from tests.support.orchestrator_stack import (  # noqa: F401
+    Stack,
+    job,
+    orchestrator_client,
+    stack,
+)
 from tests.support.uploading import ROWS, upload
 
 pytestmark = pytest.mark.slow
@@ -248,9 +251,10 @@ async def test_a_dry_run_shows_the_first_prompts_and_their_tokens(
 
 
 async def test_other_requests_are_answered_while_the_processor_is_measured_for_a_plan(
-    stack: Stack,  # noqa: F811
+    job: Job,  # noqa: F811
+    settings: Settings,
+    redis_url: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, answered = threading.Event(), threading.Event()
 
@@ -259,16 +263,16 @@ async def test_other_requests_are_answered_while_the_processor_is_measured_for_a
         assert answered.wait(60)
         return CoreRates(0.1, 20.0)
 
-    monkeypatch.setattr(jobs, "THIS_MACHINE", CpuRates(measure))
-    monkeypatch.setattr(jobs, "planned_gpus", lambda settings: parse_gpus("cpu"))
+    on_cpu = settings.model_copy(update={"gpus": "cpu"})
     model = made_model(tmp_path / "model")
-    body = SubmitRequest(job=stack.job.model_copy(update={"model": str(model)}))
-    call = stack.client.call("POST", "/v1/jobs/plan", body, Plan, deadline_s=60)
-    planning = asyncio.create_task(call)
-    assert await asyncio.to_thread(begun.wait, 60)
-    assert (await stack.http.get("/v1/jobs")).status_code == 200
-    answered.set()
-    time = (await planning).placement.time
+    body = SubmitRequest(job=job.model_copy(update={"model": str(model)}))
+    async with orchestrator_client(on_cpu, redis_url, cpu_rates=CpuRates(measure)) as client:
+        call = client.call("POST", "/v1/jobs/plan", body, Plan, deadline_s=60)
+        planning = asyncio.create_task(call)
+        assert await asyncio.to_thread(begun.wait, 60)
+        assert (await client.get("/v1/jobs", JobList)).jobs == ()
+        answered.set()
+        time = (await planning).placement.time
     assert time is not None and time.source == "benchmarked"
 
 

@@ -25,6 +25,7 @@ from shared.host.processes import in_own_thread
 from shared.http.gate import caller
 from shared.job import Job
 from shared.model.names import hub_is_offline
+from shared.plan.cpu import CpuRates
 from shared.settings import Settings
 
 NUM_THREADS = 4
@@ -48,11 +49,13 @@ T = TypeVar("T")
 
 
 class Checks:
-    """The checks of one orchestrator. When its caller has gone, a check ends: a process at once, a
-    thread at its next row. Raises Busy if too many checks wait."""
+    """The checks of one orchestrator, and the `cpu_rates` for its plans. When its caller has gone,
+    a check ends: a process at once, a thread at its next row. Raises Busy if too many checks
+    wait."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, cpu_rates: CpuRates | None = None) -> None:
         self._settings = settings
+        self.cpu_rates = cpu_rates or CpuRates()
         self._threads = RoundRobin(NUM_THREADS)
         self._fetches = RoundRobin(MAX_FETCHES)
         self._models = RoundRobin(MAX_FETCHES)

@@ -1,11 +1,17 @@
-"""What a person sees of graded rollouts."""
+"""`hone rollouts`: what is asked of the orchestrator, and what a person sees of graded rollouts."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator
 
+import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from hone.cli import app
+from hone.commands import rollouts
 from hone.rollout_view import reasons, regrade_table, rollout_table
 from shared.wire import (
     GradedRollout,
@@ -42,6 +48,64 @@ def printed(shown: object) -> str:
     console = Console(width=250, file=io.StringIO(), record=True)
     console.print(shown)
     return console.export_text()
+
+
+class Orchestrator:
+    """Answers as `hone.Client` does. `asked`: the methods and arguments of all calls."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def rollouts(self, job: str, step: int | None) -> RolloutList:
+        self.asked.append(("rollouts", job, step))
+        return RolloutList(step=4, rollouts=(rollout(1.0),))
+
+    def held_out(self, job: str, step: int | None, name: str) -> RolloutList:
+        self.asked.append(("held_out", job, step, name))
+        answer = rollout(1.0).model_copy(update={"advantage": None})
+        return RolloutList(step=8, rollouts=(answer,))
+
+
+@pytest.fixture
+def orchestrator(monkeypatch: pytest.MonkeyPatch) -> Orchestrator:
+    fake = Orchestrator()
+
+    @contextlib.contextmanager
+    def connect() -> Iterator[Orchestrator]:
+        yield fake
+
+    monkeypatch.setattr(rollouts, "connect", connect)
+    return fake
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["rollouts", "first", *words], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+def header(shown: str) -> list[str]:
+    line = next(line for line in shown.splitlines() if "completion" in line)
+    return [cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]]
+
+
+def test_a_steps_rollouts_have_their_advantages(orchestrator: Orchestrator) -> None:
+    code, shown = run("--step", "4")
+    assert (code, orchestrator.asked) == (0, [("rollouts", "first", 4)])
+    assert shown.splitlines()[0].strip() == "step 4"
+    assert header(shown) == ["prompt", "completion", "reward", "advantage", "why"]
+
+
+def test_held_out_completions_are_titled_and_have_no_advantages(orchestrator: Orchestrator) -> None:
+    code, shown = run("--held-out", "--eval-set", "hard")
+    assert (code, orchestrator.asked) == (0, [("held_out", "first", None, "hard")])
+    assert shown.splitlines()[0].strip() == "held-out problems after step 8"
+    assert header(shown) == ["prompt", "completion", "reward", "why"]
+
+
+def test_a_set_without_held_out_is_refused(orchestrator: Orchestrator) -> None:
+    code, shown = run("--eval-set", "hard")
+    assert (code, orchestrator.asked) == (2, [])
+    assert "--eval-set 'hard' names a held-out set; add --held-out" in shown
 
 
 def test_a_grader_that_says_more_has_a_line_of_verdict_reason_output_and_time() -> None:

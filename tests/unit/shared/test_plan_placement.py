@@ -11,7 +11,7 @@ from shared.job import Job
 from shared.plan.gpus import parse_gpus
 from shared.plan.model import CannotPlan
 from shared.plan.planning import Known, make_plan
-from shared.plan.rates import SamplingRate, StepSize, Training, passes, rates_of, tabled
+from shared.plan.rates import SamplingRate, StepSize, Training, passes, rates_of, time_by_rates
 from shared.settings import Settings
 from shared.wire import MetricsRow, Plan, StepTime
 from tests.support.plan_models import job, model
@@ -70,7 +70,7 @@ def test_on_a_cpu_both_are_in_the_hosts_memory() -> None:
     assert plan.placement.kind == "cpu" and plan.placement.time is None
     sampler = plan.placement.sampler
     assert plan.placement.sampler_room_gib == sampler.weights_gib + sampler.overhead_gib + 2
-    assert any("this processor could not be measured" in note for note in plan.notes)
+    assert "no rates are known of cpu, so the time of a step is not estimated" in plan.notes
 
 
 def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:
@@ -237,7 +237,7 @@ def test_a_steps_time_is_as_worked_out_by_hand() -> None:
     count = 1_543_714_304
     load = StepSize(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
     gpu = parse_gpus("1xA100-80GB")[0].gpu
-    found = tabled(
+    found = time_by_rates(
         model("Qwen2.5-1.5B"),
         job(),
         load,
@@ -268,7 +268,7 @@ def test_time_is_by_the_number_of_updates_and_by_the_samplers_own_dtype() -> Non
     def time(itemsize: int, **sections: Any) -> StepTime:
         sampling = SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=itemsize)
         wanted = job(**({"memory": {"offload_optimizer": True}} | sections))
-        found = tabled(model("Qwen2.5-1.5B"), wanted, load, sampling, training, "split")
+        found = time_by_rates(model("Qwen2.5-1.5B"), wanted, load, sampling, training, "split")
         assert found is not None
         return found
 
@@ -292,7 +292,9 @@ def test_prompts_count_once_for_each_minibatch_with_some_of_their_group() -> Non
     training = Training(num_ranks=1, gpu=gpu, itemsize=2)
 
     def train_s(**sections: Any) -> float:
-        found = tabled(model("Qwen2.5-1.5B"), job(**sections), load, sampling, training, "split")
+        found = time_by_rates(
+            model("Qwen2.5-1.5B"), job(**sections), load, sampling, training, "split"
+        )
         assert found is not None
         return found.train_s
 
