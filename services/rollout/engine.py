@@ -71,6 +71,10 @@ class Chat(Protocol):
         """Returns the token ids of a part of a rendered text."""
         ...
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special tokens included."""
+        ...
+
     def special_text(self, token_id: int) -> str:
         """Returns a special token's text, and "" for any other token."""
         ...

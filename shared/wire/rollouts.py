@@ -176,6 +176,9 @@ class Rollout(Wire):
     `advantages` `[T]` came with a rollout that was sampled elsewhere, and replace the advantage
     that Hone computes from its group's rewards; empty: none came.
 
+    `prompt_end` is the end of the text that `text` follows, special tokens included, which says
+    whether the chat template has opened a thought; None: not known.
+
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`, and
     `turns` the index of the first token of each answer; empty: one answer, from the first token on.
     `branches` are its other rows, if its history was written anew on the way. `info` is the
@@ -197,6 +200,7 @@ class Rollout(Wire):
     top_ids: TokenIds = TokenIds()
     top_logprobs: Logprobs = Logprobs()
     advantages: Logprobs = Logprobs()
+    prompt_end: str | None = None
     messages: tuple[Message, ...] = ()
     turns: TokenIds = TokenIds()
     branches: tuple[Branch, ...] = ()
