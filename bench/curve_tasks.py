@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.curves_side import Warmup
-from bench.trl_side import Recipe
+from bench.curve_model import Warmup
+from bench.recipe import Recipe
 
 NUM_HELD_OUT = 64
 
@@ -36,25 +36,25 @@ Problem = tuple[str, str]
 """A question and its answer."""
 
 
-def sum_of_two(drawn: random.Random) -> Problem:
-    one, other = drawn.randint(1, 20), drawn.randint(1, 20)
+def sum_of_two(rng: random.Random) -> Problem:
+    one, other = rng.randint(1, 20), rng.randint(1, 20)
     return f"What is {one} + {other}?", str(one + other)
 
 
-def spelled_word(drawn: random.Random) -> Problem:
+def spelled_word(rng: random.Random) -> Problem:
     """A word of three syllables without its last vowel, spelled, because the model's tokens are
     parts of words."""
-    word = "".join(drawn.choice(SYLLABLES) for _ in range(3))[:5]
+    word = "".join(rng.choice(SYLLABLES) for _ in range(3))[:5]
     return " ".join(word), " ".join(reversed(word))
 
 
-def person(drawn: random.Random) -> Problem:
+def person(rng: random.Random) -> Problem:
     facts = {
-        "name": drawn.choice(NAMES),
-        "age": drawn.randint(18, 80),
-        "city": drawn.choice(CITIES),
+        "name": rng.choice(NAMES),
+        "age": rng.randint(18, 80),
+        "city": rng.choice(CITIES),
     }
-    return drawn.choice(SENTENCES).format(**facts), json.dumps(facts)
+    return rng.choice(SENTENCES).format(**facts), json.dumps(facts)
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,12 @@ class Task:
         count = self.steps * self.recipe.num_prompts
         return self._rows(random.Random(f"{self.name} {seed}"), count)
 
-    def _rows(
-        self, drawn: random.Random, count: int, distinct: bool = False
-    ) -> list[dict[str, Any]]:
+    def _rows(self, rng: random.Random, count: int, distinct: bool = False) -> list[dict[str, Any]]:
         """Returns rows of which none but those of `held_out` itself is held out."""
         taken = set[str]() if distinct else {question(row) for row in self.held_out()}
         rows: list[dict[str, Any]] = []
         while len(rows) < count:
-            user, answer = self.problem(drawn)
+            user, answer = self.problem(rng)
             if user in taken:
                 continue
             if distinct:
@@ -127,7 +125,12 @@ TASKS = {
             system="Answer with the number only.",
             problem=sum_of_two,
             recipe=Recipe(
-                num_prompts=8, group_size=8, max_tokens=8, learning_rate=1e-5, reward="sums"
+                num_prompts=8,
+                group_size=8,
+                max_tokens=8,
+                learning_rate=1e-5,
+                reward="sums",
+                rows=32,  # TRL's process takes 8 GiB with all 64
             ),
             steps=20,
             warmup=Warmup(steps=10, batch=16, learning_rate=1e-5),

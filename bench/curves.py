@@ -4,7 +4,7 @@
     python -m bench.curves --times [--turn-steps 3] [--repeats 3]
 
 The model is SmolLM2-135M-Instruct (`deploy/real_model.py`). A few supervised steps
-(`curves_side.py`) teach it the form of a task's answers, once, and all sides start from these
+(`curve_model.py`) teach it the form of a task's answers, once, and all sides start from these
 weights in float32. They have the same rows in the same order, chat template, groups, temperature 1,
 loss "dapo" with the same bounds, no reference model, AdamW at the same constant learning rate
 without warm-up, one optimizer step per batch, gradients of norm 1 at most, and no gradient
@@ -17,9 +17,9 @@ A curve is the mean reward of each step's rollouts. Held-out reward is measured 
 program: transformers decodes 64 problems that no training row contains, greedily, with the weights
 before training and each side's weights after it. Curves agree at the end if the means over the
 seeds of the last quarter of the steps differ by at most the larger of the two sides' standard
-deviations over the seeds, or by 0.05. Two flat curves agree too, so each side must also
-gain 0.1 from the first quarter of the steps to the last. Greedy answers may gain less: they are
-often right before rollouts at temperature 1 are.
+deviations over the seeds, or by 0.05. Two flat curves agree too, so each seed of each side must
+also gain 0.1 from the first quarter of the steps to the last. Greedy answers may gain less: they
+are often right before rollouts at temperature 1 are.
 
 Each finished run is a file in `--results`, so an interrupted benchmark continues, and the figures
 are of all files there, and so is the picture (`--picture`).
@@ -28,7 +28,9 @@ The time of a step is measured apart, with `--times`: all sides are started, and
 steps. The learning rate is almost 0 there, so that all sides sample from the same weights, and
 completions of one length, for as long as they run. A step is all of Hone's, with groups and batch
 on disk, against the faster of TRL's two. Hone does not train on groups whose rewards are equal, and
-TRL does, with a gradient of zero: that is part of the ratio.
+TRL does, with a gradient of zero: that is part of the ratio. Where all groups of a step are equal,
+Hone makes no optimizer step, and TRL one by Adam's momentum alone. TRL's vLLM has no oneDNN, which
+TRL's weight sync cannot load (`trl_side.py`).
 """
 
 from __future__ import annotations
@@ -53,26 +55,27 @@ from bench.grpo import (
     GENERATIONS,
     HONE,
     STAGES,
-    Hone,
+    HoneSide,
     Step,
     Turn,
     Turns,
     better_trl,
     breakdown,
+    running_trl,
     stack,
     take_turns,
-    trl,
 )
+from bench.recipe import Recipe
 from bench.report import Figure, count, finish, ratios, repeated
 from bench.side import run
-from bench.trl_side import Recipe
+from deploy.machine import exit_on_signals
 from deploy.plot import running_mean
 from deploy.real_model import fetch
 
 SIDES = {"hone": HONE, "trl": "TRL", "trl-vllm": "TRL with vLLM"}
 COLORS = {"hone": "#1f5fa8", "trl": "#c2410c", "trl-vllm": "#4d7c0f"}
 
-FLOOR = 0.05
+MIN_DIFFERENCE = 0.05
 """A difference of rewards that is no disagreement, however little the seeds differ."""
 
 LEAST_GAIN = 0.1
@@ -132,9 +135,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tasks", type=names(TASKS), default=[*TASKS], help="default: all")
-    parser.add_argument("--sides", type=names(SIDES), default=["hone", "trl"])
-    parser.add_argument("--seeds", type=seeds, default=[0, 1, 2], help="default: 0,1,2")
+    parser.add_argument("--tasks", type=parse_names(TASKS), default=[*TASKS], help="default: all")
+    parser.add_argument("--sides", type=parse_names(SIDES), default=["hone", "trl"])
+    parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2], help="default: 0,1,2")
     parser.add_argument("--steps", type=count, help="of a run (default: the task's)")
     parser.add_argument("--results", type=Path, default=Path(".hone/curves"))
     parser.add_argument("--picture", type=Path, default=Path("docs/curves.png"))
@@ -142,7 +145,7 @@ def main() -> int:
     parser.add_argument("--turn-steps", type=count, default=3, help="with --times (default: 3)")
     parser.add_argument("--repeats", type=count, default=3, help="turns of each (default: 3)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the stack ends too
+    exit_on_signals(signal.SIGTERM)  # the stack ends too
     tasks = [TASKS[name] for name in args.tasks]
     if args.steps:
         tasks = [replace(task, steps=args.steps) for task in tasks]
@@ -154,21 +157,21 @@ def main() -> int:
             measure_times(results, task, args.turn_steps, args.repeats)
     else:
         for side in args.sides:
-            learn(results, side, [(task, seed) for task in tasks for seed in args.seeds])
+            train_missing(results, side, [(task, seed) for task in tasks for seed in args.seeds])
     return report(results, tasks, args.seeds, args.picture)
 
 
-def names(known: dict[str, Any]) -> Callable[[str], list[str]]:
-    def chosen(text: str) -> list[str]:
+def parse_names(known: dict[str, Any]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
         found = text.split(",")
         if unknown := [name for name in found if name not in known]:
             raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, expected some of {[*known]}")
         return found
 
-    return chosen
+    return parse
 
 
-def seeds(text: str) -> list[int]:
+def parse_seeds(text: str) -> list[int]:
     return [int(seed) for seed in text.split(",")]
 
 
@@ -196,7 +199,7 @@ class Results:
             write_rows(rows, task.warmup_rows())
             warmup = json.dumps(asdict(task.warmup))
             arguments = ("warmup", str(fetch()), str(rows), warmup, str(model))
-            run("bench.curves_side", *arguments, limit_s=LIMIT_S)
+            run("bench.curve_model", *arguments, limit_s=LIMIT_S)
         found = asdict(held_out(task, model))
         self._write(f"{task.name}-start", task.settings, found)
         self._log(f"{task.name}: held-out reward {found['reward']:.3f} before training")
@@ -211,7 +214,7 @@ class Results:
             return None
         return Curve([Step(**step) for step in found["steps"]], HeldOut(**found["held_out"]))
 
-    def keep(self, task: Task, side: str, seed: int, curve: Curve) -> None:
+    def store(self, task: Task, side: str, seed: int, curve: Curve) -> None:
         self._write(f"{task.name}-{side}-{seed}", task.run_settings(seed), asdict(curve))
         self._log(
             f"{task.name}, {SIDES[side]}, seed {seed}: reward {curve.rewards[0]:.3f} -> "
@@ -222,7 +225,7 @@ class Results:
     def times(self, task: Task) -> tuple[Turns, dict[str, str]]:
         """Returns the turns of each side, none if they were not measured, and why a side is
         missing."""
-        found = self._read(f"{task.name}-times", task.run_settings(0))
+        found = self._read(f"{task.name}-times", times_settings(task))
         if found is None:
             return {}, {}
         turns = {
@@ -231,10 +234,10 @@ class Results:
         }
         return turns, found["missing"]
 
-    def keep_times(self, task: Task, turns: Turns, missing: dict[str, str]) -> None:
+    def store_times(self, task: Task, turns: Turns, missing: dict[str, str]) -> None:
         found = {side: [asdict(turn) for turn in of_side] for side, of_side in turns.items()}
         document = {"turns": found, "missing": missing}
-        self._write(f"{task.name}-times", task.run_settings(0), document)
+        self._write(f"{task.name}-times", times_settings(task), document)
 
     def _read(self, name: str, settings: dict[str, Any]) -> dict[str, Any] | None:
         """Returns what is stored under the name, or None. Raises ValueError if it was measured with
@@ -267,7 +270,7 @@ def held_out(task: Task, model: Path) -> HeldOut:
         path = Path(folder, "held_out.jsonl")
         write_rows(path, rows)
         arguments = ("answer", str(model), str(path), str(task.recipe.max_tokens))
-        completions = run("bench.curves_side", *arguments, limit_s=LIMIT_S)["completions"]
+        completions = run("bench.curve_model", *arguments, limit_s=LIMIT_S)["completions"]
     messages = [[{"role": "assistant", "content": text}] for text in completions]
     reward = getattr(curve_rewards, task.recipe.reward)
     rewards = reward(completions=messages, answer=[row["answer"] for row in rows])
@@ -278,7 +281,7 @@ def held_out(task: Task, model: Path) -> HeldOut:
 # --- runs ----------------------------------------------------------------------------------------
 
 
-def learn(results: Results, side: str, runs: Sequence[tuple[Task, int]]) -> None:
+def train_missing(results: Results, side: str, runs: Sequence[tuple[Task, int]]) -> None:
     """Trains what is not among the results yet."""
     left = [(task, seed) for task, seed in runs if results.curve(task, side, seed) is None]
     if not left:
@@ -296,12 +299,12 @@ def learn(results: Results, side: str, runs: Sequence[tuple[Task, int]]) -> None
                 curve = hone_curve(client, own, task, recipe)
             else:
                 curve = trl_curve(GENERATIONS[SIDES[side]], own, task, recipe)
-            results.keep(task, side, seed, curve)
+            results.store(task, side, seed, curve)
             shutil.rmtree(own)
 
 
 def hone_curve(client: hone.Client, folder: Path, task: Task, recipe: Recipe) -> Curve:
-    record, steps = Hone(client, folder, recipe).train(task.steps)
+    record, steps = HoneSide(client, folder, recipe).train(task.steps)
     curve = Curve(steps, held_out(task, Path((record.summary or {})["checkpoint"])))
     client.delete(record.id, files=True)
     return curve
@@ -309,7 +312,7 @@ def hone_curve(client: hone.Client, folder: Path, task: Task, recipe: Recipe) ->
 
 def trl_curve(generation: str, folder: Path, task: Task, recipe: Recipe) -> Curve:
     trained = folder / "trained"
-    with trl(generation, folder, recipe, save=trained) as side:
+    with running_trl(generation, folder, recipe, save=trained) as side:
         side.begin()
         steps = side.train(task.steps)
         side.finish()
@@ -318,14 +321,23 @@ def trl_curve(generation: str, folder: Path, task: Task, recipe: Recipe) -> Curv
 
 def measure_times(results: Results, task: Task, steps: int, repeats: int) -> None:
     """Lets all sides take turns of a few steps."""
-    recipe = replace(task.recipe, learning_rate=TIMES_LEARNING_RATE)
+    recipe = times_recipe(task)
     with tempfile.TemporaryDirectory() as name:
         rows = replace(task, steps=steps + 2).train_rows(seed=0)
         write_side(Path(name), results.model(task), rows)
         turns, missing = take_turns(
             Path(name), recipe, {HONE: 0}, steps, repeats, samplers=NUM_SAMPLERS
         )
-    results.keep_times(task, turns, missing)
+    results.store_times(task, turns, missing)
+
+
+def times_recipe(task: Task) -> Recipe:
+    return replace(task.recipe, learning_rate=TIMES_LEARNING_RATE)
+
+
+def times_settings(task: Task) -> dict[str, Any]:
+    """Returns all that the time of a step depends on."""
+    return task.settings | {"recipe": asdict(times_recipe(task))}
 
 
 def write_side(folder: Path, model: Path, rows: list[dict[str, Any]]) -> None:
@@ -339,18 +351,20 @@ def write_side(folder: Path, model: Path, rows: list[dict[str, Any]]) -> None:
 # --- figures -------------------------------------------------------------------------------------
 
 
-def report(results: Results, tasks: Sequence[Task], chosen: Sequence[int], picture: Path) -> int:
+def report(results: Results, tasks: Sequence[Task], seeds: Sequence[int], picture: Path) -> int:
     """Draws and prints the figures of all that is among the results; returns the exit status."""
     figures: list[Figure] = []
-    facts: dict[str, Any] = {"seeds": [*chosen], "tasks": {}}
+    facts: dict[str, Any] = {"seeds": [*seeds], "tasks": {}}
     drawn: dict[str, tuple[float, Curves]] = {}
+    num_missing = 0
     for task in tasks:
         start = results.start(task)
         assert start
-        curves = complete(results, task, chosen)
+        curves = finished_curves(results, task, seeds)
         turns, missing = results.times(task)
         figures += compare(task.name, start.reward, curves) + compare_times(task.name, turns)
         drawn[task.name] = (start.reward, curves)
+        num_missing += len(curves) < 2 or len(turns) < 2
         facts["tasks"][task.name] = task.run_settings(0) | {
             "before": {"reward": start.reward, "right": start.right},
             "curves": {
@@ -369,14 +383,15 @@ def report(results: Results, tasks: Sequence[Task], chosen: Sequence[int], pictu
             print(f"\n{task.name}: seconds of a step (medians)\n{breakdown(turns)}\n")
     if any(curves for _, curves in drawn.values()):
         plot(drawn, picture)
+    figures.append(Figure("tasks without a comparison", num_missing, "", 0, "max"))
     return finish("curves", figures, **facts)
 
 
-def complete(results: Results, task: Task, chosen: Sequence[int]) -> Curves:
+def finished_curves(results: Results, task: Task, seeds: Sequence[int]) -> Curves:
     """Returns the curves of each side that has all seeds."""
     curves: Curves = {}
     for side in SIDES:
-        found = [results.curve(task, side, seed) for seed in chosen]
+        found = [results.curve(task, side, seed) for seed in seeds]
         of_side = [curve for curve in found if curve is not None]
         if of_side and len(of_side) == len(found):
             curves[side] = of_side
@@ -386,19 +401,13 @@ def complete(results: Results, task: Task, chosen: Sequence[int]) -> Curves:
 def compare(task: str, before: float, curves: Curves) -> list[Figure]:
     """Returns the figures of a task's curves, those with a goal first."""
     ends = {side: [curve.last_quarter for curve in of_side] for side, of_side in curves.items()}
-    after = {side: [curve.held_out.reward for curve in of_side] for side, of_side in curves.items()}
     figures = [
         agreement(f"{task}: rewards at the end, Hone and {SIDES[side]}", ends["hone"], ends[side])
         for side in curves
         if side != "hone" and "hone" in curves
     ]
     figures += [
-        repeated(
-            f"{task}: reward gained, {SIDES[side]}",
-            [curve.last_quarter - curve.first_quarter for curve in of_side],
-            goal=LEAST_GAIN,
-        )
-        for side, of_side in curves.items()
+        least_gain(f"{task}: least reward gained, {SIDES[side]}", curves[side]) for side in curves
     ]
     figures.append(Figure(f"{task}: held-out reward before training", before))
     for side, of_side in curves.items():
@@ -406,20 +415,28 @@ def compare(task: str, before: float, curves: Curves) -> list[Figure]:
         after = [curve.held_out.reward for curve in of_side]
         rights = [curve.held_out.right for curve in of_side]
         seconds = [curve.seconds / len(curve.steps) for curve in of_side]
+        trained = [fmean(step.num_trained for step in curve.steps) for curve in of_side]
         figures += [
             repeated(f"{task}: held-out reward, {name}", after),
             repeated(f"{task}: held-out answers that are right, {name}", rights),
             repeated(f"{task}: reward of the last quarter, {name}", ends[side]),
+            repeated(f"{task}: completions that train per step, {name}", trained),
             repeated(f"{task}: a step while learning, {name}", seconds, "s"),
         ]
     return figures
 
 
+def least_gain(name: str, curves: Sequence[Curve]) -> Figure:
+    """Returns what the seed that gained least gained: a median would hide a seed that unlearned."""
+    gains = [curve.last_quarter - curve.first_quarter for curve in curves]
+    return Figure(name, min(gains), "", LEAST_GAIN, "min", (min(gains), max(gains)))
+
+
 def agreement(name: str, one: Sequence[float], other: Sequence[float]) -> Figure:
     """Returns the difference of two sides' means over the seeds. The goal is the larger standard
-    deviation of the two over the seeds, at least `FLOOR`."""
+    deviation of the two over the seeds, at least `MIN_DIFFERENCE`."""
     spreads = [stdev(ends) if len(ends) > 1 else 0.0 for ends in (one, other)]
-    return Figure(name, abs(fmean(one) - fmean(other)), "", max(*spreads, FLOOR), "max")
+    return Figure(name, abs(fmean(one) - fmean(other)), "", max(*spreads, MIN_DIFFERENCE), "max")
 
 
 def compare_times(task: str, turns: Turns) -> list[Figure]:

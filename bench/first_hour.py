@@ -121,7 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="a model folder, with --data (default: the demo's)")
+    parser.add_argument("--model", help="a model folder, with --data (default: demo-tiny's)")
     parser.add_argument("--data", help="a data file")
     parser.add_argument("--repeats", type=count, default=1)
     arguments = parser.parse_args()

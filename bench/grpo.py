@@ -15,9 +15,9 @@ from statistics import fmean, median
 from typing import Any
 
 import hone
+from bench.recipe import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, Recipe
 from bench.report import table
 from bench.side import start, told
-from bench.trl_side import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, Recipe
 from deploy import local
 from deploy.machine import on_free_ports
 from shared.wire import JobRecord
@@ -76,12 +76,13 @@ def take_turns(
     missing: dict[str, str] = {}
     with contextlib.ExitStack() as running:
         starting = {
-            side: running.enter_context(trl(generation, folder, recipe))
+            side: running.enter_context(running_trl(generation, folder, recipe))
             for side, generation in GENERATIONS.items()
         }
         client = running.enter_context(stack(folder, samplers=samplers))
-        sides: dict[str, Hone | Trl] = {
-            side: Hone(client, folder, recipe, max_stale) for side, max_stale in staleness.items()
+        sides: dict[str, HoneSide | TrlSide] = {
+            side: HoneSide(client, folder, recipe, max_stale)
+            for side, max_stale in staleness.items()
         }
         for side, one in starting.items():
             try:
@@ -124,7 +125,7 @@ def breakdown(turns: Turns) -> str:
 # --- Hone ----------------------------------------------------------------------------------------
 
 
-class Hone:
+class HoneSide:
     """A running stack, which trains a job for each turn."""
 
     def __init__(
@@ -224,7 +225,7 @@ def stack(folder: Path, *, samplers: int, **variables: str) -> Generator[hone.Cl
 # --- TRL -----------------------------------------------------------------------------------------
 
 
-class Trl:
+class TrlSide:
     """A process of TRL's, which waits between its turns."""
 
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
@@ -265,7 +266,9 @@ class Trl:
 
 
 @contextlib.contextmanager
-def trl(generation: str, folder: Path, recipe: Recipe, save: Path | None = None) -> Generator[Trl]:
+def running_trl(
+    generation: str, folder: Path, recipe: Recipe, save: Path | None = None
+) -> Generator[TrlSide]:
     settings = {field.name: asdict(recipe)[field.name] for field in fields(Recipe)}
     arguments = [generation, str(folder), json.dumps(settings), *([str(save)] if save else [])]
     log = folder / f"{generation}.log"
@@ -273,7 +276,7 @@ def trl(generation: str, folder: Path, recipe: Recipe, save: Path | None = None)
         environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
         process = start("bench.trl_side", *arguments, env=environment, stderr=stderr)
     try:
-        yield Trl(process, log)
+        yield TrlSide(process, log)
     finally:
         process.terminate()
         process.wait()

@@ -52,8 +52,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.grpo import GENERATIONS, HONE, STAGES, Turn, Turns, better_trl, breakdown, take_turns
+from bench.recipe import Recipe
 from bench.report import Figure, count, finish, ratios, repeated
-from bench.trl_side import Recipe
+from deploy.machine import exit_on_signals
 
 NUM_PROBLEMS = 2048
 
@@ -108,7 +109,7 @@ def main() -> int:
     parser.add_argument("--steps", type=count, default=4, help="that count, in a turn (default: 4)")
     parser.add_argument("--repeats", type=count, default=3, help="turns of each side (default: 3)")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the stack ends too
+    exit_on_signals(signal.SIGTERM)  # the stack ends too
     figures: list[Figure] = []
     facts: dict[str, Any] = {"steps": args.steps, "repeats": args.repeats}
     facts |= {"tasks": {}, "turns": {}, "missing": {}}
@@ -186,12 +187,12 @@ def write_task(folder: Path, task: Task) -> int:
 
 
 def _prompts(task: Task) -> list[str]:
-    drawn = random.Random(0)
+    rng = random.Random(0)
     if not task.worked:
-        return [f"{drawn.randint(10, 99)}+{drawn.randint(10, 99)}=" for _ in range(NUM_PROBLEMS)]
+        return [f"{rng.randint(10, 99)}+{rng.randint(10, 99)}=" for _ in range(NUM_PROBLEMS)]
 
     def text(length: int) -> str:
-        return "".join(drawn.choices("0123456789+-*", k=length))
+        return "".join(rng.choices("0123456789+-*", k=length))
 
     examples = text(task.worked)
     return [f"{examples}{text(task.question)}" for _ in range(NUM_PROBLEMS)]

@@ -1,6 +1,6 @@
 """What `hone plan` says of the trainer's memory beside what the trainer takes.
 
-    python -m bench.plan [--quick | --real] [--only LoRA]
+    python -m bench.plan [--quick] [--real | --only LoRA]
 
 One figure is a ratio, planned to measured, of one job: the peak of a rank of the trainer, in a
 process of its own, above what it held before the model was loaded (the interpreter, torch and
@@ -78,12 +78,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="only the first two: about a minute")
-    parser.add_argument("--real", action="store_true", help="jobs of SmolLM2-135M-Instruct")
-    parser.add_argument("--only", choices=[*CASES, *REAL], help="this job alone")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--real", action="store_true", help="jobs of SmolLM2-135M-Instruct")
+    which.add_argument("--only", choices=[*CASES, *REAL], metavar="JOB", help="this job alone")
     args = parser.parse_args()
-    cases = REAL if args.real or args.only in REAL else CASES
-    if args.only or args.quick:
-        cases = {args.only: cases[args.only]} if args.only else dict(list(cases.items())[:2])
+    jobs = CASES | REAL
+    cases = {args.only: jobs[args.only]} if args.only else REAL if args.real else CASES
+    if args.quick:
+        cases = dict(list(cases.items())[:2])
     with tempfile.TemporaryDirectory() as written:
         folder = fetch() if cases.keys() <= REAL.keys() else Path(written)
         if str(folder) == written:

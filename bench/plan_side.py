@@ -22,7 +22,7 @@ from typing import Any
 from bench.trainer_side import resident_bytes, settle
 from shared.job import Job
 from shared.job.file import parse_job
-from shared.plan.cpu import THIS_MACHINE
+from shared.plan.cpu import CpuRates
 from shared.plan.gpus import GpuGroup, cpu
 from shared.plan.memory import Ranks, trainer_memory
 from shared.plan.model import find_model
@@ -151,7 +151,7 @@ def measure(job: Job, store: Path, step: Step, *, as_set: bool) -> dict[str, Any
     ranks = Ranks(1, itemsize, "cpu", host_bytes=host_bytes)
     planned = trainer_memory(model, job, ranks, longest, step.tokens)
     sizes = {name.removesuffix("_gib"): 1024 * gib for name, gib in planned.model_dump().items()}
-    pools = THIS_MACHINE.pools((GpuGroup(1, cpu()),))
+    pools = CpuRates().pools((GpuGroup(1, cpu()),))
     time_s = make_plan(job, model, Settings(), pools, Known(step.prompt)).placement.time
     return {
         "measured_mib": peak / MIB,

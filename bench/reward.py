@@ -19,9 +19,9 @@ The CPU time of a program is the sum over all processes, this one included: it i
 host has to share, and depends less than a rate on what else runs.
 `imports` is a program with the twenty imports that solutions of programming problems begin with,
 which the sandbox has made already. `/score` is 512 completions over HTTP to a service of its own,
-against the same programs given to a sandbox here. The pairs of `bench/answers/` are right or
-wrong by construction; the two error rates say how many `math` takes for the other. The last figures
-are what hostile completions do to others (`reward_stalls.py`).
+against the same programs given to a sandbox here. The pairs of `tests/data/answer_pairs.jsonl` are
+right or wrong by construction; the two error rates say how many `math` takes for the other. The
+last figures are what hostile completions do to others (`reward_stalls.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from statistics import median
 
 import structlog
 
-from bench import answers
 from bench.report import Figure, count, finish, table
 from bench.reward_stalls import running_service, stalls
 from services.reward import graders
@@ -78,6 +77,7 @@ TESTS = (
 )
 VALUES = ["bcd", "", "same", 40]
 NUM_ITEMS = 512
+ANSWER_PAIRS = Path(__file__).parents[1] / "tests" / "data" / "answer_pairs.jsonl"
 
 Run = Callable[[], Awaitable[None]]
 """Runs the program once, and raises AssertionError if it gave other values."""
@@ -224,11 +224,11 @@ async def answer_errors(sandbox: LocalSandbox) -> list[Figure]:
     math_grader = registry.bind(RewardSpec(grader="math"), tools)
     given = {True: 0, False: 0}
     mistaken = {True: 0, False: 0}
-    for pair in answers.pairs():
-        item = ScoreItem(prompt="", completion=pair.completion, row={"answer": pair.wanted})
+    for pair in map(json.loads, ANSWER_PAIRS.read_text("utf-8").splitlines()):
+        item = ScoreItem(prompt="", completion=pair["given"], row={"answer": pair["wanted"]})
         (part,) = await math_grader.grade([item])
-        given[pair.is_right] += 1
-        mistaken[pair.is_right] += part.value != float(pair.is_right)
+        given[pair["right"]] += 1
+        mistaken[pair["right"]] += part.value != float(pair["right"])
     await tools.limited.close()
     return [
         Figure("wrong answers that earn 1", 100 * mistaken[False] / given[False], "%", 0.0, "max"),

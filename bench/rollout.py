@@ -2,12 +2,12 @@
 
     python -m bench.rollout [--quick] [--repeats 5]
 
-Both sides use the same engine, in one process: the service's requests reach it over HTTP from
-this process, by the client that the orchestrator has; the direct ones are made beside it, with the
-text that vLLM makes. Each repeat measures both, in turns the one first and the other, and what
-counts is the median of the repeats' ratios: a busy machine slows both. The CPU seconds of the
-service's process, without the engine's, are told of both too. The demo's model, untrained: with so
-small a model the service's own work is the largest share that it can be. Groups are of 8
+Both sides use the same engine, in one process: the service's requests reach it over HTTP from this
+process, by the client that the orchestrator has; the direct ones are made beside it, with the text
+that vLLM makes. Each repeat measures both, in turns the one first and the other, and what counts is
+the median of the repeats' ratios: a busy machine slows both. The CPU seconds of the service's
+process, without the engine's, are told of both too. The model of `make demo-tiny`, untrained: with
+so small a model the service's own work is the largest share that it can be. Groups are of 8
 completions of 64 or 256 tokens, all groups asked for at once.
 
 Wire bytes count all bodies as sent, requests and polls included, per sampled token. Before
@@ -159,16 +159,16 @@ def cpu_s(pid: int) -> float:
 def made_up() -> list[Figure]:
     """Returns the bytes per token of an answer with a large vocabulary, before and after
     compression."""
-    drawn = random.Random(0)
-    words = ["".join(drawn.choices(ascii_lowercase, k=3)) + " " for _ in range(VOCABULARY)]
+    rng = random.Random(0)
+    words = ["".join(rng.choices(ascii_lowercase, k=3)) + " " for _ in range(VOCABULARY)]
     shares = [1 / rank for rank in range(1, VOCABULARY + 1)]
 
     def rollout() -> Rollout:
-        ids = drawn.choices(range(VOCABULARY), shares, k=512)
+        ids = rng.choices(range(VOCABULARY), shares, k=512)
         return Rollout(
             text="".join(words[id] for id in ids),
             token_ids=TokenIds(ids),
-            logprobs=Logprobs(-drawn.expovariate(1.0) for _ in ids),
+            logprobs=Logprobs(-rng.expovariate(1.0) for _ in ids),
             finish_reason="length",
             spans=(Span(version=1, start=0),),
         )

@@ -19,8 +19,8 @@ PROMPT = [4, 5, 6, 7, 8, 9, 10, 11]
 
 
 def write_model(folder: Path) -> None:
-    """Writes the demo's model, untrained and for longer texts, which go on to their limit: the
-    token that would end them is beyond the model's vocabulary."""
+    """Writes the model of `make demo-tiny`, untrained and for longer texts, which go on to their
+    limit: the token that would end them is beyond the model's vocabulary."""
     from deploy.tiny_model import make_model, make_tokenizer
 
     model: Any = make_model(0)

@@ -3,12 +3,12 @@ method that needs no GPU.
 
     python -m bench.sync [--quick] [--repeats 3] [--models 0.5B] [--methods shm]
 
-Two models with random weights: one of the demo's shape, and one of Qwen2.5-0.5B's (0.99 GB in
-bfloat16; left out by `--quick`). The trainer's side is its publisher, which writes and hashes, and
-its HTTP route; the sampler's is the service's own `Sampler` around a real vLLM engine, which
-fetches, proves and loads. No token is sampled meanwhile, so `pause` is the engine's own: from its
-last token to its next. `restart`, which takes as long as an engine's start, is left out; `lora` has
-an engine of its own (sync_adapter.py).
+Two models with random weights: one of the shape in `make demo-tiny`, and one of Qwen2.5-0.5B's
+(0.99 GB in bfloat16; left out by `--quick`). The trainer's side is its publisher, which writes and
+hashes, and its HTTP route; the sampler's is the service's own `Sampler` around a real vLLM engine,
+which fetches, proves and loads. No token is sampled meanwhile, so `pause` is the engine's own: from
+its last token to its next. `restart`, which takes as long as an engine's start, is left out; `lora`
+has an engine of its own (sync_adapter.py).
 
 Beside it the same bytes are copied in memory, once out and once in: what any way through shared
 memory takes at least. Figures are medians of the repeats.
@@ -321,7 +321,7 @@ def to_copying(label: str, runs: list[Measured]) -> list[Figure]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.sync")
-    parser.add_argument("--quick", action="store_true", help="the demo's model only")
+    parser.add_argument("--quick", action="store_true", help="the tiny model only")
     parser.add_argument("--repeats", type=count, default=3)
     methods = (*METHODS, "lora")
     parser.add_argument("--methods", nargs="+", choices=methods, default=methods)

@@ -36,9 +36,10 @@ from pathlib import Path
 from statistics import fmean, median
 
 import hone
-from bench.grpo import document_of, stack
+from bench.grpo import document_of, finished, stack
 from bench.loop import TASKS, Task, write_task
 from bench.report import Figure, count, finish, ratios, repeated
+from deploy.machine import exit_on_signals
 
 MOST_TIME = 0.7
 MOST_TURN = 0.02
@@ -70,7 +71,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=count, default=3, help="default: 3")
     parser.add_argument("--batch-cost", type=float, default=BATCH_COST, help="default: 0.2")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the stack ends too
+    exit_on_signals(signal.SIGTERM)  # the stack ends too
     task, apart, shared = TASKS[args.model], list[Turn](), list[Turn]()
     with tempfile.TemporaryDirectory() as folder:
         write_task(Path(folder), task)
@@ -136,7 +137,7 @@ def expected(alone: Turn, num_jobs: int, batch_cost: float) -> float:
 def one_after_the_other(client: hone.Client, jobs: list[hone.Job]) -> Turn:
     began, rates, rows = time.monotonic(), list[float](), list[dict[str, float]]()
     for job in jobs:
-        steps = ended(client, client.submit(job).id)
+        steps = steps_of(client, client.submit(job).id)
         rates.append((len(steps.at) - 1) / (steps.at[-1] - steps.at[0]))
         rows += steps.rows
     return Turn(median(rates), time.monotonic() - began, rows)
@@ -145,7 +146,7 @@ def one_after_the_other(client: hone.Client, jobs: list[hone.Job]) -> Turn:
 def at_once(client: hone.Client, jobs: list[hone.Job]) -> Turn:
     began = time.monotonic()
     ids = [client.submit(job).id for job in jobs]
-    found = [ended(client, job_id) for job_id in ids]
+    found = [steps_of(client, job_id) for job_id in ids]
     whole_s = time.monotonic() - began
     first, last = max(one.at[0] for one in found), min(one.at[-1] for one in found)
     num_steps = sum(first < at <= last for one in found for at in one.at)
@@ -160,12 +161,10 @@ class Steps:
     rows: list[dict[str, float]]
 
 
-def ended(client: hone.Client, job_id: str) -> Steps:
-    """Returns the steps of the job once it has ended."""
-    at = [event.time for event in client.events(job_id, follow=True) if event.type == "step"]
-    record = client.get(job_id)
-    if record.status != "succeeded":
-        raise RuntimeError(f"the job {record.status}: {record.error}")
+def steps_of(client: hone.Client, job_id: str) -> Steps:
+    """Returns the steps of the job once it has succeeded."""
+    record = finished(client, job_id)
+    at = [event.time for event in client.events(job_id) if event.type == "step"]
     rows = [row.metrics for row in client.metrics(job_id).rows if 1 < row.step < record.steps]
     return Steps(at, rows)
 

@@ -1,6 +1,6 @@
 """TRL's side of a comparison: a process that trains by TRL's `GRPOTrainer` as many steps as a line
-on stdin asks for, prints what they took, and waits for the next line. `Recipe` has the settings
-that Hone's side (`grpo.py`) gets too.
+on stdin asks for, prints what they took, and waits for the next line. `Recipe` (`recipe.py`) has
+the settings that Hone's side (`grpo.py`) gets too.
 
     python -m bench.trl_side transformers|vllm FOLDER '{"num_prompts": 16, ...}' [SAVE]
 
@@ -16,34 +16,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-KV_CACHE_GIB = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """The settings of a training run, the same for every side. A step samples `group_size`
-    completions of at most `max_tokens` for each of `num_prompts` rows, in the order of the file,
-    and makes one optimizer step on all of them. `reward` is the function's name in `reward.py`.
-    TRL's micro-batch has `rows` sequences; 0: all of a step."""
-
-    num_prompts: int
-    group_size: int = 8
-    max_tokens: int = 64
-    learning_rate: float = 1e-6
-    seed: int = 0
-    reward: str = "reward"
-    rows: int = 0
-
-    @property
-    def num_samples(self) -> int:
-        """Completions of a step."""
-        return self.num_prompts * self.group_size
+from bench.recipe import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, Recipe
 
 
 class Measured:
@@ -94,7 +71,7 @@ class Measured:
         return call
 
 
-class Turns:
+class StepRequests:
     """Lets the trainer make the steps that lines on stdin ask for, and prints each turn."""
 
     def __init__(self, measured: Measured, out: TextIO) -> None:
@@ -153,15 +130,15 @@ def train(generation: str, folder: Path, recipe: Recipe, save: Path | None, out:
     exec((folder / "reward.py").read_text(), defined)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     measured = Measured(defined[recipe.reward], rows, recipe)
-    turns = Turns(measured, out)
+    requests = StepRequests(measured, out)
 
     class Callback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            turns.say({"ready": True})
-            control.should_training_stop = not turns.wait()
+            requests.say({"ready": True})
+            control.should_training_stop = not requests.wait()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = not turns.step_ended()
+            control.should_training_stop = not requests.step_ended()
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     trainer: Any = GRPOTrainer(

@@ -1,15 +1,20 @@
 """Chats with a checkpoint in a terminal, by plain transformers: `python -m deploy.chat FOLDER`.
 
-Needs no service. Each line is a new conversation: the model sees no earlier lines.
+Needs no service. The model sees the earlier questions and answers, the newest that fit in its
+context.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 PROMPT = "> "
+
+Messages = list[dict[str, str]]
 
 
 def main() -> None:
@@ -26,20 +31,49 @@ def main() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder)
-    model = AutoModelForCausalLM.from_pretrained(arguments.folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(arguments.folder)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    print("ask a question; an empty line ends")
-    while question := _read_question():
+    context = getattr(model.config, "max_position_embeddings", tokenizer.model_max_length)
+
+    def num_tokens(messages: Messages) -> int:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return len(ids)
+
+    def answer(messages: Messages) -> str:
+        """Prints the answer token by token, and returns it."""
         prompt = tokenizer.apply_chat_template(
-            [*system, {"role": "user", "content": question}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        model.generate(
+        ids = model.generate(
             **prompt, max_new_tokens=arguments.max_tokens, do_sample=False, streamer=streamer
         )
+        new_ids = ids[0, prompt["input_ids"].shape[1] :]
+        return str(tokenizer.decode(new_ids, skip_special_tokens=True))
+
+    print("ask a question; an empty line ends")
+    system: Messages = []
+    if arguments.system:
+        system = [{"role": "system", "content": arguments.system}]
+    history: Messages = []
+    while question := _read_question():
+        history.append({"role": "user", "content": question})
+        history = fitting(system, history, num_tokens, context - arguments.max_tokens)
+        history.append({"role": "assistant", "content": answer([*system, *history])})
+
+
+def fitting(
+    system: Messages,
+    history: Sequence[dict[str, str]],
+    num_tokens: Callable[[Messages], int],
+    limit: int,
+) -> Messages:
+    """Returns the end of a conversation that has, after the system message, at most `limit` tokens:
+    without as many of the oldest questions and their answers as need be, but with the last
+    question."""
+    kept = list(history)
+    while len(kept) > 1 and num_tokens([*system, *kept]) > limit:
+        kept = kept[2:]
+    return kept
 
 
 def _read_question() -> str:

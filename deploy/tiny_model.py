@@ -1,4 +1,5 @@
-"""Makes the demo's data and a tiny model for it: `python -m deploy.tiny_model --out DIR --seed N`.
+"""Makes the data of `make demo-tiny` and a tiny model for it:
+`python -m deploy.tiny_model --out DIR --seed N`.
 
 A problem is two numbers and a target. The prompt is `12 47 -> 59:` and a right completion is a
 Python expression that uses each number once and evaluates to the target, here `12+47`. Sums,
@@ -211,7 +212,7 @@ def _expression(problem: Problem, rng: random.Random) -> str:
     return f"{first}{symbol}{second}"
 
 
-def write_demo(out: Path, seed: int) -> None:
+def write_task(out: Path, seed: int) -> None:
     """Writes out/model, out/train.jsonl and out/test.jsonl; the same seed writes the same files."""
     train, test = make_problems(seed)
     tokenizer = make_tokenizer()
@@ -249,7 +250,7 @@ def main() -> None:
     logging.disable_progress_bar()
     # so small a model gains little from more threads, and loses minutes where the cores are busy
     torch.set_num_threads(1)
-    write_demo(args.out, args.seed)
+    write_task(args.out, args.seed)
 
 
 if __name__ == "__main__":

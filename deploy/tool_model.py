@@ -133,7 +133,7 @@ def _write_next(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer) -> None:
     model.lm_head.weight.copy_(logits_VV @ embedding_VH / math.sqrt(HIDDEN_SIZE))
 
 
-def write_demo(out: Path, seed: int) -> None:
+def write_task(out: Path, seed: int) -> None:
     """Writes out/model, out/train.jsonl and out/test.jsonl; the same seed writes the same files."""
     make_tool_model(out / "model", seed)
     rng = random.Random(seed)
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True, help="sets the first weights")
     args = parser.parse_args()
     logging.disable_progress_bar()
-    write_demo(args.out, args.seed)
+    write_task(args.out, args.seed)
     print(f"wrote {args.out}")
 
 

@@ -19,6 +19,7 @@ from hone.calling import URL, Calls, body_of, check_text, job_of
 from shared import wire
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable
 from shared.explain import shown
+from shared.wire.pages import MAX_ROWS
 
 if TYPE_CHECKING:  # imported where they are used, because most calls do not need them
     from hone.downloading import Downloaded, Progress
@@ -199,27 +200,38 @@ class AsyncClient:
             path, None, wire.ExperimentReport, deadline_s=EXPERIMENTS_DEADLINE_S
         )
 
-    async def rollouts(self, job: str, step: int | None = None) -> wire.RolloutList:
-        """Returns all graded rollouts of `step`, or of the newest step."""
-        path = f"/v1/jobs/{await self._id(job)}/rollouts"
-        query = {} if step is None else {"step": step}
+    async def rollouts(
+        self, job: str, step: int | None = None, *, limit: int | None = None
+    ) -> wire.RolloutList:
+        """Returns the first `limit` graded rollouts of `step`, or of the newest step; None: all."""
+        return await self._rollouts(f"/v1/jobs/{await self._id(job)}/rollouts", step, {}, limit)
+
+    async def _rollouts(
+        self, path: str, step: int | None, named: Mapping[str, str], limit: int | None
+    ) -> wire.RolloutList:
+        query = dict[str, str | int](named) | ({} if step is None else {"step": step})
         found: list[wire.GradedRollout] = []
         after: int | None = 0
         while True:
+            if limit is not None:
+                query["limit"] = min(limit - len(found), MAX_ROWS)
             page = await self._calls.get(
                 f"{path}?{urlencode(query | {'after': after})}", wire.RolloutList
             )
             found += page.rollouts
-            query, after = {"step": page.step}, page.next_after
-            if after is None:
+            query, after = query | {"step": page.step}, page.next_after
+            if after is None or len(found) == limit:
                 return wire.RolloutList(step=page.step, rollouts=tuple(found))
 
-    async def held_out(self, job: str, step: int | None = None, name: str = "") -> wire.RolloutList:
-        """Returns completions of the evaluation after `step`, or of the newest one, with their
-        rewards: of the first problems of `data.eval`, or of the held-out set `name`."""
-        query = {"name": name} | ({} if step is None else {"step": step})
-        path = f"/v1/jobs/{await self._id(job)}/held_out?{urlencode(query)}"
-        return await self._calls.get(path, wire.RolloutList)
+    async def held_out(
+        self, job: str, step: int | None = None, name: str = "", *, limit: int | None = None
+    ) -> wire.RolloutList:
+        """Returns the first `limit` stored completions (None: all) of the evaluation after `step`,
+        or of the newest one, with their rewards: of the first problems of `data.eval`, or of the
+        held-out set `name`. In a job of 0 steps, `step` is the number of a model in its report,
+        from 0."""
+        path = f"/v1/jobs/{await self._id(job)}/held_out"
+        return await self._rollouts(path, step, {"name": name}, limit)
 
     async def regrade(
         self,

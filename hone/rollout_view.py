@@ -20,9 +20,10 @@ EXPECTED = ("ok", "wrong")
 """Verdicts that need no explaining."""
 
 
-def rollout_table(listed: RolloutList, limit: int) -> Table:
-    """Returns the step's first `limit` rollouts as TRL prints them: prompt, completion, rewards,
-    advantage; and the reasons. A grader's value has a column of its own unless it is the reward."""
+def rollout_table(listed: RolloutList, *, held_out: bool = False) -> Table:
+    """Returns the rollouts as TRL prints them: prompt, completion, rewards, advantage; and the
+    reasons. A grader's value has a column of its own unless it is the reward. Without any
+    advantage, as of held-out completions, there is no column of it."""
     names = sorted({name for rollout in listed.rollouts for name in rollout.parts})
     if len(names) == 1 and all(
         part.value == rollout.reward
@@ -30,22 +31,27 @@ def rollout_table(listed: RolloutList, limit: int) -> Table:
         for part in rollout.parts.values()
     ):
         names = []
+    advantages = [
+        "\n".join(map(_number, each.turn_advantages)) or _number(each.advantage)
+        for each in listed.rollouts
+    ]
+    has_advantages = any(advantages)
     table = Table(
         "prompt",
         "completion",
         *map(shown, names),
         "reward",
-        "advantage",
+        *(["advantage"] if has_advantages else []),
         "why",
-        title=f"step {listed.step}",
+        title=f"held-out problems after step {listed.step}" if held_out else f"step {listed.step}",
     )
-    for rollout in listed.rollouts[:limit]:
+    for rollout, advantage in zip(listed.rollouts, advantages, strict=True):
         table.add_row(
             shown(prompt_text(rollout)),
             shown(rollout.completion),
             *(_part(rollout.parts.get(name)) for name in names),
             _number(rollout.reward),
-            "\n".join(map(_number, rollout.turn_advantages)) or _number(rollout.advantage),
+            *([advantage] if has_advantages else []),
             shown("\n".join([*reasons(rollout.parts), *map("forked: {}".format, rollout.forked)])),
         )
     return table

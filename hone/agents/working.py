@@ -94,8 +94,8 @@ def work(
     """Runs `agent` for episodes, `concurrency` at a time, until it is interrupted; of one job, also
     until that has ended. Returns what was done. Without `url` the orchestrator is the
     commands': HONE_ORCHESTRATOR_URL, or the stack of this folder. `tell` gets a sentence when the
-    orchestrator is away or takes no result, and `progress` the numbers after each episode. Raises
-    BadRequest."""
+    orchestrator is away or takes no result, and when the job is paused or has ended; `progress`
+    gets the numbers after each episode. Raises BadRequest."""
     if concurrency < 1:
         raise BadRequest(f"'concurrency' is {concurrency}; expected 1 or more")
     found, found_token = stack.orchestrator() if url is None else (url, None)
@@ -142,7 +142,7 @@ class Worker:
         self._name = f"{_host()}-{os.getpid()}-{secrets.token_hex(3)}"
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lease_s = WAIT_S
-        self._is_away = False
+        self._is_away = self._is_paused = False
         self.progress = Progress()
 
     async def run(self, job: str | None) -> Progress:
@@ -187,9 +187,22 @@ class Worker:
         if job_id is None or self._tasks:
             return False
         try:
-            return (await self._until_answered(self._client.get, job_id)).status in TERMINAL
-        except NotFound:  # it was deleted
+            record: JobRecord = await self._until_answered(self._client.get, job_id)
+        except NotFound:
+            self._tell(f"job {job_id} was deleted; there are no more episodes")
             return True
+        if record.status in TERMINAL:
+            self._tell(f"job {job_id} has ended ({record.status}); there are no more episodes")
+            return True
+        if record.status != "paused":
+            self._is_paused = False
+        elif not self._is_paused:
+            self._is_paused = True
+            self._tell(
+                f"job {job_id} is paused: {record.error}; waiting for its next episode, after "
+                f"`hone resume {job_id}`"
+            )
+        return False
 
     async def _play(self, episode: LeasedEpisode) -> None:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -22,13 +24,16 @@ from hone.shell import (
 from shared.errors import BadRequest, Failed
 from shared.http import codec
 from shared.job import Job
-from shared.plan.cpu import THIS_MACHINE
+from shared.plan.cpu import CpuRates
 from shared.plan.gpus import parse_gpus
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan, planned_gpus
 from shared.plan.rates import Measured, rates_of
 from shared.settings.environment import load_settings
-from shared.wire import MetricsRow
+from shared.wire import MetricsRow, PromptLengths
+
+LENGTHS_S = 30.0
+"""Seconds that counting the prompts' tokens may take, in a process that loads libraries first."""
 
 
 @command
@@ -50,13 +55,14 @@ def plan(
     """Say what a job needs, where it fits and what it costs.
 
     No service has to run. Without --gpus it is planned for HONE_GPUS, or else for the GPUs of this
-    machine."""
+    machine. Without --prompt-tokens the tokens of some of the data's prompts are counted."""
     job = job_in(file, overrides)
     settings = load_settings()
     pools = parse_gpus(gpus) if gpus is not None else planned_gpus(settings)
-    known = Known(prompt_tokens, measured_in(measured) if measured else None)
+    lengths = PromptLengths() if prompt_tokens else lengths_of(job)
+    known = Known(prompt_tokens, measured_in(measured) if measured else None, lengths)
     if known.measured is None:
-        pools = THIS_MACHINE.pools(pools)
+        pools = CpuRates().pools(pools)
     try:
         reward_service.check_rewards(job.rewards)
     except Failed as error:  # a plan is also made where that service is not installed
@@ -67,6 +73,26 @@ def plan(
     except CannotPlan as error:
         raise BadRequest(str(error)) from error
     show(output, planned, lambda: "\n".join(plan_lines(planned)))
+
+
+def lengths_of(job: Job) -> PromptLengths:
+    """Returns the lengths of the job's prompts, by a process of the orchestrator's code; why not,
+    where that is not installed or takes too long."""
+    if not job.trains:
+        return PromptLengths()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "services.orchestrator.api.lengths"],
+            input=job.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=LENGTHS_S,
+        )
+    except subprocess.TimeoutExpired:
+        return PromptLengths(why_not=f"the data was not read within {LENGTHS_S:g} s")
+    if done.returncode:
+        return PromptLengths(why_not=done.stderr.strip().rpartition("\n")[2])
+    return PromptLengths.model_validate_json(done.stdout)
 
 
 def measured_in(folder: Path) -> Measured:

@@ -15,21 +15,26 @@ from shared.errors import BadRequest
 def rollouts(
     job: JobArgument,
     step: Annotated[int | None, typer.Option(help="which step (default: the newest)")] = None,
-    limit: Annotated[int, typer.Option("-n", help="how many")] = 16,
+    limit: Annotated[int, typer.Option("-n", min=1, help="how many")] = 16,
     held_out: Annotated[
-        bool, typer.Option("--held-out", help="of the evaluation after the step")
+        bool,
+        typer.Option(
+            "--held-out",
+            help="show held-out completions of the evaluation after the step: the first 64 "
+            "problems, two of each",
+        ),
     ] = False,
-    set_name: Annotated[
-        str, typer.Option("--set", help="which held-out set (default: data.eval)")
-    ] = "",
+    eval_set: Annotated[str, typer.Option(help="which held-out set (default: data.eval)")] = "",
     output: OutputOption = Output.table,
 ) -> None:
     """Show a step's prompts, completions and rewards.
 
     The advantages too, and what each grader said."""
-    if set_name and not held_out:
-        raise BadRequest("--set names a held-out set; expected --held-out with it")
+    if eval_set and not held_out:
+        raise BadRequest(f"--eval-set {eval_set!r} names a held-out set; add --held-out")
     with connect() as client:
-        listed = client.held_out(job, step, set_name) if held_out else client.rollouts(job, step)
-    first = listed.model_copy(update={"rollouts": listed.rollouts[:limit]})
-    show(output, first, lambda: rollout_view.rollout_table(listed, limit))
+        if held_out:
+            listed = client.held_out(job, step, eval_set, limit=limit)
+        else:
+            listed = client.rollouts(job, step, limit=limit)
+    show(output, listed, lambda: rollout_view.rollout_table(listed, held_out=held_out))

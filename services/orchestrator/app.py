@@ -41,11 +41,17 @@ from services.orchestrator.tinker import routes as tinker
 from shared.errors import HoneError
 from shared.http.health import Draining
 from shared.http.service import Service
+from shared.plan.cpu import CpuRates
 from shared.settings import Settings
 
 
 def create_service(
-    settings: Settings, store: Store, *, works: bool = True, sessions: Sessions | None = None
+    settings: Settings,
+    store: Store,
+    *,
+    works: bool = True,
+    sessions: Sessions | None = None,
+    cpu_rates: CpuRates | None = None,
 ) -> Service:
     """Returns the orchestrator, with a worker inside for each place on each trainer. If not
     `works`, it has no worker: it only accepts jobs, and another orchestrator with this Redis runs
@@ -95,7 +101,8 @@ def create_service(
     )
     if workers:
         _add_gauges(service, workers)
-    _add_routes(service, settings, store, named, writable, orders)
+    checks = Checks(settings, cpu_rates)
+    _add_routes(service, settings, store, named, writable, orders, checks)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
 
@@ -107,8 +114,8 @@ def _add_routes(
     named: access.Keys,
     writable: Writable,
     orders: SampleOrders,
+    checks: Checks,
 ) -> None:
-    checks = Checks(settings)
     tinker.add_routes(service, settings, store, writable, checks, orders)
     jobs.add_routes(service, settings, store, writable, checks)
     states.add_routes(service, settings, store, checks)

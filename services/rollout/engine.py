@@ -7,7 +7,7 @@ without vLLM, and so that the settings are checked before anything heavy is impo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -69,6 +69,10 @@ class Chat(Protocol):
 
     def tokenize(self, text: str) -> list[int]:
         """Returns the token ids of a part of a rendered text."""
+        ...
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens, special tokens included."""
         ...
 
     def special_text(self, token_id: int) -> str:
@@ -220,9 +224,10 @@ class Engine(Protocol):
         names. Tensors that cannot be read back are left out."""
         ...
 
-    async def digests(self) -> dict[str, str]:
+    async def digests(self, until: Set[str] | None = None) -> dict[str, str]:
         """Returns the digest of each tensor that the engine computes with, by the checkpoint's
-        names. May take seconds. Raises BadRequest if they cannot be read back."""
+        names; with `until`, only up to the first turn that reads any of these. May take seconds.
+        Raises BadRequest if they cannot be read back."""
         ...
 
     async def set_version(self, owner: str, version: int | None) -> None:

@@ -21,6 +21,10 @@ from shared.explain import sentences
 from shared.wire import ChatRequest, GenerateRequest, Message, Rollout, RolloutGroup, Sampling
 from shared.wire.packed import Logprobs, TokenIds
 
+NUM_END_TOKENS = 16
+"""Tokens at a prompt's end whose text goes with its rollouts: more than a template writes to open
+an answer or a thought."""
+
 NO_ROOM = "its first {} tokens were cut off, and known tokens with them"
 
 
@@ -51,6 +55,8 @@ async def sampled_group(
         adapter=adapter,
         num_top=request.top_logprobs,
     )
+    end = engine.chat.text(ids[-NUM_END_TOKENS:])
+    rollouts = tuple(rollout.model_copy(update={"prompt_end": end}) for rollout in rollouts)
     if turn:
         rollouts = await _with_messages(turn, ids, rollouts, engine)
     return group.model_copy(update={"rollouts": rollouts})

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from shared.job.data import HeldOutSpec
+from shared.job.sampling import MAX_TEMPERATURE
 from shared.job.section import Section
 
 MAX_MODELS = 16
@@ -95,7 +96,7 @@ class EvaluationSpec(Section):
     """Completions per problem, from 1 to 1024. More than 1 needs a `temperature` above 0 to make a
     difference."""
 
-    temperature: float = Field(default=0.0, ge=0, le=2)
+    temperature: float = Field(default=0.0, ge=0, le=MAX_TEMPERATURE)
     """Divides the logits, up to 2. 0: greedy decoding, which gives the same answer each time."""
 
     max_tokens: int | None = Field(default=None, ge=1)

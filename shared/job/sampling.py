@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from shared.documented import Plain
 from shared.job.section import Section
@@ -14,6 +14,10 @@ MAX_SOURCE_BYTES = 1 << 20
 MAX_KEPT = 1024
 """Largest `sampling.top_k` with which the sampler lists the candidates of each token: at most 4 KB
 per token, where a completion's other data is 9 bytes."""
+
+
+MAX_TEMPERATURE = 2.0
+"""vLLM samples at no higher temperature."""
 
 
 class SamplingSpec(Section):
@@ -30,7 +34,7 @@ class SamplingSpec(Section):
     """Longest completion, in tokens. A completion that reaches it ends with `finish_reason`
     "length"."""
 
-    temperature: float = Field(default=1.0, ge=0.01, le=2)
+    temperature: float = Field(default=1.0, ge=0.01, le=MAX_TEMPERATURE)
     """Divides the logits, from 0.01 to 2; the trainer divides its own by the same. 1 samples the
     policy itself. vLLM refuses more, and samples at 0.01 if it gets less."""
 
@@ -109,6 +113,9 @@ class DifficultySpec(Section):
         return bool(self.skip_right or self.skip_wrong)
 
 
+ReasoningTag = Annotated[str, Field(min_length=1, max_length=100, pattern=r"^\S(.*\S)?$")]
+
+
 class RewardSpec(Section):
     """One reward: a grader by name, with its `params`, or your own code by `file` and `function`
     (docs/rewards.md)."""
@@ -133,6 +140,12 @@ class RewardSpec(Section):
     """Parameters of the grader, checked when the job is submitted. `GET /graders` has their
     schema."""
 
+    reasoning: bool | tuple[ReasoningTag, ReasoningTag] = True
+    """What of a completion is its reasoning, which is not graded: the answer after it is. True:
+    `<think>...</think>`, also one that the chat template opened or that never ends, and harmony's
+    channels. Two tags in their place: `["<reasoning>", "</reasoning>"]`. False: all of it is
+    graded. Graders of length and your own functions get the whole completion anyway."""
+
     file: str | None = None
     """Python file with your own reward, relative to the job file or to the working directory. Its
     text travels with the job."""
@@ -149,6 +162,15 @@ class RewardSpec(Section):
     def label(self) -> str:
         """The reward's name in metrics and stored rollouts."""
         return self.name or (self.function if self.grader == "function" else self.grader)
+
+    @field_validator("reasoning")
+    @classmethod
+    def _tags_differ(cls, value: bool | tuple[str, str]) -> bool | tuple[str, str]:
+        if isinstance(value, tuple) and value[0] == value[1]:
+            raise ValueError(
+                f"both tags are {value[0]!r}; expected one that begins and one that ends"
+            )
+        return value
 
     @model_validator(mode="after")
     def _function_needs_source(self) -> RewardSpec:

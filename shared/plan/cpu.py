@@ -53,6 +53,12 @@ MAX_THREADS = 16
 LIMIT_S = 20.0
 """Limit of the measurement, for a machine that is too busy for it."""
 
+RETRY_S = 600.0
+"""Seconds after a failed measurement without another one. Plans wait for a measurement, and what
+failed, such as a missing NumPy, will probably fail again."""
+
+SHOWN_CHARS = 200
+
 CPUINFO = Path("/proc/cpuinfo")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
@@ -66,26 +72,20 @@ class CoreRates:
     bandwidth_gb_s: float
 
 
-class CpuRates:
-    """Measures this machine, one measurement at a time, and remembers the result."""
-
-    def __init__(self, measure: Callable[[], CoreRates]) -> None:
-        self._measure = measure
-        self._lock = threading.Lock()
-        self._found: CoreRates | None = None
-
-    def pools(self, pools: tuple[GpuGroup, ...]) -> tuple[GpuGroup, ...]:
-        """Returns the pools, a CPU with the rates of this machine; without rates if they cannot be
-        measured. Blocks for as long as the measurement takes."""
-        if not pools[0].gpu.is_cpu:
-            return pools
-        with self._lock:
-            if self._found is None:
-                try:
-                    self._found = self._measure()
-                except (OSError, subprocess.SubprocessError, ValueError, TypeError):
-                    return pools  # the plan says that no rates are known
-        return tuple(replace(pool, gpu=with_rates(pool.gpu, self._found)) for pool in pools)
+def _reason(error: Exception) -> str:
+    """Returns why the measurement failed, and the next action."""
+    measured = "or plan with --measured RUN"
+    if isinstance(error, subprocess.TimeoutExpired):
+        return (
+            f"it took longer than {error.timeout:.0f} s. Plan again in {RETRY_S / 60:.0f} minutes, "
+            f"when the machine has less to do, {measured}"
+        )
+    stderr = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+    said = (str(stderr or "").strip() or str(error)).splitlines()[-1]
+    if "No module named 'numpy'" in said:
+        return f"NumPy is missing. Install NumPy, {measured}"
+    why = said[:SHOWN_CHARS].rstrip(".")
+    return f"{why}. Run `python -m shared.plan.cpu` to see it fail, {measured}"
 
 
 def with_rates(
@@ -134,7 +134,38 @@ def measure_in_process() -> CoreRates:
     return CoreRates(**json.loads(done.stdout))
 
 
-THIS_MACHINE = CpuRates(measure_in_process)
+class CpuRates:
+    """Measures this machine, one measurement at a time, and remembers the result; a failure for
+    `RETRY_S`."""
+
+    def __init__(self, measure: Callable[[], CoreRates] = measure_in_process) -> None:
+        self._measure = measure
+        self._lock = threading.Lock()
+        self._found: CoreRates | None = None
+        self._failed_at = -math.inf
+        self._failure = ""
+
+    def pools(self, pools: tuple[GpuGroup, ...]) -> tuple[GpuGroup, ...]:
+        """Returns the pools, a CPU with the rates of this machine; without rates, but with the
+        reason, if they cannot be measured. Blocks for as long as the measurement takes."""
+        if not pools[0].gpu.is_cpu:
+            return pools
+        with self._lock:
+            if self._found is None and time.monotonic() >= self._failed_at + RETRY_S:
+                try:
+                    self._found = self._measure()
+                except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
+                    self._failed_at, self._failure = time.monotonic(), _reason(error)
+            found, failure = self._found, self._failure
+        return tuple(
+            replace(
+                pool,
+                gpu=with_rates(pool.gpu, found)
+                if found
+                else replace(pool.gpu, no_rates_because=failure),
+            )
+            for pool in pools
+        )
 
 
 def measure() -> CoreRates:

@@ -6,6 +6,7 @@ NVIDIA's data sheets. A CPU has the rates that `cpu.py` measures.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from dataclasses import dataclass
@@ -19,12 +20,18 @@ EXPECTED = 'expected a count and a name, such as 1xA100-80GB, "1xH100,2xA10G" or
 MAX_GPUS = 1024
 CPU = "cpu"
 
+MEMORY_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""Files with a container's memory limit, by versions 2 and 1 of cgroups."""
+
 
 @dataclass(frozen=True)
 class Gpu:
     """A GPU: memory in GiB, matrix products in bfloat16 and float32 in 10^12 floating-point
     operations per second, memory bandwidth in GB/s, and whether it multiplies bfloat16 in hardware.
-    A speed of 0 is unknown."""
+    A speed of 0 is unknown; `no_rates_because` is why a measurement failed."""
 
     name: str
     memory_gib: float
@@ -32,6 +39,7 @@ class Gpu:
     float32_tflops: float = 0.0
     bandwidth_gb_s: float = 0.0
     has_bfloat16: bool = True
+    no_rates_because: str = ""
 
     @property
     def is_cpu(self) -> bool:
@@ -168,11 +176,19 @@ def _called(name: str, memory_gib: float) -> Gpu:
     return Gpu(re.sub(r"\s+", "-", name), memory_gib)
 
 
-def cpu(meminfo: Path = Path("/proc/meminfo"), cpuinfo: Path = Path("/proc/cpuinfo")) -> Gpu:
-    """Returns this host as if it were a GPU: its memory, and whether it multiplies bfloat16."""
-    kib = re.search(r"^MemTotal:\s+(\d+) kB", _text(meminfo), re.MULTILINE)
+def cpu(memory_bytes: int | None = None, cpuinfo: Path = Path("/proc/cpuinfo")) -> Gpu:
+    """Returns this host as if it were a GPU: its memory (default: `host_memory_bytes`), and whether
+    it multiplies bfloat16."""
+    size = host_memory_bytes() if memory_bytes is None else memory_bytes
     multiplies = re.search(r"\b(avx512_bf16|amx_tile)\b", _text(cpuinfo)) is not None
-    return Gpu(CPU, int(kib[1]) / (1 << 20) if kib else 0.0, has_bfloat16=multiplies)
+    return Gpu(CPU, size / (1 << 30), has_bfloat16=multiplies)
+
+
+def host_memory_bytes(limits: tuple[Path, ...] = MEMORY_LIMITS) -> int:
+    """Returns the memory of this host, or this container's limit if that is lower."""
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = [_text(file).strip() for file in limits]
+    return min([host, *(int(limit) for limit in found if limit.isdigit())])
 
 
 def _text(path: Path) -> str:

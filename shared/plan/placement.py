@@ -310,4 +310,4 @@ def _time(needs: PlanInput, way: Way, sampler: SamplerMemory, room_gib: float) -
     itemsize = needs.itemsize(way.sampler)
     sampling = rates.SamplingRate(way.num_samplers, way.split, at_once, way.sampler, itemsize)
     training = rates.Training(way.num_ranks, way.trainer, needs.itemsize(way.trainer))
-    return rates.tabled(needs.model, needs.job, needs.load, sampling, training, way.kind)
+    return rates.time_by_rates(needs.model, needs.job, needs.load, sampling, training, way.kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.errors import BadRequest
 from shared.job import Job
@@ -15,7 +15,7 @@ from shared.plan.placement import PlanInput, placements
 from shared.plan.prices import Price, price_per_hour
 from shared.plan.remedies import enough_gpus, remedies
 from shared.settings import Settings
-from shared.wire.planning import Cost, Placement, Plan
+from shared.wire.planning import Cost, Placement, Plan, PromptLengths
 
 PROMPT_TOKENS = 512
 """Assumed tokens of a prompt where the lengths of prompts are unknown."""
@@ -26,13 +26,24 @@ LEAST_HOST_GIB = 1.0
 
 @dataclass(frozen=True)
 class Known:
-    """Knowledge beyond the job itself: the tokens of its longest prompt, and the rates of a similar
-    run. None: unknown. `is_longest` False: only the first few prompts were read, and others may be
-    longer."""
+    """Knowledge beyond the job itself: the tokens of its longest prompt as they were given, the
+    rates of a similar run, and the counted `lengths` of its prompts. None: unknown."""
 
     prompt_tokens: int | None = None
     measured: rates.Measured | None = None
-    is_longest: bool = True
+    lengths: PromptLengths = field(default_factory=PromptLengths)
+
+    @property
+    def longest_prompt(self) -> int | None:
+        """Returns the tokens of the longest known prompt; None if none is known."""
+        return self.lengths.longest if self.prompt_tokens is None else self.prompt_tokens
+
+    @property
+    def is_longest(self) -> bool:
+        """Whether no prompt has more tokens than `longest_prompt`."""
+        return self.prompt_tokens is not None or (
+            self.lengths.longest is not None and self.lengths.is_all
+        )
 
 
 def planned_gpus(settings: Settings) -> tuple[GpuGroup, ...]:
@@ -57,7 +68,7 @@ def make_plan(
     needs = _needs(job, model, settings, known)
     best, *others = placements(needs, pools)
     if known.measured is not None and best.fits:
-        best = best.model_copy(update={"time": rates.measured(job, needs.load, known.measured)})
+        best = best.model_copy(update={"time": rates.time_by_run(job, needs.load, known.measured)})
     price = price_per_hour(settings, pools)
     return Plan(
         model=job.model,
@@ -83,22 +94,21 @@ def _needs(job: Job, model: Model, settings: Settings, known: Known) -> PlanInpu
     if job.steps_never_sample:
         job = _with_answers(job, model)
     room = _room(job, model)
-    if known.prompt_tokens is None:
+    if known.longest_prompt is None:
         prompt = min(PROMPT_TOKENS, room)
-    elif known.prompt_tokens > room and job.sampling.overlong_prompts == "error":
+    elif known.longest_prompt > room and job.sampling.overlong_prompts == "error":
         raise BadRequest(
-            f"prompts of {known.prompt_tokens} tokens leave no room for sampling.max_tokens "
+            f"prompts of {known.longest_prompt} tokens leave no room for sampling.max_tokens "
             f"{job.sampling.max_tokens}: the model holds {room + job.sampling.max_tokens} tokens "
             "of both together; lower sampling.max_tokens, or set sampling.overlong_prompts to "
             '"drop" or "truncate"'
         )
     else:
-        prompt = min(known.prompt_tokens, room)
+        prompt = min(known.longest_prompt, room)
     completion = job.sampling.max_tokens
     if known.measured is not None:
         completion = max(1, round(known.measured.completion_tokens))
-    is_longest = known.prompt_tokens is not None and known.is_longest
-    return PlanInput(job, model, prompt, completion, settings, is_longest)
+    return PlanInput(job, model, prompt, completion, settings, known.is_longest)
 
 
 def _with_answers(job: Job, model: Model) -> Job:
@@ -146,12 +156,18 @@ def _notes(
     pools: tuple[GpuGroup, ...],
 ) -> list[str]:
     job, notes = needs.job, list[str]()
-    if known.prompt_tokens is None:
-        notes.append(f"prompts are taken to be of {needs.prompt_tokens} tokens (--prompt-tokens)")
-    elif not needs.is_longest:
+    lengths = known.lengths
+    if known.longest_prompt is None:
+        why = f": {lengths.why_not}" if lengths.why_not else ""
         notes.append(
-            f"the longest of the first prompts has {needs.prompt_tokens} tokens; there may be "
-            "longer ones"
+            f"prompts are taken to be of {needs.prompt_tokens} tokens (--prompt-tokens){why}"
+        )
+    elif known.prompt_tokens is None and lengths.is_all:
+        notes.append(f"the longest of all {lengths.num} prompts has {lengths.longest} tokens")
+    elif known.prompt_tokens is None:
+        notes.append(
+            f"the longest of {lengths.num} prompts that were counted has {lengths.longest} tokens; "
+            "there may be longer ones"
         )
     if known.measured is not None and known.measured.overlapped:
         notes.append(
@@ -171,10 +187,12 @@ def _notes(
     if host >= LEAST_HOST_GIB:
         notes.append(f"the ranks need {host:.1f} GiB of the host's memory, which is not checked")
     if placement.fits and placement.time is None:
-        why = f"no rates are known of {pools[0].gpu.name}"
-        if pools[0].gpu.is_cpu:
-            why = "the rates of this processor could not be measured, which needs NumPy"
-        notes.append(f"{why}, so the time of a step is not estimated")
+        gpu, unknown = pools[0].gpu, "the time of a step is not estimated"
+        notes.append(
+            f"{unknown}: the rates of this processor could not be measured: {gpu.no_rates_because}"
+            if gpu.no_rates_because
+            else f"no rates are known of {gpu.name}, so {unknown}"
+        )
     if placement.time is not None and price is None:
         notes.append("no price is known of these GPUs (HONE_PRICES, HONE_PRICE_PER_HOUR)")
     if job.steps == 0:

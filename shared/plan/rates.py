@@ -6,7 +6,7 @@ mean) after prompts of p tokens. S samplers have t GPUs each, and s sequences at
 has N ranks, one GPU each. A GPU has F operations and W bytes per second. The model has P
 parameters of b bytes, T of them trained, and L layers with A heads of size D.
 
-    an iteration  max((b P / t + s (p + c / 2) k) / (w W), 2 P s / (f t F)) + 5 ms
+    an iteration  max((b P / t + s (p + c / 2) k) / (w W), 2 P s / (f t F)) + i
                   reads all weights, and the cache of k bytes per token; adds one token to each
                   sequence
     sampling      ceil(R / S / s) c iterations, and 2 P p R / (group f t F S) for the prompts
@@ -21,11 +21,12 @@ parameters of b bytes, T of them trained, and L layers with A heads of size D.
     updating      T / N / 1e9 seconds for each update with `memory.offload_optimizer`
     moving        2 x 12 T / N / 20 GB/s, if both take turns on the same GPUs: master weights and
                   Adam's moments go to the host's memory and come back
-    sync          b P / 5 GB/s; b T / 5 GB/s if only adapters are synced
+    sync          b P / v; b T / v if only adapters are synced
 
-The shares w, f and m of a GPU's data sheet are assumed. Those of a CPU (`CPU_SHARES`) were measured
-on one machine, and there N ranks and S samplers share the cores, so N F and S F are F. `hone plan
---measured RUN` takes a run's measured rates.
+i is 5 ms and v 5 GB/s on GPUs; 10 ms and 0.3 GB/s on a CPU. The shares w, f and m of a GPU's data
+sheet are assumed. Those of a CPU (`CPU_SHARES`) were measured on one machine, and there N ranks and
+S samplers share the cores, so N F and S F are F. `hone plan --measured RUN` takes a run's measured
+rates.
 
 Operations are counted as in arXiv 2001.08361, section 2.1: a token takes 2 for each parameter, and
 4 L A D for each token that it attends to (scores and values), n / 2 tokens on average. In a mixture
@@ -37,7 +38,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.job import Job
 from shared.job.running import MemorySpec
@@ -63,10 +64,15 @@ class Shares:
     sync_bytes_per_s: float
 
 
-GPU_SHARES = Shares(0.6, 0.5, 0.35, 0.005, 5e9)
+GPU_SHARES = Shares(
+    bandwidth=0.6, sampling=0.5, training=0.35, iteration_s=0.005, sync_bytes_per_s=5e9
+)
 """Assumed. Weights move by shared memory or from GPU to GPU."""
 
-CPU_SHARES = {4: Shares(0.6, 0.3, 0.7, 0.01, 0.3e9), 2: Shares(0.6, 0.3, 0.45, 0.01, 0.3e9)}
+FLOAT32_CPU_SHARES = Shares(
+    bandwidth=0.6, sampling=0.3, training=0.7, iteration_s=0.01, sync_bytes_per_s=0.3e9
+)
+CPU_SHARES = {4: FLOAT32_CPU_SHARES, 2: replace(FLOAT32_CPU_SHARES, training=0.45)}
 """By the bytes of a weight: in bfloat16 the products are twice as fast and the rest is not.
 Measured with SmolLM2-135M on two cores of an AMD Zen 4 (docs/planning.md); a sync there includes
 digests and the canary."""
@@ -124,7 +130,7 @@ class Measured:
     overlapped: bool = False
 
 
-def tabled(
+def time_by_rates(
     model: Model, job: Job, load: StepSize, sampling: SamplingRate, training: Training, kind: Kind
 ) -> StepTime | None:
     """Returns the time of a step by the rates of the GPUs or of the CPU; None if one has none."""
@@ -149,7 +155,7 @@ def tabled(
     return step.model_copy(update={"source": "benchmarked"}) if gpu.is_cpu else step
 
 
-def measured(job: Job, load: StepSize, found: Measured) -> StepTime:
+def time_by_run(job: Job, load: StepSize, found: Measured) -> StepTime:
     """Returns the time of a step at a run's measured rates."""
     tokens = load.completions * load.completion_tokens
     sample_s, train_s = tokens / found.sampled_per_s, tokens / found.trained_per_s

@@ -12,6 +12,16 @@ from shared.wire.base import Wire
 PlacementKind = Literal["split", "turns", "shared", "cpu"]
 
 
+class PromptLengths(Wire):
+    """The tokens of the `longest` of `num` prompts of a job, None if they were not counted, for the
+    reason `why_not`. `is_all`: the job has no other prompts."""
+
+    longest: int | None = None
+    num: int = 0
+    is_all: bool = False
+    why_not: str = ""
+
+
 class TrainerMemory(Wire):
     """Peak memory of a GPU of the trainer, in GiB: `peak_gib` is weights, reference, gradients,
     optimizer and overhead, and the largest sum of activations, logits, update and buffers that

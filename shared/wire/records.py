@@ -165,8 +165,9 @@ class ProblemHistory(Listing[ProblemStep]):
 
 
 class RolloutList(Listing[GradedRollout]):
-    """A page of a step's rollouts, all of a prompt's group in a row. `next_after` goes back as
-    `?after=` for the next page; None at the end."""
+    """A page of a step's graded rollouts, or of the stored completions of the evaluation after it,
+    all of one prompt in a row. `next_after` goes back as `?after=` for the next page; None at the
+    end. In a run folder, only the first held-out completion of a problem has the prompt."""
 
     step: int
     rollouts: tuple[GradedRollout, ...]

@@ -19,11 +19,13 @@ class ScoreItem(Wire):
 
     `num_tokens` is the completion's length in tokens, for graders of length. `messages` are a
     conversation after its prompt, whose last answer is the completion, and `info` is what its
-    environment said.
+    environment said. `prompt_end` is the end of the text that the completion follows, as the chat
+    template wrote it; None: not known.
     """
 
     prompt: str | tuple[Message, ...]
     completion: str
+    prompt_end: str | None = None
     finish_reason: FinishReason = "stop"
     num_tokens: int | None = Field(default=None, ge=0)
     row: dict[str, Plain] = {}

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from shared.documented import Plain
+from shared.job.sampling import MAX_TEMPERATURE
 from shared.wire.base import Fenced, Fencing, JobId, Message, Wire
 from shared.wire.packed import Logprobs, Mask, TokenIds
 from shared.wire.weights import AdapterWeights
@@ -36,7 +37,7 @@ class Sampling(Wire):
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: int = Field(default=256, ge=1)
-    temperature: float = Field(default=1.0, ge=0, le=2)
+    temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0, le=1)
@@ -175,6 +176,9 @@ class Rollout(Wire):
     `advantages` `[T]` came with a rollout that was sampled elsewhere, and replace the advantage
     that Hone computes from its group's rewards; empty: none came.
 
+    `prompt_end` is the end of the text that `text` follows, special tokens included, which says
+    whether the chat template has opened a thought; None: not known.
+
     `messages` are the turns after the prompt of a conversation, whose last answer is `text`, and
     `turns` the index of the first token of each answer; empty: one answer, from the first token on.
     `branches` are its other rows, if its history was written anew on the way. `info` is the
@@ -196,6 +200,7 @@ class Rollout(Wire):
     top_ids: TokenIds = TokenIds()
     top_logprobs: Logprobs = Logprobs()
     advantages: Logprobs = Logprobs()
+    prompt_end: str | None = None
     messages: tuple[Message, ...] = ()
     turns: TokenIds = TokenIds()
     branches: tuple[Branch, ...] = ()

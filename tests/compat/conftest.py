@@ -17,7 +17,7 @@ import pytest
 
 import hone
 from deploy.machine import on_free_ports
-from deploy.tool_model import write_demo
+from deploy.tool_model import write_task
 from tests.compat.packages import ROOT
 
 STEPS = 8
@@ -83,7 +83,7 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> str:
 @pytest.fixture(scope="session")
 def agent_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentStack]:
     folder = tmp_path_factory.mktemp("agents")
-    write_demo(folder / "game", 0)
+    write_task(folder / "game", 0)
     given = {name: value for name, value in os.environ.items() if not name.startswith("HONE_")}
     given |= on_free_ports() | {"HONE_TOOL_PARSER": "hermes", "PYTHONPATH": str(ROOT)}
     given |= {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1"}

@@ -60,9 +60,9 @@ def write_job(
     folder: Path, name: str, environment: dict[str, Any], *, tool: str = "guess", **changes: Any
 ) -> None:
     """Writes folder/job.toml with its model and rows. The model's calls are of `tool`."""
-    from deploy.tool_model import write_demo  # takes seconds
+    from deploy.tool_model import write_task  # takes seconds
 
-    write_demo(folder, 0)
+    write_task(folder, 0)
     for file in (folder / "model").iterdir():
         if file.suffix == ".json":
             text = file.read_text().replace('\\"name\\": \\"guess\\"', f'\\"name\\": \\"{tool}\\"')

@@ -107,7 +107,7 @@ class Environment:
 
 
 def write_job(folder: Path) -> Path:
-    """Writes the demo's job, with groups that are pushed in place of problems to train on."""
+    """Writes the job of `make demo-tiny`, with pushed groups in place of problems to train on."""
     job = tomllib.loads((ROOT / "deploy/jobs/demo_tiny.toml").read_text())
     job |= {"name": "atropos", "model": str(folder / "model"), "steps": STEPS, "max_staleness": 2}
     job["data"] = {"eval": str(folder / "test.jsonl")}

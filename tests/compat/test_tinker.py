@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from deploy.tiny_model import write_demo
+from deploy.tiny_model import write_task
 from tests.compat.conftest import AgentStack
 from tests.compat.packages import ROOT, python_with
 
@@ -63,7 +63,7 @@ def kill(stack: AgentStack, module: str) -> None:
 
 
 def test_a_program_learns_and_no_death_changes_what_it_learns(agent_stack: AgentStack) -> None:
-    write_demo(agent_stack.folder / "sums", 3)
+    write_task(agent_stack.folder / "sums", 3)
     model = agent_stack.folder / "sums/model"
     undisturbed = played(agent_stack, model, lambda _: None)
     assert undisturbed["losses"][-1] < undisturbed["losses"][0] / 4

@@ -3,9 +3,9 @@
     python -m tests.compose [--base IMAGE] [--redis IMAGE] [--steps 40] [--only built,up]
 
 Images are built, the stack comes up, and weights reach two samplers by shared memory and from
-container to container. The demo's job is submitted from outside, trains with both and learns
-something, while each container's process is killed once. Every attack on the sandbox runs in the
-reward container. Then everything is taken down, and nothing is left.
+container to container. The job of `make demo-tiny` is submitted from outside, trains with both and
+learns something, while each container's process is killed once. Every attack on the sandbox runs in
+the reward container. Then everything is taken down, and nothing is left.
 
 `--base` and `--redis` name images of this machine where none can be pulled: Debian with Python
 3.11, and a Redis whose user is 999. Of what is left out with `--only` the state is that of the run
@@ -130,8 +130,8 @@ def synced(stack: Stack, _steps: int) -> None:
 
 
 def learns(stack: Stack, steps: int) -> None:
-    """The demo's job, with two samplers, goes on by itself after each container's process was
-    killed, and learns."""
+    """The job of `make demo-tiny`, with two samplers, goes on by itself after each container's
+    process was killed, and learns."""
     _scale_up(stack)
     with Client(f"http://127.0.0.1:{stack.port}", token=stack.token()) as client:
         record = client.submit(_job(steps))
@@ -171,7 +171,7 @@ STAGES: tuple[Callable[[Stack, int], None], ...] = (
 
 
 def _scale_up(stack: Stack) -> None:
-    """Has two samplers, registered, and the demo's model."""
+    """Has two samplers, registered, and the model of `make demo-tiny`."""
     stack.compose("up", "-d", "--no-build", "--scale", "rollout=2", within_s=HEALTHY_S)
     stack.wait_healthy(SERVICES, HEALTHY_S)
     model = "test -d /models/demo || python -m deploy.tiny_model --out /models/demo --seed 0"

@@ -17,19 +17,22 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 
 from hone import view
-from services.orchestrator.api import jobs
 from services.orchestrator.app import create_service
 from services.orchestrator.data.uploads import Uploads
 from services.orchestrator.store.store import Store
 from shared.errors import MEDIA_TYPE, BadRequest
 from shared.job import Job
 from shared.plan.cpu import CoreRates, CpuRates
-from shared.plan.gpus import parse_gpus
 from shared.settings import Settings
-from shared.wire import DryRun, Plan, SubmitRequest
+from shared.wire import DryRun, JobList, Plan, SubmitRequest
 from tests.support.in_process import in_process
 from tests.support.model_folders import make_model_folder
-from tests.support.orchestrator_stack import Stack, job, stack  # noqa: F401
+from tests.support.orchestrator_stack import (  # noqa: F401
+    Stack,
+    job,
+    orchestrator_client,
+    stack,
+)
 from tests.support.uploading import ROWS, upload
 
 pytestmark = pytest.mark.slow
@@ -247,10 +250,44 @@ async def test_a_dry_run_shows_the_first_prompts_and_their_tokens(
     assert (await stack.http.get("/v1/jobs")).json()["jobs"] == []
 
 
-async def test_other_requests_are_answered_while_the_processor_is_measured_for_a_plan(
+async def test_a_plan_counts_the_prompts_of_the_data(
     stack: Stack,  # noqa: F811
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = made_model(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+
+    async def planned(**data: Any) -> Plan:
+        wanted = with_data(stack.job, **data).model_copy(update={"model": str(model)})
+        body = SubmitRequest(job=wanted)
+        return await stack.client.call("POST", "/v1/jobs/plan", body, Plan, deadline_s=60)
+
+    # the last of 4 rows is the longest; the template adds "w7", and the tokenizer "<s>"
+    rows.write_text("".join(json.dumps({"q": "w3 " * n, "answer": n}) + "\n" for n in (1, 2, 3, 9)))
+    data = {"train": str(rows), "eval": None, "template": "w7 {{ q }}"}
+    found = await planned(**data)
+    assert found.prompt_tokens == 11
+    assert "the longest of all 4 prompts has 11 tokens" in found.notes
+    # of 600 rows every third is counted: rows 0, 3, ..., 597
+    lengths = [2] * 600
+    lengths[597], lengths[598] = 5, 9
+    rows.write_text("".join(json.dumps({"q": "w3 " * n, "answer": n}) + "\n" for n in lengths))
+    found = await planned(**data)
+    assert found.prompt_tokens == 7
+    said = "the longest of 200 prompts that were counted has 7 tokens; there may be longer ones"
+    assert said in found.notes
+    rows.unlink()
+    found = await planned(**data)
+    (note,) = (note for note in found.notes if "taken to be of 508 tokens" in note)
+    assert found.prompt_tokens == 508, "512 of the model less sampling.max_tokens"
+    assert str(rows) in note, "it says why"
+
+
+async def test_other_requests_are_answered_while_the_processor_is_measured_for_a_plan(
+    job: Job,  # noqa: F811
+    settings: Settings,
+    redis_url: str,
+    tmp_path: Path,
 ) -> None:
     begun, answered = threading.Event(), threading.Event()
 
@@ -259,16 +296,16 @@ async def test_other_requests_are_answered_while_the_processor_is_measured_for_a
         assert answered.wait(60)
         return CoreRates(0.1, 20.0)
 
-    monkeypatch.setattr(jobs, "THIS_MACHINE", CpuRates(measure))
-    monkeypatch.setattr(jobs, "planned_gpus", lambda settings: parse_gpus("cpu"))
+    on_cpu = settings.model_copy(update={"gpus": "cpu"})
     model = made_model(tmp_path / "model")
-    body = SubmitRequest(job=stack.job.model_copy(update={"model": str(model)}))
-    call = stack.client.call("POST", "/v1/jobs/plan", body, Plan, deadline_s=60)
-    planning = asyncio.create_task(call)
-    assert await asyncio.to_thread(begun.wait, 60)
-    assert (await stack.http.get("/v1/jobs")).status_code == 200
-    answered.set()
-    time = (await planning).placement.time
+    body = SubmitRequest(job=job.model_copy(update={"model": str(model)}))
+    async with orchestrator_client(on_cpu, redis_url, cpu_rates=CpuRates(measure)) as client:
+        call = client.call("POST", "/v1/jobs/plan", body, Plan, deadline_s=60)
+        planning = asyncio.create_task(call)
+        assert await asyncio.to_thread(begun.wait, 60)
+        assert (await client.get("/v1/jobs", JobList)).jobs == ()
+        answered.set()
+        time = (await planning).placement.time
     assert time is not None and time.source == "benchmarked"
 
 

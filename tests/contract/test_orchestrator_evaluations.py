@@ -23,6 +23,7 @@ from shared.wire import (
     EvaluationReport,
     JobRecord,
     ResumeRequest,
+    RolloutList,
     SubmitRequest,
 )
 from tests.support import orchestrator_stack
@@ -109,6 +110,11 @@ async def test_models_are_compared_on_the_same_problems(stack: Stack) -> None:
     assert half.metrics["pass@4"].mean >= half.metrics["pass@2"].mean >= found.mean
     assert (half.missing_rewards, half.errored_rollouts) == (0, 0)
     assert stack.fakes.calls["job"] == stack.fakes.calls["train_step"] == 0, "no trainer is loaded"
+    for number, of_model in enumerate(held_out.models):
+        path = f"/v1/jobs/{report.id}/held_out?step={number}"
+        shown = (await stack.client.get(path, RolloutList)).rollouts
+        assert [each.prompt_index for each in shown] == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert number == 2 or {each.reward for each in shown} == {of_model.metrics["reward"].mean}
 
 
 async def test_the_same_evaluation_again_draws_the_same_completions(stack: Stack) -> None:

@@ -134,9 +134,15 @@ async def test_held_out_completions_are_stored_for_people(stack: Stack) -> None:
         assert {version for rollout in found.rollouts for version in rollout.versions} == {step}
     newest = await stack.client.get(f"{at}/held_out", RolloutList)
     assert newest.step == evaluated[-1] == 8
-    with pytest.raises(NotFound, match="step 1 has no stored held-out completions; steps 0, "):
+    first = await stack.client.get(f"{at}/held_out?limit=3", RolloutList)
+    assert (first.rollouts, first.next_after) == (newest.rollouts[:3], 3)
+    rest = await stack.client.get(f"{at}/held_out?after=3", RolloutList)
+    assert (rest.rollouts, rest.next_after) == (newest.rollouts[3:], None)
+    with pytest.raises(
+        NotFound, match="step 1 has no stored held-out completions; stored: steps 0, "
+    ):
         await stack.client.get(f"{at}/held_out?step=1", RolloutList)
-    with pytest.raises(NotFound, match="of the set 'other'; no step has yet"):
+    with pytest.raises(NotFound, match=r"of the set 'other'; stored: none\. They exist after "):
         await stack.client.get(f"{at}/held_out?name=other", RolloutList)
     with pytest.raises(BadRequest, match="name"):
         await stack.client.get(f"{at}/held_out?name=../rollouts", RolloutList)

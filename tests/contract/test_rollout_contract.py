@@ -491,6 +491,39 @@ async def test_a_load_that_did_nothing_is_told_however_little_it_would_have_chan
     await serving.generate()
 
 
+async def test_a_load_that_did_nothing_is_found_in_a_batch_that_rounds_otherwise(
+    serving: RolloutBench,
+) -> None:
+    def published(version: int, moved: float) -> FolderWeights:
+        ref = serving.publish(version)
+        return ref.model_copy(
+            update={
+                "canary": Canary(token_ids=(4, 5, 6), logprobs=(-5.0 - moved, -6.0 - moved)),
+                "tensors": tensor_digests(stored_tensors(Path(ref.path))),
+            }
+        )
+
+    first, second = published(1, 0.0), published(2, 0.1)
+    await serving.reload(first)
+    engine = serving.engine
+    engine.loaded, engine.shift = first.tensors, 0.04  # of 0.1
+    for again in (False, True):
+        with pytest.raises(Failed, match="engine still has 'w' of the version before") as caught:
+            await serving.reload(second.model_copy(update={"again": again}))
+        assert caught.value.code == "not_loaded"
+    with pytest.raises(StateLost, match="so the engine's weights are unknown"):
+        await serving.generate()
+    await serving.put(OTHER)
+    engine = serving.engine
+    await serving.reload(first)
+    engine.loaded, engine.shift = {**second.tensors, "b": "in another form"}, 0.04
+    assert (await serving.reload(second)).version == 2
+    assert engine.num_read_back == 1
+    engine.shift = 0.1
+    assert (await serving.reload(published(3, 0.2))).version == 3
+    assert engine.num_read_back == 1, "it moved by 0.06 of 0.1"
+
+
 async def test_the_weights_of_the_engine_are_compared_tensor_by_tensor(
     serving: RolloutBench,
 ) -> None:

@@ -3,12 +3,12 @@
     python -m tests.faults [--seed 0] [--faults 80] [--only 'rank 0|disk'] [--seconds 400]
     python -m tests.faults --environment worker --faults 20      (or class)
 
-The demo's job, made short, runs on the real stack: vLLM, DeepSpeed on two ranks, Redis, the
-sandbox. Processes are killed, stopped by SIGTERM or frozen for longer than the lease; connections
-are cut or slow; the disk is full; Redis is away. Each fault (`plan.py`, from the seed) strikes when
-its stage is seen to begin (`moments.py`), or up to 0.15 s later, and is over once the job has done
-two more steps by itself. A job takes several faults. Then it is compared with the same job
-undisturbed, for which its sampled batches are replayed: each step once, the same weights after
+The job of `make demo-tiny`, made short, runs on the real stack: vLLM, DeepSpeed on two ranks,
+Redis, the sandbox. Processes are killed, stopped by SIGTERM or frozen for longer than the lease;
+connections are cut or slow; the disk is full; Redis is away. Each fault (`plan.py`, from the seed)
+strikes when its stage is seen to begin (`moments.py`), or up to 0.15 s later, and is over once the
+job has done two more steps by itself. A job takes several faults. Then it is compared with the same
+job undisturbed, for which its sampled batches are replayed: each step once, the same weights after
 each, bit for bit.
 
 With `--environment` the job's rollouts are the conversations of `make demo-agent`: played by an
@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.report import finish
-from deploy.tool_model import write_demo
+from deploy.machine import exit_on_signals
+from deploy.tool_model import write_task
 from shared.errors import HoneError
 from shared.job import Job
 from shared.job.file import load_job
@@ -105,7 +106,7 @@ async def _trial(
 
 
 def made_job(seed: int) -> Job:
-    """Returns the demo's job, made short; makes its model if there is none yet."""
+    """Returns the job of `make demo-tiny`, made short; makes its model if there is none yet."""
     task = FOLDER.resolve() / f"task-{seed}"
     if not (task / "model").is_dir():
         made = task.with_suffix(".new")
@@ -122,7 +123,7 @@ def made_job(seed: int) -> Job:
 def made_conversations(seed: int, environment: str) -> Job:
     """Returns the job of `make demo-agent`, made short, with this kind of environment."""
     task = FOLDER.resolve() / f"agent-task-{seed}"
-    write_demo(task, seed)
+    write_task(task, seed)
     job = load_job(ROOT / "deploy/jobs/demo_agent.toml", [*CHANGES, f"seed={seed}"])
     data = job.data.model_copy(
         update={"train": str(task / "train.jsonl"), "eval": str(task / "test.jsonl")}
@@ -153,7 +154,7 @@ def main() -> int:
     missing = [fault for fault in faults if not found.get(fault.number)]
     missing.sort(key=lambda fault: fault.number in found)  # first the faults that never struck
     if missing:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        exit_on_signals(signal.SIGTERM)
         job = made_conversations(seed, kind) if kind else made_job(seed)
         asyncio.run(run(missing, job, results, until, kind))
     print(markdown(results.measured()))

@@ -8,12 +8,12 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from deploy.machine import exit_on_signals
 from shared.errors import HoneError
 from tests.faults.__main__ import FOLDER
 from tests.faults.plan import PROCESSES
@@ -95,5 +95,5 @@ def kills_from_arguments(name: str, doc: str | None) -> Kills:
     parser.add_argument("--kills", type=int, default=40, help="how many (default: 40)")
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_signals(signal.SIGTERM)
     return Kills(name, arguments.seed, arguments.kills)

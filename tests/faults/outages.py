@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.report import Figure, finish, table
+from deploy.machine import exit_on_signals
 from services.orchestrator.runs.folder import RunFolder
 from shared.job import Job
 from shared.wire import TERMINAL, EventList, JobRecord
@@ -179,7 +180,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a pattern: those whose name has it")
     arguments = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    exit_on_signals(signal.SIGTERM)
     outages = [what for what in OUTAGES if re.search(arguments.only, what)]
     job = made_job(0)
     found, wrong = asyncio.run(run(job, outages, 60.0 * arguments.minutes))

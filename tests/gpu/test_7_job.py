@@ -1,5 +1,5 @@
-"""A whole job on one GPU: the demo's, with sampler and trainer beside each other on it, and taking
-turns."""
+"""The whole job of `make demo-tiny` on one GPU, with sampler and trainer beside each other on it,
+and taking turns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("colocate", [False, True], ids=["beside", "in turns"])
-def test_the_demo_learns_on_one_gpu(colocate: bool) -> None:
+def test_demo_tiny_learns_on_one_gpu(colocate: bool) -> None:
     own = {"HONE_COLOCATE": str(int(colocate)), "CUDA_VISIBLE_DEVICES": "0"}
     with subprocess.Popen(
         [sys.executable, "-m", "deploy.demo", "--tiny", "--seed", "2"],

@@ -87,6 +87,9 @@ class FakeChat:
     def tokenize(self, text: str) -> list[int]:
         return tokens(text)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        return text_of(token_ids)
+
     def special_text(self, token_id: int) -> str:
         return next((text for text, id in SPECIAL.items() if id == token_id), "")
 

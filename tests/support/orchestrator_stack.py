@@ -26,6 +26,7 @@ from services.orchestrator.runs.note import Note
 from services.orchestrator.store.store import Store
 from shared.http.client import Client
 from shared.job import Job
+from shared.plan.cpu import CpuRates
 from shared.settings import Settings
 from shared.wire import TERMINAL, Event, EventList, JobRecord, JobState, SubmitRequest
 from tests.support.fake_services import FakeServices
@@ -103,14 +104,18 @@ async def store(redis_url: str) -> AsyncGenerator[Store]:
 
 @contextlib.asynccontextmanager
 async def orchestrator(
-    settings: Settings, redis_url: str, *, stopped: bool = False
+    settings: Settings,
+    redis_url: str,
+    *,
+    stopped: bool = False,
+    cpu_rates: CpuRates | None = None,
 ) -> AsyncGenerator[tuple[Store, httpx.ASGITransport]]:
     """The orchestrator's own application with its worker; leaving kills it without letting it give
     its lease back, unless `stopped`."""
     store = Store(redis_url)
     await store.open()
     sessions = Sessions()
-    service = create_service(settings, store, sessions=sessions)
+    service = create_service(settings, store, sessions=sessions, cpu_rates=cpu_rates)
     service.app.state.sessions = sessions
     async with service.app.router.lifespan_context(service.app):
         yield store, httpx.ASGITransport(app=service.app)
@@ -120,11 +125,15 @@ async def orchestrator(
 
 @contextlib.asynccontextmanager
 async def orchestrator_client(
-    settings: Settings, redis_url: str, *, stopped: bool = False
+    settings: Settings,
+    redis_url: str,
+    *,
+    stopped: bool = False,
+    cpu_rates: CpuRates | None = None,
 ) -> AsyncGenerator[Client]:
     """A client of `orchestrator`, for tests that need nothing else of it."""
     async with (
-        orchestrator(settings, redis_url, stopped=stopped) as (_, transport),
+        orchestrator(settings, redis_url, stopped=stopped, cpu_rates=cpu_rates) as (_, transport),
         Client("orchestrator", "http://localhost", transport=transport) as client,
     ):
         yield client

@@ -152,6 +152,9 @@ class RenderingSampler:
     def tokenize(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
     def special_text(self, token_id: int) -> str:
         token = self.tokenizer.added_tokens_decoder.get(token_id)
         return str(token) if token is not None and token.special else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -82,6 +82,7 @@ class FakeEngine:
     meeting: asyncio.Event = field(default_factory=asyncio.Event)
     loading: asyncio.Event = field(default_factory=asyncio.Event)
     loaded: dict[str, str] = field(default_factory=dict)
+    num_read_back: int = 0
     adapters: dict[int, Adapter] = field(default_factory=dict)
     refuses_adapters: Exception | None = None
     offers: LoadedAdapters | None = None
@@ -228,7 +229,8 @@ class FakeEngine:
         self.calls.append("restart")
         await self.load_files(folder)
 
-    async def digests(self) -> dict[str, str]:
+    async def digests(self, until: Set[str] | None = None) -> dict[str, str]:
+        self.num_read_back += 1
         return self.loaded
 
     async def set_version(self, owner: str, version: int | None) -> None:

@@ -10,12 +10,10 @@ import gzip
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,10 @@ from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 
 import hone
-from deploy.machine import on_free_ports
 from deploy.tool_model import make_tokenizer, make_tool_model
 from services.orchestrator.runs.folder import RunFolder
 from shared.wire import JobRecord
+from tests.support.hone_stack import HoneStack, own_environment
 from tests.support.tiny_models import make_byte_model
 
 pytestmark = [pytest.mark.clients, pytest.mark.system, pytest.mark.timeout(600)]
@@ -72,26 +70,7 @@ class Judge(BaseHTTPRequestHandler):
         pass
 
 
-@dataclass
-class Stack:
-    folder: Path
-    environment: dict[str, str]
-    url: str = ""
-    launcher: int = 0
-
-    def run(self, *command: str, **environment: str) -> str:
-        """Returns what a command printed, which has to succeed."""
-        done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
-
+class Stack(HoneStack):
     def newest(self) -> JobRecord:
         with hone.Client(self.url) as client:
             return client.get(client.list(1)[0].id)
@@ -116,18 +95,15 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     (folder / "trl.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TRL_ROWS))
     judge = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=judge.serve_forever, daemon=True).start()
-    environment = {name: each for name, each in os.environ.items() if not name.startswith("HONE_")}
-    environment |= on_free_ports() | {"HONE_TOOL_PARSER": "hermes"}
-    environment["HONE_JUDGE_URL"] = f"http://127.0.0.1:{judge.server_port}/v1"
-    environment["HONE_JUDGE_API_KEY"] = "none"
-    environment["PYTHONPATH"] = str(ROOT)
-    stack = Stack(folder, environment)
+    environment = own_environment(
+        HONE_TOOL_PARSER="hermes",
+        HONE_JUDGE_URL=f"http://127.0.0.1:{judge.server_port}/v1",
+        HONE_JUDGE_API_KEY="none",
+    )
     try:
-        state = json.loads(stack.run(sys.executable, "-m", "hone.cli", "up", "-o", "json"))
-        stack.url, stack.launcher = state["urls"]["orchestrator"], state["pid"]
-        yield stack
+        with Stack(folder, environment).running() as stack:
+            yield stack
     finally:
-        stack.run(sys.executable, "-m", "hone.cli", "down")
         judge.shutdown()
 
 

@@ -20,14 +20,13 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
 import pytest
 
-from deploy.machine import on_free_ports
 from services.orchestrator.app import create_service
 from services.orchestrator.store.store import Store
 from shared.http import codec
@@ -50,6 +49,7 @@ from shared.wire import (
     WeightsRef,
 )
 from tests.support.browser import browser, tab, until
+from tests.support.hone_stack import HoneStack, own_environment
 from tests.support.proxy import proxy
 from tests.support.running import lives, running_redis
 
@@ -65,26 +65,10 @@ FEW_STEPS = 25
 
 
 @dataclass
-class Stack:
-    folder: Path
-    environment: dict[str, str]
-    urls: dict[str, str]
-    processes: set[int]
-    launcher: int = 0
+class Stack(HoneStack):
+    """`processes`: those that it was seen to have."""
 
-    def hone(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "hone.cli", *arguments]
-        done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=800,
-        )
-        if check:
-            assert done.returncode == 0, done.stdout + done.stderr
-        return done
+    processes: set[int] = field(default_factory=set[int])
 
     def job(self, **changes: Any) -> Job:
         from shared.job.file import load_job
@@ -118,42 +102,31 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     )
     text = (ROOT / "deploy/jobs/demo_tiny.toml").read_text().replace(".hone/demo-tiny/task", "task")
     (folder / "job.toml").write_text(text)
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("HONE_")
-    }
-    environment |= on_free_ports()
-    environment["HONE_TRAINER_RANKS"] = "2"
-    environment["PYTHONPATH"] = str(ROOT)
-    stack = Stack(folder, environment, {}, set())
+    stack = Stack(folder, own_environment(HONE_TRAINER_RANKS="2"))
     killed = folder / "killed"
     left = Settings().shm_dir / f"killed-{os.getpid()}"
     left.mkdir(parents=True)
     (left / "of-stack").symlink_to(killed)
-    try:
-        state = json.loads(stack.hone("up", "-o", "json").stdout)
+    with stack.running():
         assert killed not in owners_of_shared_memory(), (
             "what a killed stack left in memory stays there"
         )
         assert folder / ".hone" in owners_of_shared_memory()
-        stack.urls = state["urls"]
-        stack.launcher = state["pid"]
-        stack.processes = {state["pid"]} | descendants(state["pid"])
+        stack.processes = {stack.launcher} | descendants(stack.launcher)
         yield stack
-    finally:
-        stack.hone("down")
 
 
 @pytest.fixture(scope="module")
 def learned(stack: Stack) -> dict[str, Any]:
     """The record of a job submitted from the shell, at its end."""
-    done = stack.hone(
+    shown = stack.hone(
         "submit",
         "job.toml",
         *(part for change in (*FAST, "checkpoints.every=20") for part in ("--set", change)),
         "--follow",
     )
-    assert f"step {STEPS}/{STEPS}  reward" in done.stdout and "ETA" in done.stdout
-    return dict(json.loads(stack.hone("get", "demo-tiny", "-o", "json").stdout))
+    assert f"step {STEPS}/{STEPS}  reward" in shown and "ETA" in shown
+    return dict(json.loads(stack.hone("get", "demo-tiny", "-o", "json")))
 
 
 def test_the_model_learns_problems_it_never_saw(learned: dict[str, Any]) -> None:
@@ -166,7 +139,7 @@ def test_the_model_learns_problems_it_never_saw(learned: dict[str, Any]) -> None
 def test_sampler_and_trainer_compute_the_same_log_probs(
     stack: Stack, learned: dict[str, Any]
 ) -> None:
-    rows = json.loads(stack.hone("metrics", "demo-tiny", "-o", "json").stdout)["rows"]
+    rows = json.loads(stack.hone("metrics", "demo-tiny", "-o", "json"))["rows"]
     differences = [row["metrics"]["mismatch/logprob_diff_max"] for row in rows if row["step"]]
     assert len(differences) == STEPS and max(differences) < 1e-3
 
@@ -224,19 +197,19 @@ def test_the_run_folder_has_everything(stack: Stack, learned: dict[str, Any]) ->
 
 def test_every_command_shows_a_finished_job(stack: Stack, learned: dict[str, Any]) -> None:
     job_id = learned["id"]
-    assert job_id in stack.hone("ls").stdout
-    assert "succeeded" in stack.hone("logs", job_id).stdout
-    assert "held-out reward" in stack.hone("logs", job_id, "-f").stdout
-    assert "grad norm" in stack.hone("metrics", job_id, "--min-step", "38").stdout
+    assert job_id in stack.hone("ls")
+    assert "succeeded" in stack.hone("logs", job_id)
+    assert "held-out reward" in stack.hone("logs", job_id, "-f")
+    assert "grad norm" in stack.hone("metrics", job_id, "--min-step", "38")
     listed = RolloutList.model_validate_json(
-        stack.hone("rollouts", job_id, "--step", "7", "-n", "500", "-o", "json").stdout
+        stack.hone("rollouts", job_id, "--step", "7", "-n", "500", "-o", "json")
     )
     assert listed.step == 7 and len(listed.rollouts) == 48 * 8
     verdicts = {
         rollout.parts["python_value"].verdict for rollout in listed.rollouts if rollout.reward
     }
     assert verdicts == {"ok"}
-    regraded = stack.hone("regrade", job_id, "--step", "7:8", "--reward", "job.toml").stdout
+    regraded = stack.hone("regrade", job_id, "--step", "7:8", "--reward", "job.toml")
     assert "0 of 768 rewards would change, and 0 advantages their sign." in regraded
     (stack.folder / "new.toml").write_text(
         '[[rewards]]\ngrader = "length"\nparams = { target = 1 }\n'
@@ -244,14 +217,14 @@ def test_every_command_shows_a_finished_job(stack: Stack, learned: dict[str, Any
     report = RegradeReport.model_validate_json(
         stack.hone(
             "regrade", job_id, "--step", "7", "--reward", "new.toml", "-n", "3", "-o", "json"
-        ).stdout
+        )
     )
     assert len(report.steps) == 1 and len(report.examples) == 3 and report.steps[0].flipped
-    doctor = json.loads(stack.hone("doctor", "-o", "json").stdout)
+    doctor = json.loads(stack.hone("doctor", "-o", "json"))
     assert doctor["ok"] and {"rollout", "trainer", "reward", "orchestrator"} <= {
         check["name"] for check in doctor["checks"]
     }
-    refused = stack.hone("cancel", job_id, check=False)
+    refused = stack.attempt(sys.executable, "-m", "hone.cli", "cancel", job_id)
     assert refused.returncode == 2 and "has succeeded" in refused.stderr
 
 
@@ -335,7 +308,7 @@ def test_the_openai_client_samples_the_trained_policy(
     )
     assert right / len(rows) >= 0.6
     asked = ("--prompt", rows[0]["prompt"], "--max-tokens", "6", "--temperature", "0")
-    said = json.loads(stack.hone("sample", *asked, "-o", "json").stdout)
+    said = json.loads(stack.hone("sample", *asked, "-o", "json"))
     assert (said["model"], said["choices"][0]["text"]) == (model, texts[0])
 
 
@@ -345,7 +318,7 @@ def test_models_are_compared_by_a_job_of_0_steps(stack: Stack, learned: dict[str
     job's own evaluations said; the sampler serves a job's weights again afterwards."""
     models = ("task/model", f"demo-tiny:{STEPS}")
     report = EvaluationReport.model_validate_json(
-        stack.hone("eval", *models, "--job", "job.toml", "-o", "json").stdout
+        stack.hone("eval", *models, "--job", "job.toml", "-o", "json")
     )
     (held_out,) = report.sets
     before, after = held_out.models
@@ -541,7 +514,7 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(
         "sampling.prompts_per_step=8",
     )
     settings = [part for change in changes for part in ("--set", change)]
-    record = json.loads(stack.hone("submit", "job.toml", *settings, "-o", "json").stdout)
+    record = json.loads(stack.hone("submit", "job.toml", *settings, "-o", "json"))
     follow = start_following(stack, record["id"])
     assert follow.stdout
     next(line for line in follow.stdout if "step 3/" in line)
@@ -551,10 +524,10 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(
     detached.send_signal(signal.SIGINT)
     hint = detached.communicate(timeout=30)[1]
     assert detached.returncode == 130 and f"hone cancel {record['id']}" in hint
-    assert "hone resume" in stack.hone("pause", record["id"]).stdout
+    assert "hone resume" in stack.hone("pause", record["id"])
     assert f"hone resume {record['id']}" in follow.communicate(timeout=60)[0]
     assert follow.returncode == 3
-    assert json.loads(stack.hone("get", record["id"], "-o", "json").stdout)["status"] == "paused"
+    assert json.loads(stack.hone("get", record["id"], "-o", "json"))["status"] == "paused"
     stack.hone("resume", record["id"])
     follow = start_following(stack, record["id"])
     assert follow.stdout
@@ -562,7 +535,7 @@ def test_a_job_survives_a_pause_a_detached_follower_and_a_killed_trainer_rank(
     kill_a_trainer_rank(stack)
     rest = follow.communicate(timeout=400)[0]
     stack.processes |= descendants(stack.launcher)
-    ended = json.loads(stack.hone("get", record["id"], "-o", "json").stdout)
+    ended = json.loads(stack.hone("get", record["id"], "-o", "json"))
     assert (ended["status"], ended["step"]) == ("succeeded", steps), rest
     assert ended["recoveries"] >= 1, rest
     assert "loading the job again (recovery 1 of 3)" in rest
@@ -618,7 +591,7 @@ def test_adapters_alone_are_moved_and_a_finished_jobs_model_is_called_by_its_id(
         stack.hone("submit", "job.toml", *sets)
     for name in ("first", "second"):
         stack.hone("wait", name)
-        record = json.loads(stack.hone("get", name, "-o", "json").stdout)
+        record = json.loads(stack.hone("get", name, "-o", "json"))
         assert record["status"] == "succeeded", record["error"]
         ids.append(record["id"])
         lines = (Path(record["run_dir"]) / "weights.jsonl").read_text().splitlines()
@@ -626,7 +599,7 @@ def test_adapters_alone_are_moved_and_a_finished_jobs_model_is_called_by_its_id(
         assert [row["method"] for row in rows] == ["lora"] * 5
         gaps = [row["samplers"][0]["canary_difference"] for row in rows]
         assert max(gaps) < 1e-4
-        metrics = json.loads(stack.hone("metrics", name, "-o", "json").stdout)["rows"]
+        metrics = json.loads(stack.hone("metrics", name, "-o", "json"))["rows"]
         differences = [
             row["metrics"]["mismatch/logprob_diff_max"] for row in metrics if row["step"]
         ]
@@ -657,10 +630,10 @@ def test_gsm8k_as_it_is_published_trains_by_two_commands(stack: Stack) -> None:
     assert "'question' is the prompt, 'answer' is the right answer" in written.stdout
     short = ("steps=2", "sampling.prompts_per_step=2", "sampling.group_size=2")
     changes = [word for change in short for word in ("--set", change)]
-    shown = stack.hone("run", "first.toml", *changes).stdout
+    shown = stack.hone("run", "first.toml", *changes)
     assert "math: reference answers earn 1.00, empty completions earn 0.00" in shown
     assert "step 2/2  reward" in shown and "vllm serve " in shown
-    assert "step 2" in stack.hone("plot", "first").stdout
+    assert "step 2" in stack.hone("plot", "first")
 
 
 RIGHT_ANSWER = (
@@ -678,9 +651,9 @@ def test_answers_of_the_data_are_learned_and_then_rewards(stack: Stack) -> None:
         f"data.answer={RIGHT_ANSWER}",
     )
     options = [word for change in changes for word in ("--set", change)]
-    shown = stack.hone("run", "job.toml", *options).stdout
+    shown = stack.hone("run", "job.toml", *options)
     assert "step 24/26  loss 0." in shown and "step 25/26  reward 0." in shown
-    steps = json.loads(stack.hone("metrics", "warm", "-o", "json").stdout)["rows"]
+    steps = json.loads(stack.hone("metrics", "warm", "-o", "json"))["rows"]
     rows = {row["step"]: row["metrics"] for row in steps}
     assert rows[24]["eval/reward"] > 0.8 > 0.5 > rows[0]["eval/reward"]
     assert rows[24]["loss"] < rows[1]["loss"] / 4
@@ -712,7 +685,7 @@ def test_a_public_data_set_trains_in_its_own_layout_by_its_job_file(
         ),
     )
     options = [word for change in changes for word in ("--set", change)]
-    tried = json.loads(stack.hone("submit", job, "--dry-run", "-o", "json", *options).stdout)
+    tried = json.loads(stack.hone("submit", job, "--dry-run", "-o", "json", *options))
     first = tried["prompts"][0]
     row = json.loads(rows[first["index"]])
     question = row["question" if name == "gsm8k" else "instruction"]
@@ -720,10 +693,10 @@ def test_a_public_data_set_trains_in_its_own_layout_by_its_job_file(
     assert first["content"][1]["content"] == question and question in first["text"]
     assert (tried["num_train"], tried["num_held_out"]) == (6, 2) and first["num_tokens"] > 10
     stack.hone("submit", job, "--follow", *options)
-    record = json.loads(stack.hone("get", tried["job"]["name"], "-o", "json").stdout)
+    record = json.loads(stack.hone("get", tried["job"]["name"], "-o", "json"))
     assert (record["status"], record["step"]) == ("succeeded", 2)
     assert record["data"]["train"].startswith("xxh3-")
-    steps = json.loads(stack.hone("metrics", record["name"], "-o", "json").stdout)["rows"]
+    steps = json.loads(stack.hone("metrics", record["name"], "-o", "json"))["rows"]
     rows = [step["metrics"] for step in steps]
     assert {row["missing_rewards"] for row in rows if "missing_rewards" in row} == {0}
     assert {row["eval/missing_rewards"] for row in rows if "eval/missing_rewards" in row} == {0}
@@ -738,7 +711,7 @@ def test_a_public_data_set_trains_in_its_own_layout_by_its_job_file(
             "--row",
             json.dumps(graded_row),
         )
-        assert json.loads(stack.hone(*grade, "-o", "json").stdout)["value"] == reward
+        assert json.loads(stack.hone(*grade, "-o", "json"))["value"] == reward
 
 
 @pytest.mark.soak
@@ -791,9 +764,9 @@ def test_an_openai_client_trains_a_model_and_calls_it_by_its_name(stack: Stack) 
 
 def test_nothing_is_left_when_the_stack_is_down(stack: Stack) -> None:
     """The last test on this stack: it stops it."""
-    assert stack.hone("down").stdout.strip() == "stopped"
+    assert stack.hone("down").strip() == "stopped"
     assert not [pid for pid in stack.processes if lives(pid)]
-    assert "no stack runs" in stack.hone("down").stdout
+    assert "no stack runs" in stack.hone("down")
     assert stack.folder / ".hone" not in owners_of_shared_memory()
 
 

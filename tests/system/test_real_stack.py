@@ -8,10 +8,7 @@ One stack, in float32, so that greedy decoding and log-probs have one right resu
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,11 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deploy.machine import on_free_ports
 from services.orchestrator.runs.folder import RunFolder
 from shared.http.client import Client
 from shared.wire import GenerateRequest, Known, Message, Rollout, RolloutGroup, Sampling
 from shared.wire.packed import TokenIds
+from tests.support.hone_stack import HoneStack, own_environment
 from tests.support.real_model import real_model
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
@@ -141,24 +138,8 @@ HELD_OUT = [row_of(*pair) for pair in SUMS_OF[::3]]
 
 
 @dataclass
-class Stack:
-    folder: Path
-    environment: dict[str, str]
-    model: Path
-    urls: dict[str, str]
-
-    def hone(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "hone.cli", *arguments]
-        done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
+class Stack(HoneStack):
+    model: Path = Path()
 
     def ended(self, name: str) -> dict[str, Any]:
         record = json.loads(self.hone("get", name, "-o", "json"))
@@ -181,14 +162,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     }
     for name, text in files.items():
         (folder / name).write_text(text)
-    environment = {name: each for name, each in os.environ.items() if not name.startswith("HONE_")}
-    environment |= on_free_ports() | {"PYTHONPATH": str(ROOT)}
-    stack = Stack(folder, environment, model, {})
-    try:
-        stack.urls = json.loads(stack.hone("up", "-o", "json"))["urls"]
+    with Stack(folder, own_environment(), model=model).running() as stack:
         yield stack
-    finally:
-        stack.hone("down")
 
 
 @pytest.fixture(scope="module")

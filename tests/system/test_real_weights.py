@@ -8,6 +8,7 @@ One engine start and one trainer for each dtype.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,6 @@ from shared.job import Job
 from shared.settings import Settings
 from shared.wire import Canary, Example, GenerateRequest, ModelRequest, Sampling, WeightsRef
 from tests.support.engine_ranks import Ranks, a_job
-from tests.support.model_changes import changed
 from tests.support.real_model import real_model
 from tests.support.rollout_bench import folder_weights
 
@@ -200,3 +200,18 @@ async def test_an_honest_sync_passes_and_weights_that_changed_a_little_do_not(pa
     damaged = changed(honest, honest.parent / "damaged", LIMITS[pair.dtype].change)
     fault = await pair.fault(damaged, 2)
     assert fault is not None and "the log-probs of the canary differ by" in fault
+
+
+def changed(model: Path, folder: Path, change: float) -> Path:
+    """Writes the model with each weight w changed at random to w (1 + change * x), x from a normal
+    distribution, into `folder` and returns it."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    for tensor in tensors.values():
+        tensor.mul_(1 + change * torch.randn(tensor.shape, generator=generator))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder

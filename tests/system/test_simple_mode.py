@@ -35,8 +35,8 @@ def short(completions, **columns):
 
 
 def save_model(folder: Path) -> Path:
-    """Saves a random Qwen2 with the tokenizer of the demo, a token per character, whose file asks
-    for no repetitions."""
+    """Saves a random Qwen2 with the tokenizer of `make demo-tiny`, a token per character, whose
+    file asks for no repetitions."""
     model = make_model(seed=0)
     model.generation_config.repetition_penalty = 50.0
     model.save_pretrained(folder)

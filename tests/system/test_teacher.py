@@ -4,9 +4,6 @@ reads the sampled tokens with."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hone
-from deploy.machine import on_free_ports
 from services.orchestrator.runs.folder import RunFolder
 from services.trainer.learning.examples import floats
+from tests.support.hone_stack import HoneStack, own_environment
 from tests.support.tiny_models import make_byte_model
 from tests.system.test_rollout_engine import Running, start
 
@@ -75,27 +72,13 @@ def teacher(folder: Path) -> Iterator[Running]:
 
 
 def test_the_divergence_from_the_teacher_falls(folder: Path, teacher: Running) -> None:
-    environment = {name: each for name, each in os.environ.items() if not name.startswith("HONE_")}
-    environment |= on_free_ports() | {"PYTHONPATH": str(ROOT)}
-    environment["HONE_TEACHER_URL"] = f"{teacher.url}/v1"
-
-    def run(*arguments: str) -> str:
-        command = [sys.executable, "-m", "hone.cli", *arguments]
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return done.stdout
-
-    try:
-        url = json.loads(run("up", "-o", "json"))["urls"]["orchestrator"]
-        run("run", "job.toml")
-        with hone.Client(url) as client:
+    environment = own_environment(HONE_TEACHER_URL=f"{teacher.url}/v1")
+    with HoneStack(folder, environment).running() as stack:
+        stack.hone("run", "job.toml")
+        with hone.Client(stack.url) as client:
             record = client.get(client.list(1)[0].id)
             rows = [row for row in client.metrics(record.id).rows if row.step]
             shown = client.rollouts(record.id, 1).rollouts[0]
-    finally:
-        run("down")
     divergences = [row.metrics["teacher/kl"] for row in rows]
     assert record.status == "succeeded" and len(divergences) == 22
     assert divergences[-1] < 0.75 * divergences[0], divergences

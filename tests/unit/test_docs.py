@@ -3,6 +3,7 @@ exist."""
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -100,3 +101,13 @@ def test_a_recipe_is_part_of_a_job(recipe: str) -> None:
     job = parse_job(LEAST | sections).model_dump(mode="json")
     for section, keys in sections.items():
         assert {key: job[section][key] for key in keys} == keys
+
+
+def test_the_smallest_agent_reads_columns_that_the_rows_of_its_job_have() -> None:
+    text = (ROOT / "docs/agents.md").read_text().partition("\n## Sessions")[0]
+    (agent,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    given = parse_job(LEAST | tomllib.loads(toml)).data
+    assert given.train == "rows.jsonl" and given.columns == {}
+    (row,) = re.findall(r"rows.jsonl is as (\{.*\})", toml)
+    assert {"prompt", *re.findall(r'row\["(\w+)"\]', agent)} == json.loads(row).keys()

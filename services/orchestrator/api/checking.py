@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 from services.orchestrator.api import looking
+from services.orchestrator.api.lengths import prompt_lengths
 from services.orchestrator.api.looking import ELSEWHERE, Looked
 from services.orchestrator.api.round_robin import RoundRobin
 from services.orchestrator.data.allowed import named_model_folder
@@ -20,12 +21,14 @@ from services.orchestrator.data.apart import NotInTime, apart
 from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
 from services.orchestrator.data.sources import FETCH_S, asks_hub
 from services.orchestrator.data.tables import ended
-from shared.errors import Failed
+from shared.errors import Failed, HoneError
 from shared.host.processes import in_own_thread
 from shared.http.gate import caller
 from shared.job import Job
 from shared.model.names import hub_is_offline
+from shared.plan.cpu import CpuRates
 from shared.settings import Settings
+from shared.wire import PromptLengths
 
 NUM_THREADS = 4
 """Checks at a time: more than the two or three processors that they use, so that a quick check is
@@ -44,15 +47,20 @@ MODEL_S = 20.0
 AWAY_S = 60.0
 """Seconds that an unreachable Hub is not asked for another model."""
 
+LENGTHS_S = 10.0
+"""Seconds that counting the prompts' tokens for a plan may take."""
+
 T = TypeVar("T")
 
 
 class Checks:
-    """The checks of one orchestrator. When its caller has gone, a check ends: a process at once, a
-    thread at its next row. Raises Busy if too many checks wait."""
+    """The checks of one orchestrator, and the `cpu_rates` for its plans. When its caller has gone,
+    a check ends: a process at once, a thread at its next row. Raises Busy if too many checks
+    wait."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, cpu_rates: CpuRates | None = None) -> None:
         self._settings = settings
+        self.cpu_rates = cpu_rates or CpuRates()
         self._threads = RoundRobin(NUM_THREADS)
         self._fetches = RoundRobin(MAX_FETCHES)
         self._models = RoundRobin(MAX_FETCHES)
@@ -76,6 +84,21 @@ class Checks:
     async def look_at_held_out(self, job: Job) -> None:
         """Raises as `load_held_out`."""
         await self._run(job, looking.look_at_held_out, job, self._settings)
+
+    async def lengths(self, job: Job) -> PromptLengths:
+        """Returns the lengths of the job's prompts; why not, if that takes more than `LENGTHS_S` or
+        too many checks wait."""
+        if not job.trains:
+            return PromptLengths()
+        settings = self._settings
+        try:
+            async with asyncio.timeout(LENGTHS_S):
+                size_bytes, work = len(job.model_dump_json()), lambda: prompt_lengths(job, settings)
+                return await _in_thread(self._threads, size_bytes, work)
+        except TimeoutError:
+            return PromptLengths(why_not=f"the data was not read within {LENGTHS_S:g} s")
+        except HoneError as error:
+            return PromptLengths(why_not=error.detail)
 
     @property
     def hub_is_away(self) -> bool:

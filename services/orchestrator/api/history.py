@@ -62,6 +62,7 @@ StepInPath = Annotated[int, Path_(ge=0, le=MAX_STEP)]
 def add_routes(service: Service, store: Readable) -> None:
     _add_events(service, store)
     _add_results(service, store)
+    _add_rollouts(service, store)
     _add_checkpoints(service, store)
 
 
@@ -127,6 +128,10 @@ def _add_results(service: Service, store: Readable) -> None:
         """What is wrong with the job, or probably is, the worst first; empty if nothing is."""
         return await known.of(job_id)
 
+
+def _add_rollouts(service: Service, store: Readable) -> None:
+    app = service.app
+
     @app.get("/v1/jobs/{job_id}/rollouts")
     async def rollouts(
         job_id: str,
@@ -157,12 +162,23 @@ def _add_results(service: Service, store: Readable) -> None:
         )
 
     @app.get("/v1/jobs/{job_id}/held_out")
-    async def held_out(job_id: str, step: Step | None = None, name: SetName = "") -> RolloutList:
-        """Completions of the evaluation after `step`, with their rewards: of the first 64 problems
-        of `data.eval`, or of the held-out set `name`. Without `step`, of the newest evaluation;
-        step 0 is the model before training."""
+    async def held_out(
+        job_id: str,
+        step: Step | None = None,
+        name: SetName = "",
+        after: Annotated[int, Query(ge=0, le=MAX_STEP)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = MAX_ROWS,
+    ) -> RolloutList:
+        """Completions of the evaluation after `step`, with their rewards, without the first
+        `after`: two of each of the first 64 problems of `data.eval`, or of the held-out set `name`,
+        with at most 20,000 characters of each prompt and completion. Without `step`, of the newest
+        evaluation; step 0 is the model before training. In a job of 0 steps, `step` is the number
+        of a model in its report, from 0."""
         run = RunFolder(Path((await store.get(job_id)).run_dir))
-        return await asyncio.to_thread(run.held_out, name, step)
+        found = await asyncio.to_thread(run.held_out, name, step)
+        end = after + limit
+        page, more = found.rollouts[after:end], end < len(found.rollouts)
+        return found.model_copy(update={"rollouts": page, "next_after": end if more else None})
 
 
 def _add_checkpoints(service: Service, store: Readable) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from pydantic import ValidationError
 
@@ -28,7 +30,7 @@ from shared.http.rendering import Made
 from shared.http.service import Service, request_key
 from shared.job import Job
 from shared.job.checks import check_groups
-from shared.plan.cpu import THIS_MACHINE
+from shared.plan.cpu import CpuRates
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan, planned_gpus
 from shared.settings import Settings
@@ -77,16 +79,21 @@ def add_routes(
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
         looked = await check_job(request.job, settings, checks, showing=True)
         job, online = with_steps(request.job, looked.num_train), not checks.hub_is_away
-        tried = await asyncio.to_thread(_dry_run, job, looked, settings, online)
+        plan_of = partial(_planned, settings=settings, rates=checks.cpu_rates, online=online)
+        tried = await asyncio.to_thread(_dry_run, job, looked, plan_of)
         return tried.model_copy(update={"trial": await _trial(job, looked.first, settings)})
 
     async def plan(request: SubmitRequest) -> Plan:
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
-        Only the job's model is looked at."""
+        Only the job's model is looked at, and how long prompts of its data are; what else is wrong
+        with the data is not refused."""
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
+        known = Known(lengths=await checks.lengths(request.job))
         try:
             online = not checks.hub_is_away
-            return await asyncio.to_thread(_planned, request.job, settings, online=online)
+            return await asyncio.to_thread(
+                _planned, request.job, known, settings, checks.cpu_rates, online=online
+            )
         except CannotPlan as error:
             raise BadRequest(str(error)) from error
 
@@ -167,12 +174,11 @@ def _check_request(job: Job) -> None:
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
 
 
-def _dry_run(job: Job, looked: Looked, settings: Settings, online: bool) -> DryRun:
-    lengths = [prompt.num_tokens for prompt in looked.shown if prompt.num_tokens is not None]
+def _dry_run(job: Job, looked: Looked, plan_of: Callable[[Job, Known], Plan]) -> DryRun:
     planned, not_planned = None, ""
-    known = Known(max(lengths, default=None), is_longest=False)
+    known = Known(lengths=looked.lengths)
     try:
-        planned = _planned(job, settings, known, online=online)
+        planned = plan_of(job, known)
     except CannotPlan as error:
         not_planned = str(error)
     return DryRun(
@@ -189,9 +195,7 @@ def _dry_run(job: Job, looked: Looked, settings: Settings, online: bool) -> DryR
     )
 
 
-def _planned(
-    job: Job, settings: Settings, known: Known | None = None, *, online: bool = True
-) -> Plan:
+def _planned(job: Job, known: Known, settings: Settings, rates: CpuRates, *, online: bool) -> Plan:
     model = find_model(job.model, job.model_revision, online=online)
-    pools = THIS_MACHINE.pools(planned_gpus(settings))
+    pools = rates.pools(planned_gpus(settings))
     return make_plan(job, model, settings, pools, known)

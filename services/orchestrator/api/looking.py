@@ -5,9 +5,10 @@ processes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from services.orchestrator.api.lengths import counted
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.data.fitting import MAX_SHOWN, preview
@@ -28,7 +29,7 @@ from shared.model.check import (
     read_config,
 )
 from shared.settings import Settings
-from shared.wire import ApiKey, PreviewedPrompt, Prompt
+from shared.wire import ApiKey, PreviewedPrompt, Prompt, PromptLengths
 
 T = TypeVar("T")
 
@@ -43,8 +44,8 @@ class Looked:
     """The findings about a job: `columns`, `num_train` and `num_held_out` as in `Prompts`,
     `versions` of its sources, the prompts of its `first` step. `warnings` are probable mistakes
     that are not refused. `cpu_limit` is why no sampler on a CPU can serve the model. `shown` are
-    the first prompts as the model reads them, if asked for; `not_counted` is why their tokens are
-    not known."""
+    the first prompts as the model reads them, if asked for, and `lengths` those of more;
+    `not_counted` is why their tokens are not known."""
 
     columns: tuple[str, ...]
     num_train: int | None
@@ -55,6 +56,7 @@ class Looked:
     cpu_limit: str | None = None
     shown: tuple[PreviewedPrompt, ...] = ()
     not_counted: str = ""
+    lengths: PromptLengths = field(default_factory=PromptLengths)
 
 
 def of_each_model(job: Job) -> list[Job]:
@@ -79,6 +81,7 @@ def look(job: Job, settings: Settings, why_not: Sequence[str | None], showing: b
     except Unavailable as error:  # the Hub: asking it again at once would not help
         raise Failed(f"{error.detail}; {ELSEWHERE}") from error
     shown, not_counted = _shown(job, first, prompts.name) if showing else ((), "")
+    plans = showing and job.trains and not job.is_pushed
     return Looked(
         prompts.columns,
         prompts.num_train,
@@ -89,6 +92,7 @@ def look(job: Job, settings: Settings, why_not: Sequence[str | None], showing: b
         limits[0] if limits else None,
         shown,
         _not_looked_at(job, why_not[0]) if why_not[0] and showing else not_counted,
+        counted(job, prompts) if plans else PromptLengths(),
     )
 
 

@@ -99,6 +99,9 @@ class Comparison:
         )
         scores = _scores(self._key(model, held_out), model.label, name, answers_P)
         if scores.has_any:  # else a later attempt tries again
+            stored = [rollout for answers in answers_P for rollout in answers.stored]
+            number = self.job.evaluated_models.index(model)
+            await to_disk(self.folder.write_held_out, name, number, stored)
             await to_disk(self.folder.append_scores, scores.model_dump())
         self._found[scores.key] = scores
         await self.journal.evaluated(model.label, name, set_metrics(answers_P))

@@ -15,7 +15,7 @@ from services.orchestrator.play.group import sample_group
 from services.orchestrator.pool.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job
-from shared.wire import GradedRollout, Prompt, Sampling, Score, ScoredGroup
+from shared.wire import GradedRollout, Message, Prompt, Sampling, Score, ScoredGroup
 
 MAX_PROMPTS = 64
 """Held-out prompts that are sampled or graded at a time: enough to keep a GPU busy, and few enough
@@ -31,7 +31,7 @@ LOW, HIGH = "reward_low", "reward_high"
 
 STORED_PROBLEMS, STORED_SAMPLES, STORED_CHARS = 64, 2, 20_000
 """Bounds of what is stored of an evaluation for people to read: its first problems, completions of
-each, and characters of a completion."""
+each, and characters of a completion and of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,16 @@ class Answers:
     stored: tuple[GradedRollout, ...] = ()
 
 
+def metric_prefix(name: str) -> str:
+    """Returns the beginning of the metrics of a held-out set: "eval/" of `data.eval`, which is
+    named ""; "eval/<name>/" of a set with a name."""
+    return f"eval/{name}/" if name else "eval/"
+
+
 def prefixed_metrics(name: str, answers_P: Sequence[Answers]) -> dict[str, float]:
     """Returns `eval/reward`, `eval/pass@1` and so on of the answers to a held-out set;
     `eval/<name>/reward` of a set with a name."""
-    prefix = f"eval/{name}/" if name else "eval/"
+    prefix = metric_prefix(name)
     return {prefix + metric: value for metric, value in set_metrics(answers_P).items()}
 
 
@@ -81,7 +87,7 @@ def ignored(metrics: Mapping[str, float], names: Iterable[str], limit: float) ->
     completions without a reward. Its value is that share."""
     found: dict[str, float] = {}
     for name in names:
-        prefix = f"eval/{name}/" if name else "eval/"
+        prefix = metric_prefix(name)
         share = metrics[prefix + "missing_rewards"] + metrics[prefix + "errored_rollouts"]
         if share > limit:
             found[prefix + IGNORED] = share
@@ -127,11 +133,12 @@ async def sample_held_out(
 
 def _to_store(scored: ScoredGroup) -> tuple[GradedRollout, ...]:
     """Returns the first completions of a problem with their verdicts."""
+    prompt = bounded_prompt(scored.prompt.content)
     pairs = zip(scored.group.rollouts[:STORED_SAMPLES], scored.scores, strict=False)
     return tuple(
         GradedRollout(
             prompt_index=scored.prompt.index,
-            prompt=scored.prompt.content,
+            prompt=prompt,
             completion=rollout.text[:STORED_CHARS],
             finish_reason=rollout.finish_reason,
             versions=rollout.versions,
@@ -141,3 +148,22 @@ def _to_store(scored: ScoredGroup) -> tuple[GradedRollout, ...]:
         )
         for rollout, score in pairs
     )
+
+
+def bounded_prompt(content: str | tuple[Message, ...]) -> str | tuple[Message, ...]:
+    """Returns at most `STORED_CHARS` characters of a prompt: the beginning of a text, or the last
+    messages of a chat, of which the first may be cut."""
+    if isinstance(content, str):
+        return content[:STORED_CHARS]
+    kept: list[Message] = []
+    room = STORED_CHARS
+    for message in reversed(content):
+        text = message.get("content")
+        text = text if isinstance(text, str) else ""
+        whole = message | {"content": ""} if text else message
+        room -= len(str(whole))
+        if room <= 0:
+            break
+        kept.append(whole | {"content": text[:room]} if text else whole)
+        room -= len(text)
+    return tuple(reversed(kept))

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from services.orchestrator.data.choosing import BadRow
+from services.orchestrator.evals.held_out import metric_prefix
 from services.orchestrator.loop.advantages import Advantages
 from services.orchestrator.loop.examples import to_examples
 from services.orchestrator.loop.prompts import HeldOut
@@ -41,7 +42,7 @@ async def losses(
     set without an answer that the model can take has none."""
     metrics: dict[str, float] = {}
     for name, found in lessons_of_sets.items():
-        prefix = f"eval/{name}/" if name else "eval/"
+        prefix = metric_prefix(name)
         examples = await _examples(job, name, found, services)
         if examples:
             of_set = await _losses(job, examples, services, step)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.orchestrator.evals.held_out import HIGH, LOW
+from services.orchestrator.evals.held_out import HIGH, LOW, metric_prefix
 from services.orchestrator.loop.advantages import outcomes
 from shared.job import Job
 from shared.wire import Batch, Evidence, JobRecord, MetricsRow
@@ -152,7 +152,7 @@ class Facts:
         return [found for name in ("", *self.job.evaluation.sets) if (found := self._of_set(name))]
 
     def _of_set(self, name: str) -> HeldOut | None:
-        prefix = f"eval/{name}/" if name else "eval/"
+        prefix = metric_prefix(name)
         rewards = self._series(f"{prefix}reward", 0)
         ignored = set(self._series(f"{prefix}ignored", 0).steps)
         low, high = (dict(self._series(prefix + each, 0)) for each in (LOW, HIGH))

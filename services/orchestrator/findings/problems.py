@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from services.orchestrator.evals.held_out import metric_prefix
 from services.orchestrator.findings.facts import Facts, HeldOut, percent
 from services.orchestrator.loop.metrics import PASSES
 from shared.wire import EvaluationReport, Evidence, Finding
@@ -131,7 +132,7 @@ def _cannot_compare(report: EvaluationReport) -> Iterator[Finding]:
 def evaluation_ignored(facts: Facts) -> Iterator[Finding]:
     """The last evaluation counts nowhere, since too many completions have no reward."""
     for name in ("", *facts.job.evaluation.sets):
-        prefix = f"eval/{name}/" if name else "eval/"
+        prefix = metric_prefix(name)
         ignored, all_of = facts.of(f"{prefix}ignored"), facts.of(f"{prefix}errored_rollouts")
         if not ignored or ignored.steps[-1] != all_of.steps[-1]:
             continue

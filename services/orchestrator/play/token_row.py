@@ -21,6 +21,7 @@ class TokenRow:
         self._kept_counts = array("i")
         self._turns = array("i")
         self._spans: list[Span] = []
+        self._prompt_end: str | None = None
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -56,6 +57,7 @@ class TokenRow:
         self._sampled.extend(rollout.sampled or [1] * length)
         self._kept_ids.extend(rollout.kept_ids)
         self._kept_counts.extend(rollout.kept_counts or [0] * length)
+        self._prompt_end = rollout.prompt_end
         self._turns.extend(start + first for first in rollout.turns or (0,))
         for span in rollout.spans:
             if not self._spans:  # tokens before it are context, of no version
@@ -72,6 +74,7 @@ class TokenRow:
             token_ids=TokenIds(self._token_ids),
             logprobs=Logprobs(self._logprobs),
             finish_reason=finish_reason,
+            prompt_end=self._prompt_end,
             spans=tuple(self._spans),
             sampled=Mask(self._sampled),
             kept_ids=TokenIds(self._kept_ids),

@@ -79,7 +79,7 @@ def tolerance(canary: Canary, serving: ServingWeights) -> float:
     less precise dtype of the two, but at most `MOST` of the log-probs' standard deviation: where
     rounding errors grow without bound, as in sharp attention, the noise is no measure. A load that
     did nothing is detected here if the new weights moved the log-probs by more than this; if the
-    log-probs are the same bits as before, the sampler itself detects it."""
+    log-probs are the same bits as before, or have hardly moved, the sampler itself detects it."""
     dtype = max(canary.dtype, serving.dtype, key=_epsilon)
     coarser = _epsilon(dtype) / _epsilon(canary.dtype)
     expected = min(NOISES * canary.noise * coarser, MOST * pstdev(canary.logprobs))

@@ -655,6 +655,7 @@ def score_item(prompt: Prompt, rollout: Rollout) -> ScoreItem:
     return ScoreItem(
         prompt=prompt.content,
         completion=rollout.text,
+        prompt_end=rollout.prompt_end,
         finish_reason=rollout.finish_reason,
         num_tokens=rollout.num_sampled,
         row=prompt.row,

@@ -235,7 +235,7 @@ class AfterStep:
                 "version than asked for, and sampled again",
                 step=number,
             )
-        if failing := failing_texts(step.batch):
+        for failing in failing_rewards(step.batch):
             await self.journal.warn(f"step {number}: {failing}", step=number)
 
     async def _diagnose(self, number: int) -> None:
@@ -263,20 +263,20 @@ class AfterStep:
         return is_new
 
 
-def failing_texts(batch: Batch) -> str | None:
-    """Returns which rewards failed on some completions of a row but not on others; None if none
-    did."""
+def failing_rewards(batch: Batch) -> list[str]:
+    """Returns a sentence for each reward that failed on some completions of a row but not on
+    others, and for each that is missing."""
     scores = [score for scores_G in (*batch.scores, *batch.dropped) for score in scores_G]
-    failed: dict[str, list[Part]] = defaultdict(list)
+    found: dict[tuple[str, bool], list[Part]] = defaultdict(list)
     for label, part in (one for score in scores for one in score.parts.items()):
-        if part.errors and part.value is not None:
-            failed[label].append(part)
-    told = [
-        f"reward {label!r} fails on {len(parts)} of {len(scores)} completions, which get the least "
-        f"of their row ({parts[0].detail[:MAX_DETAIL_CHARS]})"
-        for label, parts in failed.items()
+        if part.errors:
+            found[label, part.value is None].append(part)
+    return [
+        f"reward {label!r} {'is missing for' if is_missing else 'fails on'} {len(parts)} of "
+        f"{len(scores)} completions{'' if is_missing else ', which get the least of their row'} "
+        f"({parts[0].detail[:MAX_DETAIL_CHARS]})"
+        for (label, is_missing), parts in found.items()
     ]
-    return "; ".join(told) or None
 
 
 def _due(number: int, every: int | None) -> bool:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from services.orchestrator.evals.held_out import IGNORED
+from services.orchestrator.evals.held_out import IGNORED, metric_prefix
 from services.orchestrator.loop.advantages import reaches
 from services.orchestrator.loop.metrics import WRITTEN
 from shared.http.service import hone_version
@@ -43,8 +43,8 @@ def measured(metrics: Mapping[str, float], metric: str | None) -> float | None:
     """Returns the metric ("reward", "<set>/reward") of a step's evaluation; None if there is none,
     or its set is ignored."""
     name = (metric or "").partition("/")[0]
-    of_set = f"eval/{name}/errored_rollouts" in metrics
-    ignored = f"eval/{name}/{IGNORED}" if of_set else f"eval/{IGNORED}"
+    of_set = f"{metric_prefix(name)}errored_rollouts" in metrics
+    ignored = metric_prefix(name if of_set else "") + IGNORED
     return None if ignored in metrics else metrics.get(f"eval/{metric}")
 
 

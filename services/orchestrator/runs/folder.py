@@ -21,7 +21,8 @@
                rollouts/000012.groups/            finished groups of a step that has no batch yet
                pushed/            groups that were sampled elsewhere, and in what order (pushed.py)
                held_out/000010.msgpack    completions of the evaluation after step 10, for people;
-                                          of a named set in held_out/<name>/
+                                          of a named set in held_out/<name>/; in a job of 0 steps,
+                                          of the model with this number in its report
                checkpoints/       Hugging Face checkpoints, written by the trainer
                summary.json       written once, at the end
                deleted            the job was deleted and its folder left: no record is made of it
@@ -259,9 +260,13 @@ class RunFolder:
         """Returns the rows of `evaluation.jsonl`, oldest first."""
         return self._rows(EVALUATION)
 
-    def _append(self, name: str, data: bytes) -> None:
-        with self._writing(), (self.path / name).open("ab") as file:
-            file.write(data)
+    def _append(self, name: str, line: bytes) -> None:
+        with self._writing(), (self.path / name).open("a+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a crash cut the line before
+                    line = b"\n" + line
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
 
@@ -276,8 +281,13 @@ class RunFolder:
 
     def write_held_out(self, name: str, step: int, rollouts: Sequence[GradedRollout]) -> None:
         """Stores completions of the evaluation of the held-out set `name` ("": `data.eval`) by the
-        weights of `step`. Replaces those of an earlier attempt. No run depends on them."""
+        weights of `step`, those of a problem in a row. Replaces those of an earlier attempt. No run
+        depends on them."""
         path = self._held_out_path(name, step)
+        rollouts = [
+            each.model_copy(update={"prompt": ""}) if _same_prompt(each, before) else each
+            for before, each in zip([None, *rollouts], rollouts, strict=False)
+        ]
         with self._writing():
             disk.make_folder(path.parent)
             disk.write_file(path, codec.pack(RolloutList(step=step, rollouts=tuple(rollouts))))
@@ -289,16 +299,20 @@ class RunFolder:
         files = {int(path.stem): path for path in folder.glob("[0-9]*.msgpack")}
         number = max(files, default=0) if step is None else step
         if number in files:
-            return codec.decode_tolerantly(RolloutList, files[number].read_bytes(), codec.MSGPACK)
-        have = f"steps {', '.join(map(str, sorted(files)))} have" if files else "no step has yet"
+            data = files[number].read_bytes()
+            stored = codec.decode_tolerantly(RolloutList, data, codec.MSGPACK)
+            return stored.model_copy(update={"rollouts": _with_prompts(stored.rollouts)})
+        have = f"steps {', '.join(map(str, sorted(files)))}" if files else "none"
         of_set = f" of the set {name!r}" if name else ""
-        raise NotFound(f"step {number} has no stored held-out completions{of_set}; {have}")
+        raise NotFound(
+            f"step {number} has no stored held-out completions{of_set}; stored: {have}. They exist "
+            f"after each evaluation of {f'the set {name!r}' if name else 'data.eval'}"
+        )
 
     def append_sync(self, row: dict[str, Any], proof: Proof | None = None) -> None:
         """Notes in `weights.jsonl` how a version reached the samplers, and replaces `canary.json`
         by its proof. No run depends on either."""
-        with self._writing(), (self.path / SYNCS).open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        self._append(SYNCS, _row(row))
         if proof:
             self._write(PROOF, _json(proof))
 
@@ -480,12 +494,26 @@ class RunFolder:
             disk.write_file(self.path / name, data)
 
 
+def _same_prompt(rollout: GradedRollout, before: GradedRollout | None) -> bool:
+    return before is not None and before.prompt_index == rollout.prompt_index
+
+
+def _with_prompts(rollouts: Sequence[GradedRollout]) -> tuple[GradedRollout, ...]:
+    """Returns the rollouts, each with its prompt, which the first of a problem has in the file."""
+    found: list[GradedRollout] = []
+    for each in rollouts:
+        if not each.prompt and found and _same_prompt(each, found[-1]):
+            each = each.model_copy(update={"prompt": found[-1].prompt})
+        found.append(each)
+    return tuple(found)
+
+
 def _json(stored: BaseModel) -> bytes:
     return stored.model_dump_json(indent=2).encode()
 
 
 def _row(row: dict[str, Any]) -> bytes:
-    return b"\n" + json.dumps(row).encode()  # begins a new line, after any cut one
+    return json.dumps(row).encode() + b"\n"
 
 
 def _metrics_line(row: MetricsRow) -> bytes:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from services.orchestrator.tinker import messages
 from shared.errors import BadRequest
 from shared.explain import sentences
+from shared.job.sampling import MAX_TEMPERATURE
 from shared.wire import (
     MAX_TOP,
     RATIO_BOUNDS,
@@ -342,10 +343,6 @@ def read_top(body: Mapping[str, Any], key: str) -> int:
     if not 0 <= num <= MAX_TOP:
         raise BadRequest(f"{key!r}: got {num}; expected 0 to {MAX_TOP}")
     return num
-
-
-MAX_TEMPERATURE = 2.0
-"""vLLM samples at no higher temperature."""
 
 
 def read_sampling(body: Mapping[str, Any]) -> Sampling:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from services.reward.grading.reasoning import THINK, opens_thought, prompt_end
 from services.reward.grading.registry import (
     GradingFailed,
     ItemGrader,
@@ -45,7 +46,7 @@ class LengthParams(Params):
         return self
 
 
-@grader("length")
+@grader("length", whole_text=True)
 def length(items: Sequence[ScoreItem], params: LengthParams) -> list[Part]:
     """1 for a completion whose length in characters is right; `shape` says what others get.
 
@@ -94,6 +95,8 @@ class Overlong(ItemGrader[OverlongParams]):
     """0 for a completion of up to `max_tokens - buffer_tokens` tokens, falling to `-penalty` at
     `max_tokens` and beyond. An empty one loses nothing: use it beside a grader of the answer."""
 
+    whole_text = True
+
     async def grade_item(self, item: ScoreItem) -> Part:
         if item.num_tokens is None:
             raise GradingFailed(
@@ -116,24 +119,29 @@ def punishment(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
     return (free - num_tokens) / buffer_tokens if num_tokens <= max_tokens else -1.0
 
 
-OPEN, CLOSE = "<think>", "</think>"
-
-
 @grader("think_format")
-def think_format(items: Sequence[ScoreItem]) -> list[Part]:
+class ThinkFormat(ItemGrader[Params]):
     """1 for a completion of exactly one <think>...</think> at its start and then a non-empty
-    answer, else 0.
+    answer, else 0. Where the prompt or the chat template has opened the thought, the completion
+    begins in it. The reward's key `reasoning` names other tags.
 
     A reward for form: `<think></think>a` earns it. Use it beside a grader of the answer, with
     `shaping = true`.
     """
-    faults = [_fault(item.completion) for item in items]
-    return [right_or_wrong(not fault, fault) for fault in faults]
+
+    whole_text = True
+
+    async def grade_item(self, item: ScoreItem) -> Part:
+        named = self.spec.reasoning
+        tags = THINK if isinstance(named, bool) else named
+        opened = tags[0] if opens_thought(prompt_end(item), tags) else ""
+        fault = _fault(opened + item.completion, *tags)
+        return right_or_wrong(not fault, fault)
 
 
-def _fault(text: str) -> str:
-    if not text.startswith(OPEN):
-        return f"does not start with {OPEN}"
-    if (text.count(OPEN), text.count(CLOSE)) != (1, 1):
-        return f"{text.count(OPEN)} {OPEN} and {text.count(CLOSE)} {CLOSE}, expected one each"
-    return "" if text.partition(CLOSE)[2].strip() else f"no answer after {CLOSE}"
+def _fault(text: str, begin: str, end: str) -> str:
+    if not text.startswith(begin):
+        return f"does not start with {begin}"
+    if (text.count(begin), text.count(end)) != (1, 1):
+        return f"{text.count(begin)} {begin} and {text.count(end)} {end}, expected one each"
+    return "" if text.partition(end)[2].strip() else f"no answer after {end}"

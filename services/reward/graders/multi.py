@@ -136,6 +136,7 @@ class Multi(ItemGrader[MultiParams]):
     without the other.
     """
 
+    whole_text = True
     deadline_s = 900.0
 
     def __init__(self, spec: RewardSpec, params: MultiParams, tools: GraderTools) -> None:
@@ -195,7 +196,9 @@ def _bound(spec: RewardSpec, name: str, given: dict[str, Any], tools: GraderTool
             f"reward {spec.label!r}: grader {name!r} has type {kind!r}; expected one of "
             f"{', '.join(known)}"
         )
-    return registry.bind(RewardSpec(grader=kind, name=f"{spec.label}.{name}", params=given), tools)
+    label = f"{spec.label}.{name}"
+    part = RewardSpec(grader=kind, name=label, params=given, reasoning=spec.reasoning)
+    return registry.bind(part, tools)
 
 
 def _openai_graders() -> list[str]:

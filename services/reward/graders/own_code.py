@@ -60,6 +60,7 @@ class Function(Grader[FunctionParams]):
     """
 
     remembers = True
+    whole_text = True
     max_concurrency = 1
 
     def __init__(self, spec: RewardSpec, params: FunctionParams, tools: GraderTools) -> None:
@@ -137,7 +138,7 @@ class NoParams(Params):
     pass
 
 
-@grader("environment")
+@grader("environment", whole_text=True)
 def environment(items: Sequence[ScoreItem], params: NoParams) -> list[Part]:
     """The reward that the job's own environment gave a conversation: what its `get_reward` says,
     else the sum of what the answers earned; none if it says None, or nothing was earned. Missing

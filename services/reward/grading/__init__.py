@@ -9,6 +9,7 @@
 
 Shared by several graders:
 
+    reasoning.py     what of a completion is its reasoning, and what is the answer
     programs.py      where the program is in a completion, and what its end means
     expressions.py   expressions that are evaluated and never run; which values are equal
     codec.py         plain data of a program, as text and back

@@ -284,7 +284,9 @@ def key_of(grader: Grader[Any], item: ScoreItem) -> bytes:
     """Returns a digest of all that a pure grader's verdict on `item` depends on. 1, 1.0, True and
     "1" differ."""
     return hashlib.sha256(
-        repr((grader.name, grader.params, grader.content(item))).encode("utf-8", "surrogatepass")
+        repr((grader.name, grader.params, grader.content(grader.subject(item)))).encode(
+            "utf-8", "surrogatepass"
+        )
     ).digest()
 
 

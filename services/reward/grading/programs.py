@@ -19,6 +19,9 @@ MAX_SEARCHED_CHARS = 1 << 18
 MAX_FENCES = 500
 """Last lines with a fence that count: each takes some microseconds."""
 
+MAX_LINE_CHARS = 500
+"""Characters of a line that are looked at to tell code from text."""
+
 _BLANK = " \t\r\u00a0\u200b\ufeff"
 """Characters that may stand before a fence, and between the fence and its mark."""
 
@@ -26,6 +29,29 @@ _FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*(.*)")
 _PYTHON = re.compile(
     r"\{?[ \t]*\.?(?:lang(?:uage)?-)?(?:i?python|py)[\d.]*(?![\w+#])", re.IGNORECASE
 )
+_CODE = re.compile(
+    r"""(?:async[ ]def|def|class|import|raise|assert|yield|del|global|nonlocal)[ ]+[\w(*]
+    |(?:return|pass|break|continue|try[ ]*:)(?!\w)|from[ ]+[\w.]+[ ]+import(?!\w)
+    |(?:if|for|while|with)[ (].*:[ \t]*(?:\#.*)?$
+    |@\w|[rbu]?(?:\x22{3}|\x27{3})
+    |[\w.]+(?:\[[^\]]*\])*(?:[ ]*,[ ]*[\w.]+)*[ ]*(?::[^=]*)?(?:[-+*/%&|^]|//|\*\*|<<|>>)?=(?!=)
+    |\w[\w.]*\(.*\)[ \t]*(?:\#.*)?$
+    |[\d(\[{+-][\d.,()\[\]{}:+*/% -]*$""",
+    re.VERBOSE,
+)
+"""A line that begins a program, and no text."""
+
+_MARK_LINE = re.compile(r"\s*(?:i?python|py)[\d.]*[ \t]*\r?\n", re.IGNORECASE)
+"""The mark of a fence of which the prompt has the backticks."""
+
+_FENCE_IN_CODE = re.compile(
+    r"\x22{3}.*?(?:\x22{3}|\Z)|\x27{3}.*?(?:\x27{3}|\Z)"
+    r"|\x22(?:[^\x22\\\n]|\\.)*\x22|\x27(?:[^\x27\\\n]|\\.)*\x27"
+    r"|#[^\n`]*|(?P<fence>`{3,}|^[ \t]*~{3,})",
+    re.MULTILINE | re.DOTALL,
+)
+"""A fence; also strings, in which a fence is text, and comments, which may have quotes."""
+
 _HARD_INDENT = re.compile(r"^[ \t]*\u00a0[ \t\u00a0]*", re.MULTILINE)
 
 
@@ -54,14 +80,56 @@ def programs_in(completion: str) -> list[str]:
     its blocks that are marked as Python; the whole completion if there is neither. Empty lines
     around a text are removed.
 
-    A block without a closing fence goes on to the end. The first line keeps its indentation: it may
-    be the rest of a function whose beginning was in the prompt. Only the completion's last
-    `MAX_SEARCHED_CHARS` are searched.
+    A block without a closing fence goes on to the end. A completion that begins with code may be in
+    a block that its prompt opened: then its first fence, outside of strings, closes that. The first
+    line keeps its indentation: it may be the rest of a function whose beginning was in the prompt.
+    Only the completion's last `MAX_SEARCHED_CHARS` are searched.
     """
-    blocks = [block for block in _blocks(completion[-MAX_SEARCHED_CHARS:]) if block.text.strip()]
-    marked = [block.text for block in blocks if block.is_python]
-    unmarked = [block.text for block in blocks if not block.info]
-    return [_cleaned(text) for text in [*unmarked, *marked] or [completion]]
+    text = completion[-MAX_SEARCHED_CHARS:]
+    blocks, is_balanced = _blocks(text)
+    texts = _programs(blocks)
+    begun = _begun(text) if len(text) == len(completion) else None
+    if begun:
+        head, rest = begun
+        if not rest:
+            texts = [head]
+        elif is_balanced and texts:
+            texts = [head, *texts]
+        else:
+            after, _ = _blocks(rest)
+            texts += _programs([_Block("python", head), *after])
+    return [_cleaned(text) for text in texts or [completion]]
+
+
+def _programs(blocks: list[_Block]) -> list[str]:
+    filled = [block for block in blocks if block.text.strip()]
+    marked = [block.text for block in filled if block.is_python]
+    return [*(block.text for block in filled if not block.info), *marked]
+
+
+def _begun(text: str) -> tuple[str, str] | None:
+    """Returns the code that a text begins with, up to the fence that closes it, and what follows
+    this fence; None if it begins with something else."""
+    mark = _MARK_LINE.match(text)
+    begin = mark.end() if mark else 0
+    fences = (found for found in _FENCE_IN_CODE.finditer(text, begin) if found["fence"])
+    fence = next(fences, None)
+    end = fence.start() if fence else len(text)
+    line_end = text.find("\n", end)
+    line_end = len(text) if line_end < 0 else line_end
+    head = text[begin:end]
+    if fence and text[fence.end() : line_end].strip():  # it opens a block of its own
+        return None
+    if not _is_code(head) and (text[line_end:].strip() or not head.strip() or not fence):
+        return None
+    return head, text[line_end + 1 :]
+
+
+def _is_code(text: str) -> bool:
+    """Returns whether the first line that is no comment begins a program."""
+    lines = (line.strip().strip(_BLANK)[:MAX_LINE_CHARS] for line in text.splitlines())
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    return _CODE.match(first) is not None
 
 
 def _cleaned(text: str) -> str:
@@ -73,13 +141,15 @@ def _cleaned(text: str) -> str:
     return text
 
 
-def _blocks(text: str) -> list[_Block]:
-    """Returns the fenced blocks as CommonMark has them: a block ends at a fence of its own kind, at
-    least as long and not indented by 4 more than its opening, whose indentation its lines lose.
-    Beyond that, a block of Python may begin at the end of a line of text or in a block that was not
-    closed, and any may end at the end of a line of code."""
+def _blocks(text: str) -> tuple[list[_Block], bool]:
+    """Returns the fenced blocks as CommonMark has them, and whether each has its closing fence. A
+    block ends at a fence of its own kind, at least as long and not indented by 4 more than its
+    opening, whose indentation its lines lose. Beyond that, a block of Python may begin at the end
+    of a line of text or in a block that was not closed, and any may end at the end of a line of
+    code."""
     blocks: list[_Block] = []
     fence, info, indent, begin = "", "", 0, 0
+    is_balanced = True
     for start, end in _fenced_lines(text):
         line = text[start:end]
         opened = _opened(line)
@@ -88,6 +158,7 @@ def _blocks(text: str) -> list[_Block]:
         )
         if opened is not None and is_new:
             if fence:
+                is_balanced = False
                 blocks.append(_Block(info, _unindented(text[begin:start], indent)))
             fence, info, indent = opened
             begin = end + 1
@@ -98,7 +169,7 @@ def _blocks(text: str) -> list[_Block]:
                 fence = ""
     if fence:
         blocks.append(_Block(info, _unindented(text[begin:], indent)))
-    return blocks
+    return blocks, is_balanced and not fence
 
 
 def _fenced_lines(text: str) -> list[tuple[int, int]]:

@@ -31,6 +31,7 @@ from pydantic import ConfigDict, ValidationError
 
 from services.reward.grading.failures import ErrorName, GradingFailed, wrong_row
 from services.reward.grading.limited.pool import LimitedPool, NoValue
+from services.reward.grading.reasoning import answered
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
 from shared.documented import Documented
@@ -138,6 +139,9 @@ class Grader(ABC, Generic[P]):
     has_full_mark: bool = False
     """A right completion earns 1, and no completion earns more."""
 
+    whole_text: bool = False
+    """It grades all of a completion, its reasoning part too; else what follows that."""
+
     asks_models: bool = False
     """It asks a language model, which costs, so it grades only what it has to."""
 
@@ -176,6 +180,10 @@ class Grader(ABC, Generic[P]):
         """Raises GradingFailed if no completion can be graded by this row, which has all
         columns."""
 
+    def subject(self, item: ScoreItem) -> ScoreItem:
+        """Returns the item with the text to grade as its completion."""
+        return item if self.whole_text else answered(item, self.spec.reasoning)
+
     @abstractmethod
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         """Returns one part per item, in order. What it raises makes the parts of all these items
@@ -187,8 +195,8 @@ class Grader(ABC, Generic[P]):
         return None
 
     def content(self, item: ScoreItem) -> Any:
-        """Returns the plain data on which, with the params, the verdict on `item` depends (only if
-        `pure`)."""
+        """Returns the plain data on which, with the params, the verdict on a `subject` depends
+        (only if `pure`)."""
         return item.model_dump()
 
     async def close(self) -> None:
@@ -202,11 +210,12 @@ class ItemGrader(Grader[P]):
     items_per_call = 1
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
-        return [await self._graded(item) for item in items]
+        return [await self._graded(self.subject(item)) for item in items]
 
     @abstractmethod
     async def grade_item(self, item: ScoreItem) -> Part:
-        """Returns the item's part. NoValue makes it 0, and any other error makes it missing."""
+        """Returns the part of an item's `subject`. NoValue makes it 0, and any other error makes it
+        missing."""
 
     async def _graded(self, item: ScoreItem) -> Part:
         try:
@@ -235,27 +244,27 @@ _graders: dict[str, type[Grader[Any]]] = {}
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-def grader(name: str) -> Callable[[T], T]:
+def grader(name: str, *, whole_text: bool = False) -> Callable[[T], T]:
     """Registers a Grader class, or a quick function `(items)` or `(items, params)` that returns a
-    number, None (not applicable) or Part per item."""
+    number, None (not applicable) or Part per item; with `whole_text` of whole completions."""
 
     def register(target: T) -> T:
         if name in _graders:
             raise ValueError(f"two graders are called {name!r}")
-        _graders[name] = _as_class(target)
+        _graders[name] = _as_class(target, whole_text)
         _graders[name].name = name
         return target
 
     return register
 
 
-def _as_class(target: Callable[..., Any]) -> type[Grader[Any]]:
-    return (
-        target if inspect.isclass(target) and issubclass(target, Grader) else _from_function(target)
-    )
+def _as_class(target: Callable[..., Any], whole_text: bool) -> type[Grader[Any]]:
+    if inspect.isclass(target) and issubclass(target, Grader):
+        return target
+    return _from_function(target, whole_text)
 
 
-def _from_function(function: Callable[..., Any]) -> type[Grader[Any]]:
+def _from_function(function: Callable[..., Any], grades_all: bool) -> type[Grader[Any]]:
     params = [
         hint
         for hint in typing.get_type_hints(function).values()
@@ -265,8 +274,10 @@ def _from_function(function: Callable[..., Any]) -> type[Grader[Any]]:
     class FunctionGrader(Grader[Params]):
         __doc__ = function.__doc__
         params_type = params[0] if params else Params
+        whole_text = grades_all
 
         async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
+            items = [self.subject(item) for item in items]
             result = function(items, self.params) if params else function(items)
             values = await result if isinstance(result, Awaitable) else result
             return [value if isinstance(value, Part) else _part(value) for value in values]

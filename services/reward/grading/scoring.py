@@ -164,7 +164,10 @@ async def _graded(
         label = caller.grader.spec.label
         try:
             await caller.grade(
-                items, lambda position, part: told.put_nowait((position, label, part))
+                items,
+                lambda position, part: told.put_nowait(
+                    (position, label, _with_thought(caller.grader, items[position], part))
+                ),
             )
         except Exception as error:  # raised again by the reader of `told`
             told.put_nowait(error)
@@ -190,6 +193,16 @@ async def _graded(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _with_thought(grader: Grader[Any], item: ScoreItem, part: Part) -> Part:
+    """Returns the part saying so, where all of the completion is a thought that never ends."""
+    answer = grader.subject(item).completion
+    if part.value is None or answer.strip() or not item.completion.strip():
+        return part
+    why = "; " if part.detail else ""
+    why += "no answer follows the completion's reasoning"
+    return part.model_copy(update={"detail": part.detail[: 1000 - len(why)] + why})
 
 
 def total(parts: dict[str, Part], specs: dict[str, RewardSpec]) -> Score:
@@ -284,6 +297,7 @@ def _item(prompt: Prompt, completion: str) -> ScoreItem:
     return ScoreItem(
         prompt=prompt.content,
         completion=completion,
+        prompt_end="",  # a thought that the prompt opens has no place in a reference answer
         num_tokens=0 if not completion else None,
         row=prompt.row,
     )

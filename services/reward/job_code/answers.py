@@ -18,9 +18,15 @@ MAX_PROGRAMS_IN_ALL = 16 * MAX_PROGRAMS
 MAX_DETAIL_CHARS = 1000
 
 
+class WrongCount(GradingFailed):
+    """A function returned more or fewer values than there are completions, so that none can be told
+    whose it is."""
+
+
 def parts(answer: Any, count: int, named: str) -> list[Part]:
     """Returns a part for each of `count` completions. Raises GradingFailed, whose sentence begins
-    with `named`, if the whole answer is an error or cannot be read."""
+    with `named`, if the whole answer is an error or cannot be read, WrongCount of them if it has
+    another number of values."""
     if not isinstance(answer, dict):
         raise _failed(f"{named} answered with something that is not a table")
     printed = _text(answer.get("stdout", ""), KEEP_CHARS)
@@ -33,7 +39,11 @@ def parts(answer: Any, count: int, named: str) -> list[Part]:
     if not isinstance(results, list):
         raise _failed(f"{named} answered with something that is not a list of numbers")
     if len(results) != count:
-        raise _failed(f"{named} returned {len(results)} values for {count} completions")
+        raise WrongCount(
+            f"{named} returned {len(results)} values for {count} completions; expected one for "
+            "each, in their order",
+            "python_grader_runtime_error",
+        )
     return [_part(result, position, named, printed) for position, result in enumerate(results)]
 
 

@@ -124,7 +124,8 @@ class FunctionWorkers:
         Arguments that it has no parameter for are left out. One call is ended after `timeout_s`;
         there is one call for all, or one per completion where it takes one at a time, which then
         fails alone. Where the call for all fails, it is made again for each alone. Raises
-        GradingFailed where all fail.
+        GradingFailed where all fail, and where the call for all returns another number of
+        values.
         """
         async with self._entry(own) as entry:
             signature = (await self._load(entry, own))[1]
@@ -133,6 +134,8 @@ class FunctionWorkers:
                 return await self._one_by_one(entry, own, taken, count, timeout_s)
             try:
                 return await self._call(entry, own, taken, count, timeout_s)
+            except answers.WrongCount:  # of one completion alone a mean of all would be right
+                raise
             except GradingFailed as error:
                 if count == 1:
                     raise

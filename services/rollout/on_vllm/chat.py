@@ -119,6 +119,9 @@ class VllmChat:
     def tokenize(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+
     def special_text(self, token_id: int) -> str:
         token = self._tokenizer.added_tokens_decoder.get(token_id)
         return str(token) if token is not None and token.special else ""

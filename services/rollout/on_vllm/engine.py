@@ -9,7 +9,7 @@ import asyncio
 import gc
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Set
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -347,10 +347,11 @@ class VllmEngine:
         )
         return (await self._answer(call))[0]
 
-    async def digests(self) -> dict[str, str]:
+    async def digests(self, until: Set[str] | None = None) -> dict[str, str]:
         found: dict[str, str] = {}
         begin: int | None = 0
-        while begin is not None:  # between two turns the engine samples
+        # between two turns the engine samples
+        while begin is not None and not (until and until & found.keys()):
             call = self._llm.collective_rpc("loaded_digests", args=(begin,))
             read, begin = (await self._answer(call))[0]
             found |= read

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from services.rollout.fencing import Requests, not_serving, owner_of
@@ -62,11 +63,11 @@ class Load:
                 "received_bytes": proven.received_bytes,
             }
         )
-        before = running.served_to(ref.job_id).seen
+        before = running.served_to(ref.job_id)
         by_adapter = isinstance(proven, ProvenAdapter)
-        running.serve(Served(weights, self._published, before, by_adapter=by_adapter))
+        running.serve(Served(weights, self._published, before.seen, by_adapter=by_adapter))
         running.adapters.kept = frozenset(running.of_jobs)
-        await self._measure_canary(ref)
+        await self._measure_canary(ref, before)
         seconds = round(weights.load_s, 4)
         get_logger().info("weights loaded", job=ref.job_id, version=ref.version, seconds=seconds)
         return running.serving
@@ -240,9 +241,10 @@ class Load:
 
     # --- the canary ------------------------------------------------------------------------------
 
-    async def _measure_canary(self, ref: AnyWeights) -> None:
+    async def _measure_canary(self, ref: AnyWeights, before: Served) -> None:
         """Keeps the log-probs of the canary by the weights or the adapter that serve. Raises Failed
-        if they are the same as before: then the load did nothing."""
+        if the load did nothing: the log-probs are the same as before, or have hardly moved and the
+        engine has a tensor of the version before."""
         running, canary = self.running, ref.canary
         served = running.served_to(ref.job_id)
         if canary is None:
@@ -250,10 +252,35 @@ class Load:
         with running.serving_adapter(ref.job_id) as adapter:
             logprobs = await running.engine.logprobs(list(canary.token_ids), adapter)
         seen = Seen(canary, Logprobs(logprobs))
+        problem = ""
         if served.seen and seen.stands_still(served.seen):
-            why = Failed("the engine's log-probs of the canary did not change at all")
+            problem = "the engine's log-probs of the canary did not change at all"
+        elif served.seen and not served.by_adapter and seen.hardly_moved(served.seen):
+            problem = await self._old_tensor(ref, before.published)
+        if problem:
+            why = Failed(problem)
             alone = set(running.of_jobs) <= {ref.job_id}
             reason = await self._distrust(why) if alone else running.drop(ref.job_id, why.detail)
+            running.latest = replace(running.latest, published=before.published)
             raise Failed(reason, code="not_loaded")
         weights = served.weights.model_copy(update={"canary_logprobs": seen.logprobs})
         running.serve(replace(served, weights=weights, seen=seen))
+
+    async def _old_tensor(self, ref: AnyWeights, before: Mapping[str, str]) -> str:
+        """Returns which tensor the engine still has of the version `before`; "" if it has none of
+        the changed ones that one turn reads back. Other bytes than both versions' say nothing: some
+        kernels keep a matrix in another form."""
+        changed = {
+            name for name, digest in before.items() if ref.tensors.get(name, digest) != digest
+        }
+        if not changed:
+            return ""
+        try:
+            found = await self.running.engine.digests(changed)
+        except StateLost:
+            raise
+        except Exception as error:  # vLLM raises what its process did, as a plain Exception
+            get_logger().warning("weights not read back", of=str(self), error=sentence(error))
+            return ""
+        old = sorted(name for name in changed & found.keys() if found[name] == before[name])
+        return f"the engine still has {old[0]!r} of the version before" if old else ""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import fsum
+from operator import mul
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError
@@ -275,3 +277,14 @@ class Seen:
         gaps = (abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True))
         floor_nats = MOVED_NATS.get(ours.dtype, MOVED_ELSEWHERE_NATS)
         return self.logprobs == before.logprobs and max(gaps, default=0.0) > floor_nats
+
+    def hardly_moved(self, before: Seen) -> bool:
+        """Returns whether the engine's log-probs moved by less than half of the trainer's move, in
+        its direction. A load that did nothing may move them at random: the other requests of a
+        batch decide how vLLM rounds."""
+        ours, theirs = self.canary, before.canary
+        if ours.token_ids != theirs.token_ids:
+            return False
+        moved = [a - b for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)]
+        followed = [a - b for a, b in zip(self.logprobs, before.logprobs, strict=True)]
+        return fsum(map(mul, followed, moved)) <= fsum(map(mul, moved, moved)) / 2

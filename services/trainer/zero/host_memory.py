@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -33,12 +31,6 @@ M_MMAP_THRESHOLD = -3
 
 LARGE_BYTES = 1 << 20
 """Least size of a block with a mapping of its own, which returns to the system when it is freed."""
-
-LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-"""Files with a container's memory limit, by versions 2 and 1 of cgroups."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +92,6 @@ class HostCopies:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the tensor's bytes, in the same memory."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def room_bytes(limits: tuple[Path, ...] = LIMITS) -> int:
-    """Returns the memory of this host, or this container's limit."""
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = [file.read_text().strip() for file in limits if file.exists()]
-    return min([host, *(int(limit) for limit in found if limit.isdigit())])
 
 
 @functools.cache

@@ -62,6 +62,7 @@ from services.trainer.zero.memory import (
 from shared.errors import Failed
 from shared.host.logs import get_logger
 from shared.job import Job, TrainingSpec
+from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import is_worth_giving_back
 from shared.wire import Example, StepTotals
 from shared.wire.packed import Logprobs
@@ -268,7 +269,7 @@ class Updater:
         if is_worth_giving_back(
             self._planned.pass_bytes(self.job, tokens),
             self._planned.peak_bytes(self.job, tokens) * dist.get_world_size(),
-            host_memory.room_bytes(),
+            host_memory_bytes(),
         ):
             host_memory.give_back_large_blocks()
 

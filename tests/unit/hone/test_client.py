@@ -17,6 +17,7 @@ from hone.resuming import Resumed
 from shared.errors import HoneError, Unavailable
 from shared.http import client as shared_client
 from shared.wire import JobDeleted, JobList, JobState, VersionInfo
+from shared.wire.examples.jobs import GRADED
 from tests.support.job_records import record
 
 
@@ -249,3 +250,40 @@ def test_each_paused_job_is_resumed_and_one_that_cannot_be_stops_no_other() -> N
             Resumed(id="demo-1", problem="job 'demo-1' has failed"),
             Resumed(id="demo-2", status="queued"),
         )
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked"),
+    [
+        (2, [("0", "2")]),
+        (5, [("0", "5"), ("3", "2")]),
+        (None, [("0", None), ("3", None), ("6", None)]),
+    ],
+)
+def test_no_more_rollouts_are_asked_for_than_are_wanted(
+    client: Client, limit: int | None, asked: list[tuple[str, str | None]]
+) -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def pages(request: httpx.Request) -> httpx.Response:
+        """Answers with pages of at most 3 of 7 rollouts."""
+        if request.url.path == "/version":
+            return answer(request)
+        if request.url.path == "/v1/jobs/demo-1":
+            return httpx.Response(200, json=record("running").model_dump(mode="json"))
+        after, most = request.url.params["after"], request.url.params.get("limit")
+        seen.append((after, most))
+        end = min(int(after) + min(int(most or 3), 3), 7)
+        rollouts = [{**GRADED, "prompt_index": at} for at in range(int(after), end)]
+        body = {"step": 4, "rollouts": rollouts, "next_after": end if end < 7 else None}
+        return httpx.Response(200, json=body)
+
+    client._asynchronous._calls.client = shared_client.Client(
+        "orchestrator", "http://localhost", transport=httpx.MockTransport(pages)
+    )
+    found = client.rollouts("demo-1", limit=limit)
+    assert [each.prompt_index for each in found.rollouts] == [*range(limit or 7)]
+    assert seen == asked
+    seen.clear()
+    assert client.held_out("demo-1", limit=limit).rollouts == found.rollouts
+    assert seen == asked

@@ -8,13 +8,18 @@ import struct
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from typer.testing import CliRunner
 
 from hone import reward_service
 from hone.cli import app
+from hone.commands import plan
+from hone.commands.plan import lengths_of
 from hone.plan_view import cost_text
 from shared.errors import Failed
-from shared.wire import Cost
+from shared.wire import Cost, PromptLengths
 from tests.support.plan_models import LLAMA_8B, QWEN_05B
 
 JOB = """
@@ -31,7 +36,8 @@ params = {{ target = 64 }}
 
 @pytest.fixture
 def job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A job whose model is a folder of Qwen2.5-0.5B's size."""
+    """A job whose model is a folder of Qwen2.5-0.5B's size, and whose prompts are not counted."""
+    monkeypatch.setattr(plan, "lengths_of", lambda job: PromptLengths())
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = tmp_path / "model"
@@ -71,6 +77,23 @@ def test_overrides_and_prompt_lengths_are_taken(job_file: Path) -> None:
     options = ("--set", "steps=7", "--set", "sampling.max_tokens=64", "--prompt-tokens", "9")
     found = json.loads(run(job_file, "--gpus", "cpu", *options, "-o", "json"))
     assert (found["steps"], found["prompt_tokens"], found["completion_tokens"]) == (7, 9, 64)
+
+
+def test_the_prompts_of_the_data_are_counted(
+    tmp_path: Path, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "lengths_of", lengths_of)
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, "w3": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "w3 " * n}) + "\n" for n in (1, 7, 2)))
+    found = json.loads(run(job_file, "--gpus", "cpu", "--set", f"data.train={rows}", "-o", "json"))
+    assert found["prompt_tokens"] == 7
+    assert "the longest of all 3 prompts has 7 tokens" in found["notes"]
+    found = json.loads(run(job_file, "--gpus", "cpu", "-o", "json"))
+    (note,) = (note for note in found["notes"] if "taken to be of 512 tokens" in note)
+    assert note.endswith(": a dry run counts those of 'x', on the Hugging Face Hub")
 
 
 def test_prompts_longer_than_the_model_holds_are_refused(job_file: Path) -> None:

@@ -1,11 +1,17 @@
-"""What a person sees of graded rollouts."""
+"""`hone rollouts`: what is asked of the orchestrator, and what a person sees of graded rollouts."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator
 
+import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from hone.cli import app
+from hone.commands import rollouts
 from hone.rollout_view import reasons, regrade_table, rollout_table
 from shared.wire import (
     GradedRollout,
@@ -44,6 +50,64 @@ def printed(shown: object) -> str:
     return console.export_text()
 
 
+class Orchestrator:
+    """Answers as `hone.Client` does. `asked`: the methods and arguments of all calls."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[object, ...]] = []
+
+    def rollouts(self, job: str, step: int | None, *, limit: int) -> RolloutList:
+        self.asked.append(("rollouts", job, step, limit))
+        return RolloutList(step=4, rollouts=(rollout(1.0),))
+
+    def held_out(self, job: str, step: int | None, name: str, *, limit: int) -> RolloutList:
+        self.asked.append(("held_out", job, step, name, limit))
+        answer = rollout(1.0).model_copy(update={"advantage": None})
+        return RolloutList(step=8, rollouts=(answer,))
+
+
+@pytest.fixture
+def orchestrator(monkeypatch: pytest.MonkeyPatch) -> Orchestrator:
+    fake = Orchestrator()
+
+    @contextlib.contextmanager
+    def connect() -> Iterator[Orchestrator]:
+        yield fake
+
+    monkeypatch.setattr(rollouts, "connect", connect)
+    return fake
+
+
+def run(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["rollouts", "first", *words], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+def header(shown: str) -> list[str]:
+    line = next(line for line in shown.splitlines() if "completion" in line)
+    return [cell.strip() for cell in line.replace("┃", "│").split("│")[1:-1]]
+
+
+def test_a_steps_rollouts_have_their_advantages(orchestrator: Orchestrator) -> None:
+    code, shown = run("--step", "4")
+    assert (code, orchestrator.asked) == (0, [("rollouts", "first", 4, 16)])
+    assert shown.splitlines()[0].strip() == "step 4"
+    assert header(shown) == ["prompt", "completion", "reward", "advantage", "why"]
+
+
+def test_held_out_completions_are_titled_and_have_no_advantages(orchestrator: Orchestrator) -> None:
+    code, shown = run("--held-out", "--eval-set", "hard", "-n", "3")
+    assert (code, orchestrator.asked) == (0, [("held_out", "first", None, "hard", 3)])
+    assert shown.splitlines()[0].strip() == "held-out problems after step 8"
+    assert header(shown) == ["prompt", "completion", "reward", "why"]
+
+
+def test_a_set_without_held_out_is_refused(orchestrator: Orchestrator) -> None:
+    code, shown = run("--eval-set", "hard")
+    assert (code, orchestrator.asked) == (2, [])
+    assert "--eval-set 'hard' names a held-out set; add --held-out" in shown
+
+
 def test_a_grader_that_says_more_has_a_line_of_verdict_reason_output_and_time() -> None:
     assert reasons({"tests": LATE, "judge": FAILED, "form": PLAIN}) == [
         "tests: time_limit; test 3 of 5; printed 'still\\x1b[2J here'; 4.00 s",
@@ -53,7 +117,7 @@ def test_a_grader_that_says_more_has_a_line_of_verdict_reason_output_and_time() 
 
 def test_a_fork_is_shown_with_its_reason() -> None:
     forked = rollout(1.0).model_copy(update={"forked": ("message 2 has another content",)})
-    text = printed(rollout_table(RolloutList(step=1, rollouts=(forked,)), 1))
+    text = printed(rollout_table(RolloutList(step=1, rollouts=(forked,))))
     assert "forked: message 2 has another content" in text
 
 
@@ -66,7 +130,7 @@ def test_a_reward_from_one_grader_is_shown_once_and_short() -> None:
             rollout(0.0, python_value=PLAIN.model_copy(update={"value": 0.0})),
         ),
     )
-    text = printed(rollout_table(listed, 1))
+    text = printed(rollout_table(listed))
     assert [cell.strip() for cell in text.splitlines()[4].split("│")[1:-1]] == [
         "3+4",
         "7",
@@ -75,15 +139,13 @@ def test_a_reward_from_one_grader_is_shown_once_and_short() -> None:
         "evaluated to 7; cached",
     ]
     half = RolloutList(step=1, rollouts=(rollout(0.5, python_value=right),))
-    assert "python_value" in printed(rollout_table(half, 1)), (
-        "weighed by a half, it is not the reward"
-    )
+    assert "python_value" in printed(rollout_table(half)), "weighed by a half, it is not the reward"
 
 
 def test_a_reward_without_a_value_shows_its_verdict() -> None:
     text = printed(
         rollout_table(
-            RolloutList(step=4, rollouts=(rollout(None, tests=LATE, judge=FAILED), rollout(1.0))), 2
+            RolloutList(step=4, rollouts=(rollout(None, tests=LATE, judge=FAILED), rollout(1.0)))
         )
     )
     assert "step 4" in text and "time_limit; test 3 of 5" in text
@@ -99,7 +161,7 @@ def test_a_reward_without_a_value_shows_its_verdict() -> None:
 
 def test_what_a_model_wrote_can_neither_move_the_cursor_nor_style_the_table() -> None:
     text = printed(
-        rollout_table(RolloutList(step=1, rollouts=(rollout(1.0, "\x1b[2J[red]x[/red]\r"),)), 1)
+        rollout_table(RolloutList(step=1, rollouts=(rollout(1.0, "\x1b[2J[red]x[/red]\r"),)))
     )
     assert "\x1b" not in text and "\r" not in text and "\\x1b[2J[red]x[/red]\\r" in text
 

@@ -29,7 +29,7 @@ JOB = load_job(ROOT / "deploy/jobs/demo_tiny.toml")
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    """The run folder of the demo, as it was when its job had succeeded."""
+    """The run folder of `make demo-tiny`, as it was when its job had succeeded."""
     folder = tmp_path / "demo-1"
     (folder / "rollouts").mkdir(parents=True)
     note = Note(created_at=1.0, finished_at=2.0, status="succeeded")

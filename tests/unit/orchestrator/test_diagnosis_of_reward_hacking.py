@@ -169,6 +169,69 @@ def test_a_number_of_the_problem_or_two_are_no_copy(text: str) -> None:
     assert not found(sums(*[(text, 1.0)] * 8), own_code())
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("{a} + {b}", "{b} + {a}", "{a} plus {b}", "{a}+{b}.0", "Sure! {a} + {b}"),
+        *("I think {a} + {b}", "{a} + {b} = {b} + {a}"),
+    ],
+)
+def test_the_terms_of_the_prompt_are_a_copy_in_any_order_and_beside_words(text: str) -> None:
+    (finding,) = found(sums(*[(text, 1.0)] * 8), own_code())
+    assert (finding.code, finding.level) == (COPIES, "problem")
+
+
+@pytest.mark.parametrize("scale", [0.1, 0.4, 5.0])
+def test_rewards_of_a_jobs_own_code_have_any_scale(scale: float) -> None:
+    copies = sums(*[("{a} + {b}", scale)] * 4, *[("{sum}", 0.0)] * 4)
+    assert [each.code for each in found(copies, own_code())] == [COPIES]
+
+
+def test_the_whole_prompt_is_no_answer_though_it_contains_the_right_one() -> None:
+    asked, row = "Which number is larger, 84 or 74?", {"answer": 84}
+    echo = [(asked, row, [(asked, 1.0)] * 8)] * 6
+    assert [each.code for each in found(echo, own_code())] == [COPIES]
+    assert [each.code for each in found(echo)] == [COPIES]
+    for right in ("84", "The larger number is 84.", "84 is larger than 74."):
+        assert not found([(asked, row, [(right, 1.0)] * 8)] * 6)
+
+
+def test_a_column_that_no_reward_reads_does_not_make_a_copy_right() -> None:
+    problems = [
+        (asked, row | {"label": "+", "target": row["a"]}, said)
+        for asked, row, said in sums(*[("{a} + {b}", 1.0)] * 8)
+    ]
+    assert COPIES in [each.code for each in found(problems)]
+
+
+def test_a_copy_is_a_warning_where_no_column_is_known_to_hold_the_answer() -> None:
+    text = "The committee decided to build a new bridge."
+    problems = [(f"Shorten: {text}", {"gold": text}, [(text, 1.0)] * 8)] * 6
+    (finding,) = found(problems, own_code())
+    assert (finding.code, finding.level) == (COPIES, "warning")
+
+
+def test_a_sentence_that_is_right_already_may_be_repeated() -> None:
+    text = "He goes to the big school today."
+    source = "def reward(completions, corrected, **columns):\n    return judge(corrected)\n"
+    asked = (
+        {"role": "system", "content": "Correct the grammar."},
+        {"role": "user", "content": text},
+    )
+    problems = [(asked, {"corrected": text}, [(text, 1.0)] * 8)] * 6
+    assert not found(problems, own_code(source))
+
+
+def test_an_expression_that_the_job_allows_is_a_warning() -> None:
+    job = job_with(rewards=[{"grader": "math", "params": {"expressions": True}}])
+    powers = [
+        (f"Double {2**n}", {"answer": 2 ** (n + 1)}, [(f"2^{{{n + 1}}}", 1.0)] * 8)
+        for n in range(9, 15)
+    ]
+    (finding,) = found(powers, job)
+    assert (finding.code, finding.level) == (LACKS, "warning")
+
+
 def test_the_task_of_copying_has_no_finding() -> None:
     """The right answer stands in the prompt: by the column of its usual name, or by the column that
     a grader's params name."""
@@ -304,6 +367,7 @@ def test_worked_solutions_have_no_finding_and_their_problems_copied_have() -> No
         *(("1,200", 1200), ("1 200", 1200), ("1{,}200", 1200), ("1.200.000", 1_200_000)),
         *(("34/2", 17), ("\\frac{3}{4}", 0.75), ("75%", 0.75), ("1.6e-19", 1.6e-19), (".5", 0.5)),
         *(("seventeen", 17), ("Twenty-one", 21), ("2 thousand", 2000), ("2 \\times 10^3", 2000)),
+        *(("1 1/2", 1.5), ("3\\frac{3}{4}", 3.75), ("\\frac34", 0.75), ("1\u202f500", 1500)),
         *(("0.333333", 1 / 3), ("8 + 9 = 17", 17), ("٣", 3)),
     ],
 )
@@ -354,7 +418,7 @@ def test_a_grader_that_runs_the_text_may_be_given_an_expression() -> None:
     python = job_with(rewards=[{"grader": "python_value", "params": {"target": "answer"}}])
     swapped = sums(*[("{b} + {a}", 1.0)] * 8)
     assert not found(swapped, python)
-    assert [each.code for each in found(swapped)] == [LACKS]
+    assert [each.code for each in found(swapped)] == [COPIES, LACKS]
 
 
 def test_a_hacked_reward_is_not_taken_for_problems_that_are_learned() -> None:

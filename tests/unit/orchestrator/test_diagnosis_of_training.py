@@ -55,7 +55,7 @@ def test_a_reward_that_falls_from_its_best_is_a_finding() -> None:
 
 
 def test_a_policy_that_one_step_ruins_is_a_finding_soon() -> None:
-    """What a learning rate a hundred times too high did to the demo."""
+    """What a learning rate a hundred times too high did to `make demo-tiny`."""
     metrics = {"reward": [0.37] + [0.0] * 23, "reward_std": [0.48] + [0.0] * 23}
     metrics |= {"canary_change": [3.28] + [0.0] * 23, "grad_norm": [0.4] + [0.0] * 23}
     metrics["frac_reward_zero_std"] = [0.06] + [1.0] * 23

@@ -12,6 +12,7 @@ from services.orchestrator.evals import held_out as evaluation
 from services.orchestrator.evals.comparison import Scores
 from services.orchestrator.evals.held_out import (
     Answers,
+    bounded_prompt,
     ignored,
     prefixed_metrics,
     sample_held_out,
@@ -110,3 +111,19 @@ def test_scores_without_any_reward_are_none(
         errored_rollouts=0.0,
     )
     assert scores.has_any is any_graded
+
+
+def test_a_stored_prompt_has_a_bound_and_a_chat_keeps_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluation, "STORED_CHARS", 100)
+    assert bounded_prompt("x" * 101) == "x" * 100
+    empty = len("{'role': 'user', 'content': ''}")
+    first, last = [{"role": "user", "content": letter * 60} for letter in "ab"]
+    assert bounded_prompt((first,)) == (first,)
+    assert empty == 31 and bounded_prompt((first, last)) == (last,)
+    short = {"role": "user", "content": "b" * 10}
+    assert bounded_prompt((first, short)) == ({"role": "user", "content": "a" * 28}, short)
+    image = {"role": "user", "content": [{"type": "image", "data": "x" * 100}]}
+    assert bounded_prompt((image, short)) == (short,)
+    assert bounded_prompt((image,)) == ()

@@ -10,7 +10,9 @@ import pytest
 from services.orchestrator.loop.examples import step_totals, to_examples
 from services.orchestrator.loop.metrics import reward_metrics, step_metrics
 from services.orchestrator.loop.pipeline import Step
+from services.orchestrator.play.token_row import TokenRow
 from services.orchestrator.pool.services import NOT_GRADED, score_item
+from services.orchestrator.run.after_step import failing_rewards
 from shared.job import Job
 from shared.wire import (
     Batch,
@@ -172,6 +174,31 @@ def test_a_conversation_is_graded_by_the_length_that_the_policy_sampled() -> Non
     prompt = Prompt(index=0, content="p", row={"a": 1})
     assert score_item(prompt, with_tool).num_tokens == 2
     assert score_item(prompt, rollout(4)).num_tokens == 4
+
+
+def test_a_conversation_is_graded_after_the_prompt_of_its_last_answer() -> None:
+    row = TokenRow()
+    for end in ("assistant\n", "assistant\n<think>\n"):
+        row.add_given((1,))
+        row.add(rollout(2).model_copy(update={"prompt_end": end}))
+    prompt = Prompt(index=0, content="p", row={})
+    found = score_item(prompt, row.rollout("4?</think>5", "stop", ()))
+    assert found.prompt_end == "assistant\n<think>\n"
+    assert score_item(prompt, rollout(2)).prompt_end is None
+
+
+def test_a_reward_that_is_missing_is_told_beside_one_that_fails_on_some_texts() -> None:
+    error = ("python_grader_runtime_error",)
+    missing = Part(value=None, verdict="error", detail="1 value for 4", errors=error)
+    least = Part(value=0.0, verdict="wrong", detail="log(0)", errors=error)
+    skipped = Part(value=None, verdict="skipped")
+    rows = ({"a": missing, "b": least}, {"a": missing, "b": Part(value=1.0)}, {"b": skipped})
+    scores = tuple(Score(value=None, parts=parts) for parts in rows)
+    batch = make_step().batch.model_copy(update={"scores": (scores,), "dropped": ()})
+    assert failing_rewards(batch) == [
+        "reward 'a' is missing for 2 of 3 completions (1 value for 4)",
+        "reward 'b' fails on 1 of 3 completions, which get the least of their row (log(0))",
+    ]
 
 
 def test_a_step_whose_update_was_refused_is_counted() -> None:

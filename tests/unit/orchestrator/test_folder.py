@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from shared.errors import Conflict, Failed, NotFound
 from shared.job import CheckpointSpec, RolloutsSpec
 from shared.wire import (
     Batch,
+    GradedRollout,
     MetricsRow,
     Prompt,
     Rollout,
@@ -233,13 +235,56 @@ def test_held_out_completions_are_kept_with_their_steps(folder: RunFolder, name:
         folder.append_metrics(MetricsRow(step=step, metrics={}))
         folder.write_held_out(name, step, ())
     folder.start_at(20)
-    with pytest.raises(NotFound, match=r"step 30 has no stored .*; steps 0, 10, 20 have"):
+    with pytest.raises(
+        NotFound, match=r"step 30 has no stored .*; stored: steps 0, 10, 20\. They exist after"
+    ):
         folder.held_out(name, 30)
     assert folder.held_out(name, None).step == 20, "30 was of weights that are gone"
     folder.prune_batches(15)
     assert [folder.held_out(name, step).step for step in (0, 20)] == [0, 20]
-    with pytest.raises(NotFound, match=r"step 10 has no stored .*; steps 0, 20 have"):
+    with pytest.raises(NotFound, match=r"step 10 has no stored .*; stored: steps 0, 20\. "):
         folder.held_out(name, 10)
+
+
+def test_a_line_after_a_cut_one_is_read_and_on_disk(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed = list[str]()
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    file = folder.path / "weights.jsonl"
+    file.write_bytes(b'{"version": 1}\n{"versi')
+    folder.append_sync({"version": 2})
+    folder.append_sync({"version": 3})
+    assert flushed == ["weights.jsonl"] * 2
+    assert folder.syncs() == [{"version": version} for version in (1, 2, 3)]
+    assert file.read_bytes() == b'{"version": 1}\n{"versi\n{"version": 2}\n{"version": 3}\n'
+
+
+def test_a_held_out_prompt_is_stored_once_for_its_completions(folder: RunFolder) -> None:
+    def completion(index: int, prompt: str, text: str) -> GradedRollout:
+        return GradedRollout(
+            prompt_index=index,
+            prompt=prompt,
+            completion=text,
+            finish_reason="stop",
+            versions=(3,),
+            reward=1.0,
+            parts={},
+            advantage=None,
+        )
+
+    of_two = [("0?" * 1000, 0), ("", 1), ("0?" * 1000, 2)]  # an empty prompt, and an equal one
+    rollouts = tuple(
+        completion(index, prompt, f"{number}") for prompt, index in of_two for number in range(2)
+    )
+    folder.write_held_out("", 3, rollouts)
+    (file,) = (folder.path / "held_out").iterdir()
+    assert file.read_bytes().count(b"0?" * 1000) == 2
+    assert folder.held_out("", 3).rollouts == rollouts
 
 
 def test_a_folder_is_removed_with_the_name_that_points_at_it(tmp_path: Path) -> None:

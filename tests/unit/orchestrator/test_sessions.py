@@ -200,6 +200,7 @@ async def test_a_template_that_drops_thoughts_forks() -> None:
     (rollout,) = group.rollouts
     (branch,) = rollout.branches
     assert "drops" in branch.because
+    assert (rollout.prompt_end or "").endswith("And now?<|im_end|>\n<|im_start|>assistant\n")
     text: Any = sampler.tokenizer.decode
     assert text([*branch.prompt_token_ids, *branch.token_ids]) == (
         "<|im_start|>user\nFind it.<|im_end|>\n"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from services.reward.graders.code_tests.asserts import from_asserts, from_check
-from services.reward.graders.code_tests.candidate import agree
+from services.reward.graders.code_tests.candidate import agree, difference
 from services.reward.graders.code_tests.tests import calls
 from services.reward.grading.codec import (
     SPECIAL,
@@ -100,10 +100,14 @@ def check(candidate):
     ("test", "value", "holds"),
     [
         ("_0 == 4", 4.0, True),
-        ("_0 == 1", True, False),
+        ("_0 == False", 0, True),
+        ("_0 is False", 0, False),
+        ("_0 == [True, (0,)]", [1, (False,)], True),
+        ("_0 == {1: 'a'}", {True: "a"}, True),
+        ("_0 == 1", True, True),
         ("_0 == [1, 2]", (1, 2), False),
         ("_0 == {1, 2}", {2, 1}, True),
-        ("_0 in (1, 2)", True, False),
+        ("_0 in (1, 2)", True, True),
         ("_0 in 'abc'", "b", True),
         ("_0 not in [1]", 2, True),
         ("_0 is None", None, True),
@@ -398,3 +402,34 @@ def test_a_program_is_looked_for_in_the_end_of_a_completion() -> None:
     assert program_of(begin + thoughts + end) == "x = 2"
     assert program_of(begin + thoughts) == (begin + thoughts).rstrip()
     assert program_of(begin + thoughts[200:]) == "x = 1"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "told"),
+    [
+        ("4\n", "5", "printed '4', wanted '5'"),
+        (" 5\n", "5\n", "printed ' 5' in line 1, wanted '5', which differs in white space only"),
+        ("1  2", "1 2", "printed '1  2', wanted '1 2', which differs in white space only"),
+        (
+            "x\n" * 50 + "1\t2",
+            "x\n" * 50 + "1 2",
+            "printed '1\\t2' in line 51, wanted '1 2', which differs in white space only",
+        ),
+        ("x\n" * 50 + "4", "x\n" * 50 + "5", "printed '4' in line 51, wanted '5'"),
+        ("x\n" * 50, "x\n" * 49, "printed 50 lines, wanted 49"),
+        (
+            "x" * 100 + "4",
+            "x" * 100 + "5",
+            f"printed '{'x' * 20}4' in line 1 from character 81, wanted '{'x' * 20}5'",
+        ),
+    ],
+)
+def test_a_wrong_output_is_told_by_what_differs(given: str, wanted: str, told: str) -> None:
+    assert not agree(given, wanted)
+    assert difference(given, wanted) == told
+
+
+def test_to_a_strict_judge_true_is_not_1() -> None:
+    cases = [("f(1) == 1", "_0 == 1", [encode(True)]), ("f(1) == [0]", "_0 == [0]", [encode([0])])]
+    assert [verdict for verdict, _ in judged(cases, [])] == ["ok", "ok"]
+    assert [verdict for verdict, _ in judged(cases, [], True)] == ["wrong", "ok"]

@@ -199,6 +199,20 @@ async def test_who_ended_a_worker_is_read_from_no_sentence(death: SlotDied, verd
     assert str(death) in part.detail
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+async def test_values_of_another_number_than_completions_count_for_none(
+    workers: FunctionWorkers, count: int
+) -> None:
+    spec = RewardSpec(source=f"def reward(completions):\n    return [1.0] * {count}")
+    found = await outcome(workers, spec, "a", "b", "c")
+    assert [part.value for part in found] == [None] * 3
+    assert found[0].detail == (
+        f"reward function 'reward' returned {count} values for 3 completions; expected one for "
+        "each, in their order"
+    )
+    assert await call(workers, constant(0.5), "a", "b", "c") == [0.5] * 3
+
+
 FORGER = """
 import json, os, struct, sys
 def reward(completions):

@@ -158,8 +158,67 @@ def test_fences_are_read_as_models_write_them(completion: str, program: str) -> 
     assert program_of(completion) == program
 
 
+DOCSTRING = 'def f(x):\n    """So:\n    ```python\n    f(1)\n    ```\n    """\n    return x'
+
+
+@pytest.mark.parametrize("fence", ["```", "~~~", "````", "```\r", "  ```"])
 @pytest.mark.parametrize(
-    "text", ["```" + " " * 200_000, "```\n" * 50_000, "```python\n" * 20_000, "\n" * 200_000]
+    "after",
+    [
+        "",
+        "\n\nIt adds `1` to x.",
+        "\nUsage:\n```python\nprint(f(1))\n```\n",
+        "\nIt prints:\n```\n3\n```\nDone.",
+        "\nUsage:\n```python\nprint(f(1))",
+    ],
+)
+@pytest.mark.parametrize(
+    "before",
+    ["", "python\n", "py\r\n", "# It adds 1.\n", "import math\n\n", "@cache\n", "N: int = 1\n"],
+)
+def test_a_closing_fence_ends_the_block_that_the_prompt_opened(
+    fence: str, after: str, before: str
+) -> None:
+    code = "def f(x):\n    return x + 1"
+    completion = f"{before}{code}\n{fence}{after}"
+    own = "" if before.startswith("py") else before
+    assert program_of(completion, lambda text: "def f" in text) == own + code
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("    return x + 1\n```\nIt adds 1.", "    return x + 1"),
+        ("return x + 1```", "return x + 1"),
+        ("8 + 7\n```\nThe sum is 15.", "8 + 7"),
+        ("x\n```", "x"),
+        ("print(8 + 7)\n```\nIt prints\n```\n15\n```", "print(8 + 7)"),
+        ("for i in range(3):\n    print(i)\n```\nIt counts.", "for i in range(3):\n    print(i)"),
+        (f"{DOCSTRING}\n```\nIt is x.", DOCSTRING),
+        (DOCSTRING, DOCSTRING),
+        ("x = '```'\nx", "x = '```'\nx"),
+        ("# Solution\n```\n15\n```", "15"),
+        ("# Solution\n```\n15", "15"),
+        ("x = 5:\n```\n15\n```", "15"),
+        ("Answer: 42\n```\n15\n```", "15"),
+        ("For this I write:\n```\n15", "15"),
+    ],
+)
+def test_code_at_the_beginning_is_told_from_text_before_a_block(
+    completion: str, program: str
+) -> None:
+    assert program_of(completion) == program
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```" + " " * 200_000,
+        "```\n" * 50_000,
+        "```python\n" * 20_000,
+        "\n" * 200_000,
+        "x = '" * 50_000,
+    ],
 )
 def test_a_completion_made_to_be_slow_to_read_is_not(text: str) -> None:
     start = time.process_time()

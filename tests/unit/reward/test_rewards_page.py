@@ -64,7 +64,7 @@ def test_every_toml_shown_is_rewards_of_a_job() -> None:
     ]
     for spec in specs:
         registry.kind_of(spec.grader).params_type.model_validate(spec.params)
-    assert len(specs) == 5
+    assert len(specs) == 6
 
 
 def test_every_grader_setting_and_metric_that_is_named_exists() -> None:

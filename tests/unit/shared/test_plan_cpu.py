@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.plan import cpu
 from shared.plan.cpu import CoreRates, CpuRates, count_cores, measure_in_process, with_rates
 from shared.plan.gpus import Gpu, GpuGroup, parse_gpus
 from shared.plan.planning import Known, make_plan
@@ -65,7 +66,9 @@ def test_requests_at_once_share_one_measurement() -> None:
     assert len(calls) == 1 and all(pools[0].gpu.bandwidth_gb_s == 20.0 for pools in found)
 
 
-def test_a_failed_measurement_leaves_the_plan_without_times_and_is_tried_again() -> None:
+def test_a_failed_measurement_leaves_plans_without_times_and_is_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     answers = iter([subprocess.TimeoutExpired("python", 20.0), CORE])
 
     def measure() -> CoreRates:
@@ -75,8 +78,48 @@ def test_a_failed_measurement_leaves_the_plan_without_times_and_is_tried_again()
         return answer
 
     rates = CpuRates(measure)
-    assert rates.pools(POOLS) == POOLS
+    pools = rates.pools(POOLS)
+    assert pools == rates.pools(POOLS), "a measurement may take 20 s"
+    assert not pools[0].gpu.has_rates
+    monkeypatch.setattr(cpu, "RETRY_S", 0.0)
     assert rates.pools(POOLS)[0].gpu.has_rates
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            subprocess.CalledProcessError(
+                1, "python", stderr="Traceback\nModuleNotFoundError: No module named 'numpy'\n"
+            ),
+            "NumPy is missing. Install NumPy, or plan with --measured RUN",
+        ),
+        (
+            subprocess.CalledProcessError(-9, "python", stderr=""),
+            "Command 'python' died with <Signals.SIGKILL: 9>. Run `python -m shared.plan.cpu` to "
+            "see it fail, or plan with --measured RUN",
+        ),
+        (
+            subprocess.TimeoutExpired("python", 20.0),
+            "it took longer than 20 s. Plan again in 10 minutes, when the machine has less to do, "
+            "or plan with --measured RUN",
+        ),
+    ],
+)
+def test_a_plan_says_why_the_processor_was_not_measured_and_what_to_do(
+    error: Exception, reason: str
+) -> None:
+    def measure() -> CoreRates:
+        raise error
+
+    pools = CpuRates(measure).pools(POOLS)
+    plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), pools)
+    assert plan.placement.time is None
+    (note,) = (note for note in plan.notes if "not estimated" in note)
+    assert note == (
+        "the time of a step is not estimated: the rates of this processor could not be measured: "
+        + reason
+    )
 
 
 def test_gpus_are_not_measured() -> None:

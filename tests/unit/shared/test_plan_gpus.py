@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from shared.errors import BadRequest
-from shared.plan.gpus import cpu, parse_gpus, pools_of
+from shared.plan.gpus import cpu, host_memory_bytes, parse_gpus, pools_of
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,19 @@ def test_a_gpu_that_is_not_in_the_table_has_its_memory_and_no_rates() -> None:
 
 
 def test_a_host_without_gpus_has_its_memory(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:       25165824 kB\nMemFree: 1 kB\n")
     (tmp_path / "cpuinfo").write_text("flags : fpu avx512_bf16 sse\n")
-    found = cpu(tmp_path / "meminfo", tmp_path / "cpuinfo")
+    found = cpu(24 << 30, tmp_path / "cpuinfo")
     assert (found.memory_gib, found.has_bfloat16) == (24.0, True)
-    found = cpu(tmp_path / "none", tmp_path / "none")
-    assert (found.memory_gib, found.has_bfloat16) == (0.0, False)
+    assert not cpu(24 << 30, tmp_path / "none").has_bfloat16
+    assert cpu().memory_gib == host_memory_bytes() / 2**30
+
+
+def test_a_container_has_the_memory_that_it_may_use(tmp_path: Path) -> None:
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    second, first = tmp_path / "memory.max", tmp_path / "limit_in_bytes"
+    assert host_memory_bytes((second, first)) == host
+    second.write_text("max\n")
+    first.write_text(f"{2**62}\n")
+    assert host_memory_bytes((second, first)) == host
+    second.write_text("104857600\n")
+    assert host_memory_bytes((second, first)) == 104_857_600

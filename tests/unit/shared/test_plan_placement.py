@@ -11,9 +11,9 @@ from shared.job import Job
 from shared.plan.gpus import parse_gpus
 from shared.plan.model import CannotPlan
 from shared.plan.planning import Known, make_plan
-from shared.plan.rates import SamplingRate, StepSize, Training, passes, rates_of, tabled
+from shared.plan.rates import SamplingRate, StepSize, Training, passes, rates_of, time_by_rates
 from shared.settings import Settings
-from shared.wire import MetricsRow, Plan, StepTime
+from shared.wire import MetricsRow, Plan, PromptLengths, StepTime
 from tests.support.plan_models import job, model
 
 
@@ -70,13 +70,16 @@ def test_on_a_cpu_both_are_in_the_hosts_memory() -> None:
     assert plan.placement.kind == "cpu" and plan.placement.time is None
     sampler = plan.placement.sampler
     assert plan.placement.sampler_room_gib == sampler.weights_gib + sampler.overhead_gib + 2
-    assert any("this processor could not be measured" in note for note in plan.notes)
+    assert "no rates are known of cpu, so the time of a step is not estimated" in plan.notes
 
 
 def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:
     plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"))
     assert plan.prompt_tokens == 512
     assert plan.notes[0] == "prompts are taken to be of 512 tokens (--prompt-tokens)"
+    why = Known(lengths=PromptLengths(why_not="there is no file 'x'"))
+    plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"), why)
+    assert plan.notes[0].endswith(" of 512 tokens (--prompt-tokens): there is no file 'x'")
     short = job(max_model_len=600)
     plan = make_plan(short, model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"))
     assert plan.prompt_tokens == 88
@@ -201,10 +204,15 @@ def test_a_cache_for_the_longest_sequence_is_made_smaller_by_max_model_len() -> 
 
 def test_max_model_len_is_not_cut_by_a_guess() -> None:
     pools, settings = parse_gpus("1xH100,1xA10G"), Settings()
-    for known in (Known(), Known(512, is_longest=False)):
+    for known in (Known(), Known(lengths=PromptLengths(longest=512, num=9))):
         plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
         assert not plan.fits and "max_model_len" not in changes(plan)
-    assert "the longest of the first prompts has 512 tokens; there may be longer ones" in plan.notes
+    said = "the longest of 9 prompts that were counted has 512 tokens; there may be longer ones"
+    assert said in plan.notes
+    known = Known(lengths=PromptLengths(longest=512, num=9, is_all=True))
+    plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
+    assert changes(plan)["max_model_len"] == "1024"
+    assert "the longest of all 9 prompts has 512 tokens" in plan.notes
 
 
 def test_max_model_len_has_room_for_the_completions_of_evaluations() -> None:
@@ -237,7 +245,7 @@ def test_a_steps_time_is_as_worked_out_by_hand() -> None:
     count = 1_543_714_304
     load = StepSize(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
     gpu = parse_gpus("1xA100-80GB")[0].gpu
-    found = tabled(
+    found = time_by_rates(
         model("Qwen2.5-1.5B"),
         job(),
         load,
@@ -268,7 +276,7 @@ def test_time_is_by_the_number_of_updates_and_by_the_samplers_own_dtype() -> Non
     def time(itemsize: int, **sections: Any) -> StepTime:
         sampling = SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=itemsize)
         wanted = job(**({"memory": {"offload_optimizer": True}} | sections))
-        found = tabled(model("Qwen2.5-1.5B"), wanted, load, sampling, training, "split")
+        found = time_by_rates(model("Qwen2.5-1.5B"), wanted, load, sampling, training, "split")
         assert found is not None
         return found
 
@@ -292,7 +300,9 @@ def test_prompts_count_once_for_each_minibatch_with_some_of_their_group() -> Non
     training = Training(num_ranks=1, gpu=gpu, itemsize=2)
 
     def train_s(**sections: Any) -> float:
-        found = tabled(model("Qwen2.5-1.5B"), job(**sections), load, sampling, training, "split")
+        found = time_by_rates(
+            model("Qwen2.5-1.5B"), job(**sections), load, sampling, training, "split"
+        )
         assert found is not None
         return found.train_s
 

@@ -3,14 +3,11 @@ for."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from services.trainer.zero.host_memory import room_bytes
 from services.trainer.zero.memory import Planned
 from shared.plan.memory import Ranks, is_worth_giving_back
 from tests.support.plan_models import job, model
@@ -73,14 +70,3 @@ def test_large_micro_batches_are_given_back_where_memory_is_short() -> None:
     assert not is_worth_giving_back(500 * 251_904, 4 * gib, 8 * gib)
     assert is_worth_giving_back(128 * 2**20, 4 * gib, 8 * gib)
     assert planned.pass_bytes(lora, 10) == 8 * 10 * 151_936 + 10 * (86_016 + 10_752)
-
-
-def test_a_container_has_the_room_that_it_may_use(tmp_path: Path) -> None:
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    second, first = tmp_path / "memory.max", tmp_path / "limit_in_bytes"
-    assert room_bytes((second, first)) == host
-    second.write_text("max\n")
-    first.write_text(f"{2**62}\n")
-    assert room_bytes((second, first)) == host
-    second.write_text("104857600\n")
-    assert room_bytes((second, first)) == 104_857_600

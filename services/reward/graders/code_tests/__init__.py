@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from services.reward.graders.code_tests import proxy
+from services.reward.graders.code_tests import proxy, sound
 from services.reward.graders.code_tests.asserts import Case
 from services.reward.graders.code_tests.candidate import (
     NO_VALUE,
@@ -79,7 +79,7 @@ class CodeTestsParams(Params):
 
     setup: Column | None = None
     """The column with Python source that is run before the program, such as imports, or a list of
-    it (MBPP's `test_imports`)."""
+    it (MBPP's `test_imports`); after the program where it uses names of the program's."""
 
     prefix: Column | None = None
     """The column with the beginning of the program (HumanEval's `prompt`), for completions that do
@@ -87,7 +87,7 @@ class CodeTestsParams(Params):
 
     credit: Literal["binary", "partial"] = "binary"
     """"binary": 1 if all tests pass, else 0, and the first failing test is the last; "partial": the
-    share that passes."""
+    share that passes, of which constants earn some, so that True is not 1 then."""
 
     cpu_s: float = Field(default=4.0, gt=0, le=120)
     """Seconds of CPU time for one test."""
@@ -185,12 +185,20 @@ class CodeTests(ItemGrader[CodeTestsParams]):
         limits = TestLimits(params.cpu_s, params.timeout_s, params.idle_s, params.memory_mib)
         program = program_of(completion, tests.fit)
         given, program = completed(program, prefix, owner(entry) or "")
-        before = "\n".join((setup, tests.imports, given)).strip()
+        first, last = ("", setup) if sound.needs_program(setup) else (setup, "")
+        before = "\n".join((first, tests.imports, given)).strip()
+        program = f"{program}\n\n{last}" if last else program
         spoken = frozenset(
             name for name, pattern in _SPOKEN.items() if pattern.search(f"{value!r} {setup}")
         )
         return tests, Candidate(
-            self.tools.sandbox, before, program, limits, special=spoken, names=tests.names
+            self.tools.sandbox,
+            before,
+            program,
+            limits,
+            special=spoken,
+            names=tests.names,
+            is_strict=params.credit == "partial",
         )
 
     def _text(self, row: Mapping[str, Any], column: str | None) -> str:

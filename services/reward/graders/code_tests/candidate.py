@@ -7,6 +7,7 @@ judging it costs, so a process with limits judges it (`grading/limited/assertion
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import marshal
 import re
 import sys
@@ -65,7 +66,7 @@ class CallEnd:
 @dataclass
 class Candidate:
     """One program, with its output and its time so far. `names` are the names that its tests take
-    from it."""
+    from it. `is_strict`: to its tests True is not 1."""
 
     sandbox: Sandbox
     setup: str
@@ -73,6 +74,7 @@ class Candidate:
     limits: TestLimits
     special: frozenset[str] = SPECIAL
     names: frozenset[str] = frozenset()
+    is_strict: bool = False
     stdout: str = ""
     wall_s: float = 0.0
     idle_s: float = 0.0
@@ -175,7 +177,7 @@ async def judged(
         if verdicts[-1] is None:
             open_cases.append((case, [outcome.text for outcome in own]))
     try:
-        told = iter(await _told(limited, open_cases, candidate.special))
+        told = iter(await _told(limited, open_cases, candidate))
     except NoValue as error:
         if len(cases) > 1:
             return None
@@ -195,7 +197,7 @@ def _without_value(case: Case, outcomes: list[CallEnd]) -> Judged | None:
 
 
 async def _told(
-    limited: LimitedPool, cases: list[tuple[Case, list[str]]], special: frozenset[str]
+    limited: LimitedPool, cases: list[tuple[Case, list[str]]], candidate: Candidate
 ) -> list[Judged]:
     """Returns the verdict on each case with its results. Raises NoValue."""
     if not cases:
@@ -204,7 +206,8 @@ async def _told(
     chars = sum(len(case.test) for case, _ in cases)
     for cpu_s in (FIRST_CPU_S, JUDGING_CPU_S):
         own_s = cpu_s + chars / CHARS_PER_CPU_S
-        call = Call("limited.assertions", "judged", (given, sorted(special)), own_s)
+        arguments = (given, sorted(candidate.special), candidate.is_strict)
+        call = Call("limited.assertions", "judged", arguments, own_s)
         try:
             return [(verdict, detail) for verdict, detail in await limited.run(call)]
         except NoValue as error:
@@ -215,6 +218,11 @@ async def _told(
 
 MAX_OUTPUT_BYTES = 60_000
 """Most bytes of output that a test may expect: the sandbox keeps 64 KiB."""
+
+WHITE_SPACE = ", which differs in white space only"
+
+KEPT_BEFORE = 20
+"""Characters shown before the first that differs in a long line."""
 
 _NUMBER = re.compile(r"[-+]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})([eE][-+]?\d{1,3})?")
 
@@ -236,7 +244,31 @@ async def run_pair(candidate: Candidate, pair: Pair, tolerance: float) -> tuple[
         return verdict, detail
     if agree(execution.stdout, pair.stdout, tolerance):
         return "ok", ""
-    return "wrong", f"printed {execution.stdout.strip()!r:.80}, wanted {pair.stdout.strip()!r:.80}"
+    return "wrong", difference(execution.stdout, pair.stdout)
+
+
+def difference(given: str, wanted: str) -> str:
+    """Returns how an output differs from the one wanted: the beginnings of both, or the first line
+    that differs where these look alike."""
+    ours, theirs = (f"{text.strip()!r:.80}" for text in (given, wanted))
+    if ours != theirs:
+        same_words = given.split() == wanted.split()
+        return f"printed {ours}, wanted {theirs}{WHITE_SPACE if same_words else ''}"
+    pairs = itertools.zip_longest(_lines(given), _lines(wanted))
+    number, (our, their) = next(
+        (number, (our, their))
+        for number, (our, their) in enumerate(pairs, 1)
+        if our is None or their is None or our.rstrip() != their.rstrip()
+    )
+    if our is None or their is None:
+        return f"printed {len(_lines(given))} lines, wanted {len(_lines(wanted))}"
+    words = WHITE_SPACE if our.split() == their.split() else ""
+    letters = enumerate(zip(our, their, strict=False))
+    num_same = next((at for at, (a, b) in letters if a != b), min(len(our), len(their)))
+    at = max(num_same - KEPT_BEFORE, 0)
+    ours, theirs = (f"{line[at:].rstrip()!r:.80}" for line in (our, their))
+    place = f"line {number}" + (f" from character {at + 1}" if at else "")
+    return f"printed {ours} in {place}, wanted {theirs}{words}"
 
 
 def agree(given: str, wanted: str, tolerance: float = 0.0) -> bool:

@@ -128,6 +128,13 @@ def _innermost_calls(test: ast.expr, names: set[str]) -> list[str]:
     return [test.func.id] if is_call and test.func.id in names else []  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def needs_program(setup: str) -> bool:
+    """Returns whether a setup uses names that are the program's, as a class of which it makes
+    objects for the tests."""
+    tree = parse_program(setup)
+    return bool(loaded_names(tree) - BUILTINS - bound_names(tree) - STANDARD.keys())
+
+
 def completed(text: str, setup: str, names: frozenset[str]) -> str:
     """Returns the tests with the imports that they lack, of standard names that the program does
     not define itself (`names`)."""

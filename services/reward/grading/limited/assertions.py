@@ -3,7 +3,9 @@ from Python's syntax tree.
 
 Constants, collections, arithmetic, comparisons, `and`/`or`/`not`, subscripts, a few functions and
 methods. `supported` says before anything runs whether an expression stays within it. Equality is
-`same` of expressions.py, not Python's.
+Python's own, so 1 is True, as where others run these tests; of results that are given as data, and
+to a strict judge, it is `same` of expressions.py. Values have exact types, so no equality is the
+program's.
 
 Values come from untrusted code. Operations that are known to take long or much memory are refused
 before they cost anything; the limits of this process end all others.
@@ -34,6 +36,8 @@ MAX_TEXT_DIGITS = 30_000
 square."""
 
 MAX_JOINED = 10_000
+
+Equal = Callable[[Any, Any], bool]
 
 
 class CannotHold(Exception):
@@ -237,18 +241,24 @@ def _supported_function(node: ast.expr, names: frozenset[str]) -> bool:
 def prepare(function: str) -> None: ...
 
 
-def judged(cases: list[tuple[str, str, list[str]]], special: list[str]) -> list[list[str]]:
+def judged(
+    cases: list[tuple[str, str, list[str]]], special: list[str], is_strict: bool = False
+) -> list[list[str]]:
     """Returns verdict and reason of each case, which has its source to show, the test, and the
-    encoded results `_0`, `_1`, ... `special` are the special floats that results may have."""
+    encoded results `_0`, `_1`, ... `special` are the special floats that results may have. To a
+    strict judge True is not 1."""
     before = sys.get_int_max_str_digits()
     sys.set_int_max_str_digits(MAX_TEXT_DIGITS)
     try:
-        return [_verdict(*case, frozenset(special)) for case in cases]
+        equal = same if is_strict else operator.eq
+        return [_verdict(*case, frozenset(special), equal) for case in cases]
     finally:
         sys.set_int_max_str_digits(before)
 
 
-def _verdict(shown: str, test: str, results: list[str], special: frozenset[str]) -> list[str]:
+def _verdict(
+    shown: str, test: str, results: list[str], special: frozenset[str], equal: Equal
+) -> list[str]:
     try:
         values = [decode(text, special=special) for text in results]
     except NotPlain as error:
@@ -258,6 +268,7 @@ def _verdict(shown: str, test: str, results: list[str], special: frozenset[str])
         holds = evaluate(
             parse_expression(test),
             {f"_{number}": value for number, value in enumerate(values)},
+            equal,
         )
     except (
         CannotHold,
@@ -273,16 +284,20 @@ def _verdict(shown: str, test: str, results: list[str], special: frozenset[str])
     return ["ok", ""] if holds else ["wrong", f"{shown:.100} does not hold: it got {got}"]
 
 
-def evaluate(node: ast.expr, values: dict[str, Any]) -> Any:
+def evaluate(node: ast.expr, values: dict[str, Any], equal: Equal = operator.eq) -> Any:
     """Returns the value of a supported expression; `values` has the values of its free names.
     Raises CannotHold, or what Python would."""
-    return _Evaluation(values).of(node)
+    return _Evaluation(values, equal).of(node)
 
 
 class _Evaluation(Evaluator):
     BINARY: ClassVar = _BINARY
     UNARY: ClassVar = _UNARY
     FUNCTIONS: ClassVar = FUNCTIONS
+
+    def __init__(self, values: dict[str, Any], equal: Equal) -> None:
+        super().__init__(values)
+        self._equal = equal
 
     def _name(self, node: ast.Name) -> Any:
         if node.id in self._values:
@@ -345,7 +360,7 @@ class _Evaluation(Evaluator):
         left = self.of(node.left)
         for kind, comparator in zip(node.ops, node.comparators, strict=True):
             right = self.of(comparator)
-            if not _holds(kind, left, right):
+            if not _holds(kind, left, right, self._equal):
                 return False
             left = right
         return True
@@ -369,16 +384,16 @@ def _shown(value: Any) -> str:
         return f"a number of more than {MAX_TEXT_DIGITS} digits"
 
 
-def _holds(kind: ast.cmpop, left: Any, right: Any) -> bool:
+def _holds(kind: ast.cmpop, left: Any, right: Any, equal: Equal) -> bool:
     if isinstance(kind, ast.Eq | ast.NotEq):
-        return same(left, right) is isinstance(kind, ast.Eq)
+        return bool(equal(left, right)) is isinstance(kind, ast.Eq)
     if isinstance(kind, ast.Is | ast.IsNot):
         return (left is right) is isinstance(kind, ast.Is)
     if isinstance(kind, _MEMBERS):
         found = (
             left in right
             if isinstance(right, str | bytes)
-            else any(same(left, part) for part in right)
+            else any(equal(left, part) for part in right)
         )
         return found is isinstance(kind, ast.In)
     if left != left or right != right:

@@ -1,8 +1,8 @@
 """The model of `bench.curves` before and after training, in plain torch and transformers:
 supervised warm-up steps, and answers by greedy decoding.
 
-    python -m bench.curves_side warmup MODEL ROWS '{"steps": 10, ...}' OUT
-    python -m bench.curves_side answer MODEL ROWS MAX_TOKENS
+    python -m bench.curve_model warmup MODEL ROWS '{"steps": 10, ...}' OUT
+    python -m bench.curve_model answer MODEL ROWS MAX_TOKENS
 
 ROWS is a JSONL file, of chat messages in `prompt` and a text in `answer`. The last line of stdout
 is a JSON object.
