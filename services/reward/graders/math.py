@@ -45,6 +45,8 @@ _SEPARATOR = re.compile(r",|;|\b(?:and|or)\b|\\pm")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 """The first letters of a word, which is no command of LaTeX."""
 
+_SENTENCE_END = re.compile(r"[.!?。][\s*_\"'”’)\]}$]*\Z")
+
 MEMORY_MIB = 3072
 """Memory that one comparison may take, the process and its libraries included."""
 
@@ -73,7 +75,8 @@ class Math(ItemGrader[MathParams]):
 
     Where the row's answer is a plain number, the completion's must be one too, worked out: `8 + 9`,
     `34/2` and `\\sqrt{289}` are not `17`, and of a text that marks no answer the last sentence with
-    a number, or the one that says "the answer is", must state one number. How it is written is
+    a number, or the one that says "the answer is", must state one number, and must not be cut off
+    by the limit of tokens. How it is written is
     free, and so is how a formula is written. A task that asks for another notation (3 dozen in
     digits, 5 km in m, 75% as a decimal) or another form of a formula (expand, simplify) can
     therefore be answered with its question: use `exact_match` for it, or `regex`.
@@ -83,7 +86,7 @@ class Math(ItemGrader[MathParams]):
     has_full_mark = True
 
     def content(self, item: ScoreItem) -> Any:
-        return [item.completion, item.row[self.params.answer]]
+        return [item.completion, _is_cut_off(item), item.row[self.params.answer]]
 
     async def check_row(self, row: Mapping[str, Any]) -> None:
         self._wanted(row)
@@ -118,6 +121,8 @@ class Math(ItemGrader[MathParams]):
             plain = decimal_comma(plain) if row else plain
             return await self._compared(plain, wanted, "unmarked")
         shown = f"read {completion.rstrip()[-SHOWN_CHARS:]!r} (unmarked)"
+        if _is_cut_off(item):
+            return _part(shown, wanted, (False, "it is cut off within a sentence"))
         if row is None:
             return await self._searched(completion, wanted, shown)
         stated = stated_number(completion)
@@ -153,6 +158,12 @@ def _inner(answer: str) -> str:
     """Returns a marked answer without Markdown, and what `#### The answer is 18` states."""
     answer = without_markdown(answer)
     return stated_number(answer) or answer if says_answer(answer) else answer
+
+
+def _is_cut_off(item: ScoreItem) -> bool:
+    """Returns whether the sampler cut the completion off within a sentence: "84 is smaller than"
+    states nothing yet, and neither does "the answer is 17" if it would have been 175."""
+    return item.finish_reason == "length" and not _SENTENCE_END.search(item.completion)
 
 
 def _is_several(wanted: str) -> bool:

@@ -491,3 +491,30 @@ async def test_strict_takes_marked_answers_only() -> None:
         )
         assert part.value == value
     await tools.limited.close()
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        ("84 is the larger", 0),
+        ("To find it, we compare 74 with 84", 0),
+        ("The answer is 84", 0),  # or 841
+        ("The answer is 84.", 1),
+        ("So it is **84.**", 1),
+        (r"\boxed{84} since it is", 1),
+        ("84", 1),
+    ],
+)
+async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
+    completion: str, value: float
+) -> None:
+    tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
+    bound = registry.bind(RewardSpec(grader="math"), tools)
+    cut = ScoreItem(prompt="", completion=completion, row={"answer": 84}, finish_reason="length")
+    (part,) = await bound.grade([cut])
+    assert part.value == value
+    if not value:
+        assert part.detail.endswith("wanted '84': it is cut off within a sentence")
+        (whole,) = await bound.grade([cut.model_copy(update={"finish_reason": "stop"})])
+        assert whole.value == 1
+    await tools.limited.close()
