@@ -23,7 +23,7 @@ from bench.trainer_side import resident_bytes, settle
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.plan.cpu import CpuRates
-from shared.plan.gpus import GpuGroup, cpu
+from shared.plan.gpus import GpuGroup, cpu, host_memory_bytes
 from shared.plan.memory import Ranks, trainer_memory
 from shared.plan.model import find_model
 from shared.plan.planning import Known, make_plan
@@ -123,13 +123,13 @@ def measure(job: Job, store: Path, step: Step, *, as_set: bool) -> dict[str, Any
     import torch
     import torch.distributed as dist
 
-    from services.trainer.zero import host_memory
+    from services.trainer.zero import update
     from services.trainer.zero.deepspeed_engine import quiet_libraries, start_engine
 
     dist.init_process_group("gloo", init_method=store.as_uri(), rank=0, world_size=1)
     quiet_libraries()
     if not as_set:
-        host_memory.room_bytes = lambda: 0  # as where memory is short
+        update.host_memory_bytes = lambda: 0  # as where memory is short
     model = find_model(job.model)
     first = make_examples(replace(step, groups=1, completion=8), model.vocabulary)
     whole = make_examples(step, model.vocabulary)
@@ -147,7 +147,7 @@ def measure(job: Job, store: Path, step: Step, *, as_set: bool) -> dict[str, Any
     settled = resident_bytes("VmRSS") - before
     itemsize = 2 if job.training.dtype == "bfloat16" else 4
     longest = step.prompt + step.completion
-    host_bytes = host_memory.room_bytes() if as_set else None
+    host_bytes = host_memory_bytes() if as_set else None
     ranks = Ranks(1, itemsize, "cpu", host_bytes=host_bytes)
     planned = trainer_memory(model, job, ranks, longest, step.tokens)
     sizes = {name.removesuffix("_gib"): 1024 * gib for name, gib in planned.model_dump().items()}
