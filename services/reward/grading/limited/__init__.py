@@ -5,7 +5,7 @@ program returned) runs in processes with limits of CPU time and memory, never in
     worker.py       such a process
     assertions.py   what holds of a program's results      each is a module of functions from plain
     texts.py        patterns and similarity of texts       data to plain data, which a worker calls
-                    (and `answers/formulas.py`)
+                    (and `answers/comparing.py`)
 
 Nothing is imported here: a worker imports this package without the service's libraries.
 """
