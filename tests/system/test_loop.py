@@ -627,7 +627,7 @@ def test_gsm8k_as_it_is_published_trains_by_two_commands(stack: Stack) -> None:
     (folder / "test.jsonl").write_bytes(b"\n".join(GSM8K))
     model = ("--model", "task/model", "--name", "first")
     written = stack.hone("init", "first.toml", "--data", "published/train.jsonl", *model)
-    assert "'question' is the prompt, 'answer' is the right answer" in written.stdout
+    assert "'question' is the prompt, 'answer' is the right answer" in written
     short = ("steps=2", "sampling.prompts_per_step=2", "sampling.group_size=2")
     changes = [word for change in short for word in ("--set", change)]
     shown = stack.hone("run", "first.toml", *changes)
