@@ -354,7 +354,7 @@ async def test_what_cannot_be_read_is_wrong_and_says_why(math: Math) -> None:
     assert (part.value, part.detail) == (
         0.0,
         "read '5 squared' (boxed), wanted '25': an expression that is not worked out, where the "
-        "row's answer is a plain number, '5 squared'",
+        "row's answer is, '5 squared'",
     )
     part = await grade(math, "The sum is 8 + 9.", "17")
     assert part.detail == (
@@ -518,3 +518,43 @@ async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
         (whole,) = await bound.grade([cut.model_copy(update={"finish_reason": "stop"})])
         assert whole.value == 1
     await tools.limited.close()
+
+
+@of_the_module
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        # formulas behind "the answer is"
+        ("The answer is (3, 4).", "(3,4)", 1),
+        ("The answer is 2x + 3.", "2x+3", 1),
+        ("The answer is 1 and 2.", "1,2", 1),
+        ("The answer is 3:45 PM.", "3:45 PM", 1),
+        (r"\boxed{\frac{3}{-4}}", "-3/4", 1),
+        # what the problem asks to carry out
+        (r"$\frac{d}{dx} x^2$", "2x", 0),
+        (r"\boxed{\int x dx}", "x^2/2", 0),
+        (r"\boxed{\sum_{k=1}^{n} k}", r"\frac{n(n+1)}{2}", 0),
+        (r"\boxed{\int x dx = x^2/2}", "x^2/2", 1),
+        # words that make another number, and second answers
+        (r"\boxed{17 quadrillion}", "17", 0),
+        (r"\boxed{17 lakh}", "17", 0),
+        (r"\boxed{17 eighteen}", "17", 0),
+        ("The answer is 17 maybe 18.", "17", 0),
+        ("17 else 18 else 19", "19", 0),
+        ("17, unless it is 18", "17", 0),
+        ("Otherwise it is 5. The answer is 17.", "17", 1),
+        (r"\boxed{17 \text{ apples}}", "17", 1),
+    ],
+)
+async def test_formulas_stated_operations_not_carried_out_and_second_answers(
+    math: Math, completion: str, answer: str, value: float
+) -> None:
+    assert (await grade(math, completion, answer)).value == value
+
+
+@pytest.mark.parametrize("text", [r"\boxed{" * 2857, r"\fbox{" * 3300, "(" * 4000 + "1"])
+def test_nested_brackets_take_no_time(text: str) -> None:
+    start = time.process_time()
+    assert marked_answer(text, is_several=True) is None
+    stated_number(text)
+    assert time.process_time() - start < 0.5

@@ -24,7 +24,7 @@ from services.reward.grading.answers.text import TEXT, clean, key, split, withou
 from services.reward.grading.answers.units import NOTHING, Counted, after_number, agree
 
 VETOES = {
-    "unevaluated": "an expression that is not worked out, where the row's answer is a plain number",
+    "unevaluated": "an expression that is not worked out, where the row's answer is",
     "words": "other letters: a word is no product of its letters",
     "notation": "another text: times, dates, ratios, bases and chemistry are compared as text",
     "unread": "a part that math-verify drops or guesses",
@@ -297,6 +297,9 @@ def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
         return known
     given, wanted = _without_letters(unwrapped(given), unwrapped(wanted))
     try:
+        is_copied = _OPERATION.search(split(given, _SIDES)[-1]) and not _OPERATION.search(wanted)
+        if is_copied and not expressions:
+            raise Veto("unevaluated", given)
         try:
             theirs, their_unit = _read(wanted)
         except Veto:
@@ -326,6 +329,10 @@ def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
         return False, str(veto)
 
 
+_OPERATION = re.compile(r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac ?\{ ?(?:d|\\partial) ?\}")
+"""What the problem asks to carry out, where the row's answer has none of it."""
+
+_PROSE = re.compile(r"(?<![\\A-Za-z])(?!and\b|or\b)[A-Za-z]{3,}")
 _SAID = re.compile(r"\b(?:answer|option|choice)(?: is|:| ?=)+:? *([^\n]{1,200})", re.IGNORECASE)
 _ENVIRONMENT = (
     r"(?:(?<!\\)\$\$.{1,2000}?\$\$|(?<!\\)\$[^$\n]{1,2000}(?<!\\)\$"
@@ -348,12 +355,13 @@ def found_in(text: str, wanted: str, expressions: bool) -> tuple[str, bool, str]
 
 
 def _said(text: str, wanted: str) -> str:
-    """Returns what stands behind the last "the answer is", if it is a number, or the row's answer a
-    text."""
+    """Returns what stands behind the last "the answer is", if it is a number or a formula without
+    words beside it, or the row's answer a text."""
     for said in reversed(_SAID.findall(text)):
         answer = clean(_SENTENCE_END.split(said, maxsplit=1)[0])
         is_text = _word(unwrapped(wanted)) or _LABEL.fullmatch(unwrapped(wanted))
-        return answer if number(answer) or is_text else ""
+        is_formula = _PROSE.search(answer) is None
+        return answer if number(answer) or is_text or is_formula else ""
     return ""
 
 

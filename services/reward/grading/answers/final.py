@@ -56,7 +56,7 @@ _CHAIN = re.compile(
 Any other word ends it."""
 
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])|\bequals?(?: to)?\b")
-_EDGE = re.compile(r"^(?:[\s,;:…&!.)]|and\b|to\b)+|(?:[\s,;:…&!.(]|\band|\bto)+$")
+_EDGE = re.compile(r"^(?:[\s,;:…&!.)]|and\b|to\b)+|(?<![\s,;:…&!.(])(?:[\s,;:…&!.(]|\band|\bto)+$")
 _REMARK = re.compile(r"(?<=\w) \([^()]*=[^()]*\)")
 """An equation in brackets, which is no factor."""
 
@@ -91,6 +91,11 @@ _AMONG = re.compile(
 )
 """What a number was paid or done for: $64 for 16 glasses."""
 
+_HEDGE = re.compile(
+    r"\d.*\b(?:maybe|perhaps|or else|else|unless|if not|otherwise|alternatively)\b[^.]*\d"
+)
+"""A second number that may be the answer too."""
+
 _CHECK = re.compile(
     r"\W*(?:(?:double.?|sanity |to |let.?s )?check|(?:to |let.?s )?verif\w+|proof)\b",
     re.IGNORECASE,
@@ -111,6 +116,9 @@ _FINAL = re.compile(
 )
 _JOINT = re.compile(r"(?:[\s$,;.&()]|\\[()\[\],;! ]|\\q?quad|\\text ?\{ ?(?:and|or) ?\}|and|or)*")
 _SEPARATOR = re.compile(r"\b(?:and|or)\b|,|;")
+MAX_BOXES = 100
+"""Last boxes of a text that are read."""
+
 MAX_BETWEEN = 70
 """Characters between two boxes of one answer."""
 
@@ -150,18 +158,20 @@ def tagged(text: str) -> str:
 
 def _boxes(text: str) -> list[tuple[str, int, int]]:
     """Returns what each box holds, with its first and last position."""
+    start = max(0, len(text) - MAX_BOXED_CHARS)
+    ends: dict[int, int] = {}
+    is_open: list[int] = []
+    for brace in _BRACE.finditer(text, start):
+        if brace[0] == "{":
+            is_open.append(brace.end())
+        elif is_open:
+            ends[is_open.pop()] = brace.start()
     boxes: list[tuple[str, int, int]] = []
-    for box in _BOX.finditer(text, max(0, len(text) - MAX_BOXED_CHARS)):
+    for box in [*_BOX.finditer(text, start)][-MAX_BOXES:]:
         if box[1]:
             boxes.append((box[1].rstrip(".,;\\)]"), box.start(), box.end()))
-            continue
-        depth = 1
-        for brace in _BRACE.finditer(text, box.end()):
-            depth += 1 if brace[0] == "{" else -1
-            if not depth:
-                if content := text[box.end() : brace.start()].strip():
-                    boxes.append((content, box.start(), brace.end()))
-                break
+        elif (end := ends.get(box.end())) and (content := text[box.end() : end].strip()):
+            boxes.append((content, box.start(), end + 1))
     return [one for one in boxes if "\\boxed" not in one[0]]
 
 
@@ -194,6 +204,8 @@ def stated_number(text: str) -> str | None:
     if sentence.rstrip("\"'”)]").endswith("?"):
         return None
     cleaned = _cleaned(sentence)
+    if _HEDGE.search(cleaned):
+        return None
     markers = [*_ANSWER.finditer(cleaned)]  # none if an unseen character ended the word "answer"
     if answering is None or not markers:
         if subject := _SUBJECT.search(cleaned):

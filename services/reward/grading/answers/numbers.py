@@ -208,6 +208,8 @@ def _may_be_variable(one: Number, other: Number) -> bool:
 
 def _as_slash(found: re.Match[str]) -> str:
     top, bottom = (found[1] or found[2] or "").strip(), (found[3] or found[4] or "").strip()
+    if bottom.startswith("-"):
+        top, bottom = (top[1:] if top.startswith("-") else f"-{top}"), bottom[1:].strip()
     return f" {top}/{bottom}"
 
 

@@ -81,16 +81,19 @@ MAX_FACTORS = 6
 _WORDS = re.compile(r"[A-Za-zÀ-ɏ]['A-Za-zÀ-ɏ-]*(?:[ ,/]+[A-Za-zÀ-ɏ]['A-Za-zÀ-ɏ-]*){0,9}")
 _SHORT = {"a", "an", "at", "for", "in", "of", "on", "the", "us", "per", "ml", "tv", "tvs"}
 _CHANGING_TEXT = """
-and or by to pi plus minus times over divided multiplied percent percentage pct per-cent half
-halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths
-eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth one
-two three four five six seven eight nine ten eleven twelve twenty zero hundreds thousands millions
-billions dozens squared cubed factorial root roots sqrt power powers raised base choose mod modulo
-modulus inverse reciprocal negative positive not less more fewer than least most between below
-under above except remainder pair pairs couple double triple twice thrice gross score log exp sin
-cos tan theta alpha beta gamma lambda sigma omega infinity undefined approximately about almost
-nearly around january february march may april june july august september october november december
-into through up exponent squares cubes billionth is was equals equal cubic square
+and or by to pi plus minus times over divided multiplied percent percentage pct per-cent half halves
+third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths eighth
+eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth one two
+three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety zero hundreds thousands
+millions billions dozens lakh lakhs crore crores mil googol doubled tripled quadrupled halved
+negated otherwise alternatively maybe perhaps nope wrong incorrect squared cubed factorial root
+roots sqrt power powers raised base choose mod modulo modulus inverse reciprocal negative positive
+not less more fewer than least most between below under above except remainder pair pairs couple
+double triple twice thrice gross score log exp sin cos tan theta alpha beta gamma lambda sigma omega
+infinity undefined approximately about almost nearly around january february march may april june
+july august september october november december into through up exponent squares cubes billionth is
+was equals equal cubic square
 """
 _CHANGING = frozenset(_CHANGING_TEXT.split()) | set(SCALES)
 _BLANKS = {"per", "of", "the", "a", "an", "in", "for", "each"}
@@ -148,7 +151,10 @@ def after_number(text: str) -> Counted | None:
     if words[:1] in (["square"], ["cubic"]) and words[1:] in (["unit"], ["units"]):
         return Counted(scale, None, frozenset((words[0], "unit")))
     if not _WORDS.fullmatch(rest) or any(
-        word in _CHANGING or (len(word) < 3 and word not in _SHORT) for word in words
+        word in _CHANGING
+        or word.endswith(("illion", "illions", "fold"))
+        or (len(word) < 3 and word not in _SHORT)
+        for word in words
     ):
         return None
     names = frozenset(_stem(word) for word in words if word not in _BLANKS)
