@@ -530,6 +530,18 @@ async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
         ("The answer is 1 and 2.", "1,2", 1),
         ("The answer is 3:45 PM.", "3:45 PM", 1),
         (r"\boxed{\frac{3}{-4}}", "-3/4", 1),
+        # choices
+        ("**Answer: (B)**", "B", 1),
+        ("**Answer:** B) Paris", "B", 1),
+        ("The correct answer is **B. Paris**.", "B", 1),
+        ("B) 12", "B", 1),
+        ("**B. Paris**", "B", 1),
+        ("Therefore, B is correct.", "B", 1),
+        ("Option (B) is the correct answer.", "B", 1),
+        ("So B is right, and A is correct.", "B", 0),
+        (r"\boxed{C. D}", "C", 0),
+        (r"\boxed{C) D, B, A}", "C", 0),
+        ("The answer is C: no, D", "C", 0),
         # what the problem asks to carry out
         (r"$\frac{d}{dx} x^2$", "2x", 0),
         (r"\boxed{\int x dx}", "x^2/2", 0),

@@ -12,6 +12,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from services.reward.grading.answers.final import without_emphasis
 from services.reward.grading.answers.numbers import (
     ROUNDED_DIGITS,
     Number,
@@ -87,7 +88,8 @@ _MERIDIEM = re.compile(r" ?([ap])\.? ?m\.?(?![a-z])", re.IGNORECASE)
 _SAYS = r"(?:(?:[Tt]he )?(?:correct )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice)(?: is)?:? )"
 _LABEL = re.compile(rf"{_SAYS}?(?:\(([A-Za-z])\)|([A-Za-z])[.)])|{_SAYS}([A-J])")
 _CHOICE = re.compile(
-    rf"{_SAYS}?(?:\(([A-J])\)|([A-J])[.):]) ((?!and|or|not)(?!.*\([A-J]\))[^\s+*/^=<>|].*)"
+    rf"{_SAYS}?(?:\(([A-J])\)|([A-J])[.):]) "
+    r"((?!and|or|not|no\b|[A-J](?:[,.;)]|$))(?!.*\([A-J]\))[^\s+*/^=<>|].*)"
 )
 
 _DOTTED = re.compile(rf"{_SAYS}?[A-J]\. ")
@@ -332,6 +334,7 @@ def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
 _OPERATION = re.compile(r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac ?\{ ?(?:d|\\partial) ?\}")
 """What the problem asks to carry out, where the row's answer has none of it."""
 
+_CORRECT = re.compile(r"(?<![\w(])\(?([A-J])\)? is (?:the )?(?:correct|right)\b")
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!and\b|or\b)[A-Za-z]{3,}")
 _SAID = re.compile(r"\b(?:answer|option|choice)(?: is|:| ?=)+:? *([^\n]{1,200})", re.IGNORECASE)
 _ENVIRONMENT = (
@@ -349,9 +352,20 @@ _FOLLOWS = re.compile(
 
 def found_in(text: str, wanted: str, expressions: bool) -> tuple[str, bool, str]:
     """Returns the answer that `text` ends with, and the outcome for it."""
-    if not (answer := _said(text, wanted) or _found(text)):
+    text = without_emphasis(text)
+    if not (answer := _chosen(text, wanted) or _said(text, wanted) or _found(text)):
         return "", False, "no answer"
     return answer, *compared(answer, wanted, expressions)
+
+
+def _chosen(text: str, wanted: str) -> str:
+    """Returns the choice that a text is, or calls correct, if the row is a letter."""
+    if not re.fullmatch(r"\(?[A-J]\)?", unwrapped(wanted)):
+        return ""
+    if "\n" not in text.strip() and _CHOICE.fullmatch(text.strip()):
+        return text.strip()
+    called = _CORRECT.findall(text)
+    return called[-1] if called else ""
 
 
 def _said(text: str, wanted: str) -> str:

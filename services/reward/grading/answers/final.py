@@ -224,10 +224,14 @@ def _sentences(text: str) -> list[str]:
     text = _ARROW.sub("→", _TAG.sub("\n", _CALCULATION.sub("", text)))
     for line in text.splitlines():
         line = _LINE_START.sub("", _ELLIPSIS.sub("…", line), count=1)
-        for _ in range(2):  # **_17_**
-            line = _EMPHASIS.sub(r"\2", line)
-        sentences += _SENTENCE_END.split(line)
+        sentences += _SENTENCE_END.split(without_emphasis(line))
     return sentences
+
+
+def without_emphasis(text: str) -> str:
+    for _ in range(2):  # **_17_**
+        text = _EMPHASIS.sub(r"\2", text)
+    return text
 
 
 def _cleaned(sentence: str) -> str:
