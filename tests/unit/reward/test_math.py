@@ -530,6 +530,14 @@ async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
         ("The answer is 1 and 2.", "1,2", 1),
         ("The answer is 3:45 PM.", "3:45 PM", 1),
         (r"\boxed{\frac{3}{-4}}", "-3/4", 1),
+        (
+            r"\boxed{\frac{-3 \pm \sqrt{17}}{4}}",
+            r"\frac{-3+\sqrt{17}}{4}, \frac{-3-\sqrt{17}}{4}",
+            1,
+        ),
+        (r"\boxed{x = \frac{1 \pm \sqrt5}{2}}", r"\frac{1-\sqrt5}{2}, \frac{1+\sqrt5}{2}", 1),
+        (r"\boxed{\frac{1 + \sqrt5}{2}}", r"\frac{1 \pm \sqrt5}{2}", 0),
+        (r"\boxed{\frac{2 \pm \sqrt5}{2}}", r"\frac{1 \pm \sqrt5}{2}", 0),
         # choices
         ("**Answer: (B)**", "B", 1),
         ("**Answer:** B) Paris", "B", 1),
