@@ -92,7 +92,8 @@ class Task:
         return self._rows(random.Random(f"{self.name} {seed}"), count)
 
     def _rows(self, rng: random.Random, count: int, distinct: bool = False) -> list[dict[str, Any]]:
-        """Returns rows of which none but those of `held_out` itself is held out."""
+        """Returns `count` rows. No question of the held-out rows is among them, unless
+        `distinct`."""
         taken = set[str]() if distinct else {question(row) for row in self.held_out()}
         rows: list[dict[str, Any]] = []
         while len(rows) < count:

@@ -19,7 +19,7 @@ PROMPT = [4, 5, 6, 7, 8, 9, 10, 11]
 
 
 def write_model(folder: Path) -> None:
-    """Writes the model of `make demo-tiny`, untrained and for longer texts, which go on to their
+    """Writes the model of `make demo-tiny`, untrained and for longer texts, which continue to their
     limit: the token that would end them is beyond the model's vocabulary."""
     from deploy.tiny_model import make_model, make_tokenizer
 

@@ -41,7 +41,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class NotEnded(HoneError):
-    """The time that `wait` was given is over, and the job goes on."""
+    """The timeout of `wait` has passed; the job continues."""
 
 
 class AsyncClient:
@@ -142,7 +142,7 @@ class AsyncClient:
         return await self._post(job, "pause")
 
     async def resume(self, job: str, changes: Sequence[str] = ()) -> wire.JobState:
-        """Queues a paused job again; it goes on where it was, with `changes` such as
+        """Queues a paused job again; it continues where it stopped, with `changes` such as
         "memory.micro_batch_tokens=4096". Raises BadRequest for a key that changes what is
         learned."""
         from shared.job.file import check_overrides
@@ -378,8 +378,8 @@ class AsyncClient:
     async def lease_episodes(
         self, worker: str, num: int = 1, *, job: str | None = None, wait_s: float = 0.0
     ) -> tuple[wire.LeasedEpisode, ...]:
-        """Takes up to `num` episodes for `worker`, of the job with the id `job` or of any; waits up
-        to `wait_s` seconds if none is offered. `hone.work` does all that follows."""
+        """Leases up to `num` episodes for `worker`, of the job with the id `job` or of any; waits
+        up to `wait_s` seconds if none is offered. `hone.work` does all that follows."""
         body = body_of(wire.LeaseEpisodes, worker=worker, num=num, job_id=job, wait_s=wait_s)
         found = await self._episodes("lease", body, wire.LeasedEpisodes, wait_s)
         return found.episodes
@@ -398,7 +398,7 @@ class AsyncClient:
     async def _episodes(
         self, path: str, body: BaseModel, answer: type[M], wait_s: float = 0.0
     ) -> M:
-        """Fails soon if nothing answers: a worker asks again by itself."""
+        """Fails soon if nothing answers: a worker asks again itself."""
         return await self._calls.post(
             f"/v1/episodes/{path}",
             body,
@@ -415,7 +415,7 @@ class AsyncClient:
 
     async def wait(self, job: str, *, timeout_s: float | None = None) -> wire.JobRecord:
         """Returns the record of the job once it has ended or is paused, as its `status` says. A
-        paused job goes on once a person resumes it. Raises NotEnded after `timeout_s` seconds."""
+        paused job continues once it is resumed. Raises NotEnded after `timeout_s` seconds."""
         is_time = isinstance(timeout_s, int | float) and timeout_s >= 0
         if timeout_s is not None and not is_time:
             raise BadRequest(f"timeout_s is {shown(timeout_s)}; expected seconds, from 0 on")

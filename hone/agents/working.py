@@ -45,7 +45,7 @@ END_S = 3.0
 """Seconds that cancelled agents have to end."""
 
 MAX_PAUSE_S = 10.0
-"""Most seconds between two requests while the orchestrator is away."""
+"""Most seconds between two requests while the orchestrator is unreachable."""
 
 
 @dataclass
@@ -92,10 +92,10 @@ def work(
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> Progress:
     """Runs `agent` for episodes, `concurrency` at a time, until it is interrupted; of one job, also
-    until that has ended. Returns what was done. Without `url` the orchestrator is the
-    commands': HONE_ORCHESTRATOR_URL, or the stack of this folder. `tell` gets a sentence when the
-    orchestrator is away or takes no result, and when the job is paused or has ended; `progress`
-    gets the numbers after each episode. Raises BadRequest."""
+    until that has ended. Returns what was done. Without `url` the orchestrator is the commands':
+    HONE_ORCHESTRATOR_URL, or the stack of this folder. `tell` gets a sentence when the orchestrator
+    is unreachable or takes no result, and when the job is paused or has ended; `progress` gets the
+    numbers after each episode. Raises BadRequest."""
     if concurrency < 1:
         raise BadRequest(f"'concurrency' is {concurrency}; expected 1 or more")
     found, found_token = stack.orchestrator() if url is None else (url, None)
@@ -214,7 +214,7 @@ class Worker:
         except Exception as error:  # told and counted; another try may have more luck
             self.progress.lost += 1
             self._tell(f"an episode's result was not taken: {first_line(error)}")
-            with contextlib.suppress(HoneError):  # the lease ends by itself
+            with contextlib.suppress(HoneError):  # the lease expires
                 await self._client.renew_leases(self._name, (), returned=(episode.id,))
         finally:
             self._tasks.pop(episode.id, None)
@@ -276,13 +276,13 @@ class Worker:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=END_S)
-            with contextlib.suppress(HoneError):  # the leases end by themselves
+            with contextlib.suppress(HoneError):  # the leases expire
                 await self._client.renew_leases(self._name, (), returned=ids)
 
     async def _until_answered(
         self, call: Callable[..., Awaitable[Any]], *args: Any, **kw: Any
     ) -> Any:
-        """Returns what the call returns, however long the orchestrator is away."""
+        """Returns what the call returns, however long the orchestrator is unreachable."""
         pause_s = 0.5
         while True:
             try:

@@ -94,8 +94,8 @@ class Engine(Protocol):
     `/chat/completions` below its mount point, and the routes of a vLLM server that change nothing.
     `max_lora_rank` is the largest rank of adapters that the engine takes; 0: none. With `transfers`
     it takes tensors by vLLM's weight transfer. With `keeps_cache` new weights leave cached prefixes
-    as they are, and what is under way goes on from them. After the engine's process has died, every
-    method raises StateLost."""
+    as they are, and requests under way continue from them. After the engine's process has died,
+    every method raises StateLost."""
 
     max_model_len: int
     max_lora_rank: int

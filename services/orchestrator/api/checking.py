@@ -77,7 +77,8 @@ class Checks:
         """Returns the findings about the job's data and models, as `looking.look`."""
         jobs = looking.of_each_model(job)
         for each in jobs:
-            await asyncio.to_thread(named_model_folder, each.model, self._settings)  # asks nobody
+            # makes no request
+            await asyncio.to_thread(named_model_folder, each.model, self._settings)
         why_not = [await self._fetched_model(each) for each in jobs]
         return await self._run(job, looking.look, job, self._settings, why_not, showing)
 

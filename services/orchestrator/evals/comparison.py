@@ -26,7 +26,7 @@ from shared.job import EvaluatedModel, Job
 from shared.wire import EvaluationReport, ModelScores, Prompt, SetReport, Wire
 
 ASKED = {"num_prompts", "samples", "temperature", "max_tokens", "pass_reward"}
-"""Keys of `[evaluation]` that decide the scores. A paused job may go on with other values."""
+"""Keys of `[evaluation]` that decide the scores. A paused job may continue with other values."""
 
 
 class Scores(Wire):

@@ -329,8 +329,8 @@ def _is_word(token: str) -> bool:
 
 
 def _answer_columns(job: Job) -> frozenset[str]:
-    """Returns the columns that hold the right answer: those that the rewards name, or else the ones
-    with usual names."""
+    """Returns the columns that hold the right answer: the columns that the rewards name, or
+    else those with usual names."""
     words = _mentioned(job) | {
         column for reward in job.rewards if (column := PLAIN_NUMBER_GRADERS.get(reward.grader))
     }

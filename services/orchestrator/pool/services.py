@@ -110,12 +110,12 @@ class Services:
     (syncing.py), and `published` is the version of this epoch that serves. `waits` says what is
     under way. `trainer_gpu` is the GPU that the trainer sends from and its memory space, once it
     has the job. `identity` names the orchestrator's Redis, by which trainer and samplers know whose
-    job it is. With `grading_waits`, grading waits for a reward service that is away, so that the
-    sampled completions are not lost. `beside` are the attempts with which the trainer and the
+    job it is. With `grading_waits`, grading waits for a reward service that is unreachable, so that
+    the sampled completions are not lost. `beside` are the attempts with which the trainer and the
     samplers are shared, and `weight` is the share of the trainer that the job has, with the other
     jobs of its API `key`. `environment` is what conversations act in, and `conversations` the room
-    for them. `tell` reports to the job's events.
-    `sessions` and `episodes` of this process are set for a run; play/ has their types."""
+    for them. `tell` reports to the job's events. `sessions` and `episodes` of this process are set
+    for a run; play/ has their types."""
 
     def __init__(
         self,
@@ -543,7 +543,7 @@ class Services:
         return deadline_s + others * self.settings.train_deadline_s
 
     def away(self) -> dict[str, float]:
-        """Returns the services that are away, and since when (Unix time)."""
+        """Returns the unreachable services, and since when (Unix time)."""
         clients = (
             self._trainer,
             self._reward,
@@ -556,7 +556,7 @@ class Services:
 
     @property
     def reward_away_since(self) -> float | None:
-        """Since when the reward service, or what it needs, is away (Unix time); None: it is
+        """Since when the reward service, or what it needs, is unreachable (Unix time); None: it is
         not."""
         return self._reward.away[1] if self._reward.away else None
 
@@ -568,8 +568,8 @@ class Services:
 
     async def look(self) -> None:
         """Asks each service without a call under way whether it is there, so that the job's events
-        say within seconds which is away. Of the other services the calls themselves say it, and
-        more reliably: a service that is still starting answers this question too. The client
+        say within seconds which is unreachable. Of the other services the calls themselves say it,
+        and more reliably: a service that is still starting answers this question too. The client
         reports errors, and the call that needs the service decides what follows."""
         clients = {
             "trainer": (self._trainer,),

@@ -168,7 +168,7 @@ class Multi(ItemGrader[MultiParams]):
 
     async def grade_item(self, item: ScoreItem) -> Part:
         grading = (part.grade([item]) for part in self._graders.values())
-        # All are waited for, so that none goes on after an error of another.
+        # All are waited for, so that none runs on after the error of another.
         answers = await asyncio.gather(*grading, return_exceptions=True)
         values: dict[str, float | None] = {}
         tokens: Counter[str] = Counter()

@@ -232,7 +232,7 @@ def _bounded(part: Part) -> Part:
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Runs all; the first failure ends the others and is raised as it is."""
+    """Runs all; the first failure ends the others and is raised unchanged."""
     try:
         async with asyncio.TaskGroup() as group:
             for one in work:
@@ -303,8 +303,8 @@ BY_TEXT: frozenset[ErrorName] = frozenset(
         "unresponsive_reward_error",
     )
 )
-"""Errors that a completion's text can cause. It cannot cause that a judge is away or that the
-sandbox fails."""
+"""Errors that a completion's text can cause. It cannot cause that a judge is unreachable or that
+the sandbox fails."""
 
 
 class Chosen:

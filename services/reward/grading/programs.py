@@ -80,7 +80,7 @@ def programs_in(completion: str) -> list[str]:
     its blocks that are marked as Python; the whole completion if there is neither. Empty lines
     around a text are removed.
 
-    A block without a closing fence goes on to the end. A completion that begins with code may be in
+    A block without a closing fence extends to the end. A completion that begins with code may be in
     a block that its prompt opened: then its first fence, outside of strings, closes that. The first
     line keeps its indentation: it may be the rest of a function whose beginning was in the prompt.
     Only the completion's last `MAX_SEARCHED_CHARS` are searched.

@@ -114,7 +114,7 @@ class GraderTools:
 class Grader(ABC, Generic[P]):
     """One reward of a job, bound to its params. `description` in listings is the class's docstring.
 
-    It is kept, with whatever it opens, from request to request while its job goes on, and then
+    It is kept, with whatever it opens, from request to request while its job runs, and then
     closed. The class attributes below say how it is called; where they follow from params,
     `__init__` may set them.
     """

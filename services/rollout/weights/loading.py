@@ -98,7 +98,7 @@ class Load:
             )
 
     async def run_unpublished(self, load: Act) -> None:
-        """Loads weights of no version, so the next job finds none to go on with."""
+        """Loads weights of no version, so the next job finds none to continue with."""
         await self._load_weights(Proven("", load))
         self.running.forget()
 
@@ -153,7 +153,7 @@ class Load:
     # --- an adapter beside it --------------------------------------------------------------------
 
     async def _load_adapter(self, ref: AdapterWeights, proven: ProvenAdapter) -> float:
-        """Loads while sampling goes on; a request keeps the adapter that it began with. If other
+        """Loads while the engine samples; a request keeps the adapter that it began with. If other
         weights have replaced the model's own, these are loaded first. Returns for how many seconds
         nothing was sampled."""
         running, start = self.running, time.monotonic()

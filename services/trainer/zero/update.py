@@ -15,7 +15,7 @@ Frozen passes, before the first optimizer step and without dropout, are made for
 tell: the trainer's log-probs before the first of several steps, or apart from dropout; and the
 reference's. They have the same micro-batches as the passes that train, so that their bits are the
 same: a reference that equals the policy has a KL of exactly 0. With one step and no dropout, the
-pass that trains tells the former by itself. The ratio of the first step is taken to the pass that
+pass that trains tells the former itself. The ratio of the first step is taken to the pass that
 trains, dropout included, and is exactly 1.
 
 All or nothing: where a loss or gradient is not finite, or memory runs out, weights, optimizer and

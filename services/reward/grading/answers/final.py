@@ -76,7 +76,7 @@ _BEHIND = re.compile(
     rf"|(?:more|less|fewer) than (?:\$?\d+|{_SPOKEN})|point (?:\d+|{_SPOKEN}))\b",
     re.IGNORECASE,
 )
-"""What makes another number of the one that it stands beside."""
+"""What changes the number beside it."""
 
 _SUBJECT = re.compile(
     r"(?<![\d.,+*/^=-])(\d[\d.,]*)\s+(?:is|are|was|were)\s+"
