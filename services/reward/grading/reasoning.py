@@ -7,7 +7,8 @@ graders read.
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>answer
     analysis...assistantfinalanswer harmony as samplers give it, without special tokens
 
-A tag in quotes or backticks does not count, nor does one in a fenced block outside a thought.
+A tag in quotes, backticks or a string of a program's line does not count, nor does one in a fenced
+block outside a thought.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _SHOWN = re.compile(_CHANNEL)
 _HIDDEN = re.compile(rf"{_CHANNEL}|(?:\A|assistant)(analysis|commentary|final)")
 _END = re.compile(r"<\|(?:return|end|call)\|>")
 _QUOTES = {'"': '"', "'": "'", "\u201c": "\u201d", "\u2018": "\u2019"}
+_STRING = re.compile(r"(?<!\w)[rbfu]{0,2}(['\"])(?:(?!\1)[^\\\n]|\\.)*\1")
+"""A string of a program's line. An apostrophe within or behind a word begins none."""
+
 _BLANK_LINES = re.compile(r"\A\s*\n")
 
 
@@ -148,7 +152,10 @@ class _Tags:
         line = self._line_begin(start, max(start - WINDOW, 0))
         line_end = self._text.find("\n", end, end + WINDOW)
         after = self._text[end : line_end if line_end >= 0 else end + WINDOW]
-        return self._text.count("`", line, start) % 2 == 1 and "`" in after
+        if self._text.count("`", line, start) % 2 == 1 and "`" in after:
+            return True
+        strings = _STRING.finditer(self._text, line, end + len(after))
+        return any(one.start() < start and end <= one.end() for one in strings)
 
     def _are_quoted(self, start: int, end: int) -> bool:
         """Returns whether a quotation mark stands on either side."""
@@ -166,7 +173,8 @@ def _final_channel(text: str, end: str) -> str | None:
     heads = list((_SHOWN if "<|channel|>" in text else _HIDDEN).finditer(whole))
     if not heads:
         return None
-    last = heads[-1]
+    finals = [head for head in heads if "final" in head.groups()]
+    last = heads[-1] if "<|channel|>" in text else next(iter(finals), heads[-1])
     if "final" not in last.groups():
         return ""
     return _END.split(whole[last.end() :], maxsplit=1)[0]
@@ -176,6 +184,6 @@ def _has_channels(text: str) -> bool:
     """Returns whether a text begins with harmony's channel, special tokens shown or not."""
     if text.lstrip().startswith(("<|channel|>", f"{_HARMONY_HEAD}<|channel|>")):
         return True
-    if not text.startswith(("analysis", "commentary")):
+    if not re.match(r"(?:analysis|commentary)[^\s:,.]", text):
         return False
     return "assistantfinal" in text or re.match(r"analysis[A-Z]", text) is not None

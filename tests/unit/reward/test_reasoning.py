@@ -43,6 +43,19 @@ ANSWERS = {
     "a pair in backticks": ("`<think>a</think>` is one", "", "`<think>a</think>` is one"),
     "in a string": ('f = "<think>a</think>"', "", 'f = "<think>a</think>"'),
     "in a split": ("s.split('</think>')[1]", "", "s.split('</think>')[1]"),
+    "in a split by a line": (
+        "return s.split('</think>\\n')[-1]",
+        "",
+        "return s.split('</think>\\n')[-1]",
+    ),
+    "in a pattern": (
+        r"re.sub(r'<think>.*?</think>\s*', '', s)",
+        "",
+        r"re.sub(r'<think>.*?</think>\s*', '', s)",
+    ),
+    "in a string with more": (r'x = f"<think>{s}</think>\n"', "", r'x = f"<think>{s}</think>\n"'),
+    "between apostrophes": ("that's it.</think>It's 5, isn't it", "", "It's 5, isn't it"),
+    "between quotations": ("'a' is it</think>'b' 5", "", "'b' 5"),
     "in code": (CODE.format("<think>a</think>"), "", CODE.format("<think>a</think>")),
     "in code after a thought": (
         "<think>4?</think>" + CODE.format("</think>"),
@@ -69,6 +82,16 @@ ANSWERS = {
         "5",
     ),
     "harmony, final in the prompt": ("5", f"{ASSISTANT}<|channel|>final<|message|>", "5"),
+    "harmony, its marks in the answer": (
+        "analysis4?assistantfinalWrite assistantfinal. 5",
+        ASSISTANT,
+        "Write assistantfinal. 5",
+    ),
+    "an analysis that is no channel": (
+        "analysis: it is 5, as assistantfinalize says",
+        "",
+        "analysis: it is 5, as assistantfinalize says",
+    ),
     "no harmony": ("analysis of it: 5", "", "analysis of it: 5"),
 }
 

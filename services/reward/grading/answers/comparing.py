@@ -421,7 +421,7 @@ def _read(text: str) -> tuple[Any, Counted]:
     )
     if len(parts) > 1 and all(_RELATION.search(one) or "=" in one for one in parts):
         return _listed([_form(_parsed(one), joint) for one in parts], joint), counted
-    if text.count(r"\pm") == 1 and re.search(r"\{[^{}]*\\pm", text):  # within a fraction
+    if len(parts) == 1 and text.count(r"\pm") == 1:
         both = [text.replace(r"\pm", sign) for sign in "+-"]
         return _listed([_form(_parsed(one), joint) for one in both], joint), counted
     return _form(_parsed(text), joint), counted
