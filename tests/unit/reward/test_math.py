@@ -538,6 +538,18 @@ async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
         (r"\boxed{x = \frac{1 \pm \sqrt5}{2}}", r"\frac{1-\sqrt5}{2}, \frac{1+\sqrt5}{2}", 1),
         (r"\boxed{\frac{1 + \sqrt5}{2}}", r"\frac{1 \pm \sqrt5}{2}", 0),
         (r"\boxed{\frac{2 \pm \sqrt5}{2}}", r"\frac{1 \pm \sqrt5}{2}", 0),
+        # what the value is said to be
+        (r"\boxed{\text{Area} = 12}", "12", 1),
+        (r"\boxed{\text{Area} = 12\pi}", r"12\pi", 1),
+        (r"\boxed{P(A \cap B) = \frac12}", r"\frac12", 1),
+        (r"\boxed{f'(x) = 2x}", "2x", 1),
+        (r"\boxed{f^{-1}(x) = 2x}", "2x", 1),
+        (r"\boxed{\frac{dy}{dx} = 2x}", "2x", 1),
+        (r"\boxed{\|v\| = 5}", "5", 1),
+        (r"\boxed{\lim_{x \to 0} f(x) = 3}", "3", 1),
+        (r"\boxed{\text{Area} = 8 + 9}", "17", 0),
+        (r"\boxed{\text{Area} = 12}", "13", 0),
+        (r"\boxed{\text{Area} =}", "12", 0),
         # choices
         ("**Answer: (B)**", "B", 1),
         ("**Answer:** B) Paris", "B", 1),

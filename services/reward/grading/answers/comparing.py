@@ -58,6 +58,13 @@ _NAME = re.compile(
     r"(?:\{?[A-Za-z][A-Za-z ]{0,30}\}?|\\(?!frac|sqrt|sin|cos|tan|log|ln|text)[A-Za-z]+)"
     r" ?(?:_ ?(?:\{[^{}]{1,20}\}|\w))?'{0,2} ?(?:\([^()=]{1,40}\))?"
 )
+_LABELLED = re.compile(
+    r"^(?:\\text ?\{[A-Za-z ]{3,40}\}|[A-Za-z](?: ?'{1,3}| ?\^ ?\{ ?-1 ?\}) ?\([a-z]\)"
+    r"|\\frac ?\{ ?d ?[a-z] ?\} ?\{ ?d ?[a-z] ?\}|P ?\([^()=]{1,40}\)|\\\|[^|=]{1,20}\\\|"
+    r"|\\lim ?_ ?\{[^{}]{1,40}\} ?[a-z] ?\([a-z]\)) ?=(?!=) ?(?=\S)"
+)
+"""What an answer is said to be, where no solver can read it: an area, a derivative, a limit."""
+
 _QUOTES = re.compile(r"^['’](.*)['’]$")
 MIN_WORD = 3
 """Letters of a word, whose case does not matter: `AB` and `ab` are other names."""
@@ -139,7 +146,7 @@ def plain_number(answer: str) -> Number | None:
 def unwrapped(text: str) -> str:
     """Returns an answer's cleaned text without braces, `\\text{}` or a leading `=` around it, and
     without brackets around one number or formula."""
-    text = clean(text).removeprefix("=").strip()
+    text = _LABELLED.sub("", clean(text)).removeprefix("=").strip()
     while (found := _AROUND.fullmatch(text)) is not None:
         text = (found[1] or found[2]).strip()
     head, sign, last = text.rpartition("=")
