@@ -76,11 +76,10 @@ class Math(ItemGrader[MathParams]):
     Where the row's answer is a plain number, the completion's must be one too, worked out: `8 + 9`,
     `34/2` and `\\sqrt{289}` are not `17`, and of a text that marks no answer the last sentence with
     a number, or the one that says "the answer is", must state one number, and must not be cut off
-    by the limit of tokens. How it is written is
-    free, and so is how a formula is written. A task that asks for another notation (3 dozen in
-    digits, 5 km in m, 75% as a decimal) or another form of a formula (expand, simplify) can
-    therefore be answered with its question: use `exact_match` for it, or `regex`.
-    """
+    by the limit of tokens. How it is written is free, and so is how a formula is written. A task
+    that asks for another notation (3 dozen in digits, 5 km in m, 75% as a decimal) or another form
+    of a formula (expand, simplify) can therefore be answered with its question: use `exact_match`
+    for it, or `regex`."""
 
     pure = True
     has_full_mark = True

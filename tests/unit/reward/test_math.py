@@ -550,6 +550,17 @@ async def test_a_sentence_that_the_limit_of_tokens_cuts_off_states_nothing(
         (r"\boxed{\text{Area} = 8 + 9}", "17", 0),
         (r"\boxed{\text{Area} = 12}", "13", 0),
         (r"\boxed{\text{Area} =}", "12", 0),
+        (r"\boxed{{\color{red}17}}", "17", 1),
+        (r"\boxed{\textcolor{blue}{17}}", "17", 1),
+        (r"\boxed{\underline{17}}", "17", 1),
+        (r"\boxed{\large 17}", "17", 1),
+        (r"\boxed{\approx 3.14}", "3.14", 1),
+        # yes and no
+        ("Yes, it does.", "yes", 1),
+        ("**No**, it does not.", "no", 1),
+        ("No, it does not.", "yes", 0),
+        ("Yes, or no.", "yes", 0),
+        ("There are no apples.", "no", 0),
         # choices
         ("**Answer: (B)**", "B", 1),
         ("**Answer:** B) Paris", "B", 1),

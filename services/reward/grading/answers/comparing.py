@@ -58,6 +58,7 @@ _NAME = re.compile(
     r"(?:\{?[A-Za-z][A-Za-z ]{0,30}\}?|\\(?!frac|sqrt|sin|cos|tan|log|ln|text)[A-Za-z]+)"
     r" ?(?:_ ?(?:\{[^{}]{1,20}\}|\w))?'{0,2} ?(?:\([^()=]{1,40}\))?"
 )
+_LEADING = re.compile(r"^(?:=|\\approx(?![A-Za-z])) *")
 _LABELLED = re.compile(
     r"^(?:\\text ?\{[A-Za-z ]{3,40}\}|[A-Za-z](?: ?'{1,3}| ?\^ ?\{ ?-1 ?\}) ?\([a-z]\)"
     r"|\\frac ?\{ ?d ?[a-z] ?\} ?\{ ?d ?[a-z] ?\}|P ?\([^()=]{1,40}\)|\\\|[^|=]{1,20}\\\|"
@@ -146,7 +147,7 @@ def plain_number(answer: str) -> Number | None:
 def unwrapped(text: str) -> str:
     """Returns an answer's cleaned text without braces, `\\text{}` or a leading `=` around it, and
     without brackets around one number or formula."""
-    text = _LABELLED.sub("", clean(text)).removeprefix("=").strip()
+    text = _LEADING.sub("", _LABELLED.sub("", clean(text)))
     while (found := _AROUND.fullmatch(text)) is not None:
         text = (found[1] or found[2]).strip()
     head, sign, last = text.rpartition("=")
@@ -341,6 +342,7 @@ def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
 _OPERATION = re.compile(r"\\(?:int|sum|prod|lim)(?![a-z])|\\frac ?\{ ?(?:d|\\partial) ?\}")
 """What the problem asks to carry out, where the row's answer has none of it."""
 
+_YES_NO = re.compile(r"\b(yes|no)\b(?=[,.!;:]|$)", re.IGNORECASE)
 _CORRECT = re.compile(r"(?<![\w(])\(?([A-J])\)? is (?:the )?(?:correct|right)\b")
 _PROSE = re.compile(r"(?<![\\A-Za-z])(?!and\b|or\b)[A-Za-z]{3,}")
 _SAID = re.compile(r"\b(?:answer|option|choice)(?: is|:| ?=)+:? *([^\n]{1,200})", re.IGNORECASE)
@@ -366,7 +368,11 @@ def found_in(text: str, wanted: str, expressions: bool) -> tuple[str, bool, str]
 
 
 def _chosen(text: str, wanted: str) -> str:
-    """Returns the choice that a text is, or calls correct, if the row is a letter."""
+    """Returns the choice that a text is, or calls correct, if the row is a letter; the yes or no
+    that it begins with, if the row is one."""
+    if unwrapped(wanted).lower() in ("yes", "no"):
+        words = {one.lower() for one in _YES_NO.findall(text)}
+        return words.pop() if len(words) == 1 and _YES_NO.match(text.lstrip()) else ""
     if not re.fullmatch(r"\(?[A-J]\)?", unwrapped(wanted)):
         return ""
     if "\n" not in text.strip() and _CHOICE.fullmatch(text.strip()):

@@ -18,6 +18,7 @@ _ALIASES = {
     r"\mathrm": r"\text", r"\mathbf": r"\text", r"\mathit": r"\text", r"\mbox": r"\text",
     r"\operatorname": r"\text", r"\textnormal": r"\text", r"\Omega": "Ω", r"\mu": "μ",
     r"\lbrace": r"\{", r"\rbrace": r"\}", r"\left": "", r"\right": "", r"\displaystyle": "",
+    r"\underline": r"\text", r"\large": "", r"\Large": "", r"\huge": "", r"\pounds": "£",
     r"\big": "", r"\Big": "", r"\bigl": "", r"\bigr": "", 
     r"\degree": "°", r"\%": "%", r"\ ": " ", r"\,": " ", r"\;": " ", r"\:": " ",
     r"\!": "", r"\(": "", r"\)": "", r"\[": "", r"\]": "", "~": " ",
@@ -39,6 +40,7 @@ _SIGN = re.compile("|".join(map(re.escape, _SIGNS)))
 _CLOSER = re.compile(r" ?\{ ?, ?\} ?|(?<=,)\\ (?=\\!)| ?\\! *")
 """A comma without the blank behind it, as in 70{,}000, and negative blanks."""
 
+_COLOR = re.compile(r"\\(?:color|textcolor) ?\{[^{}]{1,30}\}")
 _TWICE = re.compile(r"\\\\(?=[a-zA-Z])")
 """A command that was escaped twice."""
 _SO_ON = re.compile(r"(?<=\d) ?(?:\.{3}|\\l?dots\b|…)")
@@ -57,7 +59,7 @@ def clean(text: str) -> str:
     if "\\\\" in text and "matrix" not in text and "array" not in text:
         text = _TWICE.sub(r"\\", text)
     text = _CLOSER.sub(lambda found: "," * ("," in found[0]), _UNSEEN.sub("", text))
-    text = _SIGN.sub(lambda found: _SIGNS[found[0]], text)
+    text = _SIGN.sub(lambda found: _SIGNS[found[0]], _COLOR.sub("", text))
     text = _BOLD.sub(r"\1", text).replace("**", "^")
     text = _SO_ON.sub("…", _PI.sub(r"\\pi ", text))
     if _PLAIN.fullmatch(text):
