@@ -1,7 +1,7 @@
 """Chats with a checkpoint in a terminal, by plain transformers: `python -m deploy.chat FOLDER`.
 
 Needs no service. The model sees the earlier questions and answers, the newest that fit in its
-context.
+context; with `--single-turn` it sees only the question, as in a job of single answers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="a checkpoint, as Hugging Face has it")
     parser.add_argument("--system", help="the system message (default: the chat template's own)")
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer (default: 64)")
+    parser.add_argument("--single-turn", action="store_true", help="no memory of earlier questions")
     arguments = parser.parse_args()
     if not (arguments.folder / "config.json").is_file():
         parser.error(
@@ -56,6 +57,7 @@ def main() -> None:
         system = [{"role": "system", "content": arguments.system}]
     history: Messages = []
     while question := _read_question():
+        history = [] if arguments.single_turn else history
         history.append({"role": "user", "content": question})
         history = fitting(system, history, num_tokens, context - arguments.max_tokens)
         history.append({"role": "assistant", "content": answer([*system, *history])})

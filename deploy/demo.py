@@ -230,7 +230,7 @@ def _show(client: Client, record: JobRecord, console: Console, wall_s: float) ->
     if system:
         console.print(
             "chat with it    .venv/bin/python -m deploy.chat "
-            f"{Path(checkpoint).resolve()} --system {shlex.quote(system)}",
+            f"{Path(checkpoint).resolve()} --single-turn --system {shlex.quote(system)}",
             highlight=False,
         )
 

@@ -69,21 +69,26 @@ class Model:
         return torch.cat([input_ids, torch.tensor([[self._num_answers]])], dim=1)
 
 
-def test_the_model_sees_its_earlier_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FIRST, ANSWER, SECOND = (
+    {"role": "user", "content": "first"},
+    {"role": "assistant", "content": "answer 1"},
+    {"role": "user", "content": "second"},
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"), [([], [FIRST, ANSWER, SECOND]), (["--single-turn"], [SECOND])]
+)
+def test_the_model_sees_its_earlier_answers_unless_turns_are_single(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], seen: Messages
 ) -> None:
     (tmp_path / "config.json").touch()
     tokenizer, lines = Tokenizer(), iter(["first", "second", ""])
-    monkeypatch.setattr("sys.argv", ["chat", str(tmp_path), "--system", "Be short."])
+    monkeypatch.setattr("sys.argv", ["chat", str(tmp_path), "--system", "Be short.", *options])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     for name, made in (("AutoTokenizer", tokenizer), ("AutoModelForCausalLM", Model())):
         fake = SimpleNamespace(from_pretrained=lambda _, made=made: made)
         monkeypatch.setattr(transformers, name, fake)
     monkeypatch.setattr(transformers, "TextStreamer", lambda *_, **__: None)
     chat.main()
-    first, answer, second = (
-        {"role": "user", "content": "first"},
-        {"role": "assistant", "content": "answer 1"},
-        {"role": "user", "content": "second"},
-    )
-    assert tokenizer.asked == [[*SYSTEM, first], [*SYSTEM, first, answer, second]]
+    assert tokenizer.asked == [[*SYSTEM, FIRST], [*SYSTEM, *seen]]
