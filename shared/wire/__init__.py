@@ -10,7 +10,7 @@
 | `rewards.py` | `POST /score`, verdicts and scores |
 | `episodes.py` | a job's own environments: open, step, close |
 | `programs.py` | operations of programs that drive a trainer, as stored |
-| `pushed.py` | groups that were sampled and scored elsewhere, also in Atropos' and AReaL's shapes |
+| `pushed.py` | groups that were sampled and scored elsewhere, also in Atropos' shapes |
 | `graders.py` | `/graders` and `POST /execute` |
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
 | `weights.py` | published versions, one class per sync method |

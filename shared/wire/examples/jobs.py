@@ -235,11 +235,6 @@ JOBS: dict[str, Any] = {
             {"token_ids": [8, 2], "logprobs": [-1.3, -0.05], "versions": 4, "reward": 0.0},
         ],
     },
-    "StartSession": {"task_id": "task-7"},
-    "SessionStarted": {"session_id": "task-7-0c1f77ab", "api_key": "sk-hone-" + 43 * "x"},
-    "SetReward": {"reward": 1.0},
-    "RewardSet": {"message": "success"},
-    "SessionEnded": {"message": "success", "interaction_count": 3},
     "RegisterEnv": {
         "max_token_length": 512,
         "desired_name": "countdown",
