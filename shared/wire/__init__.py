@@ -14,7 +14,7 @@
 | `graders.py` | `/graders` and `POST /execute` |
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
 | `weights.py` | published versions, one class per sync method |
-| `rl.py` | vLLM's routes for trainers other than Hone's |
+| `rl.py` | vLLM's routes that TRL's clients call |
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: lists, events, metrics |
 | `pages.py` | how many entries an answer has at most |
