@@ -23,7 +23,6 @@
 | `findings.py` | what is wrong with a run |
 | `keys.py` | API keys |
 | `openai.py` | fine-tuning jobs, files and completions in OpenAI's shape |
-| `examples/` | one of each body, for the OpenAPI documents |
 
 All are imported from here. All are frozen and refuse unknown keys. Token ids, log-probs and masks
 stay bytes from end to end (`packed.py`): in JSON a list of numbers, in msgpack 4, 4 and 1 bytes per

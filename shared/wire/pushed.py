@@ -48,6 +48,31 @@ class PushedGroup(Wire):
     same body is the same group until that is trained.
     """
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "key": "episode-17",
+                    "prompt_token_ids": [1, 5, 9],
+                    "rollouts": [
+                        {
+                            "token_ids": [7, 2],
+                            "logprobs": [-0.41, -0.02],
+                            "versions": 4,
+                            "reward": 1.0,
+                        },
+                        {
+                            "token_ids": [8, 2],
+                            "logprobs": [-1.3, -0.05],
+                            "versions": 4,
+                            "reward": 0.0,
+                        },
+                    ],
+                }
+            ]
+        }
+    )
+
     key: str | None = Field(default=None, min_length=1, max_length=MAX_KEY)
     prompt: str | tuple[Message, ...] | None = None
     prompt_token_ids: TokenIds = TokenIds()

@@ -49,7 +49,7 @@ RETRY = "x-stainless-retry-count"
 """How often the clients of OpenAI and Anthropic have sent this request before."""
 
 ANSWERS: openapi.Responses = {
-    200: {"content": openapi.text("", STREAM, "data: [DONE]\n\n")["content"]}
+    200: {"content": openapi.without_model("", STREAM, schema=openapi.TEXT)["content"]}
 }
 
 
