@@ -366,7 +366,7 @@ async def test_a_model_whose_newest_checkpoints_are_gone_says_so(stack: Stack) -
     stack.fakes.restart_trainer()
     await post(stack, "forward_backward", call(model, 2))
     paused = await stack.until(model, "paused")
-    assert "went on from operation 0, and the log begins after operation 1" in str(paused.error)
+    assert "continued from operation 0, and the log begins after operation 1" in str(paused.error)
 
 
 async def test_a_refused_step_drops_the_gradient_again_after_a_death(stack: Stack) -> None:
@@ -396,7 +396,7 @@ async def test_a_refused_step_drops_the_gradient_again_after_a_death(stack: Stac
     await result(stack, await post(stack, "forward_backward", call(model, 3, (9, 8, 7))))
     done = await result(stack, await post(stack, "optim_step", step | {"seq_id": 4}))
     assert done["metrics"] == {"grad_norm:mean": 2.0}
-    assert refusals == [2, 2], "once more between the calls that were done again"
+    assert refusals == [2, 2], "again between the calls that were done again"
     kinds = [type(one).__name__ for one in stack.fakes.operations]
     assert kinds == ["ForwardBackwardRequest"] * 2 + ["OptimStepRequest"]
 
@@ -431,7 +431,7 @@ async def test_a_program_waits_while_somebody_has_paused_its_model(
         "type": "try_again",
         "request_id": answer["request_id"],
         "queue_state": "paused_capacity",
-        "queue_state_reason": f"somebody paused it; `hone resume {model}` goes on",
+        "queue_state_reason": f"someone paused it; `hone resume {model}` continues",
     }
     await stack.http.post(f"/v1/jobs/{model}/resume")
     assert dict((await result(stack, answer)).metrics) == {"loss:sum": 2.0}
@@ -686,7 +686,7 @@ async def test_what_is_not_there_is_refused_with_a_sentence(
             422,
             "cannot be loaded into an existing model",
         ),
-        ("retrieve_future", {"request_id": "nobody:1"}, 404, "nobody"),
+        ("retrieve_future", {"request_id": "no one:1"}, 404, "no one"),
         ("get_info", {"model_id": "../x"}, 404, "../x"),
         ("asample", {"sampling_session_id": "x", "seq_id": 1}, 422, "expected a session of this"),
         ("optim_step", [1], 422, "the body is [1]; expected a JSON object"),
