@@ -278,8 +278,8 @@ def check_version(name: str, found: str | None, wanted: str | None) -> None:
     if found and wanted and found != wanted:
         raise MustPause(
             f"{name} has changed since the job was submitted (its digest is {found}, expected "
-            f"{wanted}): the job would continue with other problems; restore the old file, or submit "
-            "a new job"
+            f"{wanted}): the job would continue with other problems; restore the old file, or "
+            "submit a new job"
         )
 
 
