@@ -105,7 +105,7 @@ async def test_a_reward_that_is_hacked_is_an_event_of_the_running_job(stack: Sta
 
 async def test_findings_of_no_job_are_a_404(stack: Stack) -> None:
     with pytest.raises(NotFound, match="no job 'no one'"):
-        await found(stack, "no one")
+        await found(stack, "nobody")
 
 
 def test_a_folder_of_no_job_is_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -686,7 +686,7 @@ async def test_what_is_not_there_is_refused_with_a_sentence(
             422,
             "cannot be loaded into an existing model",
         ),
-        ("retrieve_future", {"request_id": "no one:1"}, 404, "no one"),
+        ("retrieve_future", {"request_id": "nobody:1"}, 404, "nobody"),
         ("get_info", {"model_id": "../x"}, 404, "../x"),
         ("asample", {"sampling_session_id": "x", "seq_id": 1}, 422, "expected a session of this"),
         ("optim_step", [1], 422, "the body is [1]; expected a JSON object"),

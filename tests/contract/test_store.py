@@ -1041,7 +1041,7 @@ async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("refuse", "fix", "sentence"),
+    ("refuse", "mend", "sentence"),
     [
         ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0", r"\(OOM\): its memory is full: raise"),
         ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE", r"\(READONLY\): .* leads to a replica"),

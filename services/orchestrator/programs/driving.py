@@ -103,7 +103,7 @@ class Driving:
         start = await asyncio.to_thread(self._log.start)
         if self.at < start.done:
             raise MustPause(
-                f"the trainer continued from operation {self.at}, but the log begins after "
+                f"the trainer continued from operation {self.at}, and the log begins after "
                 f"operation {start.done}: the checkpoints since then are damaged or gone"
             )
         self._num_done, number = start.done, start.number - 1

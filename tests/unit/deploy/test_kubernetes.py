@@ -127,8 +127,8 @@ def test_only_who_has_to_reaches_a_pod_and_untrusted_code_has_no_route_out() -> 
         it["metadata"]["name"]: it["spec"]
         for it in yaml.safe_load_all((BASE / "network.yaml").read_text())
     }
-    assert policies["no one"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
-    assert policies.keys() == {"no one", *PODS}
+    assert policies["nobody"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    assert policies.keys() == {"nobody", *PODS}
     who = {
         name: {
             peer["podSelector"]["matchLabels"]["app"]
