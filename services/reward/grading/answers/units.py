@@ -148,7 +148,7 @@ def after_number(text: str) -> Counted | None:
     scale = SCALES.get(first, 1)
     rest = (rest if first in SCALES else text).strip()
     if remark := _REMARK.fullmatch(rest):
-        said, rest = after_number(remark[2]), remark[1]
+        said, rest = after_number(remark[2].removeprefix("in ")), remark[1]
         if said is None or said.scale != 1:
             return None
         if not rest:
