@@ -104,7 +104,7 @@ async def test_a_reward_that_is_hacked_is_an_event_of_the_running_job(stack: Sta
 
 
 async def test_findings_of_no_job_are_a_404(stack: Stack) -> None:
-    with pytest.raises(NotFound, match="no job 'no one'"):
+    with pytest.raises(NotFound, match="no job 'nobody'"):
         await found(stack, "nobody")
 
 
@@ -156,7 +156,7 @@ async def test_experiments_compare_the_jobs_samplers_with_the_trainer(stack: Sta
     assert agrees["tensors"] is False and "the first is 'norm'" in report[1].detail
     assert [cause.split(":")[0] for cause in report.causes] == ["a load went wrong"]
     assert agrees["same_tokens"] is None, "the fake has no /v1/completions"
-    with pytest.raises(NotFound, match="no job 'no one'"):
+    with pytest.raises(NotFound, match="no job 'nobody'"):
         await stack.client.call(
             "POST", "/v1/jobs/nobody/experiments", None, ExperimentReport, deadline_s=60
         )
