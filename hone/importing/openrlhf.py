@@ -53,7 +53,7 @@ from hone.importing.table import (
 )
 from hone.trainer.single import SCHEDULES
 
-RESUMES = "a job that is interrupted goes on by itself, a paused one by `hone resume`"
+RESUMES = "a job that is interrupted continues automatically, a paused one by `hone resume`"
 IN_RUN_FOLDER = "everything of a job is in its run folder, under HONE_RUNS_DIR"
 
 

@@ -199,7 +199,7 @@ ROWS: dict[str, Row] = {
     "ckpt.keep_last": to("checkpoints.keep_last"),
     "ckpt.keep_interval": to("checkpoints.keep_every"),
     "ckpt.*": inside("the run folder is under HONE_RUNS_DIR"),
-    "resume.*": inside("a job goes on by itself; a paused one by `hone resume`"),
+    "resume.*": inside("a job continues automatically; a paused one by `hone resume`"),
     "monitors.wandb.project": to("wandb.project"),
     "monitors.wandb.entity": to("wandb.entity"),
     "monitors.wandb.tags": to("wandb.tags"),

@@ -210,7 +210,7 @@ ROWS: dict[str, Row] = {
     "trainer.logger": to("wandb.project, wandb.name", becomes.wandb),
     "trainer.project_name": inside("see trainer.logger"),
     "trainer.critic_warmup": inside(CRITIC),
-    "trainer.resume_mode": inside("a job goes on by itself; a paused one by `hone resume`"),
+    "trainer.resume_mode": inside("a job continues automatically; a paused one by `hone resume`"),
     "trainer.resume_from_path": none("to begin with a checkpoint, make it the model"),
     "trainer.default_local_dir": inside("the run folder is under HONE_RUNS_DIR"),
     "trainer.*": inside(GPUS),
