@@ -11,7 +11,10 @@ from hone.importing.importing import FRAMEWORKS
 from hone.importing.table import Framework, Row
 
 PAGE = Path(__file__).parents[1] / "docs/migrating.md"
-HEAD = ("| their key | here | what differs |", "|---|---|---|")
+HEAD = {
+    2: ("| their key | here |", "|---|---|"),
+    3: ("| their key | here | why |", "|---|---|---|"),
+}
 
 BEGINNING = """# From another trainer
 
@@ -28,7 +31,7 @@ its variables replaced; a variable that is left is listed. A Python script that 
 `from hone import Trainer as GRPOTrainer` ([`trainer.md`](trainer.md)), or its arguments go after
 `--`.
 
-The job says beside each key which name it had, and above it what differs. A value that the trainer
+Comments before the job say which name each key had, and what differs. A value that the trainer
 has by default, and a job has not, is written too. What the user must say is a comment, "fill in":
 rewards that are code of another signature, a number that depends on the data. A key that is in no
 table below is listed as "not translated", as is a value without a counterpart. The exit code is 0
@@ -57,31 +60,33 @@ def page() -> str:
 
 def _section(framework: Framework) -> str:
     parts = [f"## {framework.title}", *([TRL_NAMES] if framework is trl.TRL else [])]
-    parts += [_table(_counterparts(framework.rows))]
-    parts += ["No counterpart, unless the value changes nothing:", _table(_lacking(framework))]
+    parts += [_table(2, _counterparts(framework.rows))]
+    parts += ["No counterpart, unless the value changes nothing:", _table(3, _lacking(framework))]
     ignored = ", ".join(f"`{name}`" for name in framework.ignored)
     return "\n\n".join([*parts, f"Not needed here:\n\n| names |\n|---|\n| {ignored} |"]) + "\n"
 
 
-def _table(rows: Iterator[tuple[str, str, str]]) -> str:
-    return "\n".join([*HEAD, *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)])
+def _table(width: int, rows: Iterator[tuple[str, ...]]) -> str:
+    return "\n".join(
+        [*HEAD[width], *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)]
+    )
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _counterparts(rows: Mapping[str, Row]) -> Iterator[tuple[str, str, str]]:
+def _counterparts(rows: Mapping[str, Row]) -> Iterator[tuple[str, ...]]:
     for name, row in rows.items():
         if row.here:
-            here = ", ".join(f"`{key}`" for key in row.here.split(", "))
-            yield f"`{name}`", here, row.note
+            here = ", ".join(f"`{key}`" for key in row.here.split(","))
+            yield f"`{name}`", here
 
 
-def _lacking(framework: Framework) -> Iterator[tuple[str, str, str]]:
+def _lacking(framework: Framework) -> Iterator[tuple[str, ...]]:
     for name, row in framework.rows.items():
         if not row.here:
-            yield f"`{name}`", _neutral(row.neutral), row.note
+            yield f"`{name}`", _neutral(row.neutral), row.why
 
 
 def _neutral(values: tuple[object, ...]) -> str:

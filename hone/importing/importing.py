@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import tomli_w
 from pydantic import BaseModel
 
 from hone.importing import trl
 from hone.importing.openrlhf import OPENRLHF
 from hone.importing.prime_rl import PRIME_RL
 from hone.importing.reading import of_file, of_words
-from hone.importing.table import Draft, Entry, Framework, Lacking, convert
+from hone.importing.table import Draft, Framework, Lacking, convert
 from hone.importing.verl import VERL
 from shared.errors import BadRequest
-from shared.job import Job, name_of
+from shared.job import name_of
 from shared.job.file import parse_job
 
 FRAMEWORKS = {"trl": trl.TRL, "openrlhf": OPENRLHF, "verl": VERL, "prime-rl": PRIME_RL}
@@ -77,7 +76,7 @@ def _imported(source: Sequence[str], name: str | None, processes: int | None) ->
     document, faults = _checked(draft)
     return Imported(
         framework=framework.title.lower(),
-        toml=_text(draft, framework.title),
+        toml=_text(draft, framework.title, document),
         job=document,
         fill_in=draft.fill_in,
         faults=tuple(faults),
@@ -178,55 +177,19 @@ def _put(document: dict[str, Any], key: str, value: Any) -> None:
         document[key] = value
 
 
-def _text(draft: Draft, title: str) -> str:
-    """Returns the TOML of a draft: each key with the name that it had, and what differs above it.
-    Keys that the user must fill in are comments."""
-    sections = [name for name in Job.model_fields if name != "rewards"]
-    parts = [[f"# From {title}, by `hone import`."], list(_section("", draft))]
-    parts += [list(_section(name, draft)) for name in sections]
-    for entry in draft.rewards:
-        keys = [f"{key} = {toml(value)}" for key, value in entry.value.items()]
-        parts.append([*_comments(entry), f"[[rewards]]    # {entry.origin}", *keys])
-    if "rewards" in draft.fill_in:
-        parts.append(_comment(f"fill in [[rewards]]: {draft.fill_in['rewards']}"))
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
-
-
-def _section(name: str, draft: Draft) -> Iterator[str]:
-    """Yields the lines of a section; of the job's own keys for ""."""
-    own = {key: entry for key, entry in draft.entries.items() if key.rpartition(".")[0] == name}
-    missing = [key for key in draft.fill_in if key.rpartition(".")[0] == name and key != "rewards"]
-    if name and (own or missing):
-        yield f"[{name}]"
-    for key in missing:
-        yield from _comment(f"fill in {key.rpartition('.')[2]}: {draft.fill_in[key]}")
-    order = list(Job.model_fields)
-    for key in sorted(own, key=lambda key: order.index(key) if key in order else 0):
-        origin = f"    # {own[key].origin}" if own[key].origin else ""
-        yield from _comments(own[key])
-        yield f"{key.rpartition('.')[2]} = {toml(own[key].value)}{origin}"
-
-
-def _comments(entry: Entry) -> list[str]:
-    return [line for note in entry.notes for line in _comment(note)]
+def _text(draft: Draft, title: str, job: dict[str, Any]) -> str:
+    """Returns the job as TOML. Comments before it say what must be filled in, and for each key the
+    name that it had, and what differs."""
+    lines = [f"From {title}, by `hone import`."]
+    lines += [f"fill in {key}: {why}" for key, why in draft.fill_in.items()]
+    rewards = [("rewards", entry) for entry in draft.rewards]
+    for key, entry in (*draft.entries.items(), *rewards):
+        if entry.origin or entry.note:
+            lines.append(f"{key}: {'; '.join(filter(None, (entry.origin, entry.note)))}")
+    comments = [part for line in lines for part in _comment(line)]
+    return "\n".join(comments) + f"\n\n{tomli_w.dumps(job)}"
 
 
 def _comment(text: str) -> list[str]:
     printable = re.sub(r"[\x00-\x1f\x7f]", "?", " ".join(text.split()))
-    return textwrap.wrap(printable, 100, initial_indent="# ", subsequent_indent="# ")
-
-
-def toml(value: Any) -> str:
-    """Returns a value as TOML writes it in one line."""
-    if isinstance(value, dict):
-        items = cast(dict[str, Any], value).items()
-        return f"{{ {', '.join(f'{_key(str(key))} = {toml(each)}' for key, each in items)} }}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(toml, cast(list[Any], value)))}]"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name)
+    return textwrap.wrap(printable, 100, initial_indent="# ", subsequent_indent="#   ")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.importing import table as t
-from hone.importing.table import FillIn, LacksError, Row, Said, Values
+from hone.importing.table import FillIn, LacksError, Said, Values
 from hone.trainer.single import SCHEDULES
 
 
@@ -68,11 +68,6 @@ def _max_len(value: Any, values: Values) -> Any:
     return value, None if values.get("rollout.max_new_tokens") else FillIn(why)
 
 
-def _template(value: Any, values: Values) -> Any:
-    text = str(value).replace("\\n", "\n").replace("{}", "{{ prompt }}")
-    return None if values.get("data.apply_chat_template") else text
-
-
 def _schedule(value: Any, values: Values) -> Any:
     name = t.one_of(**SCHEDULES)(value, values)
     if value != "cosine_with_min_lr":
@@ -86,13 +81,60 @@ def _lora(value: Any, values: Values) -> Any:
     return (value, alpha, dropout, targets) if value else None
 
 
-def _staleness(value: Any, values: Values) -> Any:
-    drains = not values.get("train.partial_rollout_enable")
-    note = "the queue there bounds batches, this how old the weights of a sample may be"
-    return (Said(values["train.async_queue_size"], note), drains) if value else None
+def _max_prompt(value: Any, values: Values) -> Any:
+    return value + values.get("generate_max_len", 1024), "truncate"
 
 
-SAME = """actor.model_name_or_path|pretrain=model logger.wandb.run_name|wandb_run_name=name
+def _refills(value: Any, _: Values) -> Any:
+    return Said(t.MOST_REFILLS, t.NO_SIGNAL) if value else None
+
+
+def _reward(path: Any, _: Values) -> Any:
+    return t.own_reward(path, "reward_func", "reward_func(queries, prompts, labels)")
+
+
+def _overlong(value: Any, values: Values) -> Any:
+    most = values.get("rollout.max_new_tokens") or values.get("generate_max_len")
+    return t.overlong(value, most, values["reward.overlong_penalty_factor"])
+
+
+def _warmup(value: Any, _: Values) -> Any:
+    return t.warmup_share(value, None)
+
+
+def _eval_split(value: Any, values: Values) -> Any:
+    return value if values.get("eval.dataset") else None
+
+
+TABLE: dict[t.Convert | str, str] = {
+    t.one_source: "data.prompt_dataset|prompt_data=data.train eval.dataset|eval_dataset=data.eval",
+    t.prompt_column: "data.input_key|input_key=data.columns",
+    _max_len: "data.max_len|max_len=max_model_len,sampling.max_tokens",
+    _max_prompt: "prompt_max_len=max_model_len,sampling.overlong_prompts",
+    t.number: "train.num_episodes|num_episodes=data.epochs",
+    t.accepted: "rollout.top_p|top_p=sampling.top_p,correction.truncated_sampling",
+    _refills: "algo.dynamic_filtering_enable|dynamic_filtering=sampling.refills",
+    _reward: "reward.remote_url|remote_rm_url=rewards",
+    _overlong: "reward.overlong_buffer_len|overlong_buffer_len=rewards",
+    _estimator: "algo.advantage.estimator|advantage_estimator=advantages.baseline,advantages.std",
+    _loss: "actor.policy_loss_type|policy_loss_type=training.loss",
+    t.both: "actor.eps_clip|eps_clip=training.clip_low,training.clip_high",
+    t.pair: """actor.eps_clip_low_high|eps_clip_low_high=training.clip_low,training.clip_high
+    actor.adam.betas|adam_betas=training.adam_beta1,training.adam_beta2""",
+    _kl: "algo.kl.init_coef|init_kl_coef=training.beta,training.kl",
+    _correction: "algo.advantage.is_correction_enable|enable_vllm_is_correction=correction.method,"
+    "correction.low,correction.high,correction.sequence_ratio,correction.ratio_base",
+    _minibatches: "train.batch_size|train_batch_size=training.minibatches",
+    _schedule: "actor.lr_scheduler|lr_scheduler=training.schedule,training.min_learning_rate",
+    _warmup: "actor.lr_warmup_ratio|lr_warmup_ratio=training.warmup_steps",
+    t.dtype: "ds.param_dtype|param_dtype=training.dtype",
+    t.attention: "ds.attn_implementation|attn_implementation=memory.attention",
+    _lora: "ds.lora.rank|lora_rank=lora.rank,lora.alpha,lora.dropout,lora.target_modules",
+    _eval_split: "eval.split|eval_split=data.eval_split",
+    t.every: "eval.steps|eval_steps=evaluation.every",
+    t.only_last: "ckpt.save_steps|save_steps=checkpoints.every",
+    t.same: """data.max_samples|max_samples=data.max_samples
+actor.model_name_or_path|pretrain=model logger.wandb.run_name|wandb_run_name=name
 train.seed|seed=seed data.prompt_split|prompt_split=data.train_split
 rollout.batch_size|rollout_batch_size=sampling.prompts_per_step
 rollout.n_samples_per_prompt|n_samples_per_prompt=sampling.group_size
@@ -109,83 +151,7 @@ ckpt.max_num|max_ckpt_num=checkpoints.keep_last
 train.full_determinism_enable|full_determinism=sampling.repeatable
 vllm.gpu_memory_utilization|vllm_gpu_memory_utilization=HONE_GPU_MEMORY_UTILIZATION
 vllm.tensor_parallel_size|vllm_tensor_parallel_size=HONE_TENSOR_PARALLEL_SIZE
-train.colocate_all|colocate_all_models=HONE_COLOCATE"""
-
-CLIP = "training.clip_low, training.clip_high"
-
-CONVERTED = {
-    "data.prompt_dataset|prompt_data": Row("data.train", t.one_source),
-    "data.input_key|input_key": Row(
-        "data.columns", t.prompt_column, "for a column of text set `messages`"
-    ),
-    "data.input_template|input_template": Row("data.template", _template),
-    "data.max_samples|max_samples": Row(
-        "data.max_samples", lambda v, _: None if v >= 10**8 else int(v)
-    ),
-    "data.max_len|max_len": Row("max_model_len, sampling.max_tokens", _max_len),
-    "prompt_max_len": Row(
-        "max_model_len, sampling.overlong_prompts",
-        lambda v, all: (v + all.get("generate_max_len", 1024), "truncate"),
-    ),
-    "train.num_episodes|num_episodes": Row("data.epochs", lambda v, _: float(v)),
-    "rollout.top_p|top_p": Row("sampling.top_p, correction.truncated_sampling", t.accepted),
-    "algo.dynamic_filtering_enable|dynamic_filtering": Row(
-        "sampling.refills", lambda v, _: Said(t.MOST_REFILLS, t.NO_SIGNAL) if v else None
-    ),
-    "reward.remote_url|remote_rm_url": Row(
-        "rewards",
-        lambda v, _: t.own_reward(v, "reward_func", "reward_func(queries, prompts, labels)"),
-    ),
-    "reward.overlong_buffer_len|overlong_buffer_len": Row(
-        "rewards",
-        lambda v, all: t.overlong(
-            v,
-            all.get("rollout.max_new_tokens") or all.get("generate_max_len"),
-            all["reward.overlong_penalty_factor"],
-        ),
-    ),
-    "algo.advantage.estimator|advantage_estimator": Row(
-        "advantages.baseline, advantages.std", _estimator
-    ),
-    "actor.policy_loss_type|policy_loss_type": Row("training.loss", _loss),
-    "actor.eps_clip|eps_clip": Row(CLIP, lambda v, _: (v, v)),
-    "actor.eps_clip_low_high|eps_clip_low_high": Row(CLIP, t.pair),
-    "algo.kl.init_coef|init_kl_coef": Row("training.beta, training.kl", _kl),
-    "algo.advantage.is_correction_enable|enable_vllm_is_correction": Row(
-        "correction.method, correction.low, correction.high, correction.sequence_ratio, "
-        "correction.ratio_base",
-        _correction,
-    ),
-    "train.batch_size|train_batch_size": Row("training.minibatches", _minibatches, "completions"),
-    "actor.adam.betas|adam_betas": Row("training.adam_beta1, training.adam_beta2", t.pair),
-    "actor.lr_scheduler|lr_scheduler": Row(
-        "training.schedule, training.min_learning_rate", _schedule
-    ),
-    "actor.lr_warmup_ratio|lr_warmup_ratio": Row(
-        "training.warmup_steps", lambda v, _: t.warmup_share(v, None)
-    ),
-    "train.async_enable|async_train": Row("max_staleness, drain_before_sync", _staleness),
-    "ds.param_dtype|param_dtype": Row("training.dtype", t.dtype),
-    "ds.attn_implementation|attn_implementation": Row("memory.attention", t.attention),
-    "train.max_tokens_per_gpu|train_max_tokens_per_gpu": Row(
-        "memory.micro_batch_tokens",
-        lambda v, all: v if all.get("train.dynamic_batch_enable") else None,
-    ),
-    "ds.lora.rank|lora_rank": Row(
-        "lora.rank, lora.alpha, lora.dropout, lora.target_modules", _lora
-    ),
-    "eval.dataset|eval_dataset": Row("data.eval", t.one_source),
-    "eval.split|eval_split": Row("data.eval_split", lambda v, all: all.get("eval.dataset") and v),
-    "eval.steps|eval_steps": Row("evaluation.every", t.every),
-    "ckpt.save_steps|save_steps": Row("checkpoints.every", t.only_last),
-    "logger.wandb.key|use_wandb": Row(
-        "wandb.project, wandb.entity",
-        lambda _, all: (all["logger.wandb.project"], all.get("logger.wandb.org")),
-        "the key itself is WANDB_API_KEY, a setting",
-    ),
-}
-
-LACKING = {
+train.colocate_all|colocate_all_models=HONE_COLOCATE""",
     "one data set; join several in a file": "data.prompt_probs|prompt_data_probs",
     t.SINGLE_TURN: "train.agent_func_path|agent_func_path",
     t.NO_SIGNAL: "algo.dynamic_filtering_range|dynamic_filtering_reward_range=[0,1]/(0,1)",
@@ -196,6 +162,8 @@ LACKING = {
     t.CRITIC: "algo.advantage.gamma|gamma=1 algo.advantage.lambd|lambd=1",
     t.NO_ENTROPY: "actor.entropy_coef|entropy_loss_coef=0",
     "there is no loss of routers": "actor.aux_loss_coef|aux_loss_coef=0",
+    "see [wandb]": "logger.wandb.key|use_wandb=false/null",
+    "see max_staleness": "train.async_enable|async_train=false",
     "the coefficient is fixed": "algo.kl.target|kl_target",
     "the optimizer is AdamW": "actor.adam.eps=1e-8 actor.optim=adam",
     "base weights are not quantized": "ds.load_in_4bit|load_in_4bit=false",
@@ -209,19 +177,19 @@ LACKING = {
 IGNORED = """ckpt.* load_checkpoint save_path ckpt_path logger.* vllm.* vllm_num_engines vllm_sync_*
 critic.* critic_* ref.* *.num_nodes *.num_gpus_per_node *_num_nodes *_num_gpus_per_node
 train.colocate_* colocate_* bf16 ds.* packing_samples train.micro_batch_size
-micro_train_batch_size rollout.micro_batch_size micro_rollout_batch_size"""
+micro_train_batch_size rollout.micro_batch_size
+train.max_tokens_per_gpu train_max_tokens_per_gpu train.dynamic_batch_enable use_dynamic_batch
+micro_rollout_batch_size"""
 
 OLDER = """apply_chat_template=data.apply_chat_template use_kl_loss=algo.kl.use_loss
 overlong_penalty_factor=reward.overlong_penalty_factor kl_estimator=algo.kl.estimator
-no_advantage_std_norm=algo.advantage.no_std_norm async_queue_size=train.async_queue_size
+no_advantage_std_norm=algo.advantage.no_std_norm
 vllm_is_correction_type=algo.advantage.is_correction_type
 vllm_is_truncated_threshold=algo.advantage.is_correction_threshold
-partial_rollout=train.partial_rollout_enable use_dynamic_batch=train.dynamic_batch_enable
-lora_alpha=ds.lora.alpha lora_dropout=ds.lora.dropout target_modules=ds.lora.target_modules
-wandb_project=logger.wandb.project wandb_org=logger.wandb.org"""
+lora_alpha=ds.lora.alpha lora_dropout=ds.lora.dropout target_modules=ds.lora.target_modules"""
 
 DEFAULTS = """rollout.batch_size=1024 rollout.n_samples_per_prompt=1 train.batch_size=128
-train.num_episodes=1 train.seed=42 train.async_queue_size=1 data.max_len=2048 data.input_key=input
+train.num_episodes=1 train.seed=42 data.max_len=2048 data.input_key=input
 reward.overlong_penalty_factor=1 algo.advantage.estimator=gae
 algo.advantage.is_correction_enable=false algo.advantage.is_correction_type=tis
 algo.advantage.is_correction_threshold=[0.5,5.0] algo.kl.init_coef=0.01 algo.kl.estimator=k1
@@ -230,15 +198,6 @@ actor.lr_scheduler=cosine_with_min_lr actor.min_lr_ratio=0.1 actor.lr_warmup_rat
 actor.gradient_checkpointing_enable=false ds.param_dtype=bf16 ds.lora.alpha=16 ds.lora.dropout=0
 ds.lora.target_modules=all-linear eval.split=train eval.temperature=0.6
 eval.n_samples_per_prompt=4 ckpt.save_steps=-1 ckpt.max_num=3
-logger.wandb.project=openrlhf_train_ppo"""
+"""
 
-OPENRLHF = t.framework(
-    "OpenRLHF",
-    SAME,
-    CONVERTED,
-    LACKING,
-    ignored=IGNORED,
-    defaults=DEFAULTS,
-    older=OLDER,
-    marks=("openrlhf",),
-)
+OPENRLHF = t.framework("OpenRLHF", TABLE, IGNORED, DEFAULTS, OLDER, "openrlhf")

@@ -6,10 +6,10 @@ taken to the sampler's log-probs.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from hone.importing import table as t
-from hone.importing.table import FillIn, LacksError, Row, Said, Values
+from hone.importing.table import FillIn, Said, Values
 
 ORCH, SAMPLING, EVAL = "orchestrator.", "orchestrator.train.sampling.", "orchestrator.eval."
 OPTIM, SCHEDULER, MODEL = (f"trainer.{part}." for part in ("optim", "scheduler", "model"))
@@ -25,48 +25,11 @@ def _max_model_len(value: Any, values: Values) -> Any:
     return value, None if values.get(f"{SAMPLING}max_completion_tokens") else FillIn(FIXED)
 
 
-def _taskset(source: Any) -> dict[str, Any]:
-    first = cast(dict[str, Any], (source or [{}])[0])
-    return first.get("env", {}).get("taskset", {})
-
-
-def _source(value: Any, _: Values) -> Any:
-    """Returns the data set that the environment's arguments name, if any."""
-    if len(value) > 1:
-        return FillIn(f"{len(value)} environments; a job has one data set"), None, None
-    taskset = _taskset(value)
-    named = f"the environment {taskset.get('id')!r} has the"
-    rewards = FillIn(f"{named} rewards: write them as a function")
-    if "dataset_name" not in taskset:
-        return FillIn(f"{named} rows"), None, rewards
-    return taskset["dataset_name"], taskset.get("dataset_subset"), rewards
-
-
-def _held_out(value: Any, _: Values) -> Any:
-    rows = _taskset(value).get("dataset_name")
-    why = f"the environment {_taskset(value).get('id')!r} has the rows"
-    return rows or FillIn(why), FillIn("the model's default there, if not given; here 0")
-
-
-def _dtype(value: Any, _: Values) -> Any:
-    kept = "float32, passes in bfloat16, there too" if value == "float32" else "float32 here"
-    return Said("bfloat16", f"the optimizer's weights are {kept}")
-
-
-def _loss(value: Any, _: Values) -> Any:
-    if value != "default":
-        raise LacksError("the losses are in `hone explain training.loss`")
+def _loss(value: Any, values: Values) -> Any:
     note = (
-        "the ratio is to the sampler's log-probs, as there; it is clipped, where there tokens are "
-        "left out whose probability moved by more than trainer.loss.dppo_mask_low and _high"
+        "the ratio is to the sampler's log-probs, as there; it is clipped, there tokens are masked"
     )
-    return "dapo", Said("sampler", note)
-
-
-def _algorithm(value: Any, _: Values) -> Any:
-    if value != "grpo":
-        raise LacksError("the algorithm is GRPO")
-    return Said("none", "there an advantage is the reward less the group's mean")
+    return t.one_of(default="dapo")(value, values), Said("sampler", note)
 
 
 def _schedule(value: Any, values: Values) -> Any:
@@ -81,8 +44,21 @@ def _schedule(value: Any, values: Values) -> Any:
     return Said("constant", f"there it decays over the last {decay} steps"), warmup, None
 
 
-SAME = f"""model.name=model {MODEL}name=model run.name=name max_steps=steps {ORCH}max_steps=steps
-{MODEL}seq_len=memory.micro_batch_tokens inference.vllm.max_model_len=max_model_len
+TABLE: dict[t.Convert | str, str] = {
+    t.both: "monitors.wandb.name=name,wandb.name",
+    _max_model_len: f"seq_len=max_model_len,sampling.max_tokens "
+    f"{ORCH}seq_len=max_model_len,sampling.max_tokens",
+    _prompts: f"{ORCH}batch_size=sampling.prompts_per_step",
+    t.one_of(grpo="none"): f"{ORCH}algo.type=advantages.std",
+    _loss: "trainer.loss.type=training.loss,correction.ratio_base",
+    _schedule: f"{SCHEDULER}type=training.schedule,training.warmup_steps,"
+    "training.min_learning_rate",
+    t.one_of(nccl="nccl", filesystem="disk"): "weight_broadcast.type=weight_sync",
+    t.attention: f"{MODEL}attn=memory.attention",
+    t.positive: f"{EVAL}num_examples=evaluation.num_prompts",
+    t.same: f"""model.name=model {MODEL}name=model run.name=name max_steps=steps
+{ORCH}max_steps=steps {MODEL}seq_len=memory.micro_batch_tokens
+inference.vllm.max_model_len=max_model_len
 {ORCH}group_size=sampling.group_size {SAMPLING}temperature=sampling.temperature
 {SAMPLING}max_completion_tokens=sampling.max_tokens {OPTIM}lr=training.learning_rate
 {OPTIM}weight_decay=training.weight_decay {OPTIM}max_norm=training.max_grad_norm
@@ -95,32 +71,8 @@ SAME = f"""model.name=model {MODEL}name=model run.name=name max_steps=steps {ORC
 ckpt.keep_last=checkpoints.keep_last ckpt.keep_interval=checkpoints.keep_every
 monitors.wandb.project=wandb.project monitors.wandb.entity=wandb.entity
 monitors.wandb.tags=wandb.tags inference.vllm.tensor_parallel_size=HONE_TENSOR_PARALLEL_SIZE
-inference.vllm.gpu_memory_utilization=HONE_GPU_MEMORY_UTILIZATION"""
-
-CONVERTED = {
-    "monitors.wandb.name": Row("name, wandb.name", lambda v, _: (v, v)),
-    f"{ORCH}train.source": Row("data.train, data.config, rewards", _source),
-    f"{EVAL}source": Row("data.eval, evaluation.temperature", _held_out),
-    "seq_len": Row("max_model_len, sampling.max_tokens", _max_model_len, "with the completion"),
-    f"{ORCH}seq_len": Row("max_model_len, sampling.max_tokens", _max_model_len),
-    f"{ORCH}batch_size": Row(
-        "sampling.prompts_per_step", _prompts, "completions there, prompts here"
-    ),
-    f"{ORCH}algo.type": Row("advantages.std", _algorithm),
-    "trainer.loss.type": Row("training.loss, correction.ratio_base", _loss),
-    f"{SCHEDULER}type": Row(
-        "training.schedule, training.warmup_steps, training.min_learning_rate", _schedule
-    ),
-    "weight_broadcast.type": Row("weight_sync", t.one_of(nccl="nccl", filesystem="disk")),
-    f"{MODEL}attn": Row("memory.attention", t.attention),
-    f"{MODEL}optimization_dtype": Row("training.dtype", _dtype),
-    f"{MODEL}ac": Row("memory.gradient_checkpointing", lambda _, __: True),
-    f"{MODEL}lora": Row("lora.rank", lambda _, __: 16),
-    f"{EVAL}num_examples": Row("evaluation.num_prompts", t.positive),
-    "ckpt": Row("checkpoints.every", lambda _, __: 0, "only at the end, as there"),
-}
-
-LACKING = {
+inference.vllm.gpu_memory_utilization=HONE_GPU_MEMORY_UTILIZATION""",
+    "rows and rewards are inside the verifiers environment": f"{ORCH}train.source {EVAL}source",
     "a step has a number of prompts": f"{ORCH}token_batch_size",
     "see [training]": "trainer.loss.dppo_mask_low trainer.loss.dppo_mask_high "
     "trainer.loss.adv_tau=1",
@@ -137,14 +89,6 @@ dry_run orchestrator.log* trainer.log* orchestrator.output_dir trainer.output_di
 
 DEFAULTS = f"""seq_len=2048 {ORCH}group_size=1 {ORCH}batch_size=128 {ORCH}max_off_policy_steps=8
 {ORCH}algo.type=grpo {EVAL}interval=100 trainer.loss.type=default trainer.loss.kl_tau=1e-3
-{OPTIM}lr=1e-6 {OPTIM}weight_decay=0.01 ckpt={{}}"""
+{OPTIM}lr=1e-6 {OPTIM}weight_decay=0.01 ckpt.interval=0"""
 
-PRIME_RL = t.framework(
-    "prime-rl",
-    SAME,
-    CONVERTED,
-    LACKING,
-    ignored=IGNORED,
-    defaults=DEFAULTS,
-    marks=("prime_rl", "prime-rl"),
-)
+PRIME_RL = t.framework("prime-rl", TABLE, IGNORED, DEFAULTS, "", "prime_rl", "prime-rl")

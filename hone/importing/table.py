@@ -49,12 +49,12 @@ class Said:
 
 @dataclass(frozen=True)
 class Row:
-    """`here`: the job's keys, with commas; "HONE_...": a setting of the stack; "": none. `note`:
-    what differs, or why there is no key. A value in `neutral` changes nothing."""
+    """`here`: the job's keys, with commas; "HONE_...": a setting of the stack; "": none, and `why`.
+    A value in `neutral` changes nothing."""
 
     here: str
-    convert: Convert = lambda value, _: value
-    note: str = ""
+    convert: Convert
+    why: str = ""
     neutral: tuple[Any, ...] = ()
 
 
@@ -105,32 +105,29 @@ class Framework:
 
 def framework(
     title: str,
-    same: str,
-    converted: Mapping[str, Row],
-    lacking: Mapping[str, str],
-    *,
-    ignored: str = "",
+    table: Mapping[Convert | str, str],
+    ignored: str,
     defaults: str,
-    older: str = "",
-    marks: tuple[str, ...],
+    older: str,
+    *marks: str,
 ) -> Framework:
-    """Returns a table. `same` has words "their.key=our.key". `lacking` has, by the reason, keys
-    without a counterpart: "their.key", or "their.key=neutral" with values that change nothing, by
-    "/". A key "new|old" has a former name; `older` has "old=new" for keys that have no row."""
-    rows = dict(converted) | {their: Row(ours) for their, ours in map(_pair, same.split())}
-    for why, text in lacking.items():
-        for their, neutral in map(_pair, text.split()):
-            values = tuple(map(value_of, neutral.split("/"))) if neutral else ()
-            rows[their] = Row("", note=why, neutral=values)
-    names = [both.split("|") for both in rows]
-    return Framework(
-        title=title,
-        rows={key.partition("|")[0]: row for key, row in rows.items()},
-        ignored=tuple(ignored.split()),
-        defaults=of_words(defaults.split()),
-        older={old: new for new, *olds in names for old in olds} | dict(map(_pair, older.split())),
-        marks=marks,
-    )
+    """Returns a table. `table` has, by a conversion, words "their.key=our.key", or "=ours,ours";
+    by the reason, keys without a counterpart: "their.key", or "their.key=neutral" with values that
+    change nothing, by "/". A key "new|old" has a former name; `older` has "old=new" for keys that
+    have no row."""
+    rows: dict[str, Row] = {}
+    former = dict(map(_pair, older.split()))
+    for by, text in table.items():
+        for names, value in map(_pair, text.split()):
+            name, *olds = names.split("|")
+            former |= dict.fromkeys(olds, name)
+            if isinstance(by, str):
+                neutral = tuple(map(value_of, value.split("/"))) if value else ()
+                rows[name] = Row("", same, by, neutral)
+            else:
+                rows[name] = Row(value, by)
+    given = of_words(defaults.split())
+    return Framework(title, rows, tuple(ignored.split()), given, former, marks)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -152,7 +149,7 @@ class Entry:
 
     value: Any
     origin: str
-    notes: list[str] = field(default_factory=list[str])
+    note: str = ""
 
 
 @dataclass
@@ -167,29 +164,30 @@ class Draft:
     ignored: list[str] = field(default_factory=list[str])
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def set(self, key: str, value: Any, origin: str, *notes: str) -> None:
-        """Sets a key of the job; adds to `rewards`. What TOML has no value for is to be filled
+    def set(self, key: str, value: Any, origin: str, note: str = "") -> None:
+        """Sets a key of the job; adds to `rewards`. What TOML cannot say is to be filled
         in."""
-        if _has_none(value):
+        if not _is_toml(value):
             self.fill_in[key] = f"{origin}: {value!r:.80} cannot be converted"
             return
-        kept = [note for note in notes if note]
         if key == "rewards":
             several = cast(list[Any], value) if isinstance(value, list) else [value]
-            self.rewards += [Entry(each, origin, kept) for each in several]
+            self.rewards += [Entry(each, origin, note) for each in several]
         else:
-            self.entries[key] = Entry(value, origin, kept)
+            self.entries[key] = Entry(value, origin, note)
         self.fill_in.pop(key, None)
 
     def lacks(self, name: str, value: Any, why: str) -> None:
         self.lacking.append(Lacking(name=name, value=value, why=why))
 
 
-def _has_none(value: Any) -> bool:
-    parts: Any = [*cast(Values, value).values()] if isinstance(value, dict) else value
-    return isinstance(parts, list | tuple) and any(
-        part is None or _has_none(part) for part in cast(list[Any], parts)
-    )
+def _is_toml(value: Any) -> bool:
+    if isinstance(value, dict):
+        table = cast(dict[Any, Any], value)
+        return all(isinstance(key, str) and _is_toml(table[key]) for key in table)
+    if isinstance(value, list | tuple):
+        return all(map(_is_toml, cast(list[Any], value)))
+    return isinstance(value, str | int | float)
 
 
 def convert(framework: Framework, given: Values) -> Draft:
@@ -228,7 +226,7 @@ def _convert_one(row: Row, name: str, values: Values, draft: Draft, *, is_defaul
         draft.settings[key] = value
     elif not key:
         if value not in row.neutral:
-            draft.lacks(name, value, row.note)
+            draft.lacks(name, value, row.why)
     else:
         try:
             found = row.convert(value, values)
@@ -245,13 +243,13 @@ def _convert_one(row: Row, name: str, values: Values, draft: Draft, *, is_defaul
 
 def _set(row: Row, name: str, found: Any, draft: Draft, *, is_default: bool) -> None:
     several = cast(tuple[Any, ...], found) if isinstance(found, tuple) else (found,)
-    for key, value in zip(row.here.split(", "), several, strict=False):
+    for key, value in zip(row.here.split(","), several, strict=False):
         said = value if isinstance(value, Said) else Said(value, "")
         if isinstance(said.value, FillIn):
             draft.fill_in[key] = f"{name}: {said.value.why}"
         elif said.value not in (None, {}) and not (is_default and said.value == default(key)):
             origin = f"the default of {name}" if is_default else name
-            draft.set(key, said.value, origin, row.note, said.note)
+            draft.set(key, said.value, origin, said.note)
 
 
 def default(key: str) -> Any:
@@ -278,6 +276,18 @@ ACCEPTED = 'there the trainer\'s log-probs are over the whole vocabulary too, he
 NO_MODEL = "no reward model is hosted; the grader `score_model` asks one"
 NO_SIGNAL = "a group without signal is one whose rewards are all equal"
 MOST_REFILLS = 10
+
+
+def same(value: Any, _: Values) -> Any:
+    return value
+
+
+def both(value: Any, _: Values) -> Any:
+    return value, value
+
+
+def number(value: Any, _: Values) -> float:
+    return float(value)
 
 
 def pair(value: Any, _: Values) -> Any:

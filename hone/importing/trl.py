@@ -9,19 +9,18 @@ from typing import Any, cast, get_args
 
 from hone.importing import table as t
 from hone.importing.reading import flat
-from hone.importing.table import Draft, LacksError, Row, Values, default
-from hone.trainer.joint import JOINT_NAMES, LORA_NEUTRAL, NO_BOUND
+from hone.importing.table import Draft, LacksError, Values, default
+from hone.trainer.joint import JOINT_NAMES, NO_BOUND
 from hone.trainer.parameters import translate
 from hone.trainer.single import CONVERTED, SAME, key_of
 from hone.trainer.training_arguments import REFUSED, WITHOUT_EFFECT
 from shared.errors import BadRequest
 from shared.job import TrainingSpec
 
-ADAPTERS = "adapters are LoRA's plain ones"
 TARGETS = "peft takes its own list for the model there, mostly q_proj and v_proj"
 OVERLONG = {"max_tokens": 1280, "buffer_tokens": 256}
 REWARDS: dict[str, Any] = {
-    "accuracy_reward": {"grader": "math", "params": {"answer": "solution"}},
+    "accuracy_reward": {"grader": "math", "params": {"answer": "solution"}},  # a column, as there
     "think_format_reward": {"grader": "think_format", "shaping": True},
     "get_soft_overlong_punishment": {"grader": "overlong", "shaping": True, "params": OVERLONG},
 }
@@ -61,36 +60,30 @@ def _max_model_len(value: Any, values: Values) -> Any:
     return value + values["max_completion_length"], "truncate"
 
 
-TRL = t.framework(
-    "TRL",
-    """model_name_or_path=model model=model seed=seed dataset_name=data.train
+TABLE: dict[t.Convert | str, str] = {
+    t.same: """model_name_or_path=model model=model seed=seed dataset_name=data.train
     dataset_config=data.config dataset_train_split=data.train_split
     dataset_streaming=data.streaming vllm_tensor_parallel_size=HONE_TENSOR_PARALLEL_SIZE
     vllm_gpu_memory_utilization=HONE_GPU_MEMORY_UTILIZATION""",
-    {
-        "attn_implementation": Row("memory.attention", t.attention),
-        "dataset_test_split": Row(
-            "data.eval, data.eval_split", _held_out, "held out where eval_strategy is set"
-        ),
-        "reward_funcs": Row("rewards", _rewards, "accuracy_reward takes the column `solution`"),
-        "eval_strategy": Row("evaluation.every", _evaluates),
-        "max_prompt_length": Row("max_model_len, sampling.overlong_prompts", _max_model_len),
-        **{n: Row("", note=ADAPTERS, neutral=(v,)) for n, v in LORA_NEUTRAL.items()},
-    },
-    {
-        t.NO_MODEL: "reward_model_name_or_path",
-        "see [environment]": "environment_factory rollout_func tools",
-        "base weights are not quantized": "load_in_4bit=false load_in_8bit=false",
-        ADAPTERS: "lora_target_parameters lora_modules_to_save",
-    },
-    ignored="""config config_file num_processes lora_task_type
-    task_type bnb_4bit_quant_* use_bnb_nested_quant ignore_bias_buffers accelerate_config
-    num_machines mixed_precision use_deepspeed zero_stage main_process_port machine_rank
-    multi_gpu""",
-    defaults="dataset_train_split=train dataset_test_split=test seed=42 max_completion_length=512 "
-    "reward_weights=null",
-    marks=("trl grpo", "grpo.py"),
-)
+    t.attention: "attn_implementation=memory.attention",
+    _held_out: "dataset_test_split=data.eval,data.eval_split",
+    _rewards: "reward_funcs=rewards",
+    _evaluates: "eval_strategy=evaluation.every",
+    _max_model_len: "max_prompt_length=max_model_len,sampling.overlong_prompts",
+    t.NO_MODEL: "reward_model_name_or_path",
+    "see [environment]": "environment_factory rollout_func tools",
+    "base weights are not quantized": "load_in_4bit=false load_in_8bit=false",
+    "adapters are LoRA's plain ones": """lora_target_parameters lora_modules_to_save bias=none/null
+    use_rslora=false use_dora=false modules_to_save=null layers_to_transform=null
+    exclude_modules=null rank_pattern={} alpha_pattern={} init_lora_weights=true""",
+}
+IGNORED = """config config_file num_processes lora_task_type task_type bnb_4bit_quant_*
+use_bnb_nested_quant ignore_bias_buffers accelerate_config num_machines mixed_precision
+use_deepspeed zero_stage main_process_port machine_rank multi_gpu"""
+AROUND = """dataset_train_split=train dataset_test_split=test seed=42 max_completion_length=512
+reward_weights=null"""
+TRL = t.framework("TRL", TABLE, IGNORED, AROUND, "", "trl grpo", "grpo.py")
+
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -110,8 +103,8 @@ DEFAULTS: dict[str, Any] = {
 """TRL 1.16's, where a job's are others or the conversion needs them."""
 
 NOTES = {
-    "sampling.prompts_per_step": "completions of a device; times --processes, else 1",
-    "steps": "updates there; a step here is a batch, with minibatches x epochs updates",
+    "sampling.prompts_per_step": "times --processes, else 1",
+    "steps": "updates there, of which a step here has minibatches x epochs",
 }
 MODEL_CONFIG = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 """The defaults of `trl grpo --use_peft`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.importing import table as t
-from hone.importing.table import LacksError, Row, Said, Values
+from hone.importing.table import LacksError, Said, Values
 
 A, R, M = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model"))
 OPTIM, STEPS, LOSS = f"{A}optim.", "trainer.total_training_steps", f"{A}policy_loss.loss_mode"
@@ -116,25 +116,65 @@ def _schedule(value: Any, values: Values) -> Any:
     return known, None if known == "constant" else least or None
 
 
-def _staleness(value: Any, values: Values) -> Any:
-    note = "the versions that a completion may span there; older ones are dropped"
-    most = Said(min(values["trainer.v1.sampler.max_off_policy_threshold"], 64), note)
-    corrects = values.get(f"{CORRECTION}rollout_is")
-    method = None if corrects else Said("none", "as there, where rollout_is is not set")
-    return None if value == "sync" else (most, method)
-
-
-def _wandb(value: Any, values: Values) -> Any:
-    used = "wandb" in ([value] if isinstance(value, str) else value)
-    return (values["trainer.project_name"], values.get("trainer.experiment_name")) if used else None
-
-
 def _refills(value: Any, values: Values) -> Any:
     rounds = values.get("algorithm.filter_groups.max_num_gen_batches") or t.MOST_REFILLS
     return Said(min(rounds, t.MOST_REFILLS), t.NO_SIGNAL) if value else None
 
 
-SAME = f"""{M}path=model trainer.experiment_name=name {STEPS}=steps data.seed=data.shuffle_seed
+def _epochs(value: Any, values: Values) -> Any:
+    return None if values.get(STEPS) else float(value)
+
+
+def _length(value: Any, values: Values) -> Any:
+    return value + values["data.max_response_length"]
+
+
+def _clip_low(value: Any, values: Values) -> Any:
+    return None if values[LOSS] == "cispo" else value
+
+
+def _dual_clip(value: Any, values: Values) -> Any:
+    return value if values[LOSS] == "vanilla" else None
+
+
+def _warmup(value: Any, values: Values) -> Any:
+    return t.warmup_share(value, values.get(STEPS))
+
+
+def _temperature(value: Any, values: Values) -> Any:
+    return float(value) if values[f"{R}val_kwargs.do_sample"] else 0.0
+
+
+TABLE: dict[t.Convert | str, str] = {
+    t.one_source: "data.train_files=data.train data.val_files=data.eval",
+    t.prompt_column: "data.prompt_key=data.columns",
+    t.positive: "data.train_max_samples=data.max_samples "
+    f"data.val_max_samples=evaluation.num_prompts {OPTIM}lr_warmup_steps=training.warmup_steps",
+    _epochs: "trainer.total_epochs=data.epochs",
+    _length: "data.max_prompt_length=max_model_len",
+    _cut: "data.truncation=sampling.overlong_prompts",
+    t.accepted: f"{R}top_p=sampling.top_p,correction.truncated_sampling "
+    f"{R}top_k=sampling.top_k,correction.truncated_sampling",
+    _refills: "algorithm.filter_groups.enable=sampling.refills",
+    _reward: "reward.custom_reward_function.path=rewards",
+    _overlong: f"{OVERLONG}enable=rewards",
+    _estimator: "algorithm.adv_estimator=advantages.baseline,advantages.std,advantages.combine",
+    _kl_reward: "algorithm.use_kl_in_reward=training.beta,training.kl",
+    _kl_loss: f"{A}use_kl_loss=training.beta,training.kl",
+    _correction: f"{CORRECTION}rollout_is=correction.method,correction.low,correction.high",
+    _loss: f"{LOSS}=training.loss",
+    _clip_low: f"{A}clip_ratio_low=training.clip_low",
+    _dual_clip: f"{A}clip_ratio_c=training.dual_clip",
+    _minibatches: f"{A}ppo_mini_batch_size=training.minibatches",
+    _warmup: f"{OPTIM}lr_warmup_steps_ratio=training.warmup_steps",
+    _schedule: f"{OPTIM}lr_scheduler_type=training.schedule,training.min_learning_rate",
+    t.pair: f"{OPTIM}betas=training.adam_beta1,training.adam_beta2",
+    t.dtype: f"{A}fsdp_config.dtype=training.dtype",
+    _lora: f"{M}lora_rank=lora.rank,lora.alpha,lora.target_modules",
+    t.every: "trainer.test_freq=evaluation.every",
+    _temperature: f"{R}val_kwargs.temperature=evaluation.temperature",
+    t.only_last: "trainer.save_freq=checkpoints.every",
+    t.same: f"""{M}path=model trainer.experiment_name=name {STEPS}=steps data.seed=data.shuffle_seed
 data.shuffle=data.shuffle data.apply_chat_template_kwargs=sampling.template_args
 data.train_batch_size=sampling.prompts_per_step {R}n=sampling.group_size
 data.max_response_length=sampling.max_tokens
@@ -148,78 +188,25 @@ data.max_response_length=sampling.max_tokens
 {M}enable_gradient_checkpointing=memory.gradient_checkpointing
 trainer.max_actor_ckpt_to_keep=checkpoints.keep_last
 {R}tensor_model_parallel_size=HONE_TENSOR_PARALLEL_SIZE
-{R}gpu_memory_utilization=HONE_GPU_MEMORY_UTILIZATION"""
-
-CONVERTED = {
-    "trainer.total_epochs": Row("data.epochs", lambda v, all: None if all.get(STEPS) else float(v)),
-    "data.train_files": Row("data.train", t.one_source),
-    "data.val_files": Row("data.eval", t.one_source),
-    "data.prompt_key": Row("data.columns", t.prompt_column),
-    "data.train_max_samples": Row("data.max_samples", t.positive),
-    "data.val_max_samples": Row("evaluation.num_prompts", t.positive),
-    "data.max_prompt_length": Row(
-        "max_model_len", lambda v, all: v + all["data.max_response_length"], "with the completion"
-    ),
-    "data.truncation": Row("sampling.overlong_prompts", _cut, "filter_overlong_prompts drops them"),
-    f"{R}top_p": Row("sampling.top_p, correction.truncated_sampling", t.accepted),
-    f"{R}top_k": Row("sampling.top_k, correction.truncated_sampling", t.accepted),
-    "algorithm.filter_groups.enable": Row("sampling.refills", _refills),
-    "reward.custom_reward_function.path": Row("rewards", _reward),
-    f"{OVERLONG}enable": Row("rewards", _overlong, "where the reward manager is dapo"),
-    "algorithm.adv_estimator": Row(
-        "advantages.baseline, advantages.std, advantages.combine", _estimator
-    ),
-    "algorithm.use_kl_in_reward": Row("training.beta, training.kl", _kl_reward),
-    f"{A}use_kl_loss": Row("training.beta, training.kl", _kl_loss),
-    f"{CORRECTION}rollout_is": Row(
-        "correction.method, correction.low, correction.high", _correction
-    ),
-    f"{CORRECTION}bypass_mode": Row("correction.ratio_base", lambda v, _: "sampler" if v else None),
-    LOSS: Row("training.loss", _loss, '"vanilla" is averaged as loss_agg_mode says'),
-    f"{A}clip_ratio_low": Row(
-        "training.clip_low", lambda v, all: None if all[LOSS] == "cispo" else v
-    ),
-    f"{A}clip_ratio_c": Row(
-        "training.dual_clip", lambda v, all: v if all[LOSS] == "vanilla" else None
-    ),
-    f"{A}ppo_mini_batch_size": Row("training.minibatches", _minibatches, "in prompts there"),
-    f"{OPTIM}lr_warmup_steps": Row("training.warmup_steps", t.positive),
-    f"{OPTIM}lr_warmup_steps_ratio": Row(
-        "training.warmup_steps", lambda v, all: t.warmup_share(v, all.get(STEPS))
-    ),
-    f"{OPTIM}lr_scheduler_type": Row("training.schedule, training.min_learning_rate", _schedule),
-    f"{OPTIM}betas": Row("training.adam_beta1, training.adam_beta2", t.pair),
-    "trainer.v1.trainer_mode": Row("max_staleness, correction.method", _staleness),
-    f"{A}fsdp_config.dtype": Row("training.dtype", t.dtype),
-    f"{M}lora_rank": Row("lora.rank, lora.alpha, lora.target_modules", _lora),
-    "trainer.test_freq": Row("evaluation.every", t.every),
-    f"{R}val_kwargs.temperature": Row(
-        "evaluation.temperature",
-        lambda v, all: float(v) if all[f"{R}val_kwargs.do_sample"] else 0.0,
-    ),
-    "trainer.save_freq": Row("checkpoints.every", t.only_last),
-    "trainer.logger": Row("wandb.project, wandb.name", _wandb),
-}
-
-LACKING = {
-    "rows are files, with data.template, messages and filter": "data.custom_cls.path",
+{R}gpu_memory_utilization=HONE_GPU_MEMORY_UTILIZATION""",
     t.SINGLE_TURN: f"data.tool_config_path {R}multi_turn.enable=false",
+    "see [data]": "data.custom_cls.path",
     "a completion is sampled, and ends at the end token": f"{R}do_sample=true {R}ignore_eos=false",
     "groups are compared by their rewards": "algorithm.filter_groups.metric=score",
     t.NO_MODEL: "reward.reward_model.enable|reward_model.enable=false",
     t.CRITIC: "algorithm.gamma=1 algorithm.lam=1 algorithm.use_pf_ppo=false",
     "see [correction]": f"{CORRECTION}rollout_rs {CORRECTION}rollout_is_batch_normalize=false "
-    f"{CORRECTION}loss_type=ppo_clip {A}router_replay.mode=disabled",
-    "the coefficient is fixed": "algorithm.kl_ctrl.type=fixed",
-    "dr_grpo divides by sampling.max_tokens": f"{A}loss_scale_factor",
+    f"{CORRECTION}bypass_mode=false {CORRECTION}loss_type=ppo_clip {A}router_replay.mode=disabled",
+    "see [training]": f"algorithm.kl_ctrl.type=fixed {A}loss_scale_factor {OPTIM}num_cycles=0.5 "
+    f"{OPTIM}optimizer=AdamW/adam",
     t.NO_ENTROPY: f"{A}entropy_coeff=0",
-    "the optimizer is AdamW": f"{OPTIM}optimizer=AdamW/adam {OPTIM}num_cycles=0.5",
+    "see [wandb]": "trainer.logger=console/[console]/['console']",
+    "see max_staleness": "trainer.v1.trainer_mode=sync",
     "see [teacher]": "distillation.enabled=false",
     "a sequence is not split over GPUs": f"{A}ulysses_sequence_parallel_size=1",
-    "code of a model is not run": f"{M}trust_remote_code=false",
-    "see [evaluation]": f"trainer.val_before_train=true trainer.val_only=false "
+    "see [evaluation]": "trainer.val_before_train=true trainer.val_only=false "
     f"{R}val_kwargs.top_p=1 {R}val_kwargs.top_k=-1/0",
-    "to begin with a checkpoint, make it the model": "trainer.resume_from_path",
+    "code of a model is not run": f"{M}trust_remote_code=false",
 }
 
 IGNORED = f"""data.*num_workers data.return_* ray_init.* {MANAGER} {R}prompt_length
@@ -228,7 +215,7 @@ IGNORED = f"""data.*num_workers data.return_* ray_init.* {MANAGER} {R}prompt_len
 {A}ppo_micro_batch_size* {A}*fsdp_config.* {A}megatron.* {A}checkpoint.* {M}use_remove_padding
 {M}use_shm actor_rollout_ref.ref.* actor_rollout_ref.hybrid_engine critic.* trainer.critic_warmup
 trainer.resume_mode trainer.*_dir trainer.nnodes trainer.n_gpus_per_node trainer.device
-trainer.balance_batch trainer.v1.* ray_kwargs.* hydra.* defaults *_target_"""
+trainer.balance_batch ray_kwargs.* hydra.* defaults *_target_"""
 
 DEFAULTS = f"""algorithm.adv_estimator=gae algorithm.norm_adv_by_std_in_grpo=true
 algorithm.kl_ctrl.kl_coef=0.001 data.train_batch_size=1024 data.max_prompt_length=512
@@ -237,8 +224,8 @@ reward.custom_reward_function.name=compute_score {R}n=1 {R}val_kwargs.do_sample=
 {R}val_kwargs.temperature=0 {LOSS}=vanilla {A}loss_agg_mode=token-mean {A}clip_ratio_low=0.2
 {A}clip_ratio_high=0.2 {A}clip_ratio_c=3.0 {A}kl_loss_coef=0.001 {A}kl_loss_type=low_var_kl
 {A}ppo_mini_batch_size=256 {OPTIM}lr=1e-6 {OPTIM}weight_decay=0.01 {M}lora_alpha=16
-{M}target_modules=all-linear trainer.total_epochs=30 trainer.project_name=verl_examples
-trainer.save_freq=-1 trainer.v1.sampler.max_off_policy_threshold=8"""
+{M}target_modules=all-linear trainer.total_epochs=30
+trainer.save_freq=-1"""
 
 OLDER = f"""{OPTIM}warmup_style={OPTIM}lr_scheduler_type
 custom_reward_function.=reward.custom_reward_function. reward_manager.name={MANAGER}
@@ -246,13 +233,4 @@ reward_model.reward_manager={MANAGER} reward_model.reward_kwargs.=reward.reward_
 reward_model.overlong_buffer.={OVERLONG} reward_model.overlong_buffer_cfg.={OVERLONG}
 reward_model.max_resp_len=reward.reward_kwargs.max_resp_len"""
 
-VERL = t.framework(
-    "verl",
-    SAME,
-    CONVERTED,
-    LACKING,
-    ignored=IGNORED,
-    defaults=DEFAULTS,
-    older=OLDER,
-    marks=("verl",),
-)
+VERL = t.framework("verl", TABLE, IGNORED, DEFAULTS, OLDER, "verl")
