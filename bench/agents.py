@@ -52,7 +52,7 @@ from shared.wire.packed import TokenIds
 
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 6
 NUM_STARTS = 64
-"""An answer begins at one of so many characters and goes on through the alphabet to its call."""
+"""An answer begins at one of so many characters and continues through the alphabet to its call."""
 
 SAME = 0.95
 """Share of the tokens that a replay has at least."""

@@ -1,5 +1,5 @@
 """How fast the page is: `python -m bench.page`. A browser looks at an orchestrator with 200 jobs,
-one of them a run of 2,000 steps of 512 completions that goes on.
+one of them a run of 2,000 steps of 512 completions that continues.
 
 - first paint: from the request of the page until the list of jobs, the run's charts, or a step's
   rollouts are drawn, each in a new profile, so with nothing in the browser's cache;
@@ -138,7 +138,7 @@ def followed(chrome: Any, side: Any, url: str, num_events: int) -> Sequence[Figu
 
 
 def add(side: Any, count: int, at_once: int, pause_s: float) -> dict[str, Any]:
-    """Lets the run go on by so many steps; returns when each was written."""
+    """Lets the run continue by so many steps; returns when each was written."""
     side.stdin.write(json.dumps([count, at_once, pause_s]) + "\n")
     side.stdin.flush()
     found = told(side)

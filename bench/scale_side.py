@@ -212,7 +212,7 @@ async def others(settings: Settings) -> None:
 
 
 class Silent:
-    """A journal that nobody reads."""
+    """A journal that no one reads."""
 
     async def log(self, message: str, **_: Any) -> None: ...
 

@@ -284,7 +284,7 @@ class Supervisor:
             time.sleep(0.1)
 
     def _detach(self, report: IO[str]) -> None:
-        """Sends later output to the stack's own log, because nobody reads `report` any more."""
+        """Sends later output to the stack's own log, because no one reads `report` any more."""
         report.flush()
         log = os.open(self._folder / "logs" / "stack.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):

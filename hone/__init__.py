@@ -19,7 +19,7 @@ HoneError, whose `detail` is a sentence:
     Conflict        not possible in the present state, such as cancelling a job that has succeeded
     Unavailable     nothing answers, or it is starting: ask again
     Failed          the orchestrator could not do it
-    NotEnded        the time that `wait` was given is over, and the job goes on
+    NotEnded        the time that `wait` was given is over, and the job continues
 """
 
 from __future__ import annotations

@@ -429,7 +429,7 @@ class AsyncClient:
                 return record
             at = f" at step {record.step} of {record.steps}" if record.steps else ""
             raise NotEnded(
-                f"job {job_id} is {record.status}{at} after {timeout_s:g} s, and goes on"
+                f"job {job_id} is {record.status}{at} after {timeout_s:g} s, and continues"
             ) from error
 
     async def models(self) -> Sequence[str]:

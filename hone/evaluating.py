@@ -24,7 +24,7 @@ OF_TRAINING = ("checkpoints", "stop", "wandb", "request")
 
 
 class Paused(HoneError):
-    """The evaluation is paused, and waits for a person."""
+    """The evaluation is paused, and waits for an operator."""
 
 
 def evaluation_of(job: Job, models: Sequence[EvaluatedModel | Mapping[str, Any]]) -> Job:
@@ -52,7 +52,7 @@ async def follow(
 ) -> EvaluationReport:
     """Returns the report once the job has ended. If the call is interrupted, the job is cancelled.
     Raises Paused if the job is paused, Failed if it has failed or was cancelled, and Unavailable if
-    the orchestrator is away for long, while the job goes on."""
+    the orchestrator is unreachable for long, while the job continues."""
     try:
         events = client.events(job_id, follow=True, progress=progress)
         async with contextlib.aclosing(events):
@@ -65,14 +65,14 @@ async def follow(
         raise
     except Unavailable as error:
         raise Unavailable(
-            f"{error.detail}; job {job_id} goes on, and `hone wait {job_id}` shows its report"
+            f"{error.detail}; job {job_id} continues, and `hone wait {job_id}` shows its report"
         ) from error
 
 
 def _report_of(record: JobRecord) -> EvaluationReport:
     if record.status == "paused":
         raise Paused(
-            f"job {record.id} is paused: {record.error}; `hone resume {record.id}` goes on where "
+            f"job {record.id} is paused: {record.error}; `hone resume {record.id}` continues where "
             f"it was, and `hone wait {record.id}` shows its report"
         )
     if report := report_in(record):

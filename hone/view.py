@@ -115,7 +115,7 @@ def time_split(metrics: dict[str, float]) -> str:
 
 def job_list(records: Sequence[JobSummary]) -> Group:
     """Returns the table of jobs, and below it who shares a trainer, what jobs wait for, why no
-    trainer takes queued jobs, and why paused jobs need a person."""
+    trainer takes queued jobs, and why paused jobs need an operator."""
     paused = [record for record in records if record.status == "paused" and record.error]
     why = [f"{record.id} is paused: {record.error}" for record in paused]
     waits = [f"{record.id} waits: {record.waits}" for record in records if record.waits]
@@ -224,7 +224,7 @@ def what_next(record: JobRecord) -> Text:
             commands[f"hone download {record.id}"] = "its checkpoint, as transformers loads it"
             commands[f"vllm serve {shlex.quote(str(checkpoint))}"] = "serves it as OpenAI's API"
     elif record.status == "paused":
-        commands[f"hone resume {record.id}"] = "goes on where it was"
+        commands[f"hone resume {record.id}"] = "continues where it was"
     else:
         commands[f"hone logs {record.id}"] = "what happened"
     width = max(map(len, commands))

@@ -48,7 +48,7 @@ CODES = {
     "taken": "it has the job of another orchestrator; wait until that has ended, or name another",
     "emptied": "Redis is not the one that had the jobs; `hone recover`, or bring its file back",
     "out_of_order": "another call has to come first; the detail says which",
-    "episode_lost": "the episode cannot go on; the detail says why, and a new one can be opened",
+    "episode_lost": "the episode cannot continue; the detail says why, and a new one can be opened",
     # StateLost
     "state_lost": "the model or the job is not loaded here (any more); load it again",
     # Unavailable, Busy
@@ -62,10 +62,10 @@ CODES = {
     "wrong_type": "a key in Redis holds what Hone does not keep there; the detail says what to do",
     # Failed
     "failed": "the service could not do it",
-    "bug": "an exception that nobody expected; the service's log has the traceback",
+    "bug": "an exception that no one expected; the service's log has the traceback",
     "out_of_memory": "a device ran out of memory",
     "disk_full": "there is no space left to write",
-    "run_folder_gone": "somebody removed the job's run folder; put it back",
+    "run_folder_gone": "someone removed the job's run folder; put it back",
     "not_finite": "a loss or gradient is NaN or infinite; the step changed no weight",
     "not_seen": "the folder of the weights is not there on the sampler's side; publish or mount it",
     "digest_differs": "the weights read are not those published and were not loaded; publish again",

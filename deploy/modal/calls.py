@@ -45,7 +45,7 @@ NONE = Call(is_running=False)
 @contextlib.contextmanager
 def own_errors() -> Generator[None]:
     """Turns every exception of the Function's work into an error of Hone's. Modal raises the
-    Function's exception again when somebody asks for the call. There Modal also raises errors of
+    Function's exception again when someone asks for the call. There Modal also raises errors of
     its own: a TimeoutError while the call runs, and OF_MODAL if it cannot answer. So the two can be
     told apart."""
     try:

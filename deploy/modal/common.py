@@ -185,7 +185,7 @@ def _text(value: Any) -> str:
 
 
 def server_options(service: str, **options: Any) -> dict[str, Any]:
-    """Returns a service's options: one container, which ends when nobody calls it, behind Modal's
+    """Returns a service's options: one container, which ends when no one calls it, behind Modal's
     proxy, which asks for a token. Without `target_concurrency` there is no second container."""
     return {
         "port": PORTS[service],

@@ -14,7 +14,7 @@ from shared.job.file import load_job
 MAX_SAMPLERS = 8
 VOLUMES = "/volumes"
 OVER_THE_VOLUME = ("disk", "reload", "restart")
-"""Sync methods for samplers in containers of their own: nobody can call the trainer's container."""
+"""Sync methods for samplers in containers of their own: no one can call the trainer's container."""
 
 OVERRIDES = {
     "model": "model",

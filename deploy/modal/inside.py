@@ -62,7 +62,7 @@ def start(services: Sequence[str], environment: Mapping[str, str]) -> dict[str, 
 
 
 def stop() -> None:
-    """Stops the services. Running jobs go on when the services are started again."""
+    """Stops the services. Running jobs continue when the services are started again."""
     local.down(FOLDER)
 
 
@@ -89,8 +89,9 @@ def why_away(urls: Sequence[str], deadline_s: float) -> str | None:
 
 
 async def wake(urls: Sequence[str], deadline_s: float = START_S) -> None:
-    """Returns once all these services answer. A Server that nobody called has no container yet, and
-    a job would think that it is away. Raises Unavailable naming a service that does not answer."""
+    """Returns once all these services answer. A Server that no one called has no container yet, and
+    a job would think that it is unreachable. Raises Unavailable naming a service that does not
+    answer."""
     token = load_settings().bearer()
 
     async def ask(url: str) -> None:
@@ -110,8 +111,8 @@ def work_until_idle(client: Client, idle_s: float, sleep: Sleep = time.sleep) ->
 
 
 def train(client: Client, job: Job, key: str, sleep: Sleep = time.sleep) -> dict[str, Any]:
-    """Returns how the job ended, or that it paused and needs a person. With the same key it is the
-    same job: a paused one goes on."""
+    """Returns how the job ended, or that it paused and needs an operator. With the same key it is
+    the same job: a paused one continues."""
     id = client.submit(job, key=key).id
     if client.get(id).status == "paused":
         client.resume(id)

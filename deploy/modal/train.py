@@ -53,8 +53,8 @@ app = modal.App(f"{SETTINGS.modal_name}-train").include(rollout.app)
 def train(
     run: str, job: dict[str, Any], placement: Placement, samplers: list[str]
 ) -> dict[str, Any]:
-    """Trains the job to its end, or to a pause, and returns how it ended. Started again, it goes on
-    from the newest checkpoint in the run's folder of the Volume."""
+    """Trains the job to its end, or to a pause, and returns how it ended. Started again, it
+    continues from the newest checkpoint in the run's folder of the Volume."""
     folder = f"{RUNS}/{run}"
     environment = placement.environment | {
         "HONE_RUNS_DIR": folder,

@@ -4,7 +4,7 @@ A long Function. The orchestrator spawns it when a job waits, and it ends when n
 container has the trainer and the training loop, because a Function has no address for a loop
 elsewhere to call. With HONE_MODAL_TRAINER_NODES it is a cluster of containers, and the first one
 has the loop. When Modal preempts it, or 24 hours are over, it is started again on another machine,
-loads the newest checkpoint from the Volume, and the job goes on.
+loads the newest checkpoint from the Volume, and the job continues.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_class_signature = "separated"
 python_display_short_literal_types = True
-suppress_warnings = ["myst.header"]  # a page begins with "Changelog", and goes on as it likes
+suppress_warnings = ["myst.header"]  # a page begins with "Changelog", and continues as it likes
 
 
 def indented_is_code(

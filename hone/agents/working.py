@@ -110,7 +110,7 @@ def work(
         return asking.run(run())
     finally:
         asking.close()
-        with contextlib.suppress(KeyboardInterrupt):  # of somebody in a hurry
+        with contextlib.suppress(KeyboardInterrupt):  # of someone in a hurry
             playing.run(_ended())
         playing.close()
 

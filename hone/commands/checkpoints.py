@@ -43,12 +43,12 @@ def download(
         Path | None, typer.Option(help="folder (default: one named after job and step)")
     ] = None,
     state: Annotated[
-        bool, typer.Option("--state", help="also what training goes on from, several times larger")
+        bool, typer.Option("--state", help="also what training continues from, much larger")
     ] = False,
     output: OutputOption = Output.table,
 ) -> None:
-    """Download a checkpoint, which plain transformers loads. Interrupted, the same command goes on
-    where it was."""
+    """Download a checkpoint, which plain transformers loads. Interrupted, the same command
+    continues where it was."""
     with connect() as client, _bars() as progress:
         found = client.download(job, to, step=step, state=state, progress=progress)
     show(output, found, lambda: Text(f"the checkpoint of step {found.step} is in {found.folder}"))

@@ -43,7 +43,7 @@ STYLES = {"ok": "green", "note": "yellow", "starting": "yellow", "fault": "red"}
 @dataclass(frozen=True)
 class Check:
     """`state`: "ok"; "note", worth knowing; "starting", it will soon work by itself; "fault",
-    something will not work until it is mended."""
+    something will not work until it is fixed."""
 
     name: str
     state: Literal["ok", "note", "starting", "fault"]

@@ -79,7 +79,7 @@ def pause(job: JobArgument, output: OutputOption = Output.table) -> None:
     with connect() as client:
         state = client.pause(job)
     done = "paused" if state.status == "paused" else "being paused"
-    goes_on = f"`hone resume {state.id}` goes on from there"
+    goes_on = f"`hone resume {state.id}` continues from there"
     show(output, state, lambda: f"job {state.id} is {done}; {goes_on}")
 
 
@@ -97,7 +97,7 @@ def resume(
     ] = None,
     output: OutputOption = Output.table,
 ) -> None:
-    """Let a paused job go on where it was.
+    """Let a paused job continue where it was.
 
     With --all every paused job; exits 1 if one of them could not be resumed."""
     if (job is None) != every or (every and changes):

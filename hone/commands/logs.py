@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def logs(
     job: JobArgument,
     following: Annotated[
-        bool, typer.Option("-f", "--follow", help="go on until the job ends or pauses")
+        bool, typer.Option("-f", "--follow", help="continue until the job ends or pauses")
     ] = False,
     last: Annotated[
         int | None, typer.Option("-n", min=1, max=MAX_LAST, help="only the last so many")
@@ -70,7 +70,7 @@ def follow(client: Client, job: str, output: Output, last: int | None = None) ->
                     follower.show(event)
     except KeyboardInterrupt as error:
         hint = f"`hone logs -f {job}` watches it again, `hone cancel {job}` stops it"
-        err.print(f"\ndetached; job {job} goes on. {hint}.", highlight=False)
+        err.print(f"\ndetached; job {job} continues. {hint}.", highlight=False)
         raise typer.Exit(INTERRUPTED) from error
     show_end(client.get(job), output)
 

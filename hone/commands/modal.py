@@ -41,7 +41,8 @@ def down(
     ] = False,
     output: OutputOption = Output.table,
 ) -> None:
-    """Stop the services and what they run. Volumes stay; jobs go on at the next `hone modal up`."""
+    """Stop the services and what they run. Volumes stay; jobs continue at the next `hone modal
+    up`."""
     _manage("down", output, *(["--trial"] if trial else []))
 
 

@@ -15,7 +15,7 @@ NO_RUNS = "no run folders in HONE_RUNS_DIR of the orchestrator; there was nothin
 def recover(output: OutputOption = Output.table) -> None:
     """Rebuild jobs' records from their run folders.
 
-    For when Redis lost its data. What had not ended is paused: `hone resume` goes on."""
+    For when Redis lost its data. What had not ended is paused: `hone resume` continues."""
     with connect() as client:
         recovered = client.recover()
     show(output, recovered, lambda: _table(recovered) if recovered.jobs else NO_RUNS)

@@ -24,6 +24,6 @@ def up(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table)
 
 @command
 def down(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.table) -> None:
-    """Stop what `hone up` started. Jobs that run go on at the next `hone up`."""
+    """Stop what `hone up` started. Jobs that run continue at the next `hone up`."""
     if code := stack.control("down", folder, output):
         raise typer.Exit(code)

@@ -22,7 +22,7 @@ def wait(
     """Wait for a job to end or pause.
 
     Shows what became of it. Exits 0 if it succeeded, 1 if not, 3 if it is paused, and 124 if it
-    goes on after --timeout seconds."""
+    continues after --timeout seconds."""
     with connect() as client:
         try:
             record = client.wait(job, timeout_s=timeout_s)

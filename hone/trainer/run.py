@@ -62,8 +62,8 @@ class Detached(KeyboardInterrupt):
 
 def attach(job: str, url: str | None = None, *, token: str | None = None) -> Run:
     """Returns the job of this id or name, at the orchestrator `url`; without it, of the stack that
-    this folder or the environment names. Waits for an orchestrator that is away, as each call
-    does. Raises NotFound if there is no such job."""
+    this folder or the environment names. Waits for an orchestrator that is unreachable, as each
+    call does. Raises NotFound if there is no such job."""
     own_url, own_token = stack.orchestrator()
     address = Address(url or own_url, token or own_token, shares_files=url is None)
     with address.connect() as client:
@@ -146,7 +146,7 @@ class Run(Measured):
                     view.show(event)
         except KeyboardInterrupt:
             raise Detached(
-                f"detached; job {self.id} goes on. {self!r} comes back to it, .follow() shows it, "
+                f"detached; job {self.id} continues. {self!r} returns to it, .follow() shows it, "
                 ".cancel() stops it"
             ) from None
         return self.output()
@@ -156,7 +156,7 @@ class Run(Measured):
         record = self.record
         if record.status == "paused":
             raise NotEnded(
-                f"job {self.id} is paused: {record.error}; {self!r}.resume() goes on where it was"
+                f"job {self.id} is paused: {record.error}; {self!r}.resume() continues where it was"
             )
         if record.status in ("queued", "running"):
             raise NotEnded(f"job {self.id} is {record.status}; wait() returns at its end")
@@ -188,7 +188,7 @@ class Run(Measured):
             client.pause(self.id)
 
     def resume(self, changes: Sequence[str] = ()) -> None:
-        """Lets a paused job go on, with changes such as "memory.micro_batch_tokens=4096"."""
+        """Lets a paused job continue, with changes such as "memory.micro_batch_tokens=4096"."""
         with self.client as client:
             client.resume(self.id, changes)
 

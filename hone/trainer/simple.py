@@ -112,7 +112,7 @@ class SimpleRun(Measured):
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"run {self.id} goes on after {timeout_s:g} s") from error
+            raise TimeoutError(f"run {self.id} continues after {timeout_s:g} s") from error
         if self.status != "succeeded":
             raise Failed(f"run {self.id} {self.status}: {self._why()}")
         return TrainOutput.of(self._rows(), self._read("summary.json"))

@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tokenizer": ((None,), "a job takes the model's own"),
     "resume_from_checkpoint": (
         (None, False),
-        "a job resumes by itself; to begin with a checkpoint, make it the model",
+        "a job resumes automatically; to begin with a checkpoint, make it the model",
     ),
     "load_best_model_at_end": (
         (False,),
@@ -105,7 +105,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("ignore_data_skip", "restore_callback_states_from_checkpoint"),
-        "a job resumes by itself, with the rows that are left",
+        "a job resumes automatically, with the rows that are left",
     ),
     **dict.fromkeys(
         ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),

@@ -14,12 +14,13 @@ def is_put_away(why: str | None) -> bool:
 
 
 class MustPause(Failed):
-    """The job cannot go on until a person has done what the sentence says. Nothing is lost: it goes
-    on where it was."""
+    """The job cannot continue until an operator has done what the sentence says. Nothing is lost:
+    it continues where it was."""
 
 
 class PutAway(MustPause):
-    """The job made room for another one, and goes on by itself once it has something to do."""
+    """The job made room for another one, and continues automatically once it has something to
+    do."""
 
 
 class TooDear(MustPause):

@@ -47,8 +47,8 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 async def to_disk(write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Returns the result of `write`, run in a thread. If this call is cancelled meanwhile, it
-    raises that after `write` has ended: an abandoned write would go on while another worker has the
-    job."""
+    raises that after `write` has ended: an abandoned write would continue while another worker has
+    the job."""
     return await to_the_end(asyncio.to_thread(write, *args, **kwargs))
 
 

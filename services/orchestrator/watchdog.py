@@ -1,5 +1,6 @@
 """Ends a process whose event loop stands still. Such a process cannot renew its lease and answers
-nobody, though its port is open. `hone up`, Kubernetes or systemd restarts it, and the job goes on.
+no one, though its port is open. `hone up`, Kubernetes or systemd restarts it, and the job
+continues.
 
 It is a thread, because the loop runs nothing then. It counts its own ticks and reads no clock, so a
 pause of the whole process (SIGSTOP, a suspended machine) does not count.
@@ -30,7 +31,7 @@ EXIT_CODE = 70
 """EX_SOFTWARE of sysexits.h."""
 
 SAY_S = 1.0
-"""Seconds for logging. A blocked log (a pipe that nobody reads, a full disk) may be the reason for
+"""Seconds for logging. A blocked log (a pipe that no one reads, a full disk) may be the reason for
 the standstill."""
 
 WATCHING, LOGGING = "watchdog", "watchdog-log"

@@ -19,7 +19,7 @@
         copies.py   the sampler's own copies of versions, kept for deltas
         adapters.py the LoRA adapters that an engine holds beside its model
 
-    conversations/  continuing.py: the tokens of a conversation that goes on
+    conversations/  continuing.py: the tokens of a conversation that continues
 
     on_vllm/        the real engine
         engine.py   READ FIRST: the service's `Engine`, on vLLM's AsyncLLM

@@ -87,7 +87,7 @@ class ByHand:
         return PauseState(paused=True)
 
     async def resume(self, _: NoBody) -> PauseState:
-        """Goes on sampling."""
+        """Continues sampling."""
         async with self._sampler.changing(ready=True) as running:
             running.is_paused = False
             await running.engine.resume()

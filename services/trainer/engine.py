@@ -34,8 +34,8 @@ class Update:
 
 
 class OutOfMemory(RuntimeError):
-    """This rank ran out of memory and cannot go on by itself; the message says how to avoid that.
-    `micro_batch_tokens`: a micro-batch of so many tokens might fit; None if fewer would not
+    """This rank ran out of memory and cannot continue automatically; the message says how to avoid
+    that. `micro_batch_tokens`: a micro-batch of so many tokens might fit; None if fewer would not
     help."""
 
     def __init__(self, message: str, micro_batch_tokens: int | None = None) -> None:
@@ -101,8 +101,8 @@ class Engine(Protocol):
         ...
 
     def take_up(self, job: Job, aside: Any) -> None:
-        """Begins the turn of a job that shares the engine: goes on from a result of `set_aside`, or
-        at the job's start (None)."""
+        """Begins the turn of a job that shares the engine: continues from a result of `set_aside`,
+        or at the job's start (None)."""
         ...
 
     def canary(self) -> Canary | None:
@@ -126,7 +126,7 @@ class Engine(Protocol):
     def save_state(self, folder: Path) -> None: ...
 
     def load_state(self, folder: Path, *, optimizer: bool = True) -> None:
-        """Goes on from what `save_state` wrote, or without `optimizer` from its weights alone."""
+        """Continues from what `save_state` wrote, or without `optimizer` from its weights alone."""
         ...
 
     def offload(self) -> None:

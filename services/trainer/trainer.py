@@ -180,7 +180,7 @@ class Trainer:
         )
 
     def _continued(self, loaded: Loaded, request: TrainerJob) -> TrainerState:
-        """Goes on with the loaded engine. The job may differ in keys that an engine does not
+        """Continues with the loaded engine. The job may differ in keys that an engine does not
         use."""
         loaded.request = request
         if self._ranks.rank == 0:

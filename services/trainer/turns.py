@@ -80,7 +80,7 @@ class Turns:
         return self._turn_to(job, None)
 
     def _turn_to(self, job: Job, aside: object) -> Engine:
-        """Returns the engine with the job in it. If that fails on any rank it fails on all, nobody
+        """Returns the engine with the job in it. If that fails on any rank it fails on all, no one
         has the turn, and the engine is closed."""
         self._took_turn = True
         try:

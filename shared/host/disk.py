@@ -67,7 +67,7 @@ def own_folder(path: Path) -> None:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        if path.parent.stat().st_mode & 0o022:  # /tmp and /dev/shm let nobody replace another's
+        if path.parent.stat().st_mode & 0o022:  # /tmp and /dev/shm let no one replace another's
             _make_own(path)
 
 

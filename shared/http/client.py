@@ -154,8 +154,8 @@ class Client:
         `key` is its Idempotency-Key; without one each call has its own. After `wait_s` seconds (20)
         the operation is polled for, together with all others of this client, so it holds no
         connection. `patience_s` replaces the client's; if it is longer than the deadline, time in
-        which the service is away does not count towards the deadline. Raises the service's own
-        HoneError, or Unavailable naming the service and what it waited for.
+        which the service is unreachable does not count towards the deadline. Raises the service's
+        own HoneError, or Unavailable naming the service and what it waited for.
         """
         ask = _Ask(
             method,
@@ -269,7 +269,7 @@ class Client:
                     return codec.decode_tolerantly(result, response.content, media_type)
                 problem = self._error(response)
             except TimeoutError as error:
-                if missed and watch.heard_at <= missed_at:  # it is away, and not slow
+                if missed and watch.heard_at <= missed_at:  # it is unreachable, and not slow
                     raise missed from error
                 raise Unavailable(
                     f"{self.name} at {self._shown} did not finish {ask.method} {ask.path} within "
@@ -360,7 +360,7 @@ class _Ask:
     key: str | None = None
     wait_s: int = 0
     counts_away: bool = True
-    """Whether time in which the service is away counts towards the deadline."""
+    """Whether time in which the service is unreachable counts towards the deadline."""
     form: _Form | None = None
 
 

@@ -55,5 +55,5 @@ def trusted() -> ssl.SSLContext:
 
 def trusted_by(url: str) -> ssl.SSLContext:
     """Returns the context for a client of one service. If the service needs no certificates, the
-    context has none and trusts nobody."""
+    context has none and trusts no one."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http:") else trusted()

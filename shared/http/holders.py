@@ -1,9 +1,9 @@
 """Which attempts may use a trainer or a sampler: the newest one that came, and the attempts that it
 named beside itself.
 
-Attempts come from one counter, so an older one that nobody named has been superseded: its lease has
+Attempts come from one counter, so an older one that no one named has been superseded: its lease has
 expired, or its job has left. A job that shares the service names the attempts that had leases when
-it got its own, and so nobody needs to tell the service who has gone.
+it got its own, and so no one needs to tell the service who has gone.
 """
 
 from __future__ import annotations

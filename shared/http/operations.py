@@ -26,10 +26,10 @@ from shared.http.health import Draining
 from shared.wire import WaitRequest, WaitResult
 
 KEEP_S = 600.0
-"""How long the result of an operation is kept, whether or not somebody fetched it."""
+"""How long the result of an operation is kept, whether or not someone fetched it."""
 
 KEEP_COUNT = 1024
-"""How many fetched results are kept, in case an answer is lost on its way. Results that nobody has
+"""How many fetched results are kept, in case an answer is lost on its way. Results that no one has
 fetched yet do not count: a step may have any number of groups under way."""
 
 BUSY_CHECK_S = 0.05

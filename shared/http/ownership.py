@@ -80,7 +80,7 @@ class _Owner:
 
     def with_job(self, asker: Asker, beside: tuple[int, ...] | None) -> _Owner:
         """Returns the owner once the asker's job has come: a new one takes the place of all others
-        but those beside it (None: it does not say, and takes nobody's)."""
+        but those beside it (None: it does not say, and takes no one's)."""
         assert asker.job_id is not None
         own = {asker.job_id: asker.fence}
         if beside is None:

@@ -1,5 +1,5 @@
-"""Whether a service is away, over all calls of one client. It is reported once when the service
-goes away, and once when it is back."""
+"""Whether a service is unreachable, over all calls of one client. It is reported once when the
+service goes away, and once when it is back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 Tell = Callable[[str, bool], Awaitable[None]]
-"""Called with a message for people, and with whether the service is away."""
+"""Called with a message for people, and with whether the service is unreachable."""
 
 AWAY_S = 3.0
 """Seconds without an answer after which a service is said to be away. A restart within them is
@@ -55,7 +55,8 @@ class Presence:
             return
         self._told = True
         clock = _clock(time.time() - away_s)
-        await self._tell(f"{self._who} is away since {clock} UTC: {reason}; waiting for it", True)
+        message = f"{self._who} is unreachable since {clock} UTC: {reason}; waiting for it"
+        await self._tell(message, True)
 
     async def heard(self) -> None:
         """Notes that the service answered."""

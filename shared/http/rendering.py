@@ -40,7 +40,7 @@ GZIP_BYTES = 1024
 
 THREAD_BYTES = 1 << 17
 """Larger answers take more than a millisecond to compress, so a thread does it and other requests
-go on."""
+continue."""
 
 READ_BYTES = 1 << 20
 """Larger bodies take milliseconds to read, so a thread does it."""
@@ -131,7 +131,7 @@ async def body_of(request: Request, most_bytes: int) -> bytes:
 
 async def reading(size: int, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Returns what `read` makes of a body of `size` bytes, if it is large in a thread, so that
-    other requests go on."""
+    other requests continue."""
     if size <= READ_BYTES:
         return read(*args, **kwargs)
     return await asyncio.to_thread(read, *args, **kwargs)

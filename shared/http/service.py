@@ -113,7 +113,7 @@ class Service:
 
         `stream` yields the same results one by one; it runs for each request that accepts NDJSON,
         and ends with the request. `cancellable`: an operation without a key, waited for by a plain
-        request, also ends with the request, because nobody can ask for it again. A `durable`
+        request, also ends with the request, because no one can ask for it again. A `durable`
         handler remembers the result of `request_key` itself, and is called each time. With
         `parameters` the body's fields may be query parameters, in place of a body.
         `dependencies` are the route's; they refuse a request before its operation starts.

@@ -136,7 +136,7 @@ def changed(job: Job, overrides: Sequence[str]) -> Job:
         if section in Job.model_fields and section not in free:
             raise BadRequest(
                 f"{override!r} changes what is learned: that is another job, to be submitted; a "
-                f"paused job goes on with other {', '.join(sorted(free))}"
+                f"paused job continues with other {', '.join(sorted(free))}"
             )
         if dot and document.get(section) is None:
             document[section] = {}

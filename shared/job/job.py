@@ -54,8 +54,8 @@ MAY_CHANGE = frozenset(
         "request",
     }
 )
-"""Keys of a job that do not change what is learned. A job may go on with other values than it began
-with."""
+"""Keys of a job that do not change what is learned. A job may continue with other values than it
+began with."""
 
 
 class Job(Section):
@@ -102,7 +102,7 @@ class Job(Section):
 
     drain_before_sync: bool = False
     """Whether a sampler finishes its current groups before it takes new weights, and begins no
-    others meanwhile. False: it stops between two tokens and goes on with the new weights, so
+    others meanwhile. False: it stops between two tokens and continues with the new weights, so
     several versions may sample one completion; `max_staleness` bounds how many. Without staleness
     no group is under way at a sync."""
 

@@ -173,7 +173,7 @@ class TrainingSpec(Section):
 
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a step whose loss or gradient is NaN or infinite does to the job. It changes no weight
-    in either case; "stop" shows the fault, "skip" counts it and goes on."""
+    in either case; "stop" shows the fault, "skip" counts it and continues."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of weights and activations; optimizer state is always float32. "auto" takes bfloat16

@@ -76,7 +76,7 @@ class SamplingSpec(Section):
 
     keep_prefixes: bool = False
     """What the cache holds of a completion or conversation when new weights come. False: it is
-    computed again, so each token is sampled by one version alone. True: what is under way goes on
+    computed again, so each token is sampled by one version alone. True: what is under way continues
     from what the older weights computed, which saves that time. The log-probs are then of a mix of
     versions, all within `max_staleness`; they are what the tokens were sampled from, and
     `[correction]` weighs them as others. New conversations begin with the new weights alone."""

@@ -17,7 +17,7 @@ SyncChoice = Literal["auto", SyncMethod]
 @dataclass(frozen=True)
 class SyncTraits:
     """`published_again`: how a version is published that no sampler loaded; None: in the same way.
-    `loaded_again`: how a sampler that failed loads the files of a version once more; None: in the
+    `loaded_again`: how a sampler that failed loads the files of a version again; None: in the
     same way. `is_given_up`: the job does not go this way again once it failed.
 
     `is_live`: weights are taken where they are trained, without files, by the samplers that are up.

@@ -213,7 +213,7 @@ class Settings(Documented):
     lease_s: float = Field(default=30.0, gt=0)
     """Seconds that an orchestrator's lease on the trainer and the samplers lasts without a
     heartbeat; then another one takes its job over. Long enough for a pause of Redis or of the
-    process, short enough that a job soon goes on."""
+    process, short enough that a job soon continues."""
 
     keep_jobs: int = Field(default=1000, ge=1)
     """How many ended jobs are kept in Redis. Older ones are forgotten, with their events; their run
@@ -236,12 +236,12 @@ class Settings(Documented):
 
     wait_limit_s: float | None = Field(default=None, gt=0)
     """Seconds that a running job waits for a missing service, its data or the folder of runs before
-    it pauses; it keeps its trainer meanwhile. None: it waits as long as it takes, and goes on by
+    it pauses; it keeps its trainer meanwhile. None: it waits as long as it takes, and continues by
     itself."""
 
     replica_patience_s: float = Field(default=3.0, gt=0)
     """`patience_s` for one sampler of several; another sampler then samples its groups. Long enough
-    for a lost connection. It need not cover a restart, because the other samplers go on."""
+    for a lost connection. It need not cover a restart, because the other samplers continue."""
 
     hedge_s: float = Field(default=300.0, gt=0)
     """Seconds that a group is under way before another sampler is asked for it too, if one has

@@ -6,7 +6,7 @@ sampler over the safetensors files that it reads. Neither torch nor the safetens
 needed.
 
 XXH3 finds accidents: cut files, flipped bits, tensors of another version. It is as fast as memory;
-sha256 takes longer than the rest of a sync. It is no defence against somebody who may write into
+sha256 takes longer than the rest of a sync. It is no defence against someone who may write into
 the trainer's folders: that person can publish weights anyway.
 """
 

@@ -24,7 +24,7 @@ class WithdrawRequest(Wire):
 
 class Obstacle(Wire):
     """Why a trainer takes no job now: `job` has the trainer or one of its samplers, or `away` says
-    why it is away."""
+    why it is unreachable."""
 
     job: JobId | None = None
     away: str | None = None
@@ -39,17 +39,17 @@ class JobSummary(Wire):
     """A job as lists show it. Times are Unix seconds.
 
     `error` is a sentence: why it failed, or why it was paused. `recoveries` counts how often it
-    went on after a service had lost its state, and `attempts` how often a worker took it up.
+    continued after a service had lost its state, and `attempts` how often a worker took it up.
     `stopped` says why a job succeeded before its last step: a target or a budget of `[stop]`.
 
-    `place` is the place in the queue, also for a running job whose worker is gone; 1 is taken
-    next. `waits_for` says for each trainer, by host and port, why it takes no job now. `trainer`
-    is the job's latest trainer, and `shares_with` are the jobs that take turns with it there: LoRA
-    jobs of one base model. `submitted_by` is the API key that submitted the job, None: HONE_TOKEN;
-    `weight` is that key's. `cost` is its cost up to its last step, in `currency`; None if the
-    price of an hour is not known. `doing` says what a running job does, as of the last second:
-    which services it waits for, and which are away. `waits` names what a queued or running job
-    needs and lacks: a service, its data, a folder. The job goes on by itself once it is there.
+    `place` is the place in the queue, also for a running job whose worker is gone; 1 is taken next.
+    `waits_for` says for each trainer, by host and port, why it takes no job now. `trainer` is the
+    job's latest trainer, and `shares_with` are the jobs that take turns with it there: LoRA jobs of
+    one base model. `submitted_by` is the API key that submitted the job, None: HONE_TOKEN; `weight`
+    is that key's. `cost` is its cost up to its last step, in `currency`; None if the price of an
+    hour is not known. `doing` says what a running job does, as of the last second: which services
+    it waits for, and which are unreachable. `waits` names what a queued or running job needs and
+    lacks: a service, its data, a folder. The job continues automatically once it is there.
     """
 
     id: JobId

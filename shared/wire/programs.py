@@ -53,7 +53,7 @@ class ProgramOperation(Wire):
 
 
 class OperationOutcome(Wire):
-    """What an operation did. `error` says why it failed, as the program can mend it. `step` is the
+    """What an operation did. `error` says why it failed, as the program can fix it. `step` is the
     trainer's last operation at its end, and so the weights' version. `path` and `size_bytes` are of
     a checkpoint. `adapter` is a snapshot's, in the run folder; None: the model has no adapter that
     samplers take, and its newest snapshot alone is sampled."""

@@ -27,7 +27,7 @@ class SubmitRequest(Wire):
 class JobRecord(JobSummary):
     """The whole record of a job. `run_dir` holds everything it wrote. `data` identifies the content
     of its data, by "train" and "eval": a file's digest, or a dataset's commit on the Hub. The job
-    goes on with that content only. `summary` is its result, once it has succeeded; of a job of 0
+    continues with that content only. `summary` is its result, once it has succeeded; of a job of 0
     steps its `evaluation` is an EvaluationReport. `warnings` were found at its submission: allowed
     values that are probably mistakes."""
 

@@ -54,7 +54,7 @@ class Sampling(Wire):
 class Known(Wire):
     """A conversation so far: the token ids `[T]` of its first `num_messages` messages, of which the
     last is an answer, up to the last sampled token. `version`: the weights whose cached prefixes
-    the next answer may go on from, also if newer ones serve; None: the weights that serve."""
+    the next answer may continue from, also if newer ones serve; None: the weights that serve."""
 
     num_messages: int = Field(ge=2)
     token_ids: TokenIds

@@ -39,7 +39,7 @@ class ModelRequest(EngineSpec, Fencing):
 
     `own_weights`: the weights in the model's folder serve the job, as version 0; it loads no
     others. `keep_prefixes`: new weights leave the cache as it is, see `SamplingSpec`. The attempts
-    of `beside` are not superseded: their adapters go on serving."""
+    of `beside` are not superseded: their adapters continue serving."""
 
     job_id: JobId | None = None
     beside: Beside = ()

@@ -66,8 +66,8 @@ def stack(tmp_path: Path) -> Iterator[Stack]:
 
 
 class Environment:
-    """The environment's process. It gives up once the orchestrator is away for some seconds, and is
-    started again then, as its user would do."""
+    """The environment's process. It gives up once the orchestrator is unreachable for some seconds,
+    and is started again then, as its user would do."""
 
     def __init__(self, stack: Stack, given: dict[str, str]) -> None:
         self._stack = stack

@@ -78,7 +78,7 @@ def test_a_program_learns_and_no_death_changes_what_it_learns(agent_stack: Agent
     assert undisturbed["sequence_loss"] == pytest.approx(-undisturbed["advantages"], rel=0.01)
     assert undisturbed["wide_is_the_same"] < 0.03
     assert undisturbed["path"].endswith("/weights/end")
-    assert undisturbed["twins_are_equal"], "a model from its checkpoint goes on as the first does"
+    assert undisturbed["twins_are_equal"], "a model from its checkpoint continues as the first does"
 
     victims = {"4": "services.trainer", "8": "services.orchestrator"}
     disturbed = played(agent_stack, model, lambda at: kill(agent_stack, victims[at]))

@@ -78,7 +78,7 @@ def up(stack: Stack, _steps: int) -> None:
 
 
 def guarded(stack: Stack, _steps: int) -> None:
-    """Nobody is let in without the token, and no container may do more than it has to."""
+    """No one is let in without the token, and no container may do more than it has to."""
     if (code := _status(f"http://127.0.0.1:{stack.port}/v1/jobs")) != 401:
         raise Failed(f"the jobs API answered {code} without a token; expected 401")
     for name in (*SERVICES, "redis"):
@@ -130,8 +130,8 @@ def synced(stack: Stack, _steps: int) -> None:
 
 
 def learns(stack: Stack, steps: int) -> None:
-    """The job of `make demo-tiny`, with two samplers, goes on by itself after each container's
-    process was killed, and learns."""
+    """The job of `make demo-tiny`, with two samplers, continues automatically after each
+    container's process was killed, and learns."""
     _scale_up(stack)
     with Client(f"http://127.0.0.1:{stack.port}", token=stack.token()) as client:
         record = client.submit(_job(steps))

@@ -94,7 +94,7 @@ async def test_a_session_whose_last_turn_was_lost_ends_with_its_answers(stack: S
         await post(stack, key, "/v1/rl/set_reward", reward=1.0)
     session = stack.sessions.find(api_key=keys[0])
     assert session is not None
-    session._lost = Unavailable("every sampler is away")
+    session._lost = Unavailable("every sampler is unreachable")
     for key in keys:
         assert (await post(stack, key, "/v1/rl/end_session"))[0] == 200
     assert (await stack.http.get(f"/v1/jobs/{record.id}/groups")).json()["accepted"] == 1
@@ -180,7 +180,7 @@ async def test_an_idle_session_is_stored_if_it_has_a_reward(
     for key in keys:
         await ask(stack, key)
     queue = PushedQueue(stack.folder(record.id).path)
-    fault = Unavailable("Redis is away")
+    fault = Unavailable("Redis is unreachable")
     monkeypatch.setattr(Pushing, "record", failing_once(Pushing.record, fault))
     for key in keys[:2]:
         assert (await post(stack, key, "/v1/rl/set_reward", reward=1.0))[0] == 200
@@ -204,7 +204,7 @@ async def test_a_session_that_could_not_be_stored_at_its_end_is_stored_later(
     record = await stack.submit()
     key = (await start(stack, "a"))["api_key"]
     await ask(stack, key)
-    fault = Unavailable("Redis is away")
+    fault = Unavailable("Redis is unreachable")
     monkeypatch.setattr(Pushing, "record", failing_once(Pushing.record, fault))
     assert (await post(stack, key, "/v1/rl/end_session"))[0] == 503
     assert (await post(stack, key, "/v1/rl/set_reward", reward=1.0))[0] == 410

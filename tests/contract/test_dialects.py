@@ -252,7 +252,7 @@ async def test_completions_and_token_ids(settings: Settings) -> None:
     bench = Bench(settings, Reply("higher"), Reply("lower"), Reply("correct"))
     done = await bench.openai().completions.create(model="m", prompt="Find it.", max_tokens=9)
     assert done.choices[0].text == "higher"
-    ids = bench.sampler.tokenize("Go on.")
+    ids = bench.sampler.tokenize("Continue.")
     body = {
         "model": "m",
         "token_ids": ids,

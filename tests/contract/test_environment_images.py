@@ -217,7 +217,7 @@ async def test_an_image_that_is_slow_is_tried_for_a_while_and_not_refused(
     assert docker.names == []
     (run,) = docker.calls("run")
     (until,) = (int(word.partition("=")[2]) for word in run if word.startswith("hone.until="))
-    assert until - time.time() <= 240, "nobody needs it longer, whatever boot_s is"
+    assert until - time.time() <= 240, "no one needs it longer, whatever boot_s is"
 
 
 async def test_a_key_that_tries_slow_images_delays_no_other(settings: Settings) -> None:
@@ -340,7 +340,7 @@ async def test_a_sweep_removes_what_no_running_or_waiting_job_has(docker: FakeDo
         "hone-theirs-1-0": ("another", "theirs", ""),
         "hone-trial-a": ("", "trial-a", "100"),
         "hone-trial-b": ("", "trial-b", later),
-        "somebody-elses": ("redis", "ended", ""),
+        "someone-elses": ("redis", "ended", ""),
     }
     with docker.state() as state:
         for name, (owner, job, until) in every.items():
@@ -348,7 +348,7 @@ async def test_a_sweep_removes_what_no_running_or_waiting_job_has(docker: FakeDo
             state["all"][name] = {"id": f"id-{name}", "labels": labels, "port": 1, "ends": None}
     known = statuses(runs="running", waits="queued", paused="paused", ended="succeeded")
     await sweep("redis", known)
-    left = ["hone-runs-1-0", "hone-theirs-1-0", "hone-trial-b", "hone-waits-1-0", "somebody-elses"]
+    left = ["hone-runs-1-0", "hone-theirs-1-0", "hone-trial-b", "hone-waits-1-0", "someone-elses"]
     assert docker.names == left
 
 

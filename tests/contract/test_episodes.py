@@ -243,7 +243,7 @@ async def shout(text: str) -> str:
     Args:
         text: What
     """
-    print("nobody reads this")
+    print("no one reads this")
     return text.upper()
 
 def fail():
@@ -469,7 +469,7 @@ async def test_a_step_that_fails_loses_one_episode(client: Client, how: str, say
     await lost(episode.call("act", how=how), says)
     await lost(episode.calls(1, ("act", {"how": how})), says)
     await lost(episode.close(), says)
-    assert (await other.call("act", how="")).content == "acted", "the other goes on"
+    assert (await other.call("act", how="")).content == "acted", "the other continues"
     again = Episode(client, spec, f"stepping {how}")
     assert (await again.open()).observation is None, "its id can be used again"
     await again.close(rewarded=False)

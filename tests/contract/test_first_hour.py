@@ -210,7 +210,7 @@ def test_who_follows_or_waits_for_a_job_that_pauses_is_told_how_it_goes_on(
     served.fakes.fault["train_step"] = until(released)
     job = json.loads(hone("submit", "job.toml", "--set", "steps=2", "-o", "json"))["id"]
     said = hone("wait", job, "--timeout", "0.2", code=124)
-    assert f"job {job} is " in said and "after 0.2 s, and goes on" in said
+    assert f"job {job} is " in said and "after 0.2 s, and continues" in said
     hone("pause", job)
     for shown in (hone("logs", "-f", job, code=3), hone("logs", "-f", "-n", "1", job, code=3)):
         assert f"hone resume {job}" in shown and "paused because" in shown

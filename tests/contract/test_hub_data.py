@@ -88,7 +88,8 @@ async def test_a_commit_that_this_machine_has_is_read_without_the_hub(
 async def test_no_other_commit_is_taken_for_the_one_of_the_submission(
     hub: DataHub, settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`datasets` takes the newest that it has, whatever was asked for, where the Hub is away."""
+    """`datasets` takes the newest that it has, whatever was asked for, where the Hub is
+    unreachable."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(Unavailable, match=f"does not have its commit {'b' * 40}"):
         await apart(_read, job, settings, {"train": "b" * 40}, deadline_s=DEADLINE_S)

@@ -1,5 +1,5 @@
-"""Disks that hang, as a network volume does whose server is away: they keep nobody waiting who need
-not wait for them."""
+"""Disks that hang, as a network volume does whose server is unreachable: they keep no one waiting
+who need not wait for them."""
 
 from __future__ import annotations
 

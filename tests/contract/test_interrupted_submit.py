@@ -150,7 +150,7 @@ async def test_ctrl_c_after_the_id_was_shown_leaves_the_job(served: ServedStack,
     (found,) = await jobs_of(served, job)
     assert f"job {found.id} accepted" in accepted
     await asyncio.wait_for(process.stdout.readuntil(b"step 1/"), EXIT_S)
-    assert f"detached; job {found.id} goes on" in await interrupted(process)
+    assert f"detached; job {found.id} continues" in await interrupted(process)
     async with AsyncClient(served.url) as client:
         assert (await client.wait(found.id, timeout_s=EXIT_S)).status == "succeeded"
 

@@ -118,7 +118,7 @@ async def test_until_it_has_the_version_no_group_goes_there(joining: Joining) ->
 async def test_a_version_that_is_pushed_while_it_joins_is_loaded_before_it_serves(
     joining: Joining,
 ) -> None:
-    assert await joining.push(2) == ["first"], "nobody waits for it"
+    assert await joining.push(2) == ["first"], "no one waits for it"
     assert {group.replica for group in await joining.sample(6, 2)} == {"first"}
     joining.may_load.set()
     await joined(joining)

@@ -1,4 +1,4 @@
-"""Data over the API: uploaded files, dry runs, and a job that goes on with the data it had."""
+"""Data over the API: uploaded files, dry runs, and a job that continues with the data it had."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_files_are_listed_page_by_page(stack: Stack) -> None:  # noqa: F81
     for direction, left in (("asc", order[2:]), ("desc", order[:1])):
         query = f"order={direction}&after={order[1]}"
         on = (await stack.http.get(f"/v1/files?{query}")).json()
-        assert [file["id"] for file in on["data"]] == left, "a list goes on where a file was"
+        assert [file["id"] for file in on["data"]] == left, "a list continues where a file was"
     never = await stack.http.get(f"/v1/files?after=file-{'0' * 24}")
     assert never.status_code == 422 and never.headers["content-type"] == MEDIA_TYPE
     wrong = await stack.http.get("/v1/files?after=file-1")
@@ -373,7 +373,7 @@ async def test_a_job_whose_data_changed_is_paused_by_name_until_it_is_back(
     await asyncio.sleep(0)
     paused = await stack.until(record.id, "paused")
     assert f"dataset '{path}' has changed since the job was submitted" in (paused.error or "")
-    assert f"`hone resume {record.id}` goes on from there" in (paused.error or "")
+    assert f"`hone resume {record.id}` continues from there" in (paused.error or "")
     path.write_text(before)
     await stack.post(f"{record.id}/resume")
     assert (await stack.until(record.id)).status == "succeeded"

@@ -125,7 +125,7 @@ class SilentStore:
 async def test_an_orchestrator_that_is_stopped_gives_its_job_back_at_once(
     settings: Settings, redis_url: str, job: Job
 ) -> None:
-    """With a lease of 30 s, another one goes on at once; the step under way is not trained
+    """With a lease of 30 s, another one continues at once; the step under way is not trained
     twice."""
     fakes = FakeServices(settings)
     reached, released = asyncio.Event(), asyncio.Event()
@@ -197,7 +197,7 @@ async def test_another_workers_batch_ends_the_work_and_not_the_job(stack: Stack)
     stack.settings.__dict__["lease_s"] = 3600.0
     stack.fakes.fault["generate"] = slip_in
     record = await stack.until((await stack.submit()).id)
-    assert (record.status, record.attempts) == ("succeeded", 2), "nobody waited for the lease"
+    assert (record.status, record.attempts) == ("succeeded", 2), "no one waited for the lease"
     stored = stack.folder(record.id).batch(4)
     assert stored.groups == stack.folder(record.id).batch(3).groups, "what was there first"
     (why,) = [

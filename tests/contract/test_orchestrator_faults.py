@@ -116,7 +116,7 @@ async def test_an_engine_that_dies_in_the_middle_of_a_sync_is_loaded_again(
     assert [request.step for request in stack.fakes.trained] == list(range(1, 9))
 
 
-# --- what a person can mend
+# --- what a person can fix
 
 
 FULL = Failed("no space to write '/runs/x'", code="disk_full")
@@ -129,7 +129,7 @@ async def test_a_full_disk_pauses_the_job_and_it_goes_on_once_there_is_space(sta
     assert (paused.status, paused.recoveries) == ("paused", 3)
     assert paused.error == (
         "no space to write '/runs/x'; free some space, "
-        f"then `hone resume {job_id}` goes on from there"
+        f"then `hone resume {job_id}` continues from there"
     )
     del stack.fakes.fault["checkpoint"]
     await stack.post(f"{job_id}/resume")
@@ -161,7 +161,7 @@ async def test_a_bug_pauses_the_job_rather_than_losing_it(
     paused = await stack.until(job_id, "paused", "failed")
     assert paused.status == "paused" and paused.error == (
         "a bug in Hone: ZeroDivisionError: 1/0; look at the trace in the orchestrator's log, "
-        f"then `hone resume {job_id}` goes on from there"
+        f"then `hone resume {job_id}` continues from there"
     )
 
 
@@ -245,7 +245,7 @@ async def test_a_wandb_that_is_away_costs_two_warnings_and_no_job(
     assert len(begun) >= 8, "it is tried again at each step"
     first, at_the_end = await warnings(stack, record.id)
     away = "ConnectionError: no route to api.wandb.ai"
-    assert first.startswith(f"W&B has nothing of this run so far: {away}; the job goes on")
+    assert first.startswith(f"W&B has nothing of this run so far: {away}; the job continues")
     assert at_the_end == f"W&B has nothing of this run: {away}; metrics.jsonl has all"
 
 

@@ -232,7 +232,7 @@ async def test_a_group_whose_rewards_are_missing_is_graded_again_and_not_sampled
     grade = services.grade
 
     def away(_: ScoreItem) -> Part:
-        return Part(value=None, verdict="error", detail="the judge is away")
+        return Part(value=None, verdict="error", detail="the judge is unreachable")
 
     services.grade = away
     record = await killed(settings, redis_url, small(job, steps=1), stop_at(services, 4), 3)

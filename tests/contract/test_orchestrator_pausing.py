@@ -75,8 +75,8 @@ async def test_a_paused_job_frees_the_worker_and_goes_on_where_it_was(stack: Sta
 async def test_a_job_is_paused_only_once_nothing_of_it_is_written_any_more(
     stack: Stack, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever goes on with it may be another worker, and what is written late would undo its rows
-    or its batches."""
+    """The user continues with it may be another worker, and what is written late would undo its
+    rows or its batches."""
     disk, write = SlowDisk(), getattr(RunFolder, name)
 
     def slow(*args: Any, **more: Any) -> Any:
@@ -192,7 +192,7 @@ async def test_missing_rewards_beyond_the_limit_pause_the_job_and_are_graded_aga
         f"step {paused.step + 1}: 100% of the rewards are missing, more than the 50% of "
         "HONE_MAX_MISSING_REWARDS; "
         "right: the judge answered 401; fix the cause, "
-        f"then `hone resume {job_id}` goes on from there"
+        f"then `hone resume {job_id}` continues from there"
     )
     assert [request.step for request in stack.fakes.trained] == list(range(1, paused.step + 1)), (
         "not trained on"

@@ -1,4 +1,4 @@
-"""Services that lose their state in the middle of a job, and come back: the job goes on from what
+"""Services that lose their state in the middle of a job, and come back: the job continues from what
 they have, by replaying."""
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ async def test_recoveries_in_a_row_are_bounded_and_the_job_then_pauses(stack: St
     assert paused.error == (
         "got step 4, expected 3; "
         "make sure that it works (`hone doctor` shows how the services are), "
-        f"then `hone resume {job_id}` goes on from there"
+        f"then `hone resume {job_id}` continues from there"
     )
     assert len(await warnings(stack, job_id)) == 3 + 1
     await stack.post(f"{job_id}/resume")
@@ -183,7 +183,8 @@ async def test_a_service_that_cannot_work_at_the_start_is_waited_for(
         while (record := await stack.get(job_id)).recoveries < 6 or not record.waits:
             assert record.status in ("queued", "running"), record.error
             await asyncio.sleep(0.05)
-    assert "the service has no GPU" in record.waits or "service is away since" in record.waits
+    reasons = "the service has no GPU", "service is unreachable since"
+    assert any(reason in record.waits for reason in reasons)
     stack.fakes.fault.clear()
     done = await stack.until(job_id)
     assert (done.status, done.attempts, done.waits) == ("succeeded", 1, None)
@@ -240,7 +241,7 @@ async def test_a_reward_service_that_is_away_in_the_middle_costs_nothing_but_tim
     async with asyncio.timeout(90):
         while not (record := await stack.get(job_id)).waits:
             await asyncio.sleep(0.05)
-    assert record.waits.startswith("the reward service is away since ")
+    assert record.waits.startswith("the reward service is unreachable since ")
     done = await stack.until(job_id)
     assert (done.status, done.recoveries, stack.fakes.calls["model"]) == ("succeeded", 0, 1)
 
@@ -254,7 +255,7 @@ async def test_followers_are_told_who_is_away_since_when_and_who_is_back(
     assert (record.status, record.recoveries) == ("succeeded", 0)
     (gone,) = await warnings(stack, record.id)
     since = time.strftime("%H:%M", time.gmtime(gone.time - 0.3))
-    assert gone.message.startswith(f"the trainer service is away since {since}:")
+    assert gone.message.startswith(f"the trainer service is unreachable since {since}:")
     assert gone.message.endswith(" UTC: the service has no GPU; waiting for it")
     messages = [event.message for event in await stack.events(record.id)]
     assert messages.count("the trainer service is back after 1 s") == 1
@@ -273,9 +274,9 @@ async def test_a_hub_that_is_away_is_named_and_not_the_service_that_asks_it(
     async with asyncio.timeout(90):
         while not (record := await stack.get(job_id)).waits:
             await asyncio.sleep(0.05)
-    assert record.waits.startswith("the Hugging Face Hub is away since ")
+    assert record.waits.startswith("the Hugging Face Hub is unreachable since ")
     (gone,) = await warnings(stack, job_id)
-    assert gone.message.startswith("the Hugging Face Hub is away since ")
+    assert gone.message.startswith("the Hugging Face Hub is unreachable since ")
     assert gone.message.endswith(" UTC: 'task/modell' is no folder, and no Hub; waiting for it")
     stack.fakes.fault.clear()
     assert (await stack.until(job_id)).status == "succeeded"

@@ -1,5 +1,5 @@
-"""A Redis that lost its data, or is another one: nothing is done in it until a person has decided,
-and `hone recover` rebuilds the jobs from their run folders."""
+"""A Redis that lost its data, or is another one: nothing is done in it until an operator has
+decided, and `hone recover` rebuilds the jobs from their run folders."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def test_an_emptied_redis_is_refused_and_the_jobs_are_rebuilt_from_their_f
             await resume(client, cut_off.id)
             await until(lambda: listed(client), {ended.id: "succeeded", cut_off.id: "succeeded"})
         steps = [body.step for body in fakes.trained if body.job_id == cut_off.id]
-        assert steps == list(range(1, 9)), "it went on where it was"
+        assert steps == list(range(1, 9)), "it continued where it was"
         async with orchestrator_client(settings, redis_url) as client:
             assert len(await listed(client)) == 2, "it is theirs from now on"
 

@@ -1,4 +1,5 @@
-"""Outages: no job is taken while what it needs is away, and none is paused or failed by one."""
+"""Outages: no job is taken while what it needs is unreachable, and none is paused or failed by
+one."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ async def test_a_stall_is_an_event_that_names_who_waits_for_whom(stack: Stack) -
     (stall,) = filter(is_stall, told)
     assert re.search(r"no progress for \d+ s: it waits for trainer: 1 x training a step", stall)
     assert re.search(r"reward grading a group \d+ s ago", stall)
-    assert "the job goes on: there was an answer again" in told[told.index(stall) :]
+    assert "the job continues: there was an answer again" in told[told.index(stall) :]
 
 
 def is_stall(message: str) -> bool:
@@ -111,8 +111,8 @@ async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_sec
         assert told == [], "a job that waits for it would say so"
         await services.look()
         await services.close()
-    assert [message[: len("the reward service is away since ")] for message in told] == [
-        "the reward service is away since "
+    assert [message[: len("the reward service is unreachable since ")] for message in told] == [
+        "the reward service is unreachable since "
     ]
 
 

@@ -165,7 +165,7 @@ async def test_a_job_without_any_sampler_left_pauses_with_a_sentence(pool: Pool)
 async def test_a_sampler_that_what_was_sent_did_not_reach_gets_files_from_then_on(
     pool: Pool,
 ) -> None:
-    """And nobody waits for it at each sync."""
+    """And no one waits for it at each sync."""
     first, second = pool.samplers
     methods: list[tuple[int, str]] = []
 
@@ -226,7 +226,7 @@ async def test_files_that_cannot_be_written_cost_the_samplers_that_need_none_not
             raise Failed("no space left for version 3", code="disk_full")
 
     said = await sent_beside_one_away(pool, full)
-    assert "samplers that are away join later: no space left for version 3" in said
+    assert "samplers that are unreachable join later: no space left for version 3" in said
 
 
 async def blind(ref: Any) -> None:

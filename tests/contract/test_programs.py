@@ -24,6 +24,7 @@ from shared.wire import (
     GenerateRequest,
     LogStart,
     OptimStepRequest,
+    ProgramOperation,
     SampleOrder,
     Sampling,
     SamplingSession,
@@ -302,6 +303,16 @@ async def test_a_model_is_unloaded_once_though_operations_come_at_the_same_time(
     assert {answer.status_code for answer in answers} <= {200, 409}
 
 
+async def test_a_model_that_ended_before_later_operations_ends_once(stack: Stack) -> None:
+    model = await created(stack)
+    ended = await post(stack, "unload_model", {"model_id": model})
+    record = await stack.until(model)
+    end = log.OperationLog(Path(record.run_dir)).newest()
+    late = ProgramOperation(kind="refused", digest="another")
+    log.OperationLog(Path(record.run_dir)).accept(end + 1, late)
+    assert await post(stack, "unload_model", {"model_id": model}) == ended
+
+
 async def test_after_a_trainers_death_its_operations_are_done_again(stack: Stack) -> None:
     """The trainer comes back from its checkpoint of operation 2."""
     model = await created(stack)
@@ -366,7 +377,7 @@ async def test_a_model_whose_newest_checkpoints_are_gone_says_so(stack: Stack) -
     stack.fakes.restart_trainer()
     await post(stack, "forward_backward", call(model, 2))
     paused = await stack.until(model, "paused")
-    assert "went on from operation 0, and the log begins after operation 1" in str(paused.error)
+    assert "continued from operation 0, and the log begins after operation 1" in str(paused.error)
 
 
 async def test_a_refused_step_drops_the_gradient_again_after_a_death(stack: Stack) -> None:
@@ -396,7 +407,7 @@ async def test_a_refused_step_drops_the_gradient_again_after_a_death(stack: Stac
     await result(stack, await post(stack, "forward_backward", call(model, 3, (9, 8, 7))))
     done = await result(stack, await post(stack, "optim_step", step | {"seq_id": 4}))
     assert done["metrics"] == {"grad_norm:mean": 2.0}
-    assert refusals == [2, 2], "once more between the calls that were done again"
+    assert refusals == [2, 2], "again between the calls that were done again"
     kinds = [type(one).__name__ for one in stack.fakes.operations]
     assert kinds == ["ForwardBackwardRequest"] * 2 + ["OptimStepRequest"]
 
@@ -431,7 +442,7 @@ async def test_a_program_waits_while_somebody_has_paused_its_model(
         "type": "try_again",
         "request_id": answer["request_id"],
         "queue_state": "paused_capacity",
-        "queue_state_reason": f"somebody paused it; `hone resume {model}` goes on",
+        "queue_state_reason": f"someone paused it; `hone resume {model}` continues",
     }
     await stack.http.post(f"/v1/jobs/{model}/resume")
     assert dict((await result(stack, answer)).metrics) == {"loss:sum": 2.0}

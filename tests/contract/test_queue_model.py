@@ -62,7 +62,7 @@ class Model:
         self.leases: dict[str, int] = {}
         """Resource -> attempt."""
         self.registered: dict[str, str | None] = {}
-        """Trainer -> why it is away, None if it is not."""
+        """Trainer -> why it is unreachable, None if it is not."""
         self.last_attempt = 0
         self.num_submitted = 0
 
@@ -199,7 +199,7 @@ class Driver:
             job.status = "queued"
 
     async def expire(self) -> None:
-        """As Redis does when nobody renews it."""
+        """As Redis does when no one renews it."""
         if self.leases:
             attempt = self.choose.choice(self.leases[-4:]).attempt
             names = [name for name, each in self.model.leases.items() if each == attempt]

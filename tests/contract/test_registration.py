@@ -334,7 +334,7 @@ async def test_a_sampler_that_does_not_say_where_it_is_registers_nowhere(
 async def pool(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[Pool]:
-    monkeypatch.setattr(registrations, "SAMPLER_REGISTRATION_S", 600.0)  # nobody says it again here
+    monkeypatch.setattr(registrations, "SAMPLER_REGISTRATION_S", 600.0)  # no one says it again here
     async with (
         pool_of(2, settings) as all_,
         pool_stack(settings, redis_url, job, all_, monkeypatch, "registered") as pool,
@@ -459,7 +459,7 @@ async def test_while_redis_is_away_the_samplers_are_those_of_before(
         async def urls() -> list[str]:
             asked.append("again")
             if len(asked) > 1:
-                raise StoreUnavailable("Redis is away")
+                raise StoreUnavailable("Redis is unreachable")
             return [fake.url]
 
         settings = settings.model_copy(update={"rollout_url": "registered"})

@@ -1,4 +1,4 @@
-"""Jobs that share a sampler, over HTTP: each is answered by its own version, and a job that nobody
+"""Jobs that share a sampler, over HTTP: each is answered by its own version, and a job that no one
 names any more is refused."""
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ async def test_jobs_that_had_not_begun_are_rebuilt_from_their_folders_and_run(
 async def test_a_submission_whose_answer_from_redis_is_lost_leaves_no_second_job(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
-    """Redis took the job or did not; nobody heard."""
+    """Redis took the job or did not; no one heard."""
     async with front(settings, redis_url, job) as at:
         submit = at.store.submit
 
@@ -327,7 +327,7 @@ async def test_a_job_whose_run_folder_is_deleted_pauses_and_says_so(
         f"the run folder {str(folder)!r} was removed or moved away, or its job.json was: nothing "
         "more is written there; put it back"
     )
-    assert paused.error == f"{why}, then `hone resume {record.id}` goes on from there"
+    assert paused.error == f"{why}, then `hone resume {record.id}` continues from there"
     levels = [(event.level, event.message) for event in await stack.events(record.id)]
     assert ("error", why) in levels
     assert not folder.exists() or list(folder.iterdir()) == []

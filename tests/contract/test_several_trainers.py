@@ -201,7 +201,8 @@ async def test_a_job_that_was_cut_off_goes_back_to_its_own_trainer(
 async def two_orchestrators(
     one: Settings, other: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[tuple[Client, Client]]:
-    """Each with a trainer of its own, and jobs in common. What is away is found to be at once."""
+    """Each with a trainer of its own, and jobs in common. What is unreachable is found to be at
+    once."""
     monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
     monkeypatch.setattr(worker, "REGISTER_TRAINER_S", 0.05)
     monkeypatch.setattr(run, "PAUSES_S", (0.0,))

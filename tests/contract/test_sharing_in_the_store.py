@@ -76,7 +76,7 @@ async def test_a_job_that_cannot_share_waits_and_keeps_its_place_in_the_line(
     await submit(store)
     unlike, like = await submit(store, **other), await submit(store)
     first = await taken(store)
-    assert await take(store) is None, "nobody overtakes the one that waits"
+    assert await take(store) is None, "no one overtakes the one that waits"
     await finish(store, first)
     second = await taken(store)
     assert (second.job_id, second.beside) == (unlike, ())

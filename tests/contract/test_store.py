@@ -315,9 +315,9 @@ async def test_a_lease_given_back_is_free_at_once(store: Store, other: Store) ->
     await other.halt(again, None)
     assert (await store.get(ids[0])).status == "cancelled"
     paused = await take(other)
-    await other.halt(paused, "the judge is away")
+    await other.halt(paused, "the judge is unreachable")
     record = await store.get(ids[1])
-    assert (record.status, record.error) == ("paused", "the judge is away")
+    assert (record.status, record.error) == ("paused", "the judge is unreachable")
     await store.cancel(ids[1])
     record = await store.get(ids[1])
     assert (record.status, record.error) == ("cancelled", None) and record.finished_at
@@ -382,10 +382,11 @@ async def test_what_a_job_of_a_killed_worker_waited_for_is_not_shown_on(
 ) -> None:
     job_id = await submit(store)
     lease = await take(store)
-    await store.beat(lease, "step 1", "the trainer service is away since 12:00:00 UTC (9 s)")
+    await store.beat(lease, "step 1", "the trainer service is unreachable since 12:00:00 UTC (9 s)")
     await other.open()  # within the lease
     assert (await store.get(job_id)).waits is None
-    await store.beat(lease, "step 1", "the trainer service is away since 12:00:00 UTC (10 s)")
+    unreachable = "the trainer service is unreachable since 12:00:00 UTC"
+    await store.beat(lease, "step 1", f"{unreachable} (10 s)")
     assert (await store.get(job_id)).waits  # its worker lives after all
 
 

@@ -123,7 +123,7 @@ def test_ctrl_c_detaches_and_says_how_to_come_back(model: str, served: ServedSta
     trainer = made(model, served)
     timer = threading.Timer(2.0, _thread.interrupt_main)
     timer.start()
-    with pytest.raises(hone.Detached, match=r"goes on. hone.attach\('.*-grpo-.*'"):
+    with pytest.raises(hone.Detached, match=r"continues. hone.attach\('.*-grpo-.*'"):
         trainer.train()
     del served.fakes.fault["model"]
     released.set()
@@ -136,7 +136,7 @@ def test_a_job_that_does_not_succeed_raises_with_the_reason(
     run = made(model, served, max_steps=10_000).train(detach=True)
     run.pause()
     assert run.wait().status == "paused"
-    with pytest.raises(hone.NotEnded, match=r"is paused.*\.resume\(\) goes on"):
+    with pytest.raises(hone.NotEnded, match=r"is paused.*\.resume\(\) continues"):
         run.follow()
     run.resume()
     run.cancel()

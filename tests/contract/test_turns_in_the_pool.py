@@ -133,7 +133,7 @@ async def test_a_turn_whose_sampler_died_goes_to_the_other(pool: Conversing) -> 
 async def test_after_a_sync_nothing_of_a_conversation_is_cached_any_more(
     pool: Conversing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So its next turn waits for nobody."""
+    """So its next turn waits for no one."""
     monkeypatch.setattr(pool_module, "SOON_S", 600.0)
     home = await pool.turn("a:1", "a")
     await pool.push()

@@ -51,7 +51,7 @@ async def test_a_folder_whose_job_redis_never_had_is_removed_and_not_recovered(
 async def test_a_folder_whose_job_redis_has_is_kept(
     store: Store, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis took the job, and its answer was lost: a worker goes on with the folder."""
+    """Redis took the job, and its answer was lost: a worker continues with the folder."""
     submit = store.submit
 
     async def lost(submission: Submission):

@@ -5,11 +5,11 @@
 
 The job of `make demo-tiny`, made short, runs on the real stack: vLLM, DeepSpeed on two ranks,
 Redis, the sandbox. Processes are killed, stopped by SIGTERM or frozen for longer than the lease;
-connections are cut or slow; the disk is full; Redis is away. Each fault (`plan.py`, from the seed)
-strikes when its stage is seen to begin (`moments.py`), or up to 0.15 s later, and is over once the
-job has done two more steps by itself. A job takes several faults. Then it is compared with the same
-job undisturbed, for which its sampled batches are replayed: each step once, the same weights after
-each, bit for bit.
+connections are cut or slow; the disk is full; Redis is unreachable. Each fault (`plan.py`, from the
+seed) strikes when its stage is seen to begin (`moments.py`), or up to 0.15 s later, and is over
+once the job has done two more steps by itself. A job takes several faults. Then it is compared with
+the same job undisturbed, for which its sampled batches are replayed: each step once, the same
+weights after each, bit for bit.
 
 With `--environment` the job's rollouts are the conversations of `make demo-agent`: played by an
 agent of `hone work`, or by a class in the sandbox. What is killed then dies in the middle of
@@ -64,7 +64,7 @@ async def run(
     faults: Sequence[Fault], job: Job, results: Results, until: float, environment: str | None
 ) -> None:
     """Strikes with as many faults as there is time for. After one that a job did not survive, a
-    new stack goes on with the next."""
+    new stack continues with the next."""
     waiting = list(faults)
     while waiting and time.monotonic() < until:
         moments = Moments()

@@ -46,7 +46,7 @@ class Kills:
         return len(self.killed) < self.num_wanted and not self.problems
 
     async def during(self, work: Awaitable[Any], stack: Stack, look: Look) -> Any:
-        """Returns the result of `work`, and kills while it goes on."""
+        """Returns the result of `work`, and kills while it continues."""
         killing = asyncio.create_task(self._kill(stack, look))
         try:
             return await work
@@ -62,7 +62,7 @@ class Kills:
                 under_way = await look()
                 os.kill(stack.pid(what), signal.SIGKILL)
             except (HoneError, LookupError, ProcessLookupError):
-                continue  # it is away already
+                continue  # it is unreachable already
             self.killed.append(what)
             print(f"{len(self.killed):4}  {what}, while {under_way}", flush=True)
 

@@ -1,4 +1,5 @@
-"""What a queue of jobs needs is away for minutes, one thing after another; nobody does anything.
+"""What a queue of jobs needs is unreachable for minutes, one thing after another; no one does
+anything.
 
     python -m tests.faults.outages [--minutes 7] [--only 'data|runs']
 

@@ -4,7 +4,7 @@ PyPI, and shows that each program sees what it would see alone.
     python -m tests.faults.programs [--seed 0] [--kills 40]
 
 The programs train LoRA models of one base model, with data, losses and learning rates of their own,
-and sample on the way. At random moments, from the seed, a random process gets kill -9; nobody kills
+and sample on the way. At random moments, from the seed, a random process gets kill -9; no one kills
 the programs. Each loss, gradient norm and last log-prob, and the last checkpoint with its optimizer
 state, are compared with the same program's alone and undisturbed, bit for bit; and what its first
 snapshot gives at the end with what it gave at first. New programs follow until all kills are done.

@@ -1,5 +1,5 @@
 """What was measured, kept in a file to which every fault is added as it is over, so that a run that
-is cut goes on where it was; and the table of it."""
+is cut continues where it was; and the table of it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Results:
         return [found[number] for number in sorted(found)]
 
     def failures(self) -> list[str]:
-        """Returns why jobs did not go on after faults that were not struck again since."""
+        """Returns why jobs did not continue after faults that were not struck again since."""
         since = {each.number for each in self.measured() if each.is_done}
         failed = (line for line in self._lines() if "why" in line)
         return [line["why"] for line in failed if line["failed"] not in since]
@@ -143,7 +143,7 @@ def figures(results: Results, wanted: Collection[int]) -> list[Figure]:
     return [
         Figure("faults after which the job was as undisturbed", len(sound), goal=len(wanted)),
         Figure("faults that needed a hand", sum(bool(m.hands) for m in measured), "", 0, "max"),
-        Figure("faults after which a job did not go on", len(results.failures()), "", 0, "max"),
+        Figure("faults after which a job did not continue", len(results.failures()), "", 0, "max"),
         Figure("faults that met their stage", sum(each.on_time for each in measured)),
         Figure("jobs", results.num_jobs()),
         Figure("steps lost or doubled, weights that differ", len(results.problems()), "", 0, "max"),

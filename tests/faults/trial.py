@@ -190,7 +190,7 @@ def usual(times: dict[int, float], struck: Sequence[Struck]) -> dict[int, float]
 
 
 async def _story(running: Running) -> str:
-    """Returns the job's last events, for a person who has to find out."""
+    """Returns the job's last events, for an operator who has to find out."""
     with contextlib.suppress(HoneError):
         found = await running.stack.client.get(f"/v1/jobs/{running.id}/events", EventList)
         return " | ".join(event.message for event in found.events[-6:])

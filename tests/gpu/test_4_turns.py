@@ -1,4 +1,5 @@
-"""One GPU for both: what a sampler's sleep and a trainer's rest free, and that both go on after."""
+"""One GPU for both: what a sampler's sleep and a trainer's rest free, and that both continue
+after."""
 
 from __future__ import annotations
 

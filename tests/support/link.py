@@ -78,7 +78,7 @@ class Link:
         try:
             await self._flowing.wait()
             await self._forward(reader, writer)
-        except (OSError, asyncio.CancelledError):  # nobody is there, or the link ends
+        except (OSError, asyncio.CancelledError):  # no one is there, or the link ends
             pass
         finally:
             writer.transport.abort()

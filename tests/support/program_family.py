@@ -81,7 +81,7 @@ LASTING = (
     "atexit.register(os._exit, {code})",
     "time.sleep(0.05)",
 )
-"""What a program goes on after, if it can."""
+"""What a program continues after, if it can."""
 
 ENDING = (
     "os.kill({target}, {signal})",

@@ -63,7 +63,7 @@ TIME = (
     stopped("comparison that never returns", "class C:\n def __lt__(s, o):\n  while True: pass\nsorted([C(), C()])"),
     stopped("destructor that never returns", "class D:\n def __del__(s):\n  while True: pass\nD()"),
     stopped("sleep", "import time; time.sleep(10 ** 6)"),
-    stopped("read of a pipe that nobody writes", "import os; os.read(os.pipe()[0], 1)"),
+    stopped("read of a pipe that no one writes", "import os; os.read(os.pipe()[0], 1)"),
     stopped("lock taken twice", "import threading; l = threading.Lock(); l.acquire(); l.acquire()"),
     stopped("pause", "import signal; signal.pause()"),
     stopped("event loop without end", "import asyncio; asyncio.run(asyncio.Event().wait())"),

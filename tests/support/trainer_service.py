@@ -178,7 +178,7 @@ def a_job(
 
 
 def gone(processes: list[psutil.Process], within_s: float = 15) -> bool:
-    """Whether all have ended in time; zombies that nobody reaped count as ended."""
+    """Whether all have ended in time; zombies that no one reaped count as ended."""
 
     def runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

@@ -287,7 +287,7 @@ def test_interrupting_a_kernel_detaches_with_the_sentence_alone(stack: Stack) ->
         wait_for(client, asked, lambda message: "<tr><td>" in str(message["content"].get("data")))
         manager.interrupt_kernel()
         error = wait_for(client, asked, lambda message: message["msg_type"] == "error")["content"]
-        assert error["ename"] == "Detached" and "goes on. hone.attach('" in error["evalue"]
+        assert error["ename"] == "Detached" and "continues. hone.attach('" in error["evalue"]
         assert error["traceback"] == [error["evalue"]]
         assert stack.newest().status == "running"
         cancel = "trainer.run.cancel(); trainer.run.wait()"

@@ -231,8 +231,9 @@ def test_every_command_shows_a_finished_job(stack: Stack, learned: dict[str, Any
 def test_a_browser_follows_a_job_through_the_death_of_the_orchestrator(
     stack: Stack, learned: dict[str, Any]
 ) -> None:
-    """A job is started from the form, and the orchestrator killed; the page goes on by itself. Then
-    the weights are asked, and the tokens shown beside what the trainer said of them."""
+    """A job is started from the form, and the orchestrator killed; the page continues
+    automatically. Then the weights are asked, and the tokens shown beside what the trainer said of
+    them."""
     text = (stack.folder / "job.toml").read_text()
     text = text.replace("steps = 40", "steps = 12")
     url = stack.urls["orchestrator"]

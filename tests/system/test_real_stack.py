@@ -111,7 +111,7 @@ import openai
 async def run(row, base_url, api_key):
     messages, answers = [], []
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        for said, max_tokens in ((row["prompt"], 24), ("And then?", 12), ("Go on.", 24)):
+        for said, max_tokens in ((row["prompt"], 24), ("And then?", 12), ("Continue.", 24)):
             messages.append({"role": "user", "content": said})
             answer = await client.chat.completions.create(
                 model="policy",

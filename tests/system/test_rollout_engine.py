@@ -508,7 +508,7 @@ async def rollouts_until(
 
 def assert_sampled_by_two(older: Path, newer: Path, rollouts: Sequence[Rollout]) -> None:
     """Each token's log-prob is that of its own version alone, with nothing of the other's in it:
-    vLLM computes the cache of a rollout that it goes on with again. One token before or after the
+    vLLM computes the cache of a rollout that it continues with again. One token before or after the
     span's start, the log-probs would be another version's: of a token here and there both versions
     may think alike, of most they do not."""
     differences: list[float] = []
@@ -533,7 +533,7 @@ async def sample_held(service: Running, client: Client, **who: Any) -> asyncio.T
 
 
 async def sent_and_let_go(service: Running, call: Coroutine[Any, Any, Any]) -> Any:
-    """Sends the call, and then lets the engine go on."""
+    """Sends the call, and then lets the engine continue."""
     sent = asyncio.create_task(call)
     await asyncio.sleep(0.5)
     os.kill(service.engine_pid(), signal.SIGCONT)
@@ -775,7 +775,7 @@ async def test_a_conversation_may_go_on_from_what_older_weights_cached(
     await reload(client, service.publish(2, service.models / "untied2", job="kept", fence=(3, 0)))
 
     messages += [{"role": "assistant", "content": first.rollouts[0].text}]
-    messages += [{"role": "user", "content": "go on"}]
+    messages += [{"role": "user", "content": "continue"}]
     known = Known(
         num_messages=2,
         token_ids=TokenIds([*first.prompt_token_ids, *first.rollouts[0].token_ids]),

@@ -150,7 +150,7 @@ async def test_an_answer_cut_off_in_a_call_is_a_text_and_goes_on(
     cut = next(rollout for rollout in group.rollouts if rollout.text in texts)
     assert cut.finish_reason == "length"
     assert cut.messages == ({"role": "assistant", "content": cut.text},)
-    messages = (*ASKED, *cut.messages, {"role": "user", "content": "Go on."})
+    messages = (*ASKED, *cut.messages, {"role": "user", "content": "Continue."})
     second = await turn(client, messages, [*group.prompt_token_ids, *cut.token_ids])
     assert second.prompt_token_ids == rendered(messages)
 

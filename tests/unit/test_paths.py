@@ -1,4 +1,4 @@
-"""Files that texts name are in the project: docs, docstrings and comments send nobody astray."""
+"""Files that texts name are in the project: docs, docstrings and comments send no one astray."""
 
 from __future__ import annotations
 

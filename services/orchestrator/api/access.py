@@ -1,7 +1,7 @@
 """Named API keys, what each allows, and the routes that make, list and revoke them.
 
 A key is a file of its own. So orchestrators that share a folder of runs have the same keys, a Redis
-that is away locks nobody out, and a revoked key is void at once:
+that is unreachable locks no one out, and a revoked key is void at once:
 
     <runs_dir>/.keys/<name>.key        its name, its access, and the SHA-256 of its secret
     <runs_dir>/.keys/<name>.revoked    the same of the name's last revoked key

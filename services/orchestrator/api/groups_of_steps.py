@@ -72,7 +72,7 @@ def add_routes(service: Service, store: Readable) -> None:
         limit: Annotated[int, Query(ge=1, le=1000)] = 50,
     ) -> ProblemHistory:
         """The groups of a problem in the steps before `before`, newest first. It looks for two
-        seconds, and says where to go on."""
+        seconds, and says where to continue."""
         record = await store.get(job_id)
         return await asyncio.to_thread(
             history_of, RunFolder(Path(record.run_dir)), record.job, index, before, limit

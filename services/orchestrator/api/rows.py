@@ -1,5 +1,5 @@
 """Checks that every row of a job's data makes a prompt that can be sent. A bad row that is found
-only at its step is a dead end: the job pauses, and mended data would differ from the submitted
+only at its step is a dead end: the job pauses, and fixed data would differ from the submitted
 data."""
 
 from __future__ import annotations

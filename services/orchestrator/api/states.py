@@ -96,7 +96,7 @@ async def _check_unused(store: Store, job_id: str, run_dir: Path) -> None:
 
 def _check_same_kind(old: Job, new: Job) -> None:
     """Raises BadRequest if a job that trains would only evaluate, or the other way round, and if a
-    job would evaluate other models: nobody has checked these."""
+    job would evaluate other models: no one has checked these."""
     if old.trains != new.trains:
         kept = "steps from 1 on" if old.trains else "steps = 0"
         raise BadRequest(
@@ -138,8 +138,8 @@ def _add_changing(service: Service, settings: Settings, store: Store, checks: Ch
 
     @app.post("/v1/jobs/{job_id}/resume")
     async def resume_job(job_id: str, request: ResumeRequest | None = None) -> JobState:
-        """Queues a paused job again. It goes on where it was, with other memory settings, steps and
-        the like if the body says so."""
+        """Queues a paused job again. It continues where it was, with other memory settings, steps
+        and the like if the body says so."""
         if request is None or not request.set:
             return await store.resume(job_id)
         record = await store.get(job_id)

@@ -1,4 +1,4 @@
-"""Work in a process of its own, which is killed once nobody waits for it. Calls of the Hub may hang
+"""Work in a process of its own, which is killed once no one waits for it. Calls of the Hub may hang
 in ways that no deadline of its libraries ends, and a thread cannot be killed.
 
 `python -m services.orchestrator.data.apart PID` is that process. It ends with process PID, reads

@@ -136,8 +136,8 @@ class HubTable(ArrowTable):
         return builder.as_dataset(split=self.arguments["split"])
 
     def _asked(self, pinned: Pinned) -> Any:
-        """Returns the builder from the Hub's files. If the Hub is away, `datasets` would take
-        another commit from its cache."""
+        """Returns the builder from the Hub's files. If the Hub is unreachable, `datasets` would
+        take another commit from its cache."""
         import datasets
         from datasets import config
 

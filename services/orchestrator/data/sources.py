@@ -343,7 +343,7 @@ def asks_hub(job: Job, settings: Settings) -> bool:
 async def fetch(asks: Iterable[Ask]) -> None:
     """Puts sources on the Hub into this machine's cache, from which rows are then read, except
     streams, which are not kept. A download may hang, so a process does it, which is killed at its
-    deadline, or once nobody waits for it. Raises as `load_prompts`, and Unavailable if the Hub
+    deadline, or once no one waits for it. Raises as `load_prompts`, and Unavailable if the Hub
     hangs."""
     asked = [ask for ask in asks if await asyncio.to_thread(_is_asked, ask)]
     if not asked or hub_is_offline():

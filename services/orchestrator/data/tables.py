@@ -24,7 +24,7 @@ from shared.weights.digest import digest_of_file
 Row = dict[str, Any]
 
 ended: ContextVar[threading.Event | None] = ContextVar("ended", default=None)
-"""Set once nobody waits for this thread's work. A thread cannot be killed, so the work checks
+"""Set once no one waits for this thread's work. A thread cannot be killed, so the work checks
 it."""
 
 ROWS_LOOKED_AT = 1000
@@ -258,7 +258,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def unreadable(name: str, error: BaseException) -> HoneError:
     """Returns the error for an unreadable source: BadRequest if the file is missing, not allowed or
     no file, Failed for a full disk, and Unavailable for faults that pass: a connection, a volume
-    that is away, a disk without answer."""
+    that is unreachable, a disk without answer."""
     number = getattr(error, "errno", None)
     reason = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     sentence = f"{name} cannot be read: {reason.splitlines()[0]}"
@@ -278,15 +278,15 @@ def check_version(name: str, found: str | None, wanted: str | None) -> None:
     if found and wanted and found != wanted:
         raise MustPause(
             f"{name} has changed since the job was submitted (its digest is {found}, expected "
-            f"{wanted}): the job would go on with other problems; put the old file back, or submit "
-            "a new job"
+            f"{wanted}): the job would continue with other problems; restore the old file, or "
+            "submit a new job"
         )
 
 
 def go_on() -> None:
-    """Raises Failed once nobody waits for this work."""
+    """Raises Failed once no one waits for this work."""
     if (end := ended.get()) and end.is_set():
-        raise Failed("it was ended: nobody waits for it any more")
+        raise Failed("it was ended: no one waits for it any more")
 
 
 def _lines(file: Any) -> Iterator[tuple[int, bytes, int]]:

@@ -154,7 +154,7 @@ class Uploads:
     def _take_room(self, made: UploadedFile) -> Path:
         """Reserves room: returns a folder aside with a file of the full size, which counts from now
         on. Raises TooLarge."""
-        for left in self._root.glob(f".{made.id}.*"):  # by a crash: nobody else writes it
+        for left in self._root.glob(f".{made.id}.*"):  # by a crash: no one else writes it
             shutil.rmtree(left, ignore_errors=True)
         aside = self._root / f".{made.id}.{secrets.token_hex(4)}"
         with disk.locked(self._root.parent / LOCK):

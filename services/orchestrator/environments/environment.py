@@ -1,7 +1,8 @@
 """What the conversations of a job act in: the seam between `play` and everything that has episodes.
 
 An environment that fails is no fault of the policy: each call raises Lost for an episode that
-cannot go on, and the conversation is played anew. What a tool gets wrong is a result for the model.
+cannot continue, and the conversation is played anew. What a tool gets wrong is a result for the
+model.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from shared.wire import (
 )
 
 LOST = "episode_lost"
-"""The error's code of an episode that cannot go on."""
+"""The error's code of an episode that cannot continue."""
 
 
 class Lost(Conflict):
-    """The episode cannot go on."""
+    """The episode cannot continue."""
 
     default_code = LOST
 
@@ -46,7 +47,7 @@ class Environment(Protocol):
         ...
 
     async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
-        """Ends the episode. Without `rewarded` nobody needs its reward."""
+        """Ends the episode. Without `rewarded` no one needs its reward."""
         ...
 
     def drop(self, id: str) -> None:

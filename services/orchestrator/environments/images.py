@@ -46,7 +46,7 @@ OWNER, JOB, REPLICA, MADE_OF, UNTIL = (
 )
 """Labels of a container: the identity of the jobs' Redis, the job, the number of the replica, and a
 digest of what it was made of. A container that only tries an image has the time in its place after
-which nobody needs it."""
+which no one needs it."""
 
 COMMAND_S = 120.0
 """Seconds that a command of Docker has."""

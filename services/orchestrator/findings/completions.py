@@ -85,7 +85,7 @@ def missing_rewards(facts: Facts) -> Iterator[Finding]:
         since_step=series.since(lambda share: share >= MISSING),
         evidence=(series.evidence(), *_reasons(facts.newest, _why_missing)),
         cause="a grader, the sandbox or a judge failed on them; they are never counted as 0",
-        remedy="mend what the reasons say, and try it with `hone grade`; beyond "
+        remedy="fix what the reasons say, and try it with `hone grade`; beyond "
         "HONE_MAX_MISSING_REWARDS the job pauses",
         keys=("rewards", "HONE_MAX_MISSING_REWARDS"),
     )
@@ -109,7 +109,7 @@ def errored_rollouts(facts: Facts) -> Iterator[Finding]:
         else "see the reasons: prompts too long, a template that breaks, log-probs not finite",
         remedy="raise HONE_GENERATE_DEADLINE_S, or lower sampling.max_tokens"
         if slow
-        else "mend the data or the settings that the reasons name",
+        else "fix the data or the settings that the reasons name",
         keys=("HONE_GENERATE_DEADLINE_S", "sampling.max_tokens")
         if slow
         else ("sampling.overlong_prompts", "max_model_len"),

@@ -38,7 +38,7 @@ is in the prompt by chance or as a choice. "8 + 9" has three."""
 
 NEARLY = 0.6
 """Share of a completion's tokens that an expression of the prompt has, from which on the words
-beside it do not matter: "Sure! 8 + 9". Beside other texts they do: to mend a sentence is a task."""
+beside it do not matter: "Sure! 8 + 9". Beside other texts they do: to fix a sentence is a task."""
 
 MOST = 0.75
 """Share of a prompt that contains its right answer, from which on a copy is none of the answer."""

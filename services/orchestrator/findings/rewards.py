@@ -87,7 +87,7 @@ def _hard(facts: Facts, told: str, since: int | None, evidence: tuple[Evidence, 
     """The finding where hardly any completion earns a reward: from the beginning, or by now."""
     if any(reward_fell(facts)):
         why = "the policy has lost what it could do, as its reward shows"
-        how = "go on from the best checkpoint with a lower training.learning_rate"
+        how = "continue from the best checkpoint with a lower training.learning_rate"
         keys: tuple[str, ...] = ("training.learning_rate",)
     else:
         why = (

@@ -23,7 +23,7 @@ MANY_RECOVERIES = 3
 
 
 def ended_badly(facts: Facts) -> Iterator[Finding]:
-    """The job failed, or is paused and needs a person, though no person paused it."""
+    """The job failed, or is paused and needs an operator, though no person paused it."""
     record = facts.record
     if record is None or record.status not in ("failed", "paused"):
         return
@@ -36,7 +36,7 @@ def ended_badly(facts: Facts) -> Iterator[Finding]:
             since_step=record.step,
             evidence=(Evidence(metric="record", text=why),),
             cause=why,
-            remedy="mend what it says, and submit the job again, from its newest checkpoint as "
+            remedy="fix what it says, and submit the job again, from its newest checkpoint as "
             "model if it has one (`hone checkpoints`)",
         )
     elif record.error != PAUSED_ON_REQUEST and not is_put_away(why):
@@ -47,7 +47,7 @@ def ended_badly(facts: Facts) -> Iterator[Finding]:
             since_step=record.step,
             evidence=(Evidence(metric="record", text=why),),
             cause=why,
-            remedy="mend what it says, then `hone resume`; it goes on where it was",
+            remedy="fix what it says, then `hone resume`; it continues where it was",
         )
 
 
@@ -71,8 +71,8 @@ def _waits(record: JobRecord, what: str) -> Finding:
         title=f"the {record.status} job waits: {what}",
         since_step=record.step,
         evidence=(Evidence(metric="record", text=what),),
-        cause="something that the job needs is away",
-        remedy="bring it back (`hone doctor` shows the services); the job goes on by itself",
+        cause="something that the job needs is unreachable",
+        remedy="bring it back (`hone doctor` shows the services); the job continues automatically",
     )
 
 
@@ -96,7 +96,7 @@ def stalled(facts: Facts) -> Iterator[Finding]:
         since_step=record.step,
         evidence=(Evidence(metric="record", text=doing),),
         cause="no orchestrator works on it: the lease of its worker has ended" if gone else doing,
-        remedy="start an orchestrator with this Redis and HONE_RUNS_DIR; the job goes on by itself"
+        remedy="start an orchestrator with this Redis and HONE_RUNS_DIR; the job then continues"
         if gone
         else "see the log of the service that it waits for; after HONE_STALL_S the events name it",
         keys=("HONE_RUNS_DIR",) if gone else ("HONE_STALL_S",),
@@ -112,7 +112,7 @@ def recovers_often(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         code="recovers_often",
         level="warning",
-        title=f"the job went on {record.recoveries} times after a service had lost its state",
+        title=f"the job continued {record.recoveries} times after a service had lost its state",
         since_step=replayed.steps[0] if replayed else None,
         evidence=(
             Evidence(metric="record", values=(float(record.recoveries),), text="recoveries"),

@@ -86,7 +86,7 @@ def _fell(reward: Series, best: Series, last: Series) -> Finding:
         since_step=reward.since(lambda value: value < middle),
         evidence=(best.evidence(), reward.evidence()),
         cause="the policy was moved too far by some updates, or the problems became harder",
-        remedy="go on from the best checkpoint in a new job with a lower "
+        remedy="continue from the best checkpoint in a new job with a lower "
         "training.learning_rate, or with training.beta to hold the policy near its start",
         keys=("training.learning_rate", "training.beta"),
     )

@@ -16,7 +16,7 @@ the next max_staleness steps are being sampled. So a batch trains weights that a
 max_staleness steps newer than the weights that sampled it. A batch's sampling starts only once
 weights new enough for it serve: nothing sampled is ever thrown away.
 
-Around this: run/run.py loads the job and goes on after failures (run/decisions.py), and
+Around this: run/run.py loads the job and continues after failures (run/decisions.py), and
 run/after_step.py records, evaluates and writes checkpoints. groups.py replaces groups without
 signal. pool/ has the samplers, and decides which of them each group waits for.
 """

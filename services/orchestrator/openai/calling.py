@@ -141,7 +141,7 @@ class Calls:
             _bytes(answer, url, stack),
             answer.status_code,
             {key: answer.headers[key] for key in PASSED_BACK if key in answer.headers},
-            background=BackgroundTask(stack.aclose),  # closes an answer that nobody began to read
+            background=BackgroundTask(stack.aclose),  # closes an answer that no one began to read
         )
 
     async def _sampler_of(self, name: str) -> str:

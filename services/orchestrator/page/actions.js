@@ -23,7 +23,7 @@ const ACTIONS = [
   },
   {
     name: "resume",
-    does: "Queues the job again. It goes on where it was, with other memory settings, steps and the like if you name them: keys that change what is learned are refused.",
+    does: "Queues the job again. It continues where it was, with other memory settings, steps and the like if you name them: keys that change what is learned are refused.",
     isPossible: (record) => record.status === "paused" || record.pause_requested,
     act: (record, { set }) => post(`v1/jobs/${record.id}/resume`, { set: set.split("\n").map((line) => line.trim()).filter(Boolean) }),
   },

@@ -1,5 +1,6 @@
 """Jobs as their run folders tell them, without Redis and without services: of ended runs, of other
-machines, after a crash. Folders are read anew when they change, so a run that goes on is followed.
+machines, after a crash. Folders are read anew when they change, so a run that continues is
+followed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from shared.job import Job
 from shared.wire import Checkpoint, Event, JobList, JobRecord, JobSummary, MetricsRow
 
 LOOK_S = 1.0
-"""Seconds between two looks at a folder that somebody follows."""
+"""Seconds between two looks at a folder that someone follows."""
 
 CHANGING = ("metrics.jsonl", NOTE, JOB, "summary.json", "checkpoints")
-"""What changes in a run folder when the job goes on."""
+"""What changes in a run folder when the job continues."""
 
 
 class Folders:
@@ -119,7 +120,7 @@ def run_folders(given: Iterable[Path]) -> list[Path]:
 
 
 def _record(run: FoundRun, job: Job) -> JobRecord:
-    """Returns the record, with the status that the folder noted last: nobody knows whether a job
+    """Returns the record, with the status that the folder noted last: no one knows whether a job
     that has not ended still runs."""
     note = RunFolder(run.path).note()
     written = max(_modified(run.path / name) for name in CHANGING)

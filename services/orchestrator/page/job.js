@@ -70,7 +70,7 @@ function Doing({ run }) {
   const said = [run.doing || record.doing || record.waits, record.stopped, record.error, ...obstacles, ...(record.warnings ?? [])].filter(Boolean);
   return html`<div class="doing" aria-live="polite">
     ${said.map((one) => html`<p>${visible(one)}</p>`)}
-    ${run.isLost && html`<p class="warning">the connection is lost; this page goes on by itself once the orchestrator answers</p>`}
+    ${run.isLost && html`<p class="warning">the connection is lost; this page continues automatically once the orchestrator answers</p>`}
   </div>`;
 }
 

@@ -1,4 +1,4 @@
-/** A job as it goes on: its record, its metrics and its newest events, over one stream. */
+/** A job as it continues: its record, its metrics and its newest events, over one stream. */
 
 import { useEffect, useState } from "./lib.js";
 import { get, Problem, stream } from "./api.js";
@@ -119,7 +119,7 @@ export class Run {
   }
 
   /**
-   * Follows the job to its end; after a lost connection it goes on after the last event it saw. A
+   * Follows the job to its end; after a lost connection it continues after the last event it saw. A
    * hidden tab follows nothing, for a browser has six connections to a server; shown again, it loads
    * the job anew.
    */

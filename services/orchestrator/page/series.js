@@ -42,7 +42,7 @@ export function withRow(series, step, metrics) {
 
 /**
  * Returns the x value of each step: the step, the hours or the tokens since the job began. Where a
- * step lacks them they go on from the step before.
+ * step lacks them they continue from the step before.
  * @param {Series} series
  * @param {Axis} axis
  */

@@ -71,7 +71,7 @@ def _are_equal(ids: tuple[int, ...]) -> bool:
 
 def joined(played: list[RolloutGroup]) -> RolloutGroup:
     """Returns one group of groups of one. Its prompt is what all prompts begin with; what differs,
-    such as what each environment said first, begins the rollouts as tokens that nobody sampled."""
+    such as what each environment said first, begins the rollouts as tokens that no one sampled."""
     whole = [group for group in played if not group.rollouts[0].went_wrong]
     prompts = [list(group.prompt_token_ids) for group in whole] or [[]]
     shared = [ids[0] for ids in itertools.takewhile(_are_equal, zip(*prompts, strict=False))]

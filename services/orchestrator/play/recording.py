@@ -1,6 +1,6 @@
 """The turns of a session as a tree, and the rows of tokens that they are. Pure.
 
-A request whose messages begin with an earlier turn's messages and answer goes on from that turn;
+A request whose messages begin with an earlier turn's messages and answer continues from that turn;
 so does one whose token ids begin with that turn's. Any other request begins anew, as a root. A row
 is the way from a root to a leaf:
 
@@ -46,8 +46,8 @@ class Asked:
 @dataclass(eq=False, frozen=True)
 class Turn:
     """An answer. `given` are the tokens before it, from the end of the answer of `parent` on; of a
-    root, the whole prompt. `because` says why it does not go on from the turn before. `began` and
-    `ended` are numbers in the order of what happened in the session."""
+    root, the whole prompt. `because` says why it does not continue from the turn before. `began`
+    and `ended` are numbers in the order of what happened in the session."""
 
     id: str
     asked: Asked
@@ -110,7 +110,7 @@ class Recording:
         self.taken: set[Turn] = set()
 
     def before(self, asked: Asked) -> Turn | None:
-        """Returns the longest turn that the request goes on from, of equal ones the newest."""
+        """Returns the longest turn that the request continues from, of equal ones the newest."""
         fits = _has_tokens if asked.token_ids is not None else _has_messages
         going_on: dict[Turn | None, int] = {None: 0}
         for turn in self.turns:  # parents stand before their children
@@ -121,7 +121,7 @@ class Recording:
         return max(reversed(going_on), key=lambda turn: going_on[turn], default=None)
 
     def why(self, asked: Asked, parent: Turn | None) -> str:
-        """Returns why the request does not go on from the newest turn; "" if it does."""
+        """Returns why the request does not continue from the newest turn; "" if it does."""
         if not self.turns or parent is self.turns[-1]:
             return ""
         newest = self.turns[-1]
@@ -140,7 +140,7 @@ class Recording:
         return f"message {num_same} has another {' and '.join(names)} than the one recorded"
 
     def leaves(self) -> list[Turn]:
-        """Returns the last turn of each row, oldest first. An answer that nobody went on from is
+        """Returns the last turn of each row, oldest first. An answer that no one continued from is
         left out if no client got it, or if the same request was answered again after it."""
         parents = {turn.parent for turn in self.turns}
         last_began: dict[str, int] = {}

@@ -58,7 +58,7 @@ class Discovery:
 
     async def some(self, tell: Tell) -> tuple[str, ...]:
         """Returns the URLs of all samplers, once there is one. Raises Unavailable if none comes,
-        and StoreUnavailable while Redis is away."""
+        and StoreUnavailable while Redis is unreachable."""
         end = time.monotonic() + self._settings.patience_s
         places = f"HONE_ROLLOUT_URL is {self._settings.rollout_url!r}, which stands for none now"
         is_said = False
@@ -73,8 +73,8 @@ class Discovery:
 
     async def now(self) -> tuple[str, ...] | None:
         """Returns the URLs of all samplers. None: the pool keeps the samplers that it has, because
-        Redis is away, or because there has been no sampler for less than `patience_s`: all their
-        leases may have ended at once, while the samplers still run."""
+        Redis is unreachable, or because there has been no sampler for less than `patience_s`: all
+        their leases may have ended at once, while the samplers still run."""
         try:
             urls = await self._look()
         except Unavailable as error:

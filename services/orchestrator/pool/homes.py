@@ -42,7 +42,7 @@ class Homes:
     def request(
         self, body: GenerateRequest, home: Home | None, sampler: Sampler
     ) -> GenerateRequest:
-        """Returns the request for the sampler. At home it goes on from what older weights have
+        """Returns the request for the sampler. At home it continues from what older weights have
         cached, with `keeps_prefixes`."""
         if not (self.keeps_prefixes and home and home.sampler is sampler and body.known):
             return body

@@ -135,7 +135,7 @@ class Pool:
 
     @property
     def want_files(self) -> bool:
-        """Whether some sampler is away, or does not get what is sent to its GPU."""
+        """Whether some sampler is unreachable, or does not get what is sent to its GPU."""
         every = self.samplers.values()
         return any(sampler.listed and (not sampler.up or sampler.by_files) for sampler in every)
 
@@ -383,7 +383,7 @@ class Pool:
         self._admit()
 
     async def _keep(self) -> None:
-        """Retries samplers that are away, and looks for new and removed samplers."""
+        """Retries samplers that are unreachable, and looks for new and removed samplers."""
         joins: dict[Sampler, asyncio.Task[None]] = {}
         try:
             while True:

@@ -89,7 +89,7 @@ class Length:
 def client_of(
     url: str, settings: Settings, tell: Tell, headers: Mapping[str, str] | None = None
 ) -> Client:
-    """Returns the client of the sampler at `url`; `tell` hears when it is away."""
+    """Returns the client of the sampler at `url`; `tell` hears when it is unreachable."""
     return Client(
         "rollout",
         url,

@@ -25,7 +25,7 @@ from shared.wire import (
 )
 
 NOT_OF_THE_SYNC = frozenset({"stale", "taken", "tensors_differ", "disk_full", "out_of_memory"})
-"""Codes of errors that another push does not mend."""
+"""Codes of errors that another push does not fix."""
 
 FEW_CHANGE = 1e-5
 """Largest learning rate at which "auto" takes deltas."""
@@ -83,7 +83,7 @@ async def sync_weights(
 ) -> Synced:
     """Makes every sampler serve the trainer's `version`, with the digest of what was published and
     the log-probs of its canary, and records it in the run folder. One sampler of several that does
-    not is taken out of the pool. If none does, it is pushed once more, by another method if there
+    not is taken out of the pool. If none does, it is pushed again, by another method if there
     is one; then raises SyncFailed."""
     synced = await _synced(services, job, version, journal)
     await to_disk(folder.append_sync, synced.row(), synced.proof)
@@ -269,15 +269,15 @@ def _check_transfer(ref: SentWeights, deadline_s: float) -> None:
 
 
 async def _write_files(fallback: Fallback, journal: Journal) -> None:
-    """Has what is sent written as files too, for samplers that are away, while the trainer is at
-    it. They lose a step at most if that fails. Raises SyncFailed if the files are of other weights
-    than what was sent."""
+    """Has what is sent written as files too, for samplers that are unreachable, while the trainer
+    is at it. They lose a step at most if that fails. Raises SyncFailed if the files are of other
+    weights than what was sent."""
     try:
         await fallback()
     except SyncFailed:
         raise
     except (Failed, Unavailable) as error:
-        await journal.warn(f"samplers that are away join later: {error.detail}")
+        await journal.warn(f"samplers that are unreachable join later: {error.detail}")
 
 
 class Fallback:

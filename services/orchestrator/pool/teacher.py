@@ -76,8 +76,8 @@ class _Again(Exception):
 
 
 class Teacher:
-    """`wait_s` is how long an endpoint that is away is waited for. `tell` hears that it is away,
-    and that it is back."""
+    """`wait_s` is how long an endpoint that is unreachable is waited for. `tell` hears that it is
+    unreachable, and that it is back."""
 
     def __init__(
         self,
@@ -158,7 +158,8 @@ class Teacher:
 
     async def check(self, job: Job) -> None:
         """Raises BadRequest where the endpoint has another vocabulary than the job's model, as far
-        as the tokenizer is known here, or gives no log-probs. Raises Unavailable if it is away."""
+        as the tokenizer is known here, or gives no log-probs. Raises Unavailable if it is
+        unreachable."""
         try:
             tokenizer = reader_of(job).tokenizer
         except CannotCount:

@@ -156,13 +156,13 @@ async def watch(
     tell: Callable[[str, bool], Awaitable[None]],
 ) -> None:
     """Whenever nothing was answered for `stall_s` seconds, tells once which services are waited
-    for, and later that the job goes on. Raises Failed if no call is under way, because then no
+    for, and later that the job continues. Raises Failed if no call is under way, because then no
     answer can come."""
     told_at: float | None = None
     while True:
         await asyncio.sleep(min(stall_s / LOOKS, MAX_LOOK_S))
         if told_at not in (None, waits.progress_at):
-            await tell("the job goes on: there was an answer again", False)
+            await tell("the job continues: there was an answer again", False)
             told_at = None
         stalls = waits.stalled_s() >= stall_s
         if stalls and waits.is_idle:

@@ -59,7 +59,7 @@ IDLE_S = 10.0
 """Seconds without an operation after which a model makes room for a job that waits."""
 
 REFUSED = frozenset({"not_finite", "out_of_memory"})
-"""Codes of errors that an operation has to itself: the model goes on as it was."""
+"""Codes of errors that an operation has to itself: the model continues as it was."""
 
 NOT_NAMED = {"tensors": {}, "canary": None}
 """What a request for samples need not carry of an adapter: the digest is of all tensors."""
@@ -103,8 +103,8 @@ class Driving:
         start = await asyncio.to_thread(self._log.start)
         if self.at < start.done:
             raise MustPause(
-                f"the trainer went on from operation {self.at}, and the log begins after operation "
-                f"{start.done}: the checkpoints since then are damaged or gone"
+                f"the trainer continued from operation {self.at}, and the log begins after "
+                f"operation {start.done}: the checkpoints since then are damaged or gone"
             )
         self._num_done, number = start.done, start.number - 1
         while True:

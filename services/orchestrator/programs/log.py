@@ -96,7 +96,7 @@ class OperationLog:
         return _read(self._file("start"), LogStart) or LogStart()
 
     def advance(self, start: LogStart) -> None:
-        """Makes the log begin there, and removes what nobody can need any more."""
+        """Makes the log begin there, and removes what no one can need any more."""
         disk.write_file(self._file("start"), _packed(start))
         done = (
             file

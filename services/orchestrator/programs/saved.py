@@ -126,7 +126,7 @@ def _steps_in(checkpoints: Path) -> set[int]:
 
 
 def _discard(folder: Path) -> None:
-    """Removes a folder of which nobody may see half."""
+    """Removes a folder of which no one may see half."""
     aside = folder.with_name(f".tmp-{folder.name}")
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(aside, ignore_errors=True)

@@ -3,8 +3,8 @@ outcome of a job: at the end of an attempt, or from its run folder.
 
 One rollout's fault is no error, but data (groups.py). Faults outside the job (a service, a volume,
 a proxy) are waited for (needs.py). Faults that may be the job's are tried again a few times. If
-that does not help, or only a person can mend the fault, the job pauses, and the sentence says what
-to do.
+that does not help, or only an operator can fix the fault, the job pauses, and the sentence says
+what to do.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ that the job itself probably crashes them."""
 
 PAUSES_S = (0.0, 5.0, 30.0, 60.0, 120.0, 300.0)
 """Seconds before each recovery in a row; the last value counts for all later ones. Services that
-are away are waited for in addition."""
+are unreachable are waited for in addition."""
 
 
 class Action(Enum):
     STOP = "stop"
-    """Stop without a report: another worker has the job, or the store is away or another one."""
+    """Stop without a report: another worker has the job, or the store is unreachable or another
+    one."""
     GIVE_BACK = "give back"
     """A newer attempt was found. If this worker still has the lease, it gives it back, so that the
     next worker need not wait until it expires."""
@@ -55,14 +56,14 @@ class Action(Enum):
     RELOAD = "reload"
     """A service lost the job, or went away: load it again, up to MAX_LOSSES times in a row."""
     RECOVER = "recover"
-    """Load the job into trainer and sampler again, and go on from the trainer's step."""
+    """Load the job into trainer and sampler again, and continue from the trainer's step."""
     PAUSE = "pause"
 
 
 @dataclass(frozen=True)
 class Rule:
     """A rule for errors of class `kind`, and with one of `codes` if given. `remedy` says what a
-    person does before resuming the job; "": nothing, it resumes by itself."""
+    person does before resuming the job; "": nothing, it resumes automatically."""
 
     kind: type[Exception]
     action: Action
@@ -72,7 +73,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Decision:
-    """`why` is a sentence for a person, with the remedy if the job pauses."""
+    """`why` is a sentence for an operator, with the remedy if the job pauses."""
 
     action: Action
     why: str
@@ -81,8 +82,9 @@ class Decision:
 @dataclass(frozen=True)
 class Outcome:
     """How an attempt at the job ended. `why` says why the job paused, or succeeded before its last
-    step; `summary` is its result. "queued": it goes on in another attempt, because a newer one was
-    found or another trainer takes it. "failed" and "cancelled" come only from the run folder."""
+    step; `summary` is its result. "queued": it continues in another attempt, because a newer one
+    was found or another trainer takes it. "failed" and "cancelled" come only from the run
+    folder."""
 
     status: Literal["succeeded", "paused", "failed", "cancelled", "queued"]
     why: str | None = None
@@ -101,7 +103,7 @@ ENDS_THEM = (
     "itself: look into their logs"
 )
 CHANGE_IT = "change the job (`hone resume JOB --set KEY=VALUE`) or the service"
-PROXY = "mend what stands between the services: a proxy, or another program at the address"
+PROXY = "fix what stands between the services: a proxy, or another program at the address"
 SAME_VERSION = "make sure that all services have the same version (`hone doctor`)"
 MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --set KEY=VALUE`"
 

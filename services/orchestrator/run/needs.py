@@ -1,6 +1,6 @@
 """The needs of a job: a trainer, a sampler, the reward service, a writable runs folder, its data,
-and its model's folder. No job is taken while one of them is away; a running job that lost one goes
-on once it is back."""
+and its model's folder. No job is taken while one of them is unreachable; a running job that lost
+one continues once it is back."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Needs:
         return next((t.trainer for t in every if t.trainer != self.trainer and t.free), None)
 
     async def look(self) -> str | None:
-        """Returns what is away now, as sentences; None if nothing is."""
+        """Returns what is unreachable now, as sentences; None if nothing is."""
         missing = await self._find_missing()
         if missing != self.missing:
             get_logger().warning(

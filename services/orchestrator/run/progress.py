@@ -24,8 +24,8 @@ class Doing:
         self.stage, self.next, self.details, self.missing = stage, next, {}, missing
 
     def line(self, waits: Waits, away: Mapping[str, float]) -> str:
-        """Returns the line. `away` maps services that are away, as "the trainer service", to Unix
-        times since when."""
+        """Returns the line. `away` maps services that are unreachable, as "the trainer service", to
+        Unix times since when."""
         parts = [
             *waits.told(),
             *(f"the {service} is {what}" for service, what in sorted(self.details.items())),
@@ -40,7 +40,7 @@ class Doing:
 
 
 def _away(away: Mapping[str, float]) -> list[str]:
-    return [f"{who} is away {since(at)}" for who, at in sorted(away.items())]
+    return [f"{who} is unreachable {since(at)}" for who, at in sorted(away.items())]
 
 
 class Progress:

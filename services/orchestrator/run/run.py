@@ -1,4 +1,4 @@
-"""One attempt at one job: everything around the pipeline. It prepares, goes on from the trainer's
+"""One attempt at one job: everything around the pipeline. It prepares, continues from the trainer's
 step, and after a failure decides what happens to the job (decisions.py). A job waits for missing
 needs (needs.py).
 
@@ -282,7 +282,7 @@ class Run:
             if missing and is_long and (other := await self._elsewhere()):
                 return Outcome("queued", f"{missing}; the job goes to trainer {other}")
             if not is_said:
-                await self._journal.warn(f"waits, and goes on by itself: {missing}")
+                await self._journal.warn(f"waits, and continues automatically: {missing}")
             is_said = True
             self._doing.begin("waiting for what it needs", "the model is loaded again", missing)
             await asyncio.sleep(LOOK_AT_MISSING_S)
@@ -413,14 +413,14 @@ class Run:
         return ended
 
     async def _last_step(self, done: int | None, state: TrainerState) -> int:
-        """Returns the last recorded step, after which training goes on. The trainer remembers one
-        step after it. If the trainer is further, rows were lost, and training goes on without
+        """Returns the last recorded step, after which training continues. The trainer remembers one
+        step after it. If the trainer is further, rows were lost, and training continues without
         them."""
         last, first_possible = done or 0, state.step - 1
         if last < first_possible:
             await self._journal.warn(
                 f"metrics.jsonl has no rows of steps {last + 1} to {first_possible}, which the "
-                "trainer has done; the job goes on without them"
+                "trainer has done; the job continues without them"
             )
         return max(last, first_possible)
 

@@ -61,7 +61,7 @@ class Spent:
         self._tokens = 0.0
 
     def go_on_from(self, rows: Sequence[MetricsRow]) -> None:
-        """Goes on after the last of `rows`. Tokens of later steps are counted again."""
+        """Continues after the last of `rows`. Tokens of later steps are counted again."""
         self._tokens = rows[-1].metrics.get(TOKENS, 0.0) if rows else 0.0
 
     def after(self, batch: Batch) -> dict[str, float]:

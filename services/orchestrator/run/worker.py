@@ -39,10 +39,10 @@ POLL_S = 0.2
 """Seconds between two looks into the queue."""
 
 PAUSE_S = 2.0
-"""Seconds between two attempts to reach Redis while it is away."""
+"""Seconds between two attempts to reach Redis while it is unreachable."""
 
 HELD_S = 5.0
-"""Seconds between two checks of jobs whose data is away."""
+"""Seconds between two checks of jobs whose data is unreachable."""
 
 STOPS_WITHIN = 0.5
 """Share of the lease within which cancelled work should end. A write on a hanging disk does not
@@ -66,9 +66,9 @@ class SharedTrainer:
 
 class Worker:
     """A worker for the trainer and its samplers that `settings` name. It takes no job while
-    anything that a job needs is away. `episodes` and `sessions` are the process's, and `trainer` is
-    common to the workers of this trainer. `num_queued` is how many jobs wait to begin, as of two
-    seconds ago."""
+    anything that a job needs is unreachable. `episodes` and `sessions` are the process's, and
+    `trainer` is common to the workers of this trainer. `num_queued` is how many jobs wait to begin,
+    as of two seconds ago."""
 
     def __init__(
         self,
@@ -99,8 +99,8 @@ class Worker:
         return self._lease is not None
 
     async def run_forever(self) -> None:
-        """Works until cancelled. While Redis is away it waits; an interrupted job is taken up again
-        later."""
+        """Works until cancelled. While Redis is unreachable it waits; an interrupted job is taken
+        up again later."""
         await self._until_known()
         self._leave_others()
         registering = asyncio.create_task(self._keep_registered())
@@ -164,8 +164,8 @@ class Worker:
             get_logger().warning("lease not given back", job=lease.job_id, reason=repr(error))
 
     async def _is_next_held(self) -> bool:
-        """Returns whether the data of the next job is away. Then the other queued jobs go first,
-        until the data is there."""
+        """Returns whether the data of the next job is unreachable. Then the other queued jobs go
+        first, until the data is there."""
         needs = self._needs
         skip = [*self._held, *self._trainer.closing]
         job_id = await self._store.peek(
@@ -174,7 +174,7 @@ class Worker:
         return job_id is not None and await self._is_held(job_id)
 
     async def _watch_held(self) -> None:
-        """Checks the jobs whose data is away, also while this worker has another job."""
+        """Checks the jobs whose data is unreachable, also while this worker has another job."""
         while True:
             await asyncio.sleep(HELD_S)
             for job_id in [*self._held]:
@@ -186,8 +186,8 @@ class Worker:
                     get_logger().exception("data not looked at", job=job_id)
 
     async def _is_held(self, job_id: str) -> bool:
-        """Returns whether the job's data is away, and notes it. A job that cannot be read is not
-        held: the worker that takes it reports why."""
+        """Returns whether the job's data is unreachable, and notes it. A job that cannot be read is
+        not held: the worker that takes it reports why."""
         try:
             job = (await self._store.get(job_id)).job
         except (NotFound, Unreadable):
@@ -233,9 +233,9 @@ class Worker:
         self._lease = None
 
     async def _tell(self, message: str, away: bool) -> None:
-        """Logs that Redis is away or back. An event tells followers of the running or next job that
-        it is back."""
-        get_logger().warning("Redis is away" if away else "Redis is back", reason=message)
+        """Logs that Redis is unreachable or back. An event tells followers of the running or next
+        job that it is back."""
+        get_logger().warning("Redis is unreachable" if away else "Redis is back", reason=message)
         self._news = None if away else message
         await self._say_news()
 
@@ -245,7 +245,8 @@ class Worker:
             self._news = None
 
     async def _until_known(self) -> None:
-        """Waits until Redis has the jobs of the runs folder, or a person has decided to use it."""
+        """Waits until Redis has the jobs of the runs folder, or an operator has decided to use
+        it."""
         said = None
         while True:
             try:
@@ -308,7 +309,7 @@ class Worker:
                     self._trainer.closing.discard(lease.job_id)
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
-        resume = f", then `hone resume {lease.job_id}` goes on from there"
+        resume = f", then `hone resume {lease.job_id}` continues from there"
         if is_put_away(str(outcome.why)):
             resume = ""
         if outcome.status == "queued":

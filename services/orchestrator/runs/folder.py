@@ -183,7 +183,7 @@ class RunFolder:
         if different:
             raise Conflict(
                 f"{str(file)!r} is of the same job id with another job: "
-                f"{'; '.join(different[:SHOWN_DIFFERENCES])}; to go on would not be faithful to "
+                f"{'; '.join(different[:SHOWN_DIFFERENCES])}; to continue would not be faithful to "
                 "what is in the run folder: put it back as it was, or submit the job anew"
             )
 
@@ -191,8 +191,8 @@ class RunFolder:
         if redis and self.redis() not in (None, redis):
             raise Conflict(
                 "the job is in another Redis now, into which `hone recover` took it "
-                f"({str(self.path / REDIS)!r} names that one); go on with it there, or remove the "
-                "file if that Redis is no more"
+                f"({str(self.path / REDIS)!r} names that one); continue with it there, or remove "
+                "the file if that Redis is no more"
             )
 
     def redis(self) -> str | None:

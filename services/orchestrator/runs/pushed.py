@@ -289,7 +289,7 @@ class PushedQueue:
     def _locked(self) -> Generator[Ledger]:
         with writing("run folder", self._run):
             if not self._folder.is_dir():
-                self._folder.mkdir(exist_ok=True)  # not its parents: somebody may have removed them
+                self._folder.mkdir(exist_ok=True)  # not its parents: someone may have removed them
                 disk.flush(self._run)
             with disk.locked(self._folder / "lock"):
                 self._read()

@@ -134,8 +134,8 @@ class Tracker:
     def _note(self, reason: str) -> None:
         self._reason = reason
         self.trouble = (
-            f"{self._lacks()} so far: {reason}; the job goes on, and its rows are sent again with "
-            'the next step (wandb.mode = "offline" keeps them in the run folder)'
+            f"{self._lacks()} so far: {reason}; the job continues, and its rows are sent again "
+            'with the next step (wandb.mode = "offline" keeps them in the run folder)'
         )
         get_logger().warning("W&B did not take metrics", job=self._job_id, reason=reason)
 

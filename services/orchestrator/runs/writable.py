@@ -15,8 +15,8 @@ from shared.host import disk
 from shared.host.processes import Look
 
 ANSWERS_WITHIN_S = 3.0
-"""Seconds for writing a small file. A network volume that is away blocks a write as long as it is
-away; a probe of /readyz waits for 5 s."""
+"""Seconds for writing a small file. A network volume that is unreachable blocks a write as long as
+it is unreachable; a probe of /readyz waits for 5 s."""
 
 MIN_FREE_BYTES = 16 << 20
 """A disk with less is full: a step's batch may need more."""

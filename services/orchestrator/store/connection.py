@@ -1,5 +1,5 @@
-"""The orchestrator's connection to Redis: scripts that run once, retries while it is away, and
-errors that say what to check."""
+"""The orchestrator's connection to Redis: scripts that run once, retries while it is unreachable,
+and errors that say what to check."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ RECONNECT_S = 1.0
 
 
 class StoreUnavailable(Unavailable):
-    """Redis is away, or refuses commands until time or a person has mended it. A worker stops its
-    job; the job goes on afterwards."""
+    """Redis is unreachable, or refuses commands until time or an operator has fixed it. A worker
+    stops its job; the job continues afterwards."""
 
 
 class StoreEmptied(Conflict):
-    """This Redis is not the Redis that had the jobs. It is not used until a person has decided
+    """This Redis is not the Redis that had the jobs. It is not used until an operator has decided
     about them."""
 
     default_code = "emptied"

@@ -184,7 +184,7 @@ async def _rebuilt(
 
 
 def _arguments(run: FoundRun, job: Job, key_ttl_s: float) -> Mapping[str, Any]:
-    goes_on = f"goes on after step {run.step}" if run.step else "begins it"
+    goes_on = f"continues after step {run.step}" if run.step else "begins it"
     key_left_s = int(run.created_at + key_ttl_s - time.time())
     has_key = run.key and run.fingerprint and key_left_s > 0
     return {

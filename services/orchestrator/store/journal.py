@@ -35,8 +35,8 @@ class Journal:
         await self._store.report(self._lease, "log", message, level="error")
 
     async def aside(self, message: str, warning: bool) -> None:
-        """Reports a message on which nothing depends, such as that a service is away or back. A
-        failed report is no error for the caller: the heartbeat meets the same fault, and
+        """Reports a message on which nothing depends, such as that a service is unreachable or
+        back. A failed report is no error for the caller: the heartbeat meets the same fault, and
         decides."""
         try:
             await (self.warn(message) if warning else self.log(message))
@@ -44,7 +44,7 @@ class Journal:
             get_logger().warning("not said to the job's followers", reason=str(error))
 
     async def stalled(self, message: str, stalls: bool) -> None:
-        """Reports that the run stalls, or goes on again."""
+        """Reports that the run stalls, or continues again."""
         await (self.warn(message) if stalls else self.log(message))
 
     async def loaded(self, state: TrainerState) -> None:
@@ -54,7 +54,7 @@ class Journal:
             f"{state.device}"
         )
         if state.step:
-            message += f"; going on after step {state.step}"
+            message += f"; continuing after step {state.step}"
         for sentence in state.damaged:
             await self.warn(sentence)
         if state.without:

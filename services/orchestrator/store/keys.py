@@ -4,7 +4,7 @@
     hone:jobs                    zset    every job id by creation time
     hone:queue                   zset    ids of the jobs that wait to begin, by priority and age
     hone:begun                   zset    ids of begun jobs that neither ended nor paused, likewise:
-                                         running, or interrupted and to go on first
+                                         running, or interrupted and to continue first
     hone:submitted               string  `submitted_ms` of the newest job
     hone:ended                   zset    ids of ended jobs by the time they ended, for retention
     hone:attempts                string  the attempt of the lease given last, for all jobs

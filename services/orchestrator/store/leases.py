@@ -1,7 +1,7 @@
 """Leases: the right of a worker with its job to use services for a while. A heartbeat renews
 the lease, and ends the work if that does not succeed in time.
 
-While Redis cannot be reached nobody tells the worker that it lost its lease. So it uses its own
+While Redis cannot be reached no one tells the worker that it lost its lease. So it uses its own
 clock, and stops before Redis can give the trainer to another worker.
 """
 

@@ -99,7 +99,7 @@ async def accepted(store: Store, asked: Job, key: str | None) -> JobRecord | Non
 
 async def keep_unsubmitted_removed(store: Store, runs_dir: Path) -> None:
     """Removes, again and again, the folders of submissions that were interrupted before Redis had
-    the job. Nobody was told that such a job was accepted."""
+    the job. No one was told that such a job was accepted."""
     while True:
         try:
             await remove_unsubmitted(store, runs_dir)
@@ -121,7 +121,7 @@ async def remove_unsubmitted(store: Store, runs_dir: Path) -> None:
 async def note_end(store: Store, job_id: str) -> None:
     """Notes in the run folder, if it exists, how the job has ended. Faults are only logged, because
     the job has ended; a record rebuilt without the note would be paused. A hanging disk keeps
-    nobody waiting: the note is then made at the next start."""
+    no one waiting: the note is then made at the next start."""
     try:
         note = await store.note(job_id)
         if note.has_ended:

@@ -118,8 +118,8 @@ class Store(WorkerSide, Lists):
         await self._connection.close()
 
     async def why_unusable(self) -> str | None:
-        """Returns why Redis lets no job be accepted, shown or run: it is away, or is not the jobs'
-        Redis. None if it can be used."""
+        """Returns why Redis lets no job be accepted, shown or run: it is unreachable, or is not the
+        jobs' Redis. None if it can be used."""
         try:
             return await self._connection.differs()
         except StoreUnavailable as error:

@@ -86,7 +86,7 @@ class Futures:
 
 
 def _is_over(record: JobRecord) -> bool:
-    """Whether the model has ended, or is paused for an error that somebody has to mend."""
+    """Whether the model has ended, or is paused for an error that someone has to fix."""
     if record.status == "paused":
         return record.error != PAUSED_ON_REQUEST and not is_put_away(record)
     return record.status in TERMINAL
@@ -97,7 +97,7 @@ def _queue_state(record: JobRecord) -> dict[str, Any]:
     if record.status == "running":
         return {"queue_state": "active"}
     if record.status == "paused" and not is_put_away(record):
-        reason = f"somebody paused it; `hone resume {record.id}` goes on"
+        reason = f"someone paused it; `hone resume {record.id}` continues"
     else:
         reason = "it waits for a place on the trainer"
     return {"queue_state": "paused_capacity", "queue_state_reason": reason}

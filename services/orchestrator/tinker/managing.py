@@ -99,7 +99,7 @@ class Management:
         while True:
             try:
                 found = [one.id async for one in models_of(self._store)]
-            except HoneError as error:  # Redis is away; a later removal may do better
+            except HoneError as error:  # Redis is unreachable; a later removal may do better
                 get_logger().warning("expired weights not removed", reason=str(error))
                 found = []
             for job_id in found:

@@ -96,7 +96,7 @@ def _section(text: str, name: str, enders: tuple[str, ...]) -> str | None:
 
 def _arguments(block: str) -> dict[str, str]:
     """Returns the description of each argument. A line that does not begin with a name and a colon
-    goes on with the description before it."""
+    continues with the description before it."""
     told: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in block.splitlines():

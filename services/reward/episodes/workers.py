@@ -43,7 +43,7 @@ MAX_REASON_CHARS = 1000
 
 
 class EpisodeLost(Conflict):
-    """The episode cannot go on, and another one can be opened in its place."""
+    """The episode cannot continue, and another one can be opened in its place."""
 
     default_code = "episode_lost"
 

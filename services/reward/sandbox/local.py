@@ -1,6 +1,6 @@
 """The sandbox on this host: warm slots, each for one program at a time, given in turns.
 
-If a slot dies, it is started again and its program is run once more. A second death is the verdict
+If a slot dies, it is started again and its program is run again. A second death is the verdict
 "sandbox_error", because no program can reach its slot. The sandbox "unsafe" is the same without
 namespaces and seccomp, with resource limits only; it is chosen only by its name. There a program
 can kill its slot, so a second death is the program's fault.

@@ -1,6 +1,6 @@
-"""The tokens of a conversation that goes on.
+"""The tokens of a conversation that continues.
 
-Sampled tokens are never tokenized again. When a conversation goes on, only the text that the chat
+Sampled tokens are never tokenized again. When a conversation continues, only the text that the chat
 template writes after the last answer is tokenized, and appended to the tokens:
 
     prompt  answer, as sampled  end of the answer, tool's message, head of the next answer

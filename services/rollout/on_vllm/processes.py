@@ -78,7 +78,7 @@ def _is_abandoned(folder: Path) -> bool:
     try:
         with (folder / "lock").open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # somebody's, being made, or another user's
+    except OSError:  # someone's, being made, or another user's
         return False
     return True
 

@@ -32,8 +32,8 @@ class Copy:
 
 class Copies:
     """At most one version at a time, in a folder named by its digest, so that a transfer that was
-    cut goes on when the same version is fetched again. A proven version can be kept as the base of
-    deltas. Adapters are small, and each has a copy until it is unloaded."""
+    cut continues when the same version is fetched again. A proven version can be kept as the base
+    of deltas. Adapters are small, and each has a copy until it is unloaded."""
 
     def __init__(self, folder: Path, fetcher: Fetcher) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Fetches files of published versions from the trainer. A transfer that was cut goes on where it
+"""Fetches files of published versions from the trainer. A transfer that was cut continues where it
 ended, also in a later call.
 
 Only the trainer of `HONE_TRAINER_URL` is asked: a reference names a file and never a host, and

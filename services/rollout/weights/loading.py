@@ -1,7 +1,7 @@
 """Loads a proven version into the engine that runs. READ FIRST.
 
 Weights replace the model's between two tokens; an adapter is loaded beside the model while sampling
-goes on. Nothing changes until the version is proven. If a load fails halfway, the weights are
+continues. Nothing changes until the version is proven. If a load fails halfway, the weights are
 unknown, and nothing is sampled with them.
 """
 

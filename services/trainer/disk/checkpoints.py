@@ -1,5 +1,5 @@
 """Checkpoints on disk: `<runs_dir>/<job>/checkpoints/step-000100/`, a Hugging Face folder from
-which training also goes on.
+which training also continues.
 
     config.json, *.safetensors, tokenizer ...   what plain `transformers` loads
     trainer/manifest.json                       whose it is and how far; size and checksum of each
@@ -141,7 +141,7 @@ def read_manifest(path: Path) -> Manifest:
 
 def _of_another_version(path: Path, why: str) -> Conflict:
     return Conflict(
-        f"the checkpoint {str(path)!r} is of another version of Hone: {MANIFEST}: {why}; go on "
+        f"the checkpoint {str(path)!r} is of another version of Hone: {MANIFEST}: {why}; continue "
         "with the version that wrote it, or move the checkpoint away to start again"
     )
 
@@ -238,7 +238,7 @@ def _examined(
 
 def check_ours(path: Path, manifest: Manifest, request: TrainerJob, model: str) -> None:
     """Raises Conflict, with both values, for a checkpoint of another job or model."""
-    begin = f"training cannot go on from the checkpoint {str(path)!r}: it"
+    begin = f"training cannot continue from the checkpoint {str(path)!r}: it"
     away = "move it away to begin anew"
     if manifest.job_id != request.job_id:
         raise Conflict(

@@ -26,7 +26,7 @@ the folder, it is left over."""
 def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[Path]:
     """Yields an empty folder, which replaces `target` at the end; after an error nothing of it is
     left. Several writers of the same target have a folder each: a trainer that is superseded while
-    it writes goes on until it is done.
+    it writes continues until it is done.
 
     `size_bytes` is what will be written, checked against the free space first. `durable` waits for
     the disk. Raises Failed with the path, what was needed and what there was.
@@ -54,7 +54,7 @@ def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[P
 
 
 def discard(folder: Path) -> None:
-    """Removes `folder`, if it exists. Nobody ever sees half of it under its name."""
+    """Removes `folder`, if it exists. No one ever sees half of it under its name."""
     aside = _aside(folder)
     with contextlib.suppress(FileNotFoundError):
         folder.replace(aside)
@@ -64,7 +64,7 @@ def discard(folder: Path) -> None:
 def reuse(spare: Path, folder: Path) -> None:
     """Moves the weight files of `spare`, if it exists, into `folder`, to be written over, and
     removes the rest of it. A file that a process still reads or maps is removed too, and that
-    process goes on with the old content. A file is moved before it is checked, so that no process
+    process continues with the old content. A file is moved before it is checked, so that no process
     can open it by its old name after the check."""
     for file in spare.glob("*.safetensors"):
         moved = file.rename(folder / file.name)

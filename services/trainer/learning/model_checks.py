@@ -1,5 +1,5 @@
-"""What the trainer assumes about a model, checked when a job starts: otherwise training would go on
-with silently wrong log-probs.
+"""What the trainer assumes about a model, checked when a job starts: otherwise training would
+continue with silently wrong log-probs.
 
 - The output head and the model's `LogitRule` give its logits, and padding on the right changes no
   hidden state (`check_head`).

@@ -1,6 +1,6 @@
 """How far another right implementation's log-probs may be from the trainer's, by rounding alone.
 
-The model computes a batch once more, in another way: the result of each of its modules is moved by
+The model computes a batch again, in another way: the result of each of its modules is moved by
 up to half a unit in the last place and rounded again, so that it often comes out as the next number
 of its dtype, and logits are rounded to that dtype, as vLLM's are. What rounding comes to after all
 layers, through all that makes it grow or vanish in these weights, is then in the log-probs. It is

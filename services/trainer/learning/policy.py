@@ -101,7 +101,7 @@ def chunked_logprobs(
     kept: Kept | None = None,
     rule: LogitRule = PLAIN_LOGITS,
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probs and entropies `[N]` by any head. It is called chunk by chunk, and once more
+    """Returns log-probs and entropies `[N]` by any head. It is called chunk by chunk, and again
     for each chunk in the backward pass. Logits are rounded as the head rounds them."""
     size = min(chunk_tokens, max(1, MAX_CHUNK_LOGITS // _vocab_size(head)))
     parts = [

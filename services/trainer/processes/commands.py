@@ -6,8 +6,8 @@ answer.
                                          <--Ranks.settle----- result or error
 
 If only some ranks have applied a step, the ranks no longer hold the same weights. Then all end, and
-new ranks go on from a checkpoint. A rank also ends if its device has failed for good, as a GPU does
-after an illegal access, because every later call on it fails too.
+new ranks continue from a checkpoint. A rank also ends if its device has failed for good, as a GPU
+does after an illegal access, because every later call on it fails too.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ gradients."""
 
 
 class RanksMustEnd(Exception):
-    """These ranks cannot go on, but newly started ranks can; `error` says why."""
+    """These ranks cannot continue, but newly started ranks can; `error` says why."""
 
     def __init__(self, error: HoneError) -> None:
         super().__init__(error.detail)
@@ -87,7 +87,7 @@ class Inbox:
         return ticket.answer
 
     async def run(self, name: str, body: Fenced) -> BaseModel:
-        """Returns the ranks' answer. The command goes on even if its caller goes away."""
+        """Returns the ranks' answer. The command continues even if its caller goes away."""
         return await asyncio.shield(asyncio.wrap_future(self.put(name, body)))
 
     def next(self, timeout_s: float) -> Ticket | None:

@@ -5,7 +5,7 @@ A command begins, in tokens per weight, where its payer's last one ended, or whe
 if that is later. The payer is the API key that submitted the job, so a key gets no more by more
 jobs; a job without a key pays for itself. The command that begins first is next. So a payer that
 was idle gets no credit, and one that sends much waits for its own commands alone. A command that
-computes no tokens, such as the publication of a step's weights, waits for nobody's tokens, unless
+computes no tokens, such as the publication of a step's weights, waits for no one's tokens, unless
 its payer sends many of them.
 
 A gradient that waits for its optimizer step is lost to a change of turns, and made again later. So

@@ -1,5 +1,5 @@
-"""The launcher's folder: state that outlives the ranks, so that new ranks go on. It is removed with
-the launcher.
+"""The launcher's folder: state that outlives the ranks, so that new ranks continue. It is removed
+with the launcher.
 
 job              the loaded job's body, which new ranks load again by themselves
 budget.json      how many tokens of a micro-batch fit into memory, after more did not

@@ -64,7 +64,7 @@ class Accumulator:
     ) -> tuple[float, Logprobs]:
         """Adds the gradient of the examples' loss, and returns the loss and the tokens' log-probs,
         at temperature 1. Raises Failed if the loss is not finite or memory ran out, with the
-        gradient as it was; OutOfMemory if memory ran out and this rank cannot go on."""
+        gradient as it was; OutOfMemory if memory ran out and this rank cannot continue."""
         self._make_again()
         call = _Call(examples, loss, random_state())
         try:
@@ -135,7 +135,7 @@ class Accumulator:
             raise error
         sentence = f"out of memory ({first_line(error)}); {usage(self._updater.device)}"
         if dist.get_world_size() > 1:
-            raise OutOfMemory(f"{sentence}; this rank cannot go on from here") from None
+            raise OutOfMemory(f"{sentence}; this rank cannot continue from here") from None
         return Failed(
             f"{sentence}; the gradient is as it was. Lower memory.micro_batch_tokens or send "
             "shorter examples",

@@ -241,7 +241,7 @@ class DeepSpeedEngine:
         return Aside(parts.updater.job, snapshot, copies, internals.random_state(), calls)
 
     def take_up(self, job: Job, aside: Aside | None) -> None:
-        """Begins the turn of a job: goes on from what was set aside, or at its start (None). All
+        """Begins the turn of a job: continues from what was set aside, or at its start (None). All
         ranks together."""
         parts, calls = self._parts, () if aside is None else aside.calls
         internals.drop_gradients(parts.zero)  # of a job that was freed in its turn
@@ -374,11 +374,11 @@ class DeepSpeedEngine:
             copy_tokenizer(self._job, folder)
 
     def save_state(self, folder: Path) -> None:
-        """Writes this rank's share of what is needed to go on to the bit."""
+        """Writes this rank's share of what is needed to continue to the bit."""
         state.save(self._parts.zero, folder)
 
     def load_state(self, folder: Path, *, optimizer: bool = True) -> None:
-        """Goes on from what `save_state` wrote, or without `optimizer` from its weights alone."""
+        """Continues from what `save_state` wrote, or without `optimizer` from its weights alone."""
         own = internals.random_state()
         state.load(self._parts.zero, folder)
         if not optimizer:

@@ -160,7 +160,7 @@ class Updater:
         sampled with `totals` (None: these examples are all of it). If `supervised`, the loss is the
         negative log-likelihood, at temperature 1 and without a KL term. Raises Failed if a loss or
         gradient is not finite or memory ran out, with all as it was; OutOfMemory if memory ran out
-        and this rank cannot go on."""
+        and this rank cannot continue."""
         while True:
             try:
                 return self._update(examples, learning_rate, totals, version, supervised)
@@ -400,7 +400,7 @@ class Updater:
         state = (
             "the weights and the optimizer are as they were"
             if kept
-            else "this rank cannot go on from here"
+            else "this rank cannot continue from here"
         )
         sentence = (
             f"out of memory in {progress} ({said}); {there_is}; {planned}{state}. Turn one "
@@ -416,5 +416,5 @@ class Updater:
 def refusable(loss: Tensor, logprobs_N: Tensor) -> Tensor:
     """Returns the loss, with a gradient that is NaN for all log-probs where the loss is not finite:
     clamping can hide a NaN from the gradient, and a step is refused by its gradient, on all ranks
-    together. Nobody asks for the loss's value here: that would wait for the GPU."""
+    together. No one asks for the loss's value here: that would wait for the GPU."""
     return loss + logprobs_N.sum() * torch.where(loss.detach().isfinite(), 0.0, math.nan)

@@ -149,8 +149,12 @@ def test_jobs_are_listed_by_status_name_and_metadata(monkeypatch: pytest.MonkeyP
     [
         ("cancel", "cancelled", "job demo-1 is cancelled"),
         ("cancel", "running", "job demo-1 is being cancelled"),
-        ("pause", "paused", "job demo-1 is paused; `hone resume demo-1` goes on from there"),
-        ("pause", "running", "job demo-1 is being paused; `hone resume demo-1` goes on from there"),
+        ("pause", "paused", "job demo-1 is paused; `hone resume demo-1` continues from there"),
+        (
+            "pause",
+            "running",
+            "job demo-1 is being paused; `hone resume demo-1` continues from there",
+        ),
         ("resume", "queued", "job demo-1 is queued; `hone logs -f demo-1` watches it"),
     ],
 )

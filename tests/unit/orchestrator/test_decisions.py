@@ -98,7 +98,7 @@ def test_no_class_and_no_code_is_left_out() -> None:
 def test_errors_of_the_orchestrator_itself_are_decided_too() -> None:
     assert decide(LeaseLost("job")).action is STOP
     assert decide(BatchExists("another batch")) == Decision(GIVE_BACK, "another batch")
-    assert decide(StoreUnavailable("Redis is away")).action is STOP
+    assert decide(StoreUnavailable("Redis is unreachable")).action is STOP
     assert decide(Unreadable("schema 7")).action is RECOVER
     assert decide(MustPause("step 3: 80%")).action is PAUSE
     assert decide(SyncFailed("weight sync: ...")).action is RECOVER

@@ -280,7 +280,7 @@ def test_the_last_message_of_the_user_is_what_is_copied() -> None:
     begun = {"role": "assistant", "content": "It is"}
     for content in ((asked, begun), (begun, asked)):
         assert [each.code for each in found([(content, {}, said)] * 6)] == [COPIES]
-    earlier = (asked, begun, {"role": "user", "content": "And once more?"})
+    earlier = (asked, begun, {"role": "user", "content": "And again?"})
     assert not found([(earlier, {}, said)] * 6)
 
 
@@ -312,17 +312,17 @@ def test_choices_of_a_question_have_no_finding() -> None:
         ),
         ("Write as JSON: name Bob, age 5", '{"name": "Bob", "age": 5}', {}),
         ("Write name: Bob, age: 5 as JSON.", '```json\n{"name": "Bob", "age": 5}\n```', {}),
-        ("Mend it: he go to school today and eat", "he goes to school today and eats", {}),
+        ("Fix it: he go to school today and eat", "he goes to school today and eats", {}),
         ("Make 59 of 12 and 47.", "12 + 47", {"target": 59}),
         ("12 47 -> 59:", "12+47", {"numbers": [12, 47]}),
-        ("Mend: def twice(x): return x + x * 2", "def twice(x): return x + x", {"tests": "..."}),
+        ("Fix: def twice(x): return x + x * 2", "def twice(x): return x + x", {"tests": "..."}),
         ("Reply with: The answer is N. What is 2 + 5?", "The answer is 7.", {"answer": 7}),
     ],
 )
 def test_tasks_that_use_the_words_of_the_prompt_have_no_finding(
     asked: str, right: str, row: dict[str, Any]
 ) -> None:
-    if "Mend: def" in asked:
+    if "Fix: def" in asked:
         asked = asked.replace("x + x * 2", "x * x")
     assert not found([(asked, row, [(right, 1.0)] * 8)] * 6, own_code())
 
@@ -454,11 +454,12 @@ def test_held_out_rewards_that_rise_do_not_silence_them() -> None:
     ],
 )
 def test_huge_texts_are_read_in_no_time(text: str) -> None:
-    """24 prompts and 192 completions of 1 MB each, rewarded all."""
+    """24 prompts and 192 completions of 1 MB each, rewarded all: what is quadratic in the length of
+    a text takes minutes."""
     huge = text * (1_000_000 // len(text))
     problems = [(huge, {"answer": "17", "choices": [huge]}, [(huge, 1.0)] * 8)] * 24
     run = Facts(job=MATH, batches=[step(problems)])
     start = time.process_time()
     hacks = reward_hacking.reward_hacks(run)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 10.0
     assert all(len(each.text) < 400 for finding in hacks for each in finding.evidence)

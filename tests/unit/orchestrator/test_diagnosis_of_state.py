@@ -77,9 +77,9 @@ def test_a_job_that_failed_or_had_to_pause_is_a_problem() -> None:
 
 
 def test_a_job_that_lacks_something_waits() -> None:
-    lacks = record("running", waits="the reward service is away since 12:00")
+    lacks = record("running", waits="the reward service is unreachable since 12:00")
     found = only(facts({}, record=lacks))
-    assert found.code == "waits" and "the reward service is away" in found.title
+    assert found.code == "waits" and "the reward service is unreachable" in found.title
     taken = record("queued", place=1, waits_for={"h:1": Obstacle(job="other-1")})
     assert not codes(facts({}, record=taken)), "another job's turn is no fault"
     away = record("queued", place=1, waits_for={"h:1": Obstacle(away="it does not answer")})

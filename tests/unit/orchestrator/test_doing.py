@@ -29,6 +29,6 @@ def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None
         line = doing.line(waits, {"the rollout service": at})
     clock = time.strftime("%H:%M:%S", time.gmtime(at))
     assert line == (
-        "step 3 of 9: rollout: 2 x sampling a group, 0 s; the rollout service is away since "
+        "step 3 of 9: rollout: 2 x sampling a group, 0 s; the rollout service is unreachable since "
         f"{clock} UTC (25 s)"
     )

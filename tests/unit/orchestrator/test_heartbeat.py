@@ -36,7 +36,7 @@ async def test_saying_that_redis_is_back_does_not_keep_the_next_heartbeat_waitin
     async def tell(_message: str, away: bool) -> None:
         said.append(away)
         if not away:
-            await asyncio.sleep(3600)  # it is away again, and the client patient
+            await asyncio.sleep(3600)  # it is unreachable again, and the client patient
 
     lease = Lease("a", 1, "trainer", lease_s=1.0)
     async with asyncio.timeout(90):

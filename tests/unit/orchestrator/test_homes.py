@@ -1,4 +1,4 @@
-"""Which sampler a conversation goes on at, and from which cached prefixes."""
+"""Which sampler a conversation continues at, and from which cached prefixes."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ async def test_files_of_other_weights_fail_the_sync_and_a_full_disk_does_not() -
         raise SyncFailed("weight sync: other weights")
 
     await _write_files(cast(Any, full), cast(Any, warned))
-    assert warned == ["samplers that are away join later: no space left"]
+    assert warned == ["samplers that are unreachable join later: no space left"]
     with pytest.raises(SyncFailed, match="other weights"):
         await _write_files(cast(Any, other), cast(Any, warned))
     assert len(warned) == 1

@@ -155,7 +155,7 @@ async def test_an_answer_that_was_asked_for_anew_is_left_out_unless_it_was_used(
     other = await agent.session.answer(ChatRequest(messages=(ASKED,)), key=None, again=False)
     assert other.message["content"] == "lower"
     orphan = agent.session.rollout().rollouts[0]
-    assert (orphan.text, orphan.branches) == ("lower", ())  # nobody went on from "higher" yet
+    assert (orphan.text, orphan.branches) == ("lower", ())  # no one continued from "higher" yet
     await agent.say(user("Again."))
     (rollout,) = agent.session.rollout().rollouts
     assert (used["content"], rollout.text, rollout.info["turns"]) == ("higher", "correct", 3)
@@ -218,7 +218,7 @@ async def test_an_answer_cut_off_in_a_call_goes_on_with_the_templates_end() -> N
     agent = Agent(open_session(sampler), tools=TOOLS)
     first = await agent.say()
     assert first == {"role": "assistant", "content": cut}
-    await agent.say(user("Go on."))
+    await agent.say(user("Continue."))
     ids, mask = row(agent.session.rollout())
     whole, own = rendered(sampler, agent.messages, TOOLS)
     assert ids == whole
@@ -255,7 +255,7 @@ async def test_a_session_without_room_refuses_turns_and_says_that_it_was_cut_off
     agent = Agent(open_session(sampler, max_tokens=6))
     await agent.say()
     with pytest.raises(BadRequest, match="has all of its 6 tokens") as refused:
-        await agent.say(user("Go on."))
+        await agent.say(user("Continue."))
     assert refused.value.code == "context_length_exceeded" and agent.session.is_full
     (rollout,) = agent.session.rollout().rollouts
     assert (rollout.finish_reason, rollout.info["ended"]) == ("length", "max_tokens")
@@ -265,7 +265,7 @@ async def test_a_session_without_room_refuses_turns_and_says_that_it_was_cut_off
     await agent.say()
     assert sampler.asked[0].fit
     with pytest.raises(BadRequest, match="the model holds 60"):
-        await agent.say(user("Go on." * 20))
+        await agent.say(user("Continue." * 20))
     assert agent.session.rollout().rollouts[0].info["ended"] == "window"
 
 
@@ -310,7 +310,7 @@ async def test_a_stop_in_the_middle_of_a_call_goes_on_with_the_templates_end() -
     agent = Agent(open_session(sampler), tools=TOOLS)
     answer = await agent.session.answer(agent.request(stop="}}"), key=None, again=False)
     agent.messages.append(answer.message)
-    await agent.say(user("Go on."))
+    await agent.say(user("Continue."))
     ids, mask = row(agent.session.rollout())
     whole, own = rendered(sampler, agent.messages, TOOLS)
     (end, _) = [at for at, id in enumerate(whole) if id == 2 and own[at]]

@@ -36,7 +36,7 @@ async def test_a_write_returns_what_it_gives_and_raises_what_it_raises() -> None
 async def test_stopping_that_is_cancelled_still_waits_for_the_tasks(
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever stops a worker cancels it again and again, and so what it stops."""
+    """The user stops a worker cancels it again and again, and so what it stops."""
     monkeypatch.setattr(tasks, "PATIENCE_S", 0.01)
     disk = SlowDisk()
     writing = asyncio.create_task(to_disk(disk.write, "row"))

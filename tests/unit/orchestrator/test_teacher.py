@@ -210,7 +210,7 @@ def test_a_teacher_that_is_away_is_waited_for_and_the_job_hears_of_it(
     endpoint.answers = [status(503), status(429), status(502), status(500), by_vllm]
     (score,) = scored(endpoint.teacher(tell=tell), group_of(rollout(4)), 1.0)
     assert score.teacher_logprobs == [-0.5] and len(endpoint.asked) == 5
-    assert "the teacher service is away" in told[0] and "answered 503" in told[0]
+    assert "the teacher service is unreachable" in told[0] and "answered 503" in told[0]
     assert told[-1].startswith("the teacher service is back")
     endpoint.answers = [status(503)]
     (score,) = scored(endpoint.teacher(wait_s=0.05), group_of(rollout(4)), 1.0)

@@ -1,4 +1,4 @@
-"""W&B that is away, slow or broken never keeps a job waiting."""
+"""W&B that is unreachable, slow or broken never keeps a job waiting."""
 
 from __future__ import annotations
 

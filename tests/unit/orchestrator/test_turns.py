@@ -149,7 +149,7 @@ def test_a_reward_of_weight_0_gives_no_turn_a_return() -> None:
 
 
 def forked(turn_rewards: list[float | None]) -> Rollout:
-    """Says 1 2; goes on with 3, and then, from 1 2 again, with 4 5 6. Rewards are row by row."""
+    """Says 1 2; continues with 3, and then, from 1 2 again, with 4 5 6. Rewards are row by row."""
     row, other = TokenRow(), TokenRow()
     for ids in ([1, 2], [4, 5, 6]):
         row.add_given([9] * bool(len(row)))

@@ -98,7 +98,7 @@ def test_one_at_a_time_stores_or_removes_a_file(
     monkeypatch.setattr(disk, "LOCK_S", 0.0)
     busy = pytest.raises(Busy, match=r"others have had '.*\.lock-file-.*' locked")
     with uploads.alone_with(first), uploads.alone_with(other), busy, uploads.alone_with(second):
-        raise AssertionError("somebody else has it")
+        raise AssertionError("someone else has it")
     assert folders(tmp_path) == []
 
 

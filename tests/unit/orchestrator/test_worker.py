@@ -104,7 +104,7 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_registered_no_more(
 async def test_a_lease_is_given_back_only_once_nothing_is_written_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever ends a worker cancels it again and again; a disk may be slower than that."""
+    """The user ends a worker cancels it again and again; a disk may be slower than that."""
     monkeypatch.setattr(tasks, "PATIENCE_S", 0.01)
     disk = SlowDisk()
 

@@ -1,4 +1,4 @@
-"""Whose the names in tests are, rows that nobody can pass, and which block of a completion is the
+"""Whose the names in tests are, rows that no one can pass, and which block of a completion is the
 program."""
 
 from __future__ import annotations

@@ -345,12 +345,12 @@ async def test_nothing_of_a_function_runs_between_its_calls(workers: FunctionWor
     await asyncio.sleep(0.5)
     assert cpu_s() == before
     async with asyncio.timeout(90):
-        while cpu_s() == before:  # all goes on in a call, and is counted in hundredths of a second
+        while cpu_s() == before:  # runs on in a call, and is counted in 1/100 s
             assert await call(workers, spec, "b") == [1.0]
 
 
 async def later(value: Callable[[], float]) -> float:
-    await asyncio.sleep(1.0)  # on a busy machine what goes on may get no core for some tenths
+    await asyncio.sleep(1.0)  # on a busy machine what continues may get no core for some tenths
     return value()
 
 

@@ -170,6 +170,26 @@ def test_numbers_are_equal_exactly_or_to_six_digits(given: str, wanted: str, sam
 
 
 @pytest.mark.parametrize(
+    ("given", "wanted", "same"),
+    [
+        ("5 each", "5", True),
+        (r"5 \text{ (per person)}", "5", True),
+        ("5 (in dollars)", "5 dollars", True),
+        ("5 apples (in total)", "5 apples", True),
+        ("5 dollars (each)", "5 euros", False),
+        ("5 (pens)", "5 apples", False),
+        ("5 (million)", "5", False),
+        ("5 (squared)", "5", False),
+        ("5 (or more)", "5", False),
+        ("5 (x)", "5", False),
+    ],
+)
+def test_words_in_brackets_name_what_a_number_counts(given: str, wanted: str, same: bool) -> None:
+    outcome = quick(given, wanted)
+    assert outcome is not None and outcome[0] is same
+
+
+@pytest.mark.parametrize(
     "part",
     [
         "(",

@@ -1,4 +1,4 @@
-"""Right programs beside hung ones of their group: the right ones earn 1, the others 0, and nobody's
+"""Right programs beside hung ones of their group: the right ones earn 1, the others 0, and no one's
 reward is missing."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Work in a thread of its own: its value, its error, and a loop that goes on meanwhile."""
+"""Work in a thread of its own: its value, its error, and a loop that continues meanwhile."""
 
 from __future__ import annotations
 

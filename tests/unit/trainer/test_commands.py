@@ -1,4 +1,4 @@
-"""One rank's outcome and all ranks' answer; what happens when they differ; that nobody waits for
+"""One rank's outcome and all ranks' answer; what happens when they differ; that no one waits for
 ever."""
 
 import asyncio

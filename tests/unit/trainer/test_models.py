@@ -21,7 +21,7 @@ from tests.support.trainer_fakes import job_request
 def test_an_id_that_is_not_cached_on_a_host_without_a_network_is_one_sentence(
     monkeypatch, tmp_path
 ):
-    """A job waits for the hub: it is not to blame that it is away."""
+    """A job waits for the hub: it is not to blame that it is unreachable."""
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(

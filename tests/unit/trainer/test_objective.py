@@ -117,7 +117,7 @@ def test_noise_between_the_frozen_and_the_first_training_pass_is_not_in_the_rati
 
 @pytest.mark.parametrize("base", ["trainer", "sampler"])
 def test_an_unknown_sampler_is_taken_to_be_the_trainer(base):
-    # Two examples of two tokens; nobody measured the log-probs of the second one.
+    # Two examples of two tokens; no one measured the log-probs of the second one.
     known = Example(prompt_token_ids=(1,), token_ids=(2, 3), old_logprobs=(-1, -3), advantage=1.0)
     unknown = Example(prompt_token_ids=(1,), token_ids=(2, 3), advantage=1.0)
     logprobs_N = torch.tensor([-2.0, -2.0, -5.0, -6.0], requires_grad=True)

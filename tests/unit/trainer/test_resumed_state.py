@@ -1,5 +1,5 @@
 """What a checkpoint holds of an engine: the same numbers whatever ranks and ZeRO stage wrote it,
-and whichever go on from it."""
+and whichever continue from it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_two_jobs_take_turns_on_one_engine(both: tuple[Trainer, Engines]) -> Non
     do(trainer, "a", 3)
     do(trainer, "b", 2)
     (engine,) = engines
-    assert engine.turns == ["b", "a", "b"], "and none where a job goes on"
+    assert engine.turns == ["b", "a", "b"], "and none where a job continues"
     assert (trainer.state().step, engine.num_updates) == (2, 2)
     first, second = publish(trainer, "a", 3), publish(trainer, "b", 2)
     assert first.adapter != second.adapter

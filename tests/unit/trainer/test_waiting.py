@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class HostReads(TorchDispatchMode):
-    """Collects the operations that need a tensor's value before the host can go on."""
+    """Collects the operations that need a tensor's value before the host can continue."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -338,7 +338,7 @@ def test_a_reader_that_opens_while_memory_is_taken_over_ends_no_trainer(tmp_path
 
 
 def test_what_is_opened_by_its_old_name_is_never_written_over(tmp_path, monkeypatch):
-    """Nobody finds the file by that name any more when it is looked whether it is unused."""
+    """No one finds the file by that name any more when it is looked whether it is unused."""
     spare, folder = tmp_path / "spare", tmp_path / "new"
     for made in (spare, folder):
         made.mkdir()

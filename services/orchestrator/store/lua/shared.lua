@@ -126,7 +126,7 @@ local function leave_queue(id)
   redis.call('ZREM', BEGUN, id)
 end
 
--- The interrupted jobs, which go on before any other begins.
+-- The interrupted jobs, which continue before any other begins.
 local function begun_waiting()
   local found = {}
   for _, id in ipairs(redis.call('ZRANGE', BEGUN, 0, -1)) do

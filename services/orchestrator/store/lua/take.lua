@@ -6,7 +6,7 @@
 -- Returns attempt, number of tries, job id and the attempts beside it (with commas between); '' if
 -- there is no place or no job waits.
 --
--- Jobs share a trainer only if `shares` of their records is the same, and not empty. Nobody
+-- Jobs share a trainer only if `shares` of their records is the same, and not empty. No one
 -- overtakes: where the first job that waits cannot share, no other one joins.
 --
 -- Interrupted jobs first: this trainer's own, then those whose own trainer is taken, away or not
@@ -57,7 +57,7 @@ return once(function()
     if redis.call('HINCRBY', job(id), 'tries', 1) > tonumber(call.max_tries) then
       local why = 'gave up after ' .. call.max_tries
         .. ' attempts in a row that were cut off before a step was done; look into its events'
-        .. " and the orchestrator's log, then `hone resume " .. id .. '` goes on from there'
+        .. " and the orchestrator's log, then `hone resume " .. id .. '` continues from there'
       pause(id, 'error', why)
       return false
     end

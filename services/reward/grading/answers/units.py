@@ -78,6 +78,9 @@ _FACTOR = re.compile(
 _JOINT = re.compile(r"\\cdot ?|·|\*")
 MAX_FACTORS = 6
 
+_REMARK = re.compile(r"(.*?) ?\(([A-Za-z][A-Za-z ]*)\)")
+"""Words in brackets behind a unit: 5 dollars (per person)."""
+
 _WORDS = re.compile(r"[A-Za-zÀ-ɏ]['A-Za-zÀ-ɏ-]*(?:[ ,/]+[A-Za-zÀ-ɏ]['A-Za-zÀ-ɏ-]*){0,9}")
 _SHORT = {"a", "an", "at", "for", "in", "of", "on", "the", "us", "per", "ml", "tv", "tvs"}
 _CHANGING_TEXT = """
@@ -144,6 +147,12 @@ def after_number(text: str) -> Counted | None:
     first, _, rest = text.strip().partition(" ")
     scale = SCALES.get(first, 1)
     rest = (rest if first in SCALES else text).strip()
+    if remark := _REMARK.fullmatch(rest):
+        said, rest = after_number(remark[2].removeprefix("in ")), remark[1]
+        if said is None or said.scale != 1:
+            return None
+        if not rest:
+            return said
     found = unit(rest)
     if found or not rest:
         return Counted(scale, found)
@@ -158,7 +167,7 @@ def after_number(text: str) -> Counted | None:
     ):
         return None
     names = frozenset(_stem(word) for word in words if word not in _BLANKS)
-    return Counted(scale, None, names) if names else None
+    return Counted(scale, None, names) if names or words == ["each"] else None
 
 
 def unit(text: str) -> Unit | None:

@@ -50,7 +50,7 @@ WALL_PER_CPU = 20.0
 
 
 class ServiceGone(Exception):
-    """Nobody waits for this slot any more."""
+    """No one waits for this slot any more."""
 
 
 @dataclass(frozen=True)
