@@ -47,7 +47,7 @@ _MARK_LINE = re.compile(r"\s*(?:i?python|py)[\d.]*[ \t]*\r?\n", re.IGNORECASE)
 _FENCE_IN_CODE = re.compile(
     r"\x22{3}.*?(?:\x22{3}|\Z)|\x27{3}.*?(?:\x27{3}|\Z)"
     r"|\x22(?:[^\x22\\\n]|\\.)*\x22|\x27(?:[^\x27\\\n]|\\.)*\x27"
-    r"|#[^\n`]*|(?P<fence>`{3,}|^[ \t]*~{3,})",
+    r"|\\.|#[^\n`]*|(?P<fence>`{3,}|^[ \t]*~{3,})",
     re.MULTILINE | re.DOTALL,
 )
 """A fence; also strings, in which a fence is text, and comments, which may have quotes."""

@@ -83,7 +83,7 @@ _ALIASES = {
     "positive infinity": r"\infty",
     "negative infinity": r"-\infty",
 }
-_SPECIES = r"(?:\d*(?:[A-Z][a-z]?\d*|\((?=[A-Z])|\)\d*)+(?:\^?\d?[+-](?![\dA-Z(]))?)"
+_SPECIES = r"(?>\d*(?:[A-Z][a-z]?\d*|\((?=[A-Z])|\)\d*)+(?:\^?\d?[+-](?![\dA-Z(]))?)"
 _NOTATIONS = re.compile(
     r"\d+(?:(?::|to)\d+)+|[\d-]+-[A-Z][a-z]{2}|-?[\dA-F.]+_\{?\d+\}?|\d{4}-\d\d-\d\d"
     r"|\d\d?([-/.])\d\d?\1\d{4}|(?:\[[A-Z][a-z]\])?(?:[1-7][spdf]\^?\{?\d\d?\}? ?){2,}"
