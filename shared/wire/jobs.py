@@ -178,10 +178,14 @@ class MetricsRow(Wire):
 
     @classmethod
     def stored(cls, file: Path) -> list[MetricsRow]:
-        """Returns the rows of a run folder's metrics.jsonl, by step. Ignores a last line that a
-        crash cut short. If a superseded worker wrote a second row of a step, the first counts."""
+        """Returns the rows of a run folder's metrics.jsonl, by step. Ignores lines that a crash cut
+        short. If a superseded worker wrote a second row of a step, the first counts."""
         rows: dict[int, MetricsRow] = {}
-        for row in map(json.loads, filter(None, file.read_bytes().split(b"\n")[:-1])):
+        for line in file.read_bytes().split(b"\n")[:-1]:
+            try:
+                row = json.loads(line)
+            except ValueError:  # also zeros, and an empty line
+                continue
             step = row.pop("step")
             rows.setdefault(step, cls(step=step, metrics=row))
         return [rows[step] for step in sorted(rows)]

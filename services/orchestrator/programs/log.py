@@ -40,6 +40,9 @@ FOLDER = "operations"
 KEPT_S = 3600.0
 """Seconds that what is done for good stays, and samples do."""
 
+MAX_END_BYTES = 1024
+"""More than a model's end takes on disk. It has no data, so larger files need not be read."""
+
 
 class OperationLog:
     """The log in the run folder `run`."""
@@ -91,6 +94,18 @@ class OperationLog:
         """Returns the greatest number that has come; 0 without any."""
         names = (path.name for path in self._folder.glob("[0-9]*.msgpack"))
         return max((int(name[:8]) for name in names), default=self.start().number - 1)
+
+    def end(self) -> int | None:
+        """Returns the number of the model's end; None if none has come. Operations that arrived at
+        the same time may have later numbers."""
+        for file in sorted(self._folder.glob("[0-9]*[0-9].msgpack"), reverse=True):
+            with contextlib.suppress(FileNotFoundError):  # done meanwhile
+                if file.stat().st_size > MAX_END_BYTES:
+                    continue
+            operation = _read(file, ProgramOperation)
+            if operation is not None and operation.kind == "unload":
+                return int(file.stem)
+        return None
 
     def start(self) -> LogStart:
         return _read(self._file("start"), LogStart) or LogStart()

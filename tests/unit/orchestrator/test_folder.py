@@ -136,6 +136,21 @@ def test_steps_that_will_be_done_again_are_dropped(folder: RunFolder) -> None:
     assert [row.step for row in folder.metrics()] == [0, 1, 2]
 
 
+def test_a_row_of_metrics_that_a_crash_cut_short_is_passed_over_between_others(
+    folder: RunFolder,
+) -> None:
+    folder.append_metrics(MetricsRow(step=1, metrics={"reward": 0.5}))
+    with (folder.path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "rew')
+    folder.append_metrics(MetricsRow(step=2, metrics={"reward": 0.75}))
+    folder.append_metrics(MetricsRow(step=3, metrics={"reward": 1.0}))
+    assert [(row.step, row.metrics["reward"]) for row in folder.metrics()] == [
+        (1, 0.5),
+        (2, 0.75),
+        (3, 1.0),
+    ]
+
+
 def test_a_row_that_a_superseded_worker_wrote_late_is_not_a_second_row(folder: RunFolder) -> None:
     for step, seconds in ((0, 1.0), (1, 1.0), (2, 1.0), (1, 30.0)):
         folder.append_metrics(MetricsRow(step=step, metrics={"seconds": seconds}))

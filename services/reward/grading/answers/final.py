@@ -91,10 +91,11 @@ _AMONG = re.compile(
 )
 """What a number was paid or done for: $64 for 16 glasses."""
 
-_HEDGE = re.compile(
-    r"\d.*\b(?:maybe|perhaps|or else|else|unless|if not|otherwise|alternatively)\b[^.]*\d"
-)
-"""A second number that may be the answer too."""
+_HEDGE = re.compile(r"\b(?:maybe|perhaps|else|unless|if not|otherwise|alternatively)\b")
+"""A word between two numbers, each of which may be the answer. One pattern for the number before
+it, the word and the number behind it would take quadratic time."""
+
+_NUMBER_BEHIND = re.compile(r"[^.\d]*\d")
 
 _CHECK = re.compile(
     r"\W*(?:(?:double.?|sanity |to |let.?s )?check|(?:to |let.?s )?verif\w+|proof)\b",
@@ -204,7 +205,7 @@ def stated_number(text: str) -> str | None:
     if sentence.rstrip("\"'”)]").endswith("?"):
         return None
     cleaned = _cleaned(sentence)
-    if _HEDGE.search(cleaned):
+    if _is_hedged(cleaned):
         return None
     markers = [*_ANSWER.finditer(cleaned)]  # none if an unseen character ended the word "answer"
     if answering is None or not markers:
@@ -216,6 +217,15 @@ def stated_number(text: str) -> str | None:
     rest = cleaned[markers[-1].end() :]
     chain = _CHAIN.match(rest)
     return _stated_in(rest, is_first=chain is not None and any(map(str.isdigit, chain[0])))
+
+
+def _is_hedged(sentence: str) -> bool:
+    """Returns whether a word such as "perhaps" stands between two numbers."""
+    first = re.search(r"\d", sentence)
+    return first is not None and any(
+        _NUMBER_BEHIND.match(sentence, hedge.end())
+        for hedge in _HEDGE.finditer(sentence, first.end())
+    )
 
 
 def _sentences(text: str) -> list[str]:
