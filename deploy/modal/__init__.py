@@ -1,4 +1,4 @@
-"""Hone on Modal: an app for each service, and `train.py`, which is one run by itself.
+"""Hone on Modal: an app for each service, and `train.py`, which is a run of its own.
 
     modal deploy deploy/modal/rollout.py         samplers, each a Server with GPUs of its own
     modal deploy deploy/modal/reward.py          grading; programs run in Modal Sandboxes

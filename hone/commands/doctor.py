@@ -42,7 +42,7 @@ STYLES = {"ok": "green", "note": "yellow", "starting": "yellow", "fault": "red"}
 
 @dataclass(frozen=True)
 class Check:
-    """`state`: "ok"; "note", worth knowing; "starting", it will soon work by itself; "fault",
+    """`state`: "ok"; "note", worth knowing; "starting", it will soon work without action; "fault",
     something will not work until it is fixed."""
 
     name: str

@@ -119,7 +119,7 @@ class SingleNode(Mode):
 
 @dataclass(frozen=True)
 class Distributed(Mode):
-    """Each service on Modal by itself: `actor` are the trainer's GPUs, `rollout` the GPUs of each
+    """Each service on Modal separately: `actor` are the trainer's GPUs, `rollout` the GPUs of each
     of `num_rollout_workers` samplers."""
 
     actor: str

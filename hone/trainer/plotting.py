@@ -1,4 +1,4 @@
-"""Curves of a job's metrics over its steps, as a figure that a notebook shows by itself."""
+"""Curves of a job's metrics over its steps, as a figure that a notebook shows automatically."""
 
 from __future__ import annotations
 

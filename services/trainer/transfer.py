@@ -261,7 +261,7 @@ def _shared(name: str, tensor: Tensor) -> SharedTensor:
 
 def location(args: tuple[Any, ...]) -> dict[str, Any]:
     """Returns where a tensor lies: the arguments of torch's `rebuild_cuda_tensor` that another
-    process cannot know by itself."""
+    process cannot know alone."""
     (_, _, stride, offset, _, _, _, handle, size_bytes, offset_bytes, _, *counter) = args
     counter_handle, counter_offset, event_handle, event_sync_required = counter
     return {

@@ -199,7 +199,7 @@ async def answer_validation(_request: Request, error: Exception) -> Response:
 
 
 async def answer_http(request: Request, error: Exception) -> Response:
-    """Answers requests that Starlette refuses by itself, such as an unknown route or method."""
+    """Answers requests that Starlette itself refuses, such as an unknown route or method."""
     assert isinstance(error, HTTPException)
     asked = f"{request.method} {request.url.path}"
     if error.status_code == 404:

@@ -1,5 +1,5 @@
 """vLLM's route for token ids, `/inference/v1/generate`: the client renders prompts and parses
-answers by itself. A turn continues from the recorded turn whose tokens its prompt begins with."""
+answers itself. A turn continues from the recorded turn whose tokens its prompt begins with."""
 
 from __future__ import annotations
 

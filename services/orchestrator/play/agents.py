@@ -188,7 +188,7 @@ class Episodes:
     # --- for workers -----------------------------------------------------------------------------
 
     async def lease(self, ask: LeaseEpisodes) -> tuple[LeasedEpisode, ...]:
-        """Returns up to `ask.num` episodes, the one that was offered first at the front."""
+        """Returns up to `ask.num` episodes, oldest offer first."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ask.wait_s):
                 while not self._wanted(ask):

@@ -1,6 +1,6 @@
 """The pool of samplers: what a job asks of them all, and which one samples a group. READ FIRST.
 
-    away --PUT /model, reload--> up --a call or a sync fails--> away, asked again by itself
+    away --PUT /model, reload--> up --a call or a sync fails--> away, retried automatically
 
 Samplers are found by URL or by registration (discovery.py), join, leave, and come back; what one
 of them is asked for is in sampler.py. A sampler that settings and registrations name no more leaves
@@ -318,7 +318,7 @@ class Pool:
     # --- joining and leaving ---------------------------------------------------------------------
 
     def _update(self, urls: Sequence[str]) -> None:
-        """Takes up new samplers. A sampler that is named no more gets no groups."""
+        """Adds new samplers. A sampler that is no longer listed gets no groups."""
         for sampler in self.samplers.values():
             sampler.listed = sampler.url in urls
         for url in urls:

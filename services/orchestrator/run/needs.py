@@ -146,7 +146,7 @@ def _unreadable(path: Path) -> str | None:
 
 def check_colocation(job: Job, settings: Settings) -> None:
     """Raises BadRequest for a job that would sample while the trainer has the GPU, frees the
-    sampler's memory by itself, or keeps memory that the trainer cannot move off the GPU. A job of 0
+    sampler's memory itself, or keeps memory that the trainer cannot move off the GPU. A job of 0
     steps loads no trainer."""
     if not (settings.colocate and job.trains):
         return

@@ -69,7 +69,7 @@ SAMPLER_RANK = 32
 """The rank of the adapter, which stays unused, of a model that samples the base model."""
 
 MODEL = "tinker_model"
-"""The name, in a job's metadata, of the id that the SDK gives a model by itself."""
+"""The name, in a job's metadata, of the id that the SDK generates for a model."""
 
 TRAIN = ":train:"
 """What stands in that id between the session and the model's number there."""

@@ -125,7 +125,7 @@ class _Players:
         os.chdir(folder)
         os.environ.update(HOME=folder, TMPDIR=folder)
         tempfile.tempdir = None
-        numpy_random = sys.modules.get("numpy.random")  # `random` does this by itself
+        numpy_random = sys.modules.get("numpy.random")  # `random` does this itself
         if numpy_random is not None:
             numpy_random.seed()
 

@@ -66,7 +66,7 @@ class Forest:
 
 def build_forest(sequences: Sequence[Ids], *, share: bool = True) -> Forest:
     """Returns the forest of sequences of at least one token each, with nodes in the order of their
-    columns. `share` False: each sequence is a node by itself."""
+    columns. `share` False: each sequence is a node of its own."""
     indices = range(len(sequences))
     groups = [tuple(indices)] if share else [(index,) for index in indices]
     # Each entry: the sequences of a subtree, how many of their tokens are in nodes, these nodes.
@@ -113,7 +113,7 @@ def _by_token(
     sequences: Sequence[Ids], members: Sequence[int], position: int
 ) -> Iterator[tuple[int, ...]]:
     """Yields the members in groups with the same token at `position`. A member that ends before it
-    is a group by itself."""
+    is a group of its own."""
     groups: dict[int, list[int]] = {}
     for index in members:
         if len(sequences[index]) == position:

@@ -50,7 +50,7 @@ def cost(length: int, start: int = 0) -> float:
 def pack_padded(lengths: Sequence[int], num_ranks: int, budget_tokens: int) -> MicroBatches:
     """Returns micro-batches of rows of about the same length, the costliest first. A micro-batch
     has at most `budget_tokens`, padding included: rows x the longest row. A longer sequence is a
-    micro-batch by itself."""
+    micro-batch of its own."""
     by_length = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
     def fill(budget: int) -> list[list[int]]:
@@ -120,7 +120,7 @@ def pack_shared(
     Sequence i has `lengths[i]` tokens, and shares the first `shared[i]` of them with the sequence
     before it (`forest.sorted_by_tokens`): where both are in one micro-batch, they are computed
     once. A micro-batch has at most `budget_tokens` distinct tokens, and `KEYS_PER_TOKEN` times as
-    many keys. A longer sequence is a micro-batch by itself.
+    many keys. A longer sequence is a micro-batch of its own.
 
     For each of `RUNS_PER_BUDGET` the runs are distributed, and the time of the step is estimated.
     The longest runs are taken whose time is within `TIME_TOLERANCE` of the shortest time.

@@ -437,6 +437,43 @@ async def test_expressions_count_where_the_job_says_so() -> None:
     await tools.limited.close()
 
 
+@of_the_module
+@pytest.mark.parametrize(
+    ("given", "wanted", "value"),
+    [
+        ("e^{-501}", "e^{-500}", 0.0),
+        ("2e^{-500}", "e^{-500}", 0.0),
+        (r"\frac{1}{e^{500}}", "e^{-500}", 1.0),
+        ("1.584963", r"\log_2 3", 1.0),
+        ("14.2067", r"\frac{\ln 2}{\ln 1.05}", 1.0),
+        ("14.21", r"\frac{\ln 2}{\ln 1.05}", 0.0),
+        (r"\sqrt2+\sqrt3", r"\sqrt{5+2\sqrt6}", 1.0),
+        ("2i", r"\sqrt{-4}", 1.0),
+    ],
+)
+async def test_constants_agree_relative_to_their_size(
+    math: Math, given: str, wanted: str, value: float
+) -> None:
+    assert (await grade(math, rf"\boxed{{{given}}}", wanted)).value == value
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "same"),
+    [
+        ("C", "C. Paris", True),
+        ("(C)", "C. 12", True),
+        ("Paris", "C. Paris", True),
+        ("B", "C. Paris", False),
+        ("B. Rome", "C. Paris", False),
+        ("E. coli", "E. coli", True),
+        ("E", "E. coli", False),
+    ],
+)
+def test_a_choice_with_a_dot_is_answered_by_its_letter(given: str, wanted: str, same: bool) -> None:
+    outcome = quick(given, wanted)
+    assert outcome is not None and outcome[0] is same
+
+
 async def test_a_key_that_math_does_not_have_is_refused_with_those_it_has() -> None:
     tools = tools_of(ScriptedSandbox(Execution(verdict="ok")))
     with pytest.raises(BadRequest, match=r"expression'.*expressions"):

@@ -100,7 +100,8 @@ _CHOICE = re.compile(
     r"((?!and|or|not|no\b|[A-J](?:[,.;)]|$))(?!.*\([A-J]\))[^\s+*/^=<>|].*)"
 )
 
-_DOTTED = re.compile(rf"{_SAYS}?[A-J]\. ")
+_DOTTED = re.compile(rf"{_SAYS}?[A-J]\. [a-z]+$")
+"""No choice but a name: E. coli."""
 
 
 def quick(given: str, wanted: str, expressions: bool = False) -> Outcome | None:
@@ -749,7 +750,10 @@ def _verified(ours: Any, theirs: Any) -> bool:
             raise Veto("always", str(one))
         if one.has(sympy.nan, sympy.zoo):
             raise Veto("unread")
-    if verify(exact[1], exact[0], numeric_precision=DIGITS, timeout_seconds=None):
+    same = _same_constants(exact[0], exact[1])
+    if same is None:
+        same = verify(exact[1], exact[0], numeric_precision=DIGITS, timeout_seconds=None)
+    if same:
         return True
     pairs = (ours, exact[1]), (theirs, exact[0])
     if any(isinstance(one, sympy.Float) and _is_rounding(one, other) for one, other in pairs):
@@ -757,6 +761,24 @@ def _verified(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, sympy.Expr) and isinstance(theirs, sympy.Expr):
         raise Veto("value")
     return False
+
+
+def _same_constants(ours: Any, theirs: Any) -> bool | None:
+    """Returns whether two constants agree in half of their digits, however small they are; None
+    where a value is not known to that precision. math-verify would compare e^{-500} by its
+    distance from e^{-501}, and make one logarithm of a number of a million digits of
+    log_2(3) - 1.584963."""
+    import sympy
+
+    pair = ours, theirs
+    if not all(isinstance(one, sympy.Expr) and one.is_number for one in pair):
+        return None
+    if all(one.is_Rational for one in pair):
+        return bool(ours == theirs)
+    values = [one.evalf(DIGITS) for one in pair]
+    if not all(one.is_Float and one._prec > 1 for one in values):
+        return None
+    return bool(abs(values[0] - values[1]) < abs(values[1]) * 10 ** (-DIGITS // 2))
 
 
 def _is_rounding(decimal: Any, value: Any) -> bool:

@@ -152,7 +152,7 @@ class LimitedPool:
                 if line := await process.stdout.readline():
                     reply = json.loads(line)
                 else:
-                    # It ends by itself. A kill that came first would hide its exit code.
+                    # It exits on its own. A kill that came first would hide its exit code.
                     await process.wait()
         except TimeoutError as error:
             raise GradingFailed(
