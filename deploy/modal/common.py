@@ -41,7 +41,7 @@ every container."""
 
 DAY_S = 24 * 3600
 RETRIES = 3
-"""How often Modal starts the trainer's Function again after a failure. It does so automatically after a
+"""How often Modal starts the trainer's Function again after a failure. It restarts it after a
 preemption, and `watch` calls it again after 24 hours."""
 
 START_S = 1800

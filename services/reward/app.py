@@ -93,7 +93,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
 
 def sandbox_of(settings: Settings) -> Sandbox:
     """Returns the sandbox that the settings name, not yet started. "auto" is "local", which refuses
-    to run programs on a host that cannot isolate them: a weaker sandbox is never chosen automatically.
+    to run programs on a host that cannot isolate them: it never chooses a weaker sandbox.
     Raises BadRequest for packages that are not installed."""
     if settings.sandbox == "modal":
         # Imports the Modal client, which only this sandbox needs.
