@@ -42,8 +42,8 @@ from shared.settings import Settings
 from shared.wire import (
     CacheReset,
     GenerateRequest,
+    NoBody,
     Prompt,
-    ResetCacheRequest,
     Rollout,
     RolloutGroup,
     Sampling,
@@ -174,8 +174,9 @@ async def next_tokens(services: Services, groups: Sequence[RolloutGroup], name: 
 
 
 async def forget(services: Services) -> None:
-    reset = ResetCacheRequest()
-    await services.pool.one().call("POST", "/reset_prefix_cache", reset, CacheReset, deadline_s=60)
+    await services.pool.one().call(
+        "POST", "/reset_prefix_cache", NoBody(), CacheReset, deadline_s=60
+    )
 
 
 def answers(rollout: Rollout) -> list[tuple[int, int]]:

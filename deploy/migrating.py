@@ -11,23 +11,31 @@ from hone.importing.importing import FRAMEWORKS
 from hone.importing.table import Framework, Row
 
 PAGE = Path(__file__).parents[1] / "docs/migrating.md"
-HEAD = ("| their key | here | what differs |", "|---|---|---|")
+HEAD = {
+    2: ("| their key | here |", "|---|---|"),
+    3: ("| their key | here | why |", "|---|---|---|"),
+}
 
 BEGINNING = """# From another trainer
 
 `hone import` makes a job of a configuration of TRL, OpenRLHF, verl or prime-rl, and lists what has
 no counterpart. `make docs` writes this page from the tables that it uses.
 
-    .venv/bin/hone import grpo.py --to job.toml      # a script with GRPOConfig(...)
-    .venv/bin/hone import train.sh --to job.toml     # the command in a shell script; none is run
-    .venv/bin/hone import config.yaml                # of TRL or verl; a TOML of prime-rl likewise
+    .venv/bin/hone import config.yaml --to job.toml  # YAML, TOML or JSON, of any of them
     .venv/bin/hone import -- trl grpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name a/b
-    .venv/bin/hone import -o json train.sh           # the job, and every key that has none, as data
+    .venv/bin/hone import -- python3 -m verl.trainer.main_ppo data.train_batch_size=256
+    .venv/bin/hone import -o json config.yaml        # the job, and every key that has none, as data
 
-The job says beside each key which name it had, and above it what differs. A value that the trainer
+Scripts are not read. Of a shell script, paste the command that starts the trainer after `--`, with
+its variables replaced; a variable that is left is listed. A Python script that calls TRL runs with
+`from hone import Trainer as GRPOTrainer` ([`trainer.md`](trainer.md)), or its arguments go after
+`--`.
+
+Comments before the job say which name each key had, and what differs. A value that the trainer
 has by default, and a job has not, is written too. What the user must say is a comment, "fill in":
-rewards that are code of another signature, rows that a script changes, a number that depends on
-the data. The exit code is 0 as long as the configuration can be read.
+rewards that are code of another signature, a number that depends on the data. A key that is in no
+table below is listed as "not translated", as is a value without a counterpart. The exit code is 0
+as long as the configuration can be read.
 
 - **Batches.** TRL and prime-rl count completions, verl and a job count prompts, OpenRLHF's rollout
   batch counts prompts and its training batch completions. TRL's is multiplied by the processes:
@@ -52,32 +60,33 @@ def page() -> str:
 
 def _section(framework: Framework) -> str:
     parts = [f"## {framework.title}", *([TRL_NAMES] if framework is trl.TRL else [])]
-    parts += [_table(_counterparts(framework.rows))]
-    parts += ["No counterpart, unless the value changes nothing:", _table(_lacking(framework))]
-    inside = (name for name, row in framework.rows.items() if row.kind == "inside")
-    names = ", ".join(f"`{name}`" for name in inside)
-    return "\n\n".join([*parts, f"Not needed here:\n\n| names |\n|---|\n| {names} |"]) + "\n"
+    parts += [_table(2, _counterparts(framework.rows))]
+    parts += ["No counterpart, unless the value changes nothing:", _table(3, _lacking(framework))]
+    ignored = ", ".join(f"`{name}`" for name in framework.ignored)
+    return "\n\n".join([*parts, f"Not needed here:\n\n| names |\n|---|\n| {ignored} |"]) + "\n"
 
 
-def _table(rows: Iterator[tuple[str, str, str]]) -> str:
-    return "\n".join([*HEAD, *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)])
+def _table(width: int, rows: Iterator[tuple[str, ...]]) -> str:
+    return "\n".join(
+        [*HEAD[width], *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)]
+    )
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _counterparts(rows: Mapping[str, Row]) -> Iterator[tuple[str, str, str]]:
+def _counterparts(rows: Mapping[str, Row]) -> Iterator[tuple[str, ...]]:
     for name, row in rows.items():
-        if row.kind in ("key", "setting"):
-            here = ", ".join(f"`{key}`" for key in row.here.split(", "))
-            yield f"`{name}`", here, row.note
+        if row.here:
+            here = ", ".join(f"`{key}`" for key in row.here.split(","))
+            yield f"`{name}`", here
 
 
-def _lacking(framework: Framework) -> Iterator[tuple[str, str, str]]:
+def _lacking(framework: Framework) -> Iterator[tuple[str, ...]]:
     for name, row in framework.rows.items():
-        if row.kind == "none":
-            yield f"`{name}`", _neutral(row.neutral), row.note
+        if not row.here:
+            yield f"`{name}`", _neutral(row.neutral), row.why
 
 
 def _neutral(values: tuple[object, ...]) -> str:

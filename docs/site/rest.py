@@ -52,9 +52,6 @@ def _content(name: str, what: str, node: Node) -> Iterator[str]:
         yield f"{what} {' or '.join(f'`{kind}`' for kind in content) or 'nothing'}\n"
         return
     yield f"{what} {_type(name, content[JSON].get('schema', {}))}\n"
-    if "example" in content[JSON]:
-        example = json.dumps(content[JSON]["example"], indent=2, ensure_ascii=False)
-        yield f"```json\n{example}\n```\n"
 
 
 def _body(name: str, schema: Node) -> Iterator[str]:
@@ -68,6 +65,8 @@ def _body(name: str, schema: Node) -> Iterator[str]:
         default = "" if field in required else f"`{json.dumps(told.get('default'))}`"
         yield f"| `{field}` | {_type(name, told)} | {_escaped(default)} | {_cell(told)} |"
     yield ""
+    for example in schema.get("examples", ()):
+        yield f"```json\n{json.dumps(example, indent=2, ensure_ascii=False)}\n```\n"
 
 
 def _type(name: str, schema: Node) -> str:

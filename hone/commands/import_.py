@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def import_(
     source: Annotated[
         list[str],
-        typer.Argument(help="a script, YAML or TOML; or a command line, after --"),
+        typer.Argument(help="a YAML, TOML or JSON file; or a command line, after --"),
     ],
     trainer: Annotated[
         str | None, typer.Option(help="trl, openrlhf, verl or prime-rl, if it is not recognized")
@@ -53,15 +53,10 @@ def _said(found: Imported, to: Path | None) -> list[str]:
     """Returns what a person must know beside the job."""
     lines = [f"fill in {key}: {why}" for key, why in found.fill_in.items()]
     lines += [f"the job would be refused: {fault}" for fault in found.faults]
-    lines += [f"no counterpart: {each.name} = {each.value!r}: {each.why}" for each in found.lacking]
-    lines += [f"unknown: {name} = {value!r}" for name, value in found.unknown.items()]
+    lines += [f"not translated: {each.name} = {each.value!r}: {each.why}" for each in found.lacking]
     lines += [f"a setting: {name}={value}" for name, value in found.settings.items()]
-    if found.conditional:
-        said = ", ".join(found.conditional)
-        lines.append(f"set anew in a condition of the script, which was not followed: {said}")
-    if found.inside:
-        names = ", ".join(each.name for each in found.inside)
-        lines.append(f"not needed here: {names} (-o json says why)")
+    if found.ignored:
+        lines.append(f"not needed here: {', '.join(found.ignored)}")
     if not found.fill_in and not found.faults:
         lines.append(f"next: hone submit --dry-run {to or 'job.toml'}")
     return lines

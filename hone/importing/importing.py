@@ -1,49 +1,46 @@
-"""From a file or arguments to a job and what has no counterpart. READ FIRST."""
+"""From a file or arguments to a job as TOML, and what has no counterpart. READ FIRST."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 from pydantic import BaseModel
 
-from hone.importing import reading, scripts, trl, writing
+from hone.importing import trl
 from hone.importing.openrlhf import OPENRLHF
 from hone.importing.prime_rl import PRIME_RL
-from hone.importing.table import UNREAD, Draft, Framework, Lacking, convert
+from hone.importing.reading import of_file, of_words
+from hone.importing.table import Draft, Framework, Lacking, convert
 from hone.importing.verl import VERL
 from shared.errors import BadRequest
 from shared.job import name_of
 from shared.job.file import parse_job
 
-FRAMEWORKS: Mapping[str, Framework] = {
-    framework.name: framework for framework in (trl.TRL, OPENRLHF, VERL, PRIME_RL)
-}
+FRAMEWORKS = {"trl": trl.TRL, "openrlhf": OPENRLHF, "verl": VERL, "prime-rl": PRIME_RL}
 
-MISSING = {
-    "model": "a folder or a Hugging Face id",
-    "data.train": "a file or a Hugging Face dataset",
-    "rewards": "`hone explain graders`, or a function of your own: docs/rewards.md",
-    "steps": "or data.epochs",
+REQUIRED: dict[str, tuple[str, Any]] = {
+    "model": ("a folder or a Hugging Face id", "any/model"),
+    "data.train": ("a file or a Hugging Face dataset", "any/data"),
+    "steps": ("or data.epochs", 1),
+    "rewards": (
+        "`hone explain graders`, or a function of your own: docs/rewards.md",
+        [{"grader": "length", "params": {"max": 1}}],
+    ),
 }
-"""Keys that every job needs."""
-
-PLACEHOLDERS: dict[str, Any] = {
-    "model": "any/model",
-    "data.train": "any/data",
-    "steps": 1,
-    "rewards": [{"grader": "length", "params": {"max": 1}}],
-}
+"""Keys that every job needs: what to write, and a value with which the others are checked."""
 
 
 class Imported(BaseModel):
-    """A job made of another trainer's configuration. `fill_in` are keys that the user must say,
+    """A job made of another trainer's configuration. `fill_in` are keys that the user must give,
     `faults` what else keeps the job from being accepted, `settings` are the stack's. `lacking` has
-    no counterpart, `inside` needs none, and `unknown` is not in the table. `conditional` are
-    variables of the shell script that a condition sets anew: the value before it was taken."""
+    no counterpart, and `ignored` needs none."""
 
     framework: str
     toml: str
@@ -52,15 +49,13 @@ class Imported(BaseModel):
     faults: tuple[str, ...]
     settings: dict[str, Any]
     lacking: tuple[Lacking, ...]
-    inside: tuple[Lacking, ...]
-    unknown: dict[str, Any]
-    conditional: tuple[str, ...]
+    ignored: tuple[str, ...]
 
 
 def imported(
     source: Sequence[str], name: str | None = None, processes: int | None = None
 ) -> Imported:
-    """Returns the job for a file or a command line; `name` is the trainer's, else it is recognized.
+    """Returns the job for a file or arguments; `name` is the trainer's, else it is recognized.
     `processes` multiply TRL's batches. Raises BadRequest for what cannot be read."""
     try:
         found = _imported(source, name, processes)
@@ -73,96 +68,57 @@ def imported(
 
 
 def _imported(source: Sequence[str], name: str | None, processes: int | None) -> Imported:
-    conditional: set[str] = set()
-    framework, given = _read(source, name, conditional)
+    framework, given = _read(source, name)
     if processes is not None:
         given["num_processes"] = processes
     draft = trl.translated(given) if framework is trl.TRL else convert(framework, given)
     _complete(draft)
     document, faults = _checked(draft)
     return Imported(
-        framework=framework.name,
-        toml=writing.text(draft, framework.title),
+        framework=framework.title.lower(),
+        toml=_text(draft, framework.title, document),
         job=document,
         fill_in=draft.fill_in,
         faults=tuple(faults),
         settings=draft.settings,
         lacking=tuple(draft.lacking),
-        inside=tuple(draft.inside),
-        unknown=draft.unknown,
-        conditional=tuple(sorted(conditional)),
+        ignored=tuple(draft.ignored),
     )
 
 
-def _read(
-    source: Sequence[str], name: str | None, conditional: set[str]
-) -> tuple[Framework, dict[str, Any]]:
+def _read(source: Sequence[str], name: str | None) -> tuple[Framework, dict[str, Any]]:
     path = Path(source[0])
-    if len(source) == 1 and path.is_dir():
-        raise BadRequest(f"{source[0]!r} is a folder; expected a file or a command line")
-    if len(source) > 1 or not path.suffix or path.suffix == source[0]:
-        return _of_command(list(source), name, Path())
-    text = reading.read(path)
-    if path.suffix == ".py":
-        return trl.TRL, scripts.arguments(path, text)
-    if path.suffix in (".yaml", ".yml"):
-        return _recognized(reading.of_yaml(text), name, "")
-    if path.suffix == ".toml":
-        return _recognized(reading.of_toml(text), name, "")
-    commands = reading.of_script(text, conditional)
-    found = [_of_command(words, name, path.parent) for words in commands if _trains(words)]
-    if not found:
-        raise BadRequest(f"{str(path)!r} has no command that trains with {', '.join(FRAMEWORKS)}")
-    return max(found, key=lambda each: len(each[1]))
-
-
-def _trains(words: list[str]) -> bool:
-    command = " ".join(words)
-    return bool(reading.of_words(words)) and any(
-        mark in command for each in FRAMEWORKS.values() for mark in each.marks
-    )
-
-
-def _of_command(
-    words: list[str], name: str | None, folder: Path
-) -> tuple[Framework, dict[str, Any]]:
-    if len(words) == 1:
-        words = shlex.split(words[0])
+    is_word = len(source) == 1 and not re.search(r"[\s=]", source[0])
+    if is_word and (path.suffix or path.exists()):
+        return _recognized(of_file(path), name, "")
+    words = shlex.split(source[0]) if len(source) == 1 else list(source)
     if "--" in words:  # as after `ray job submit`
         words = words[words.index("--") + 1 :]
-    given = reading.of_words(_own(words))
+    command = " ".join(words[:12])
+    modules = [each for each in words if each.startswith(("openrlhf.", "verl.trainer"))]
+    given = of_words(words[words.index(modules[0]) :] if modules else words)
     after_at = next((word for sign, word in itertools.pairwise(words) if sign == "@"), None)
     for key, file in (("config", given.get("config")), ("@", after_at)):  # prime-rl's `rl @ FILE`
-        if isinstance(file, str) and UNREAD not in file:
+        if isinstance(file, str):
             given.pop(key, None)
-            path = folder / file if not Path(file).exists() else Path(file)
-            reader = reading.of_toml if path.suffix == ".toml" else reading.of_yaml
-            given = reader(reading.read(path)) | given
-    return _recognized(given, name, " ".join(words[:12]))
-
-
-def _own(words: list[str]) -> list[str]:
-    """Returns the words from a module of OpenRLHF or verl on, without a launcher's words."""
-    modules = ("openrlhf.", "verl.trainer")
-    starts = [number for number, word in enumerate(words) if word.startswith(modules)]
-    return words[starts[0] :] if starts else words
+            given = of_file(Path(file)) | given
+    return _recognized(given, name, command)
 
 
 def _recognized(
     given: dict[str, Any], name: str | None, command: str
 ) -> tuple[Framework, dict[str, Any]]:
-    """Returns the trainer whose table has most of the names."""
-    if name is not None:
-        if name not in FRAMEWORKS:
-            raise BadRequest(f"--trainer is {name!r}; expected one of {', '.join(FRAMEWORKS)}")
-        return FRAMEWORKS[name], given
+    """Returns the trainer whose table has most of the names, and resolved values."""
+    given = {key: _resolved(value, given) for key, value in given.items()}
+    if name is not None and name not in FRAMEWORKS:
+        raise BadRequest(f"--trainer is {name!r}; expected one of {', '.join(FRAMEWORKS)}")
 
     def known(framework: Framework) -> int:
-        is_named = any(mark in command for mark in framework.marks)
-        return sum(map(_knows(framework), given)) + is_named
+        knows = trl.knows if framework is trl.TRL else framework.knows
+        return sum(map(knows, given)) + any(mark in command for mark in framework.marks)
 
-    best = max(FRAMEWORKS.values(), key=known)
-    if not known(best):
+    best = FRAMEWORKS[name] if name else max(FRAMEWORKS.values(), key=known)
+    if name is None and not known(best):
         raise BadRequest(
             f"no trainer is known with {', '.join(list(given)[:5]) or 'no arguments'}; expected "
             f"arguments of {', '.join(FRAMEWORKS)}, or --trainer"
@@ -170,10 +126,11 @@ def _recognized(
     return best, given
 
 
-def _knows(framework: Framework) -> Callable[[str], bool]:
-    if framework is trl.TRL:
-        return trl.knows
-    return lambda name: framework.row(framework.known(name)) is not None
+def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
+    """Returns the value with OmegaConf's `${a.b}` looked up; unchanged where it calls a resolver,
+    or refers to what is not there."""
+    found = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+    return _resolved(values[found[1]], values) if found and found[1] in values else value
 
 
 def _complete(draft: Draft) -> None:
@@ -183,12 +140,10 @@ def _complete(draft: Draft) -> None:
     short = name_of(whole.rstrip("/").rpartition("/")[2], "imported")
     draft.fill_in.pop("name", None)
     draft.set("name", short, named.origin if named else "")
-    for key, why in MISSING.items():
-        had = draft.rewards if key == "rewards" else draft.entries.get(key)
-        if key == "steps" and "data.epochs" in draft.entries:
-            continue
-        if not had and key not in draft.fill_in:
-            draft.fill_in[key] = why
+    for key, (why, _) in REQUIRED.items():
+        has = draft.rewards if key == "rewards" else draft.entries.get(key)
+        if not has and not (key == "steps" and "data.epochs" in draft.entries):
+            draft.fill_in.setdefault(key, why)
     if "data.eval" not in {*draft.entries, *draft.fill_in}:
         draft.entries = {
             key: entry
@@ -205,8 +160,8 @@ def _checked(draft: Draft) -> tuple[dict[str, Any], list[str]]:
     if draft.rewards:
         document["rewards"] = [entry.value for entry in draft.rewards]
     whole = {**document, "data": dict(document.get("data", {}))}
-    for key in draft.fill_in.keys() & PLACEHOLDERS.keys():
-        _put(whole, key, PLACEHOLDERS[key])
+    for key in draft.fill_in.keys() & REQUIRED.keys():
+        _put(whole, key, REQUIRED[key][1])
     try:
         parse_job(whole)
     except BadRequest as error:
@@ -220,3 +175,21 @@ def _put(document: dict[str, Any], key: str, value: Any) -> None:
         document.setdefault(section, {})[name] = value
     else:
         document[key] = value
+
+
+def _text(draft: Draft, title: str, job: dict[str, Any]) -> str:
+    """Returns the job as TOML. Comments before it say what must be filled in, and for each key the
+    name that it had, and what differs."""
+    lines = [f"From {title}, by `hone import`."]
+    lines += [f"fill in {key}: {why}" for key, why in draft.fill_in.items()]
+    rewards = [("rewards", entry) for entry in draft.rewards]
+    for key, entry in (*draft.entries.items(), *rewards):
+        if entry.origin or entry.note:
+            lines.append(f"{key}: {'; '.join(filter(None, (entry.origin, entry.note)))}")
+    comments = [part for line in lines for part in _comment(line)]
+    return "\n".join(comments) + f"\n\n{tomli_w.dumps(job)}"
+
+
+def _comment(text: str) -> list[str]:
+    printable = re.sub(r"[\x00-\x1f\x7f]", "?", " ".join(text.split()))
+    return textwrap.wrap(printable, 100, initial_indent="# ", subsequent_indent="#   ")

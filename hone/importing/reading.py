@@ -1,95 +1,100 @@
-"""Configurations as flat keys and values: command lines, shell scripts, YAML and TOML."""
+"""Configurations as values by dotted keys: command lines, YAML, TOML and JSON."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from hone.importing import shell
-from hone.importing.table import UNREAD
-from shared.errors import BadRequest
+import yaml
 
-WORDS = {"true": True, "false": False, "null": None, "none": None, "": None}
+from shared.errors import BadRequest
 
 MAX_BYTES, MAX_VALUES = 1 << 20, 10_000
 """The longest file, and the most values of a YAML file; a configuration is far below both."""
-
-_OVERRIDE = re.compile(r"(?:\+\+|\+|~)?([A-Za-z_][\w.@]*)=(.*)", re.DOTALL)
 
 
 def of_words(words: Sequence[str]) -> dict[str, Any]:
     """Returns the arguments of a command line: `--name value`, `--name=value`, `--flag`, several
     values, and hydra's `a.b=c`."""
-    found: dict[str, Any] = {}
+    found: dict[str, list[Any]] = {}
     name: str | None = None
     for word in words:
         if word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             found[name] = [value_of(text)] if equals else []
             name = None if equals else name
-        elif override := _OVERRIDE.fullmatch(word):
+        elif override := re.fullmatch(r"(?:\+\+|\+|~)?([A-Za-z_][\w.@]*)=(.*)", word, re.DOTALL):
             found[override[1]] = [value_of(override[2])]
             name = None
         elif name is not None:
             found[name].append(value_of(word))
-    return {
-        key: True if not values else values[0] if len(values) == 1 else values
-        for key, values in found.items()
-    }
+    single = {key: values[0] if len(values) == 1 else values for key, values in found.items()}
+    return dict(flat({key: True if value == [] else value for key, value in single.items()}))
 
 
 def value_of(text: str) -> Any:
     """Returns the value that a text on a command line stands for."""
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
-    for number in (int, float):
+    words = {"true": True, "false": False, "null": None, "none": None, "": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for read in (int, float, ast.literal_eval if text[:1] in ("[", "{", "(") else int):
         try:
-            return number(text)
-        except ValueError:
+            return read(text)
+        except (ValueError, TypeError, SyntaxError):
             pass
-    if text[:1] in "[{(" and UNREAD not in text:
-        return _collection(text)
+    parts = [part.strip(" '\"") for part in text[1:-1].split(",")]
+    if text[:1] == "[" and text[-1:] == "]":
+        return [value_of(part) for part in parts]
+    if text[:1] == "{" and text[-1:] == "}" and all(part.count(":") == 1 for part in parts):
+        pairs = (part.split(":") for part in parts)  # hydra's {a:1,b:c}
+        return {key.strip(): value_of(value.strip()) for key, value in pairs}
     return text
 
 
-def _collection(text: str) -> Any:
+def of_file(path: Path) -> dict[str, Any]:
+    """Returns the values of a YAML, TOML or JSON file by dotted keys."""
+    if path.suffix == ".py":
+        raise BadRequest(
+            f"{str(path)!r} is a script, and only {', '.join(READERS)} files are read: write the "
+            "arguments of its GRPOConfig after --, as in `hone import -- trl grpo --learning_rate "
+            "1e-6`, or run it with `from hone import Trainer as GRPOTrainer` (docs/trainer.md)"
+        )
+    if path.suffix not in READERS:
+        raise BadRequest(
+            f"{str(path)!r} is not one of the {', '.join(READERS)} files that are read: write the "
+            "command that starts the trainer after --, its variables replaced, as in `hone import "
+            "-- python3 -m verl.trainer.main_ppo data.train_batch_size=256`"
+        )
     try:
-        return ast.literal_eval(text)
-    except (ValueError, TypeError, SyntaxError):
-        if text[0] != "[":
-            return text
-        return [value_of(part.strip(" '\"")) for part in text[1:-1].split(",")]
-
-
-def of_script(text: str, conditional: set[str]) -> list[list[str]]:
-    """Returns the commands of a shell script, and adds the variables that a condition sets."""
-    try:
-        return list(shell.commands(text, conditional))
-    except ValueError as error:  # of shlex
-        raise BadRequest(f"the script cannot be read as a shell's: {error}") from error
-
-
-def of_yaml(text: str) -> dict[str, Any]:
-    """Returns a YAML file's values by dotted keys."""
-    import yaml
-
-    loader = yaml.SafeLoader(text)
-    try:
-        root = loader.get_single_node()
-        if _count(root) > MAX_VALUES:
-            raise BadRequest(f"the YAML's aliases stand for more than {MAX_VALUES} values")
-        document = cast(Any, loader).construct_document(root) if root else None
-    except (yaml.YAMLError, ValueError) as error:
-        raise BadRequest(f"not valid YAML: {error}") from error
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise BadRequest(f"{str(path)!r} is longer than {MAX_BYTES} bytes")
+        document = READERS[path.suffix](content.decode("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"{str(path)!r} cannot be read as text: {error}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise BadRequest(f"{str(path)!r} is not valid {path.suffix[1:]}: {error}") from error
     if not isinstance(document, dict):
-        raise BadRequest(f"the YAML is {type(document).__name__}, expected keys and values")
+        raise BadRequest(f"{str(path)!r} is {type(document).__name__}, expected keys and values")
     values = dict(flat(cast(dict[str, Any], document)))
-    return {name: _resolved(value, values) for name, value in values.items()}
+    if path.suffix == ".toml":
+        return values  # YAML 1.1 takes 1e-6 for text
+    return {key: value_of(each) if isinstance(each, str) else each for key, each in values.items()}
+
+
+def _of_yaml(text: str) -> Any:
+    loader = yaml.SafeLoader(text)
+    root = loader.get_single_node()
+    if _count(root) > MAX_VALUES:
+        raise BadRequest(f"the YAML's aliases stand for more than {MAX_VALUES} values")
+    return cast(Any, loader).construct_document(root) if root else None
 
 
 @functools.cache
@@ -101,40 +106,25 @@ def _count(node: Any) -> int:
     return 1 + sum(map(_count, cast(list[Any], children))) if isinstance(children, list) else 1
 
 
-def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
-    """Returns the value with OmegaConf's `${a.b}` looked up; None, the default, where it calls a
-    resolver. YAML 1.1 takes 1e-6 for text."""
-    if not isinstance(value, str):
-        return value
-    if found := re.fullmatch(r"\$\{([\w.]+)\}", value):
-        return values.get(found[1])
-    return None if "${" in value else value_of(value)
-
-
-def of_toml(text: str) -> dict[str, Any]:
-    """Returns a TOML file's values by dotted keys."""
-    try:
-        return dict(flat(tomllib.loads(text)))
-    except tomllib.TOMLDecodeError as error:
-        raise BadRequest(f"not valid TOML: {error}") from error
+READERS: dict[str, Callable[[str], Any]] = {
+    ".yaml": _of_yaml,
+    ".yml": _of_yaml,
+    ".toml": tomllib.loads,
+    ".json": json.loads,
+}
 
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields values by dotted keys. Tables in lists stay as they are."""
+    """Yields values by dotted keys. Tables in lists are unchanged."""
     for name, value in document.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and name not in WHOLE:
             yield from flat(cast(dict[str, Any], value), f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def read(path: Path) -> str:
-    """Returns a file's text. Raises BadRequest if it cannot be read, or is too long."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise BadRequest(f"{str(path)!r} is longer than {MAX_BYTES} bytes")
-        return content.decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{str(path)!r} cannot be read as text: {error}") from error
+WHOLE = (
+    *("apply_chat_template_kwargs", "chat_template_kwargs", "lr_scheduler_kwargs", "columns"),
+    *("model_init_kwargs", "generation_kwargs", "template_args"),
+)
+"""Keys whose values are tables."""

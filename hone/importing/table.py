@@ -1,26 +1,31 @@
-"""A trainer's keys as rows: the job's key that each becomes, or why there is none."""
+"""A trainer's keys as rows: the job's key that each becomes, or why there is none. Below are the
+conversions that several trainers share."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from pydantic import BaseModel
 
+from hone.importing.reading import of_words, value_of
+from shared.errors import BadRequest
 from shared.explain import sections, shown
 from shared.job import Job
 
 Values = Mapping[str, Any]
-"""A configuration: values by dotted key, with the trainer's defaults."""
-
-UNREAD = "${?}"
-"""Stands in a value for a part that only a shell could know."""
+"""A configuration: values by dotted key."""
 
 Convert = Callable[[Any, Values], Any]
 """Returns the job's value for a value, given all of the configuration; a tuple for several keys of
 the job. None: the job's default."""
+
+UNRESOLVED = re.compile(r"\$[{(]|^\$\w+$|`")
+"""A variable or command that a shell or OmegaConf would replace."""
+NOT_REPLACED = "the variable was not replaced; write its value"
 
 
 class LacksError(Exception):
@@ -29,7 +34,7 @@ class LacksError(Exception):
 
 @dataclass(frozen=True)
 class FillIn:
-    """Stands for a value that the user must say."""
+    """Stands for a value that the user must give."""
 
     why: str
 
@@ -44,59 +49,90 @@ class Said:
 
 @dataclass(frozen=True)
 class Row:
-    """`here`: the job's keys, with commas; a setting; or "". `note`: what differs, or why there is
-    no key. A value in `neutral` changes nothing, so it needs no counterpart."""
+    """`here`: the job's keys, with commas; "HONE_...": a setting of the stack; "": none, and `why`.
+    A value in `neutral` changes nothing."""
 
-    kind: Literal["key", "setting", "none", "inside"]
-    here: str = ""
-    note: str = ""
-    convert: Convert = lambda value, _: value
+    here: str
+    convert: Convert
+    why: str = ""
     neutral: tuple[Any, ...] = ()
 
 
-def to(key: str, convert: Convert | None = None, note: str = "") -> Row:
-    """Returns the row of a key with a counterpart."""
-    return Row("key", key, note, convert or (lambda value, _: value))
+class Recorded(dict[str, Any]):
+    """A configuration that records which of its keys a conversion looked up."""
 
+    def __init__(self, values: Values) -> None:
+        super().__init__(values)
+        self.read = set[str]()
 
-def setting(name: str, note: str = "") -> Row:
-    """Returns the row of a key that is a setting of the stack here, not of the job."""
-    return Row("setting", name, note)
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
 
-
-def none(why: str, *neutral: Any) -> Row:
-    """Returns the row of a key whose values, neutral ones apart, change a run and cannot be had."""
-    return Row("none", "", why, neutral=neutral)
-
-
-def inside(why: str) -> Row:
-    """Returns the row of a key that says how the other trainer works, not what is learned."""
-    return Row("inside", "", why)
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A trainer's table. `rows` go by dotted keys, or patterns such as `critic.*`; where two become
-    one key of the job, the later counts. `defaults` are the trainer's where they are not the job's.
-    `aliases` are older names of keys. `marks` are texts by which a command line is recognized."""
+    """A trainer's table. `rows` are by its keys; where two become one key of the job, the later
+    counts. `ignored` are patterns of keys that change nothing of what is learned. `defaults` are
+    the trainer's where they are not the job's. `older` are former names of keys, or beginnings of
+    names that end with a dot. `marks` are parts of its command lines."""
 
-    name: str
     title: str
     rows: Mapping[str, Row]
-    defaults: Mapping[str, Any]
-    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    marks: tuple[str, ...] = ()
+    ignored: tuple[str, ...]
+    defaults: Values
+    older: Mapping[str, str]
+    marks: tuple[str, ...]
 
-    def row(self, name: str) -> Row | None:
-        """Returns the row of a key, else of the first pattern that fits it."""
-        if name in self.rows:
-            return self.rows[name]
-        patterns = (key for key in self.rows if fnmatch.fnmatchcase(name, key))
-        return next((self.rows[key] for key in patterns), None)
+    def current(self, name: str) -> str:
+        """Returns the present name of a key."""
+        for old, new in self.older.items():
+            if name == old or (old.endswith(".") and name.startswith(old)):
+                return new + name[len(old) :]
+        return name
 
-    def known(self, name: str) -> str:
-        """Returns today's name of a key."""
-        return self.aliases.get(name, name)
+    def ignores(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
+
+    def knows(self, name: str) -> bool:
+        name = self.current(name)
+        return name in self.rows or name in self.defaults or self.ignores(name)
+
+
+def framework(
+    title: str,
+    table: Mapping[Convert | str, str],
+    ignored: str,
+    defaults: str,
+    older: str,
+    *marks: str,
+) -> Framework:
+    """Returns a table. `table` has, by a conversion, words "their.key=our.key", or "=ours,ours";
+    by the reason, keys without a counterpart: "their.key", or "their.key=neutral" with values that
+    change nothing, by "/". A key "new|old" has a former name; `older` has "old=new" for keys that
+    have no row."""
+    rows: dict[str, Row] = {}
+    former = dict(map(_pair, older.split()))
+    for by, text in table.items():
+        for names, value in map(_pair, text.split()):
+            name, *olds = names.split("|")
+            former |= dict.fromkeys(olds, name)
+            if isinstance(by, str):
+                neutral = tuple(map(value_of, value.split("/"))) if value else ()
+                rows[name] = Row("", same, by, neutral)
+            else:
+                rows[name] = Row(value, by)
+    given = of_words(defaults.split())
+    return Framework(title, rows, tuple(ignored.split()), given, former, marks)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    return key, value
 
 
 class Lacking(BaseModel):
@@ -113,110 +149,107 @@ class Entry:
 
     value: Any
     origin: str
-    notes: list[str] = field(default_factory=list[str])
+    note: str = ""
 
 
 @dataclass
 class Draft:
-    """A job that is being made."""
+    """A job that is being made. `fill_in` are keys that the user must give; `lacking` have no
+    counterpart, `ignored` need none."""
 
     entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
     rewards: list[Entry] = field(default_factory=list[Entry])
     fill_in: dict[str, str] = field(default_factory=dict[str, str])
     lacking: list[Lacking] = field(default_factory=list[Lacking])
-    inside: list[Lacking] = field(default_factory=list[Lacking])
-    unknown: dict[str, Any] = field(default_factory=dict[str, Any])
+    ignored: list[str] = field(default_factory=list[str])
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
-    def set(self, key: str, value: Any, origin: str, *notes: str) -> None:
-        """Sets a key of the job. `rewards` are added to. What TOML cannot say is to be filled
+    def set(self, key: str, value: Any, origin: str, note: str = "") -> None:
+        """Sets a key of the job; adds to `rewards`. What TOML cannot say is to be filled
         in."""
-        if _lacks_values(value):
+        if not _is_toml(value):
             self.fill_in[key] = f"{origin}: {value!r:.80} cannot be converted"
             return
-        said = [note for note in notes if note]
         if key == "rewards":
             several = cast(list[Any], value) if isinstance(value, list) else [value]
-            self.rewards += [Entry(each, origin, said) for each in several]
+            self.rewards += [Entry(each, origin, note) for each in several]
         else:
-            self.entries[key] = Entry(value, origin, said)
+            self.entries[key] = Entry(value, origin, note)
         self.fill_in.pop(key, None)
+
+    def lacks(self, name: str, value: Any, why: str) -> None:
+        self.lacking.append(Lacking(name=name, value=value, why=why))
+
+
+def _is_toml(value: Any) -> bool:
+    if isinstance(value, dict):
+        table = cast(dict[Any, Any], value)
+        return all(isinstance(key, str) and _is_toml(table[key]) for key in table)
+    if isinstance(value, list | tuple):
+        return all(map(_is_toml, cast(list[Any], value)))
+    return isinstance(value, str | int | float)
 
 
 def convert(framework: Framework, given: Values) -> Draft:
-    """Returns the job for a configuration, whose values that differ from the job's are taken from
-    the trainer's defaults where it has none."""
-    own = {framework.known(name): value for name, value in given.items()}
-    unread = {name for name, value in own.items() if UNREAD in str(value)}
-    values = {**framework.defaults, **{key: own[key] for key in own if key not in unread}}
-    draft = Draft()
-    names = [name for name in framework.rows if name in values]
-    for name in (*names, *(name for name in values if name not in framework.rows)):
-        if values[name] is not None and name not in unread:
-            _convert_one(framework, name, values, draft, is_default=name not in own)
-    for name in sorted(unread):
-        say_unread(name, framework.row(name), draft)
+    """Returns the job for a configuration, with the trainer's defaults where it has no value.
+    Raises BadRequest where two names of one key have different values."""
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        key = framework.current(name)
+        if own.get(key) not in (None, value) and value is not None:
+            raise BadRequest(
+                f"{name} is {shown(value)}, and {shown(own[key])} by another name of {key}; "
+                "expected one value"
+            )
+        own[key] = own.get(key) if value is None else value
+    values, draft = Recorded({**framework.defaults, **own}), Draft()
+    for name, row in framework.rows.items():
+        if name in values and values[name] is not None:
+            _convert_one(row, name, values, draft, is_default=name not in own)
+    for name, value in own.items():
+        if name in framework.rows or name in values.read or value is None:
+            continue
+        if framework.ignores(name):
+            draft.ignored.append(name)
+        else:
+            draft.lacks(name, value, f"not in the table of {framework.title}")
     return draft
 
 
-def say_unread(name: str, row: Row | None, draft: Draft) -> None:
-    """Says that the value of a key is not known, as a key to be filled in where it has one."""
-    why = "the script computes it, or takes it from the environment"
-    if row is not None and row.kind == "key":
-        draft.fill_in[row.here.partition(",")[0]] = f"{name}: {why}"
-    elif row is None or row.kind != "inside":
-        draft.lacking.append(Lacking(name=name, value=None, why=why))
-
-
-def _convert_one(
-    framework: Framework, name: str, values: Values, draft: Draft, *, is_default: bool
-) -> None:
-    row, value = framework.row(name), values[name]
-    if row is None:
-        draft.unknown[name] = value
-    elif row.kind == "setting":
-        draft.settings[row.here] = value
-    elif row.kind == "inside":
-        if not is_default:
-            draft.inside.append(Lacking(name=name, value=value, why=row.note))
-    elif row.kind == "none":
+def _convert_one(row: Row, name: str, values: Values, draft: Draft, *, is_default: bool) -> None:
+    value, key = values[name], row.here.partition(",")[0]
+    if UNRESOLVED.search(str(value)):
+        draft.lacks(name, value, NOT_REPLACED)
+        if key and not key.startswith("HONE_"):
+            draft.fill_in[key] = f"{name} is {shown(value)}; expected the variable's value"
+    elif key.startswith("HONE_"):
+        draft.settings[key] = value
+    elif not key:
         if value not in row.neutral:
-            draft.lacking.append(Lacking(name=name, value=value, why=row.note))
+            draft.lacks(name, value, row.why)
     else:
-        _set(row, name, values, draft, is_default=is_default)
+        try:
+            found = row.convert(value, values)
+        except LacksError as why:
+            draft.lacks(name, value, str(why))
+        except Exception:
+            # the value, or another one that it is converted with, is of another kind than there
+            draft.fill_in[key] = (
+                f"{name}: {shown(value)} cannot be converted with the values beside it"
+            )
+        else:
+            _set(row, name, found, draft, is_default=is_default)
 
 
-def _set(row: Row, name: str, values: Values, draft: Draft, *, is_default: bool) -> None:
-    keys = row.here.split(", ")
-    try:
-        found = row.convert(values[name], values)
-    except LacksError as why:
-        draft.lacking.append(Lacking(name=name, value=values[name], why=str(why)))
-        return
-    except Exception:
-        # the value, or another one that it is converted with, is of another kind than there
-        draft.fill_in[keys[0]] = (
-            f"{name}: {shown(values[name])} cannot be converted with the values beside it"
-        )
-        return
+def _set(row: Row, name: str, found: Any, draft: Draft, *, is_default: bool) -> None:
     several = cast(tuple[Any, ...], found) if isinstance(found, tuple) else (found,)
-    for key, value in zip(keys, several, strict=False):
+    for key, value in zip(row.here.split(","), several, strict=False):
         said = value if isinstance(value, Said) else Said(value, "")
         if isinstance(said.value, FillIn):
             draft.fill_in[key] = f"{name}: {said.value.why}"
-        elif said.value in (None, {}) or (is_default and said.value == default(key)):
-            continue
-        else:
+        elif said.value not in (None, {}) and not (is_default and said.value == default(key)):
             origin = f"the default of {name}" if is_default else name
-            draft.set(key, said.value, origin, row.note, said.note)
-
-
-def _lacks_values(value: Any) -> bool:
-    """Whether a list or table has a None inside, which TOML cannot say."""
-    parts: Any = [*cast(dict[str, Any], value).values()] if isinstance(value, dict) else value
-    return isinstance(parts, list | tuple) and any(
-        part is None or _lacks_values(part) for part in cast(Sequence[Any], parts)
-    )
+            draft.set(key, said.value, origin, said.note)
 
 
 def default(key: str) -> Any:
@@ -228,3 +261,129 @@ def default(key: str) -> Any:
     kinds = getattr(annotation, "__args__", (annotation,))
     owner = next(each for each in sections(Job) if each in kinds)
     return owner.model_fields[name].get_default()
+
+
+CRITIC = "there is no value model: a completion is compared with its group"
+SINGLE_TURN = "more than one completion for a prompt is an [environment]: docs/environments.md"
+NO_ENTROPY = "there is no entropy bonus; training.clip_high keeps entropy up"
+KL_IN_REWARD = (
+    "in the reward there, so that a token answers for the KL of all later tokens too; here in the "
+    "loss, for its own alone"
+)
+KL_OF_TOKENS = "there the KL in the loss is a mean over tokens, here as the loss is"
+BATCH_STD = "there the advantages of all tokens are divided, here by the rewards' deviation"
+ACCEPTED = 'there the trainer\'s log-probs are over the whole vocabulary too, hence "accept"'
+NO_MODEL = "no reward model is hosted; the grader `score_model` asks one"
+NO_SIGNAL = "a group without signal is one whose rewards are all equal"
+MOST_REFILLS = 10
+
+
+def same(value: Any, _: Values) -> Any:
+    return value
+
+
+def both(value: Any, _: Values) -> Any:
+    return value, value
+
+
+def number(value: Any, _: Values) -> float:
+    return float(value)
+
+
+def pair(value: Any, _: Values) -> Any:
+    return tuple(value)
+
+
+def positive(value: Any, _: Values) -> Any:
+    return value if value > 0 else None
+
+
+def minibatches(sampled: float, trained: float, what: str) -> Any:
+    """Returns how many optimizer steps a batch is cut into, if one takes `trained` of `sampled`."""
+    count = max(round(sampled / trained), 1)
+    if count * trained == sampled or count == 1 == sampled:
+        return count
+    return Said(count, f"{sampled:g} {what} in batches of {trained:g} there")
+
+
+def token_mean(num_minibatches: Any) -> str:
+    """Returns the loss that is a mean over an optimizer step's tokens. With one step per batch
+    "dapo" is the same."""
+    count = num_minibatches.value if isinstance(num_minibatches, Said) else num_minibatches
+    return "dapo" if count == 1 else "bnpo"
+
+
+def one_source(value: Any, _: Values) -> Any:
+    """Returns the data set, if it is one."""
+    names = [value] if isinstance(value, str) else list(value)
+    if len(names) == 1 and "," not in names[0]:
+        return names[0]
+    return FillIn(f"{value!r} are several; join them in one file, or take evaluation.sets")
+
+
+def own_reward(path: Any, name: str, signature: str) -> Any:
+    """Returns the reward of a file with a function of another signature."""
+    if not str(path).endswith(".py"):
+        raise LacksError("a reward is a grader or Python code; a grader may ask an endpoint")
+    why = f"write it as `reward(completions, **columns)`; there it is {signature}"
+    return Said({"file": path, "function": name}, why)
+
+
+def overlong(buffer: Any, max_tokens: Any, penalty: Any) -> Any:
+    """Returns the reward that takes DAPO's overlong penalty from long completions."""
+    if None in (buffer, max_tokens, penalty):
+        return FillIn("the grader `overlong` needs max_tokens, buffer_tokens and penalty")
+    sizes = {"max_tokens": int(max_tokens), "buffer_tokens": int(buffer)}
+    return {"grader": "overlong", "shaping": True, "params": sizes | {"penalty": float(penalty)}}
+
+
+def prompt_column(name: Any, _: Values) -> Any:
+    """Returns `data.columns` for the column of the prompts."""
+    return None if name == "prompt" else {"prompt": name}
+
+
+def one_of(*names: str, **known: str) -> Convert:
+    """Returns the conversion of a value that must be one of these, or of the names there."""
+    table = {name: name for name in names} | known
+
+    def convert(value: Any, _: Values) -> Any:
+        if value not in [*table]:
+            raise LacksError(f"expected one of {', '.join(table)}")
+        return table[value]
+
+    return convert
+
+
+attention = one_of("auto", "eager", "sdpa", "flash_attention_2")
+dtype = one_of("bfloat16", "float32", bf16="bfloat16", fp32="float32")
+
+
+def modules(targets: Any) -> Any:
+    """Returns LoRA's targets: a list, or "all-linear"."""
+    return [targets] if isinstance(targets, str) and targets != "all-linear" else targets
+
+
+def accepted(value: Any, _: Values) -> Any:
+    """Returns a bound on sampled tokens, such as top_p, and that the trainer does not follow it."""
+    value = max(value, 0)
+    return value, Said("accept", ACCEPTED) if value not in (0, 1) else None
+
+
+def every(value: Any, _: Values) -> Any:
+    """Returns the steps between two evaluations. Less than 1 means never, and has no key."""
+    if value < 1:
+        raise LacksError("leave data.eval out for no evaluation")
+    return value
+
+
+def only_last(value: Any, _: Values) -> int:
+    """Returns the steps between two checkpoints; 0, only the last, for less than 1."""
+    return max(int(value), 0)
+
+
+def warmup_share(value: Any, steps: Any) -> Any:
+    """Returns a share of the steps, rounded down as verl does, if their number is known."""
+    if not value:
+        return None
+    why = "here a number of steps, and `hone submit --dry-run` says how many steps the job has"
+    return int(value * steps) if steps else FillIn(f"{value:g} of the steps there; {why}")

@@ -7,266 +7,230 @@ from __future__ import annotations
 
 from typing import Any
 
-from hone.importing import verl_values as becomes
-from hone.importing.converting import (
-    ADAMW,
-    ALL_TOKENS,
-    COUNTED_BY_TOKENS,
-    CRITIC,
-    GPUS,
-    NO_ENTROPY,
-    OTHER_PLACE,
-    SINGLE_TURN,
-    accepted,
-    dtype,
-    every,
-    least_rate,
-    one_source,
-    only_last,
-    pair,
-    positive,
-    prompt_column,
-    top_k,
-    warmup_share,
-)
-from hone.importing.table import Framework, Row, inside, none, setting, to
-from hone.importing.verl_values import ACTOR, MODEL, ROLLOUT
+from hone.importing import table as t
+from hone.importing.table import LacksError, Said, Values
 
-STEPS = "trainer.total_training_steps"
+A, R, M = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model"))
+OPTIM, STEPS, LOSS = f"{A}optim.", "trainer.total_training_steps", f"{A}policy_loss.loss_mode"
+OVERLONG, CORRECTION = "reward.reward_kwargs.overlong_buffer_cfg.", "algorithm.rollout_correction."
+MANAGER = "reward.reward_manager.name"
 
-ROWS: dict[str, Row] = {
-    f"{MODEL}path": to("model"),
-    "trainer.experiment_name": to("name"),
-    STEPS: to("steps"),
-    "trainer.total_epochs": to(
-        "data.epochs", lambda value, values: None if values.get(STEPS) else float(value)
-    ),
-    # data
-    "data.train_files": to("data.train", one_source),
-    "data.val_files": to("data.eval", one_source),
-    "data.prompt_key": to("data.columns", prompt_column),
-    "data.train_max_samples": to("data.max_samples", positive),
-    "data.val_max_samples": to("evaluation.num_prompts", positive),
-    "data.shuffle": to("data.shuffle"),
-    "data.seed": to("data.shuffle_seed"),
-    "data.max_prompt_length": to(
-        "max_model_len", becomes.max_model_len, "of prompt and completion together"
-    ),
-    "data.filter_overlong_prompts": inside("see data.truncation"),
-    "data.truncation": to(
-        "sampling.overlong_prompts", becomes.cut, "data.filter_overlong_prompts drops them"
-    ),
-    "data.apply_chat_template_kwargs": to("sampling.template_args"),
-    "data.apply_chat_template_kwargs.*": none("write them into sampling.template_args"),
-    "data.reward_fn_key": inside("a job names its rewards; the row's data_source does not"),
-    "data.custom_cls.*": none("rows are files, with data.template, messages and filter"),
-    "data.tool_config_path": none(SINGLE_TURN),
-    "data.image_key": inside("prompts are text"),
-    "data.*": inside(OTHER_PLACE),
-    # sampling
-    "data.train_batch_size": to("sampling.prompts_per_step", note="prompts, there too"),
-    "data.gen_batch_size": inside("sampling.refills samples further prompts as they are needed"),
-    f"{ROLLOUT}n": to("sampling.group_size"),
-    "data.max_response_length": to("sampling.max_tokens"),
-    f"{ROLLOUT}temperature": to("sampling.temperature"),
-    f"{ROLLOUT}top_p": to("sampling.top_p, correction.truncated_sampling", accepted),
-    f"{ROLLOUT}top_k": to("sampling.top_k, correction.truncated_sampling", top_k),
-    f"{ROLLOUT}full_determinism": to("sampling.repeatable"),
-    f"{ROLLOUT}ignore_eos": none("a completion ends at the model's end token", False),
-    f"{ROLLOUT}multi_turn.enable": none(SINGLE_TURN, False),
-    f"{ROLLOUT}multi_turn.*": inside("belongs to multi_turn.enable"),
-    "algorithm.filter_groups.enable": to("sampling.refills", becomes.refills),
-    "algorithm.filter_groups.metric": none("groups are compared by their rewards", "score"),
-    "algorithm.filter_groups.*": inside("see algorithm.filter_groups.enable"),
-    # rewards
-    "reward.custom_reward_function.path": to("rewards", becomes.reward),
-    "custom_reward_function.path": to("rewards", becomes.reward),
-    "*custom_reward_function.name": inside("see custom_reward_function.path"),
-    "*reward_kwargs.overlong_buffer_cfg.enable": to("rewards", becomes.overlong),
-    "*reward_kwargs.*": inside("see overlong_buffer_cfg.enable"),
-    "*reward_manager": inside("each of the [[rewards]] is graded alone"),
-    "*reward_manager.name": inside("each of the [[rewards]] is graded alone"),
-    "*reward_model.enable": none("no reward model is hosted; `score_model` asks one", False),
-    "*sandbox_fusion.url": inside("code runs in the reward service's own sandbox"),
-    "reward*": inside(OTHER_PLACE),
-    # advantages and loss
-    "algorithm.adv_estimator": to(
-        "advantages.baseline, advantages.std, advantages.combine", becomes.estimator
-    ),
-    "algorithm.norm_adv_by_std_in_grpo": inside("see algorithm.adv_estimator"),
-    "algorithm.use_kl_in_reward": to("training.beta, training.kl", becomes.kl_reward),
-    "algorithm.kl_ctrl.type": none("the coefficient is fixed", "fixed"),
-    "algorithm.kl_ctrl.*": inside("see algorithm.use_kl_in_reward"),
-    "algorithm.kl_penalty": inside("see algorithm.use_kl_in_reward"),
-    "algorithm.gamma": none("a completion has one reward, undiscounted", 1),
-    "algorithm.lam": none(CRITIC, 1),
-    "algorithm.use_pf_ppo": none("samples are not weighted by their reward", False),
-    "algorithm.rollout_correction.rollout_is": to(
-        "correction.method, correction.sequence_ratio, correction.low, correction.high",
-        becomes.correction,
-    ),
-    "algorithm.rollout_correction.rollout_is_threshold": inside("see rollout_is"),
-    "algorithm.rollout_correction.rollout_rs": none('see correction.method = "sequence_mask"'),
-    "algorithm.rollout_correction.rollout_rs_threshold": inside("belongs to rollout_rs"),
-    "algorithm.rollout_correction.bypass_mode": to(
-        "correction.ratio_base", lambda value, _: "sampler" if value else None
-    ),
-    "algorithm.rollout_correction.rollout_is_batch_normalize": none(
-        "weights are not normalized", False
-    ),
-    "algorithm.rollout_correction.loss_type": none("bypassed, the loss is clipped", "ppo_clip"),
-    f"{ACTOR}policy_loss.loss_mode": to(
-        "training.loss", becomes.loss, '"vanilla" is averaged as loss_agg_mode says'
-    ),
-    f"{ACTOR}loss_agg_mode": inside("see policy_loss.loss_mode"),
-    f"{ACTOR}policy_loss.*": inside("belongs to a loss that is not here"),
-    f"{ACTOR}loss_scale_factor": none("dr_grpo divides by sampling.max_tokens"),
-    f"{ACTOR}clip_ratio": inside("clip_ratio_low and clip_ratio_high have defaults that go first"),
-    f"{ACTOR}clip_ratio_low": to(
-        "training.clip_low", becomes.clip_low, '"cispo" has no lower bound here'
-    ),
-    f"{ACTOR}clip_ratio_high": to("training.clip_high"),
-    f"{ACTOR}clip_ratio_c": to("training.dual_clip", becomes.dual_clip),
-    f"{ACTOR}tau_pos": to("training.tau_positive"),
-    f"{ACTOR}tau_neg": to("training.tau_negative"),
-    f"{ACTOR}use_kl_loss": to("training.beta, training.kl", becomes.kl_loss),
-    f"{ACTOR}kl_loss_coef": inside("see use_kl_loss"),
-    f"{ACTOR}kl_loss_type": inside("see use_kl_loss"),
-    f"{ACTOR}entropy_coeff": none(NO_ENTROPY, 0),
-    f"{ACTOR}ppo_mini_batch_size": to(
-        "training.minibatches", becomes.minibatches, "prompts of one optimizer step there"
-    ),
-    f"{ACTOR}ppo_epochs": to("training.epochs"),
-    f"{ACTOR}optim.lr": to("training.learning_rate"),
-    f"{ACTOR}optim.lr_warmup_steps": to("training.warmup_steps", positive),
-    f"{ACTOR}optim.lr_warmup_steps_ratio": to("training.warmup_steps", warmup_share(STEPS)),
-    f"{ACTOR}optim.lr_scheduler_type": to(
-        "training.schedule, training.min_learning_rate",
-        least_rate(
-            {"constant": "constant", "cosine": "cosine"},
-            f"{ACTOR}optim.min_lr_ratio",
-            f"{ACTOR}optim.lr",
-        ),
-    ),
-    f"{ACTOR}optim.min_lr_ratio": inside("see lr_scheduler_type"),
-    f"{ACTOR}optim.num_cycles": none("a cosine is half a period", 0.5),
-    f"{ACTOR}optim.weight_decay": to("training.weight_decay"),
-    f"{ACTOR}optim.betas": to("training.adam_beta1, training.adam_beta2", pair),
-    f"{ACTOR}optim.optimizer": none(ADAMW, "AdamW", "adam"),
-    f"{ACTOR}optim.lr_decay_style": to(
-        "training.schedule, training.min_learning_rate", becomes.megatron_schedule
-    ),
-    f"{ACTOR}optim.min_lr": inside("see lr_decay_style"),
-    f"{ACTOR}optim.lr_decay_steps": none("the rate decays over all steps"),
-    f"{ACTOR}optim.override_optimizer_config*": none(ADAMW, {}),
-    f"{ACTOR}optim.clip_grad": to("training.max_grad_norm"),
-    f"{ACTOR}optim.*": inside(OTHER_PLACE),
-    f"{ACTOR}grad_clip": to("training.max_grad_norm"),
-    "trainer.v1.trainer_mode": to("max_staleness, correction.method", becomes.staleness),
-    "trainer.v1.separate_async.parameter_sync_step": inside(
-        "counts the minibatches of a batch; weights are synced after each batch, there too"
-    ),
-    "trainer.v1.*": inside("see trainer.v1.trainer_mode"),
-    # memory
-    f"{ACTOR}ppo_max_token_len_per_gpu": to("memory.micro_batch_tokens"),
-    f"{ACTOR}use_dynamic_bsz": inside("micro-batches are always bounded by tokens"),
-    f"{ACTOR}ppo_micro_batch_size*": inside(COUNTED_BY_TOKENS),
-    f"{ACTOR}fsdp_config.optimizer_offload": to("memory.offload_optimizer"),
-    f"{ACTOR}fsdp_config.dtype": to("training.dtype", dtype),
-    f"{ACTOR}ulysses_sequence_parallel_size": none("a sequence is not split over GPUs", 1),
-    f"{ACTOR}fsdp_config.*": inside("the trainer is DeepSpeed ZeRO: [memory]"),
-    f"{ACTOR}megatron.*": inside("the trainer is DeepSpeed ZeRO: [memory]"),
-    f"{ACTOR}router_replay.mode": none("routers are not replayed", "disabled"),
-    f"{ACTOR}*": inside(OTHER_PLACE),
-    f"{MODEL}enable_gradient_checkpointing": to("memory.gradient_checkpointing"),
-    f"{MODEL}use_remove_padding": to(
-        "memory.packing", becomes.packing, '"auto" packs where it is free'
-    ),
-    f"{ACTOR}use_prefix_grouper": to(
-        "memory.shared_prefix", lambda value, _: None, "prompts are computed once by default"
-    ),
-    f"{MODEL}lora_rank": to("lora.rank, lora.alpha, lora.target_modules", becomes.lora),
-    f"{MODEL}lora_alpha": inside("see lora_rank"),
-    f"{MODEL}target_modules": inside("see lora_rank"),
-    f"{MODEL}lora.rank": to("lora.rank, lora.alpha, lora.dropout", becomes.megatron_lora),
-    f"{MODEL}lora.target_modules": none("names of Megatron's layers: see lora.target_modules"),
-    f"{MODEL}lora.*": inside("see lora.rank"),
-    f"{MODEL}*exclude_modules": none("adapters are on all of lora.target_modules", []),
-    f"{MODEL}*adapter_path": none("to begin with an adapter, merge it into the model"),
-    f"{MODEL}custom_chat_template": none("the model's own chat template is used"),
-    f"{MODEL}trust_remote_code": none("code of a model is not run", False),
-    f"{MODEL}*": inside(OTHER_PLACE),
-    # evaluation, checkpoints, logs
-    "trainer.test_freq": to("evaluation.every", every),
-    "trainer.val_before_train": none("a job with data.eval evaluates before training", True),
-    "trainer.val_only": none("see `hone eval`", False),
-    f"{ROLLOUT}val_kwargs.temperature": to("evaluation.temperature", becomes.evaluated),
-    f"{ROLLOUT}val_kwargs.n": to("evaluation.samples"),
-    f"{ROLLOUT}val_kwargs.do_sample": inside("see val_kwargs.temperature"),
-    f"{ROLLOUT}val_kwargs.top_p": none(ALL_TOKENS, 1),
-    f"{ROLLOUT}val_kwargs.top_k": none(ALL_TOKENS, -1, 0),
-    "trainer.save_freq": to("checkpoints.every", only_last),
-    "trainer.max_actor_ckpt_to_keep": to("checkpoints.keep_last"),
-    "trainer.logger": to("wandb.project, wandb.name", becomes.wandb),
-    "trainer.project_name": inside("see trainer.logger"),
-    "trainer.critic_warmup": inside(CRITIC),
-    "trainer.resume_mode": inside("a job continues automatically; a paused one by `hone resume`"),
-    "trainer.resume_from_path": none("to begin with a checkpoint, make it the model"),
-    "trainer.default_local_dir": inside("the run folder is under HONE_RUNS_DIR"),
-    "trainer.*": inside(GPUS),
-    # where it runs
-    f"{ROLLOUT}tensor_model_parallel_size": setting("HONE_TENSOR_PARALLEL_SIZE"),
-    f"{ROLLOUT}gpu_memory_utilization": setting("HONE_GPU_MEMORY_UTILIZATION"),
-    f"{ROLLOUT}*": inside("samplers are vLLM; their settings are the stack's"),
-    "actor_rollout_ref.*": inside(OTHER_PLACE),
-    "critic.*": inside(CRITIC),
-    "defaults": inside(OTHER_PLACE),
-    **dict.fromkeys(
-        ("ray_kwargs*", "global_profiler*", "skip.*", "transfer_queue*", "model_engine", "hydra.*"),
-        inside(OTHER_PLACE),
-    ),
-    "distillation.enabled": none("no teacher is distilled", False),
-    "distillation*": inside("belongs to distillation.enabled"),
-    "algorithm.pf_ppo.*": inside("belongs to algorithm.use_pf_ppo"),
-    "*_target_": inside(OTHER_PLACE),
-    "*@*": inside(OTHER_PLACE),
-    "config-*": inside("hydra's file; its defaults are verl's"),
+ESTIMATORS: dict[str, tuple[str, Any]] = {
+    **dict.fromkeys(("grpo", "grpo_vectorized", "gdpo"), ("mean", "group")),
+    **dict.fromkeys(("rloo", "rloo_vectorized"), ("leave_one_out", "none")),
+    "reinforce_plus_plus_baseline": ("mean", Said("batch", t.BATCH_STD)),
+}
+WHITENED = "there the sum's mean and deviation are over all tokens, here over completions"
+
+
+def _estimator(value: Any, values: Values) -> Any:
+    if value not in ESTIMATORS:
+        raise LacksError(f"the estimators here are {', '.join(ESTIMATORS)}")
+    baseline, std = ESTIMATORS[value]
+    if std == "group" and not values["algorithm.norm_adv_by_std_in_grpo"]:
+        std = "none"
+    return baseline, std, Said("normalize_then_sum", WHITENED) if value == "gdpo" else None
+
+
+def _minibatches(trained: Any, values: Values) -> Any:
+    return t.minibatches(values["data.train_batch_size"], trained, "prompts")
+
+
+def _loss(mode: Any, values: Values) -> Any:
+    averages = values[f"{A}loss_agg_mode"]
+    if mode == "cispo":
+        return Said("cispo", "there the weight has a lower bound too, and loss_agg_mode counts")
+    if mode in ("gspo", "sapo"):
+        differs = values.get(f"{A}use_kl_loss") and averages != "seq-mean-token-mean"
+        return Said(mode, t.KL_OF_TOKENS if differs else "")
+    if mode != "vanilla":
+        raise LacksError("the losses here are vanilla, gspo, sapo and cispo of them")
+    if averages == "token-mean":
+        return t.token_mean(_minibatches(values[f"{A}ppo_mini_batch_size"], values))
+    if averages == "seq-mean-token-sum":
+        return Said("dr_grpo", "here divided by sampling.max_tokens, there not")
+    known = {"seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
+    return t.one_of(**known)(averages, values)
+
+
+def _kl_loss(value: Any, values: Values) -> Any:
+    kind = values[f"{A}kl_loss_type"]
+    known = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+    if value and kind.removesuffix("+") not in known:
+        raise LacksError(f"the estimates are {', '.join(known)}, not {kind!r}")
+    estimate = "k3_true" if kind.endswith("+") else known.get(kind)
+    coefficient = values[f"{A}kl_loss_coef"]
+    return (coefficient, estimate) if value else None
+
+
+def _kl_reward(value: Any, values: Values) -> Any:
+    if value and values.get(f"{A}use_kl_loss"):
+        raise LacksError("a job has one KL divergence: see use_kl_loss")
+    note = f"{t.KL_IN_REWARD}, and not divided by the group's deviation as there"
+    coefficient = values["algorithm.kl_ctrl.kl_coef"]
+    return (coefficient, Said("k3_true", note)) if value else None
+
+
+def _correction(value: Any, values: Values) -> Any:
+    bounds = str(values.get(f"{CORRECTION}rollout_is_threshold") or 2.0)
+    *low, high = (float(part) for part in bounds.split("_"))
+    if low:
+        return {"token": "icepop", "sequence": "sequence_mask"}[value], low[0], high
+    return {"token": "token_tis", "sequence": "sequence_tis"}[value], None, high
+
+
+def _cut(value: Any, values: Values) -> Any:
+    if values.get("data.filter_overlong_prompts"):
+        return "drop"
+    return t.one_of(left="truncate", error="error")(value, values)
+
+
+def _overlong(value: Any, values: Values) -> Any:
+    manager, length = values[MANAGER], values["data.max_response_length"]
+    most = values.get("reward.reward_kwargs.max_resp_len") or length
+    buffer, penalty = values.get(f"{OVERLONG}len"), values.get(f"{OVERLONG}penalty_factor")
+    if value is False:
+        return None
+    if value is not True:
+        raise LacksError("expected true or false")
+    if manager != "dapo":
+        raise LacksError(f"reward manager 'dapo' applies this penalty; it is {manager!r}")
+    if most < length:
+        raise LacksError(f"the penalty grows beyond {most} tokens of {length}; here it does not")
+    return t.overlong(buffer, most, penalty)
+
+
+def _reward(path: Any, values: Values) -> Any:
+    signature = "compute_score(data_source, solution_str, ground_truth, extra_info)"
+    return t.own_reward(path, values["reward.custom_reward_function.name"], signature)
+
+
+def _lora(value: Any, values: Values) -> Any:
+    targets = t.modules(values[f"{M}target_modules"])
+    return (value, float(values[f"{M}lora_alpha"]), targets) if value else None
+
+
+def _schedule(value: Any, values: Values) -> Any:
+    known = t.one_of("constant", "cosine")(value, values)
+    least = (values.get(f"{OPTIM}min_lr_ratio") or 0.0) * values[f"{OPTIM}lr"]
+    return known, None if known == "constant" else least or None
+
+
+def _refills(value: Any, values: Values) -> Any:
+    rounds = values.get("algorithm.filter_groups.max_num_gen_batches") or t.MOST_REFILLS
+    return Said(min(rounds, t.MOST_REFILLS), t.NO_SIGNAL) if value else None
+
+
+def _epochs(value: Any, values: Values) -> Any:
+    return None if values.get(STEPS) else float(value)
+
+
+def _length(value: Any, values: Values) -> Any:
+    return value + values["data.max_response_length"]
+
+
+def _clip_low(value: Any, values: Values) -> Any:
+    return None if values[LOSS] == "cispo" else value
+
+
+def _dual_clip(value: Any, values: Values) -> Any:
+    return value if values[LOSS] == "vanilla" else None
+
+
+def _warmup(value: Any, values: Values) -> Any:
+    return t.warmup_share(value, values.get(STEPS))
+
+
+def _temperature(value: Any, values: Values) -> Any:
+    return float(value) if values[f"{R}val_kwargs.do_sample"] else 0.0
+
+
+TABLE: dict[t.Convert | str, str] = {
+    t.one_source: "data.train_files=data.train data.val_files=data.eval",
+    t.prompt_column: "data.prompt_key=data.columns",
+    t.positive: "data.train_max_samples=data.max_samples "
+    f"data.val_max_samples=evaluation.num_prompts {OPTIM}lr_warmup_steps=training.warmup_steps",
+    _epochs: "trainer.total_epochs=data.epochs",
+    _length: "data.max_prompt_length=max_model_len",
+    _cut: "data.truncation=sampling.overlong_prompts",
+    t.accepted: f"{R}top_p=sampling.top_p,correction.truncated_sampling "
+    f"{R}top_k=sampling.top_k,correction.truncated_sampling",
+    _refills: "algorithm.filter_groups.enable=sampling.refills",
+    _reward: "reward.custom_reward_function.path=rewards",
+    _overlong: f"{OVERLONG}enable=rewards",
+    _estimator: "algorithm.adv_estimator=advantages.baseline,advantages.std,advantages.combine",
+    _kl_reward: "algorithm.use_kl_in_reward=training.beta,training.kl",
+    _kl_loss: f"{A}use_kl_loss=training.beta,training.kl",
+    _correction: f"{CORRECTION}rollout_is=correction.method,correction.low,correction.high",
+    _loss: f"{LOSS}=training.loss",
+    _clip_low: f"{A}clip_ratio_low=training.clip_low",
+    _dual_clip: f"{A}clip_ratio_c=training.dual_clip",
+    _minibatches: f"{A}ppo_mini_batch_size=training.minibatches",
+    _warmup: f"{OPTIM}lr_warmup_steps_ratio=training.warmup_steps",
+    _schedule: f"{OPTIM}lr_scheduler_type=training.schedule,training.min_learning_rate",
+    t.pair: f"{OPTIM}betas=training.adam_beta1,training.adam_beta2",
+    t.dtype: f"{A}fsdp_config.dtype=training.dtype",
+    _lora: f"{M}lora_rank=lora.rank,lora.alpha,lora.target_modules",
+    t.every: "trainer.test_freq=evaluation.every",
+    _temperature: f"{R}val_kwargs.temperature=evaluation.temperature",
+    t.only_last: "trainer.save_freq=checkpoints.every",
+    t.same: f"""{M}path=model trainer.experiment_name=name {STEPS}=steps data.seed=data.shuffle_seed
+data.shuffle=data.shuffle data.apply_chat_template_kwargs=sampling.template_args
+data.train_batch_size=sampling.prompts_per_step {R}n=sampling.group_size
+data.max_response_length=sampling.max_tokens
+{R}response_length=sampling.max_tokens {R}temperature=sampling.temperature
+{R}full_determinism=sampling.repeatable {A}clip_ratio_high=training.clip_high
+{A}tau_pos=training.tau_positive {A}tau_neg=training.tau_negative {A}ppo_epochs=training.epochs
+{OPTIM}lr=training.learning_rate {OPTIM}weight_decay=training.weight_decay
+{OPTIM}clip_grad=training.max_grad_norm {A}grad_clip=training.max_grad_norm
+{A}ppo_max_token_len_per_gpu=memory.micro_batch_tokens {R}val_kwargs.n=evaluation.samples
+{A}fsdp_config.optimizer_offload=memory.offload_optimizer
+{M}enable_gradient_checkpointing=memory.gradient_checkpointing
+trainer.max_actor_ckpt_to_keep=checkpoints.keep_last
+{R}tensor_model_parallel_size=HONE_TENSOR_PARALLEL_SIZE
+{R}gpu_memory_utilization=HONE_GPU_MEMORY_UTILIZATION""",
+    t.SINGLE_TURN: f"data.tool_config_path {R}multi_turn.enable=false",
+    "see [data]": "data.custom_cls.path",
+    "a completion is sampled, and ends at the end token": f"{R}do_sample=true {R}ignore_eos=false",
+    "groups are compared by their rewards": "algorithm.filter_groups.metric=score",
+    t.NO_MODEL: "reward.reward_model.enable|reward_model.enable=false",
+    t.CRITIC: "algorithm.gamma=1 algorithm.lam=1 algorithm.use_pf_ppo=false",
+    "see [correction]": f"{CORRECTION}rollout_rs {CORRECTION}rollout_is_batch_normalize=false "
+    f"{CORRECTION}bypass_mode=false {CORRECTION}loss_type=ppo_clip {A}router_replay.mode=disabled",
+    "see [training]": f"algorithm.kl_ctrl.type=fixed {A}loss_scale_factor {OPTIM}num_cycles=0.5 "
+    f"{OPTIM}optimizer=AdamW/adam",
+    t.NO_ENTROPY: f"{A}entropy_coeff=0",
+    "see [wandb]": "trainer.logger=console/[console]/['console']",
+    "see max_staleness": "trainer.v1.trainer_mode=sync",
+    "see [teacher]": "distillation.enabled=false",
+    "a sequence is not split over GPUs": f"{A}ulysses_sequence_parallel_size=1",
+    "see [evaluation]": "trainer.val_before_train=true trainer.val_only=false "
+    f"{R}val_kwargs.top_p=1 {R}val_kwargs.top_k=-1/0",
+    "code of a model is not run": f"{M}trust_remote_code=false",
 }
 
-DEFAULTS: dict[str, Any] = {
-    "algorithm.adv_estimator": "gae",
-    "algorithm.norm_adv_by_std_in_grpo": True,
-    "algorithm.kl_ctrl.kl_coef": 0.001,
-    "data.train_batch_size": 1024,
-    "data.max_prompt_length": 512,
-    "data.max_response_length": 512,
-    "data.truncation": "error",
-    f"{ROLLOUT}n": 1,
-    f"{ROLLOUT}val_kwargs.do_sample": False,
-    f"{ROLLOUT}val_kwargs.temperature": 0,
-    f"{ACTOR}policy_loss.loss_mode": "vanilla",
-    f"{ACTOR}loss_agg_mode": "token-mean",
-    f"{ACTOR}clip_ratio_low": 0.2,
-    f"{ACTOR}clip_ratio_high": 0.2,
-    f"{ACTOR}clip_ratio_c": 3.0,
-    f"{ACTOR}kl_loss_coef": 0.001,
-    f"{ACTOR}kl_loss_type": "low_var_kl",
-    f"{ACTOR}ppo_mini_batch_size": 256,
-    f"{ACTOR}optim.lr": 1e-6,
-    f"{ACTOR}optim.weight_decay": 0.01,
-    f"{MODEL}lora_alpha": 16,
-    f"{MODEL}target_modules": "all-linear",
-    "trainer.total_epochs": 30,
-    "trainer.project_name": "verl_examples",
-    "trainer.save_freq": -1,
-    "trainer.v1.sampler.max_off_policy_threshold": 8,
-}
+IGNORED = f"""data.*num_workers data.return_* ray_init.* {MANAGER} {R}prompt_length
+{R}name {R}mode {R}max_num_* {R}log_prob_* {R}enable_* {R}enforce_eager
+{R}*parallel_size {R}free_cache_engine {R}calculate_log_probs {A}use_dynamic_bsz {A}strategy
+{A}ppo_micro_batch_size* {A}*fsdp_config.* {A}megatron.* {A}checkpoint.* {M}use_remove_padding
+{M}use_shm actor_rollout_ref.ref.* actor_rollout_ref.hybrid_engine critic.* trainer.critic_warmup
+trainer.resume_mode trainer.*_dir trainer.nnodes trainer.n_gpus_per_node trainer.device
+trainer.balance_batch ray_kwargs.* hydra.* defaults *_target_"""
 
-VERL = Framework(
-    name="verl",
-    title="verl",
-    rows=ROWS,
-    defaults=DEFAULTS,
-    aliases={f"{ACTOR}optim.warmup_style": f"{ACTOR}optim.lr_scheduler_type"},
-    marks=("verl",),
-)
+DEFAULTS = f"""algorithm.adv_estimator=gae algorithm.norm_adv_by_std_in_grpo=true
+algorithm.kl_ctrl.kl_coef=0.001 data.train_batch_size=1024 data.max_prompt_length=512
+data.max_response_length=512 data.truncation=error {MANAGER}=naive
+reward.custom_reward_function.name=compute_score {R}n=1 {R}val_kwargs.do_sample=false
+{R}val_kwargs.temperature=0 {LOSS}=vanilla {A}loss_agg_mode=token-mean {A}clip_ratio_low=0.2
+{A}clip_ratio_high=0.2 {A}clip_ratio_c=3.0 {A}kl_loss_coef=0.001 {A}kl_loss_type=low_var_kl
+{A}ppo_mini_batch_size=256 {OPTIM}lr=1e-6 {OPTIM}weight_decay=0.01 {M}lora_alpha=16
+{M}target_modules=all-linear trainer.total_epochs=30
+trainer.save_freq=-1"""
+
+OLDER = f"""{OPTIM}warmup_style={OPTIM}lr_scheduler_type
+custom_reward_function.=reward.custom_reward_function. reward_manager.name={MANAGER}
+reward_model.reward_manager={MANAGER} reward_model.reward_kwargs.=reward.reward_kwargs.
+reward_model.overlong_buffer.={OVERLONG} reward_model.overlong_buffer_cfg.={OVERLONG}
+reward_model.max_resp_len=reward.reward_kwargs.max_resp_len"""
+
+VERL = t.framework("verl", TABLE, IGNORED, DEFAULTS, OLDER, "verl")

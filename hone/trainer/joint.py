@@ -115,16 +115,32 @@ def _steps(given: Values, job: Translation) -> None:
     if (max_steps := given.get("max_steps")) is not None and max_steps > 0:
         job.set("steps", math.ceil(max_steps / updates))
         job.job.get("data", {}).pop("epochs", None)
+    _intervals(given, job, updates)
+    _warmup(given, job, updates)
+
+
+def _intervals(given: Values, job: Translation, updates: int) -> None:
+    """A number below 1 is a share of `max_steps`, rounded up as in transformers. Only the strategy
+    "steps" of transformers counts `save_steps`."""
+    strategy = given.get("save_strategy") or "steps"
+    strategy = getattr(strategy, "value", strategy)
+    if strategy == "no":
+        job.set("checkpoints.every", 0)
+    elif strategy != "steps":
+        job.refused["save_strategy"] = (
+            f"{shown(strategy)}; expected 'steps' with save_steps, or 'no'; a job counts the steps "
+            "between checkpoints, and checkpoints.keep_best keeps the best"
+        )
     for name, key in (("eval_steps", "evaluation.every"), ("save_steps", "checkpoints.every")):
-        if (every := given.get(name)) is None:
+        every, max_steps = given.get(name), given.get("max_steps") or 0
+        if every is None or (name == "save_steps" and strategy != "steps"):
             continue
+        if 0 < every < 1 and max_steps > 0:
+            every = math.ceil(every * max_steps)
         if every < 1:
-            job.ignored[name] = f"{every} is a share of the steps, expected a number of them"
+            job.refused[name] = f"{every}; expected 1 or more, or a share with max_steps beside it"
         else:
             job.set(key, max(round(every / updates), 1))
-    if given.get("save_strategy") == "no":
-        job.set("checkpoints.every", 0)
-    _warmup(given, job, updates)
 
 
 def _warmup(given: Values, job: Translation, updates: int) -> None:

@@ -28,7 +28,7 @@ from services.orchestrator.page import routes as page
 from services.orchestrator.play.agents import Episodes
 from services.orchestrator.play.sessions import Sessions
 from services.orchestrator.programs.sampling import SampleOrders
-from services.orchestrator.pushing import areal, atropos, groups
+from services.orchestrator.pushing import atropos, groups
 from services.orchestrator.pushing.groups import Pushing
 from services.orchestrator.run.worker import SharedTrainer, Worker
 from services.orchestrator.runs.writable import Writable
@@ -139,7 +139,6 @@ def _add_agents_routes(
     pushing = Pushing(store)
     groups.add_routes(service, pushing)
     atropos.add_routes(service, settings, pushing)
-    areal.add_routes(service, pushing, sessions)
 
 
 def _add_gauges(service: Service, workers: Sequence[Worker]) -> None:

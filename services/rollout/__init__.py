@@ -2,8 +2,7 @@
 
     __main__.py     starts the service
     app.py          the routes
-    rl_routes.py    vLLM's routes, for trainers that are not Hone's
-    by_hand.py      what these may do to the engine
+    rl_routes.py    vLLM's routes that TRL's clients call
     sampler.py      READ FIRST: which engine runs, and what it is asked to do
     running.py      the engine that runs, and its weights
     groups.py       the group of one request: prompt, completions, and their messages

@@ -28,6 +28,7 @@ from shared.wire import (
     NoBody,
     RolloutGroup,
     ServingWeights,
+    SleepRequest,
     WeightsRef,
 )
 
@@ -92,6 +93,10 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
         serves. Sampling waits meanwhile."""
         return await sampler.check_weights()
 
+    async def sleep(request: SleepRequest) -> ServingWeights:
+        """Frees the GPU's memory until the next version is loaded."""
+        return await sampler.sleep(request)
+
     async def weights() -> ServingWeights:
         """What serves now."""
         return sampler.told
@@ -101,6 +106,7 @@ def _add_routes(service: Service, sampler: Sampler, counts: _Counts) -> None:
     service.operation("PUT", "/model", put_model, key=by_state)
     service.operation("POST", "/reload_weights", reload_weights, key=by_state)
     service.operation("POST", "/weights/check", check_weights)
+    service.operation("POST", "/sleep", sleep, key=by_state)
     service.query("/weights", weights)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from starlette.types import ASGIApp
 
@@ -20,7 +20,6 @@ from shared.wire import (
     ChatRequest,
     EngineSpec,
     Message,
-    PauseMode,
     Rollout,
     Sampling,
     SharedWeights,
@@ -29,6 +28,10 @@ from shared.wire.packed import Logprobs, TokenIds
 
 if TYPE_CHECKING:
     from services.rollout.weights.adapters import LoadedAdapters
+
+
+PauseMode = Literal["keep", "abort"]
+"""What pausing does to requests under way: freeze them, or end them."""
 
 
 class BadPrompt(BadRequest):
@@ -92,17 +95,15 @@ class Engine(Protocol):
     """A started engine. It samples `max_num_seqs` completions at once, and its cache holds
     `kv_cache_tokens` tokens of all of them together. `openai` answers `/models`, `/completions` and
     `/chat/completions` below its mount point, and the routes of a vLLM server that change nothing.
-    `max_lora_rank` is the largest rank of adapters that the engine takes; 0: none. With `transfers`
-    it takes tensors by vLLM's weight transfer. With `keeps_cache` new weights leave cached prefixes
-    as they are, and requests under way continue from them. After the engine's process has died,
-    every method raises StateLost."""
+    `max_lora_rank` is the largest rank of adapters that the engine takes; 0: none. With
+    `keeps_cache` new weights leave cached prefixes as they are, and requests under way continue
+    from them. After the engine's process has died, every method raises StateLost."""
 
     max_model_len: int
     max_lora_rank: int
     vocab_size: int
     max_num_seqs: int
     kv_cache_tokens: int
-    transfers: bool
     keeps_cache: bool
     dtype: str
     gpus: tuple[str, ...]
@@ -168,19 +169,17 @@ class Engine(Protocol):
         """Loads the safetensors files of `folder` in place."""
         ...
 
-    async def reset_cache(self, *, running: bool, external: bool) -> bool:
-        """Forgets cached prefixes. Returns False if requests under way still use some; if
-        `running`, these begin again."""
+    async def reset_cache(self) -> bool:
+        """Forgets cached prefixes. Returns False if requests under way still use some."""
         ...
 
-    async def sleep(self, level: int = 2) -> None:
-        """Frees the memory of weights and cache, except on a CPU. All requests end. At level 1 the
-        weights move to the host's memory. Raises BadRequest, and changes nothing, if the settings
-        do not allow it."""
+    async def sleep(self) -> None:
+        """Frees the memory of weights and cache, except on a CPU. All requests end, and the weights
+        are given up. Raises BadRequest, and changes nothing, if the settings do not allow it."""
         ...
 
     async def wake_weights(self) -> None:
-        """Allocates memory for weights again. After level 2 they must then be loaded."""
+        """Allocates memory for weights again. They must then be loaded."""
         ...
 
     async def wake_cache(self) -> None:
@@ -196,11 +195,6 @@ class Engine(Protocol):
         """Loads the weights that the trainer sends, in place, after they have met. Raises Failed,
         code "not_loaded", if the engine's weights are unknown then, and StateLost if the engine had
         to be ended."""
-        ...
-
-    async def transfer(self, step: str, info: Mapping[str, Any] | None = None) -> None:
-        """Does one step of vLLM's weight transfer, such as "start_weight_update". Raises Conflict
-        if vLLM refuses it, and StateLost if the engine had to be ended."""
         ...
 
     async def restart(self, folder: Path) -> None:
@@ -230,7 +224,7 @@ class Engine(Protocol):
         Raises BadRequest if they cannot be read back."""
         ...
 
-    async def set_version(self, owner: str, version: int | None) -> None:
+    async def set_version(self, owner: str, version: int) -> None:
         """Labels every token sampled from now on with `version` of `owner`; None: of no job."""
         ...
 

@@ -32,9 +32,6 @@ from shared.wire import (
 
 R = TypeVar("R")
 
-UNPUBLISHED = "by hand"
-"""The label of weights that no job has published. It has no slash, so it names no version."""
-
 Asker = Fenced | GenerateRequest | ModelRequest | ServingWeights
 
 
@@ -43,10 +40,10 @@ def owner_of(asker: Asker) -> str:
     return f"{asker.job_id}:{asker.attempt}:{asker.epoch}" if asker.job_id else ""
 
 
-def label(owner: str, version: int | None) -> str:
+def label(owner: str, version: int) -> str:
     """Returns what the engine writes beside every token that a version samples. The version alone
     would not do, because after a rewind the same number names other weights."""
-    return UNPUBLISHED if version is None else f"{owner}/{version}"
+    return f"{owner}/{version}"
 
 
 def spans(labels: Iterable[tuple[str, int]], owner: str) -> tuple[Span, ...]:

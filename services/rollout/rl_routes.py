@@ -1,21 +1,39 @@
-"""vLLM's routes for reinforcement learning, so that trainers other than Hone's find a vLLM server:
-TRL's clients, prime-rl, SkyRL, and people with curl. What they do is in `by_hand.py`.
+"""vLLM's routes that TRL's clients call: they pause sampling, reset the prefix cache, and load LoRA
+adapters beside what serves, which requests name as their model.
 
-As vLLM's, they take query parameters in place of a body.
+All but `/health` are refused while a job has the sampler. As vLLM's, they take query parameters in
+place of a body.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from services.rollout.by_hand import ByHand
+from services.rollout.running import Running
 from services.rollout.sampler import Sampler
-from shared.errors import Unavailable
+from services.rollout.weights.proofs import proven_adapter
+from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
+from shared.http.folders import other_folders
 from shared.http.service import Service
-from shared.wire import Health, ServingWeights, SleepRequest
+from shared.settings import Settings
+from shared.weights.checkpoints import adapter_digests
+from shared.weights.digest import digest
+from shared.wire import (
+    AdapterChanged,
+    AdapterWeights,
+    CacheReset,
+    Health,
+    LoadAdapterRequest,
+    NoBody,
+    PauseRequest,
+    PauseState,
+    UnloadAdapterRequest,
+)
 
 Handler = Callable[[Any], Awaitable[BaseModel]]
 
@@ -29,31 +47,16 @@ def add_rl_routes(service: Service, sampler: Sampler) -> None:
             raise Unavailable(why)
         return Health(service=service.name)
 
-    async def sleep(request: SleepRequest) -> ServingWeights:
-        """Frees the GPU's memory until weights are loaded."""
-        return await sampler.sleep(request)
-
     routes: dict[str, Handler] = {
         "/pause": by_hand.pause,
         "/resume": by_hand.resume,
-        "/sleep": sleep,
-        "/wake_up": by_hand.wake_up,
         "/reset_prefix_cache": by_hand.reset_prefix_cache,
-        "/init_weight_transfer_engine": by_hand.init_transfer,
-        "/start_weight_update": by_hand.start_update,
-        "/update_weights": by_hand.update,
-        "/finish_weight_update": by_hand.finish_update,
-        "/collective_rpc": by_hand.call,
         "/v1/load_lora_adapter": by_hand.load_adapter,
-        "/load_lora_adapter": by_hand.load_adapter,  # prime-rl's
-        "/skyrl/v1/load_lora_adapter": by_hand.load_adapter,
         "/v1/unload_lora_adapter": by_hand.unload_adapter,
     }
     for path, handler in routes.items():
         service.operation("POST", path, handler, key=by_state, parameters=True)
     service.query("/health", health)
-    service.query("/is_paused", by_hand.is_paused)
-    service.query("/is_sleeping", by_hand.is_sleeping)
 
 
 def by_state(_: BaseModel) -> str:
@@ -61,3 +64,101 @@ def by_state(_: BaseModel) -> str:
     request was done. A cached "version 5 is loaded" would be wrong after the engine was
     replaced."""
     return ""
+
+
+class ByHand:
+    """The handlers of the routes that change the engine."""
+
+    def __init__(self, sampler: Sampler, settings: Settings) -> None:
+        self._sampler = sampler
+        self._settings = settings
+
+    async def pause(self, _: PauseRequest) -> PauseState:
+        """Freezes sampling; new requests wait, and those under way stay. A job that comes ends the
+        pause."""
+        async with self._sampler.changing() as running:
+            await running.engine.pause()
+            running.is_paused = True
+        return PauseState(paused=True)
+
+    async def resume(self, _: NoBody) -> PauseState:
+        """Continues sampling."""
+        async with self._sampler.changing() as running:
+            running.is_paused = False
+            await running.engine.resume()
+        return PauseState(paused=False, status="resumed")
+
+    async def reset_prefix_cache(self, _: NoBody) -> CacheReset:
+        """Forgets cached prefixes."""
+        async with self._sampler.changing() as running:
+            return CacheReset(success=await running.engine.reset_cache())
+
+    async def load_adapter(self, request: LoadAdapterRequest) -> AdapterChanged:
+        """Loads an adapter beside what serves; calls name it as their model."""
+        async with self._sampler.changing() as running:
+            name = request.lora_name
+            is_own = name in ("policy", running.spec.model)
+            if "#" in name or is_own or not name.isprintable():
+                raise BadRequest(
+                    f"'lora_name': got {name!r}; expected a printable name without '#' that is not "
+                    "the model's"
+                )
+            if not running.is_base:
+                raise Conflict(
+                    "weights of a job have replaced the model's own, to which an adapter belongs; "
+                    "a sampler that is started again has the model's own"
+                )
+            folder = self._named_folder("lora_path", request.lora_path)
+            await self._load_adapter(running, name, folder)
+        return AdapterChanged(message=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _load_adapter(self, running: Running, name: str, folder: Path) -> None:
+        if not running.expected.max_lora_rank:
+            raise Conflict(
+                "the engine was started without adapters; PUT /model with a 'max_lora_rank' starts "
+                "one with them",
+                code="no_adapters",
+            )
+        copies = self._sampler.copies
+        ref = AdapterWeights(
+            job_id="by-hand",
+            version=0,
+            digest="",
+            size_bytes=0,
+            method="lora",
+            path=str(folder),
+            adapter=name,
+        )
+        try:
+            copy = await copies.adapter(ref, folder)
+        except Failed as error:
+            raise BadRequest(f"'lora_path': {error.detail}") from error
+        try:
+            tensors = await asyncio.to_thread(adapter_digests, copy.folder)
+            whole = ref.model_copy(update={"tensors": tensors, "digest": digest(tensors)})
+            await asyncio.to_thread(proven_adapter, whole, copy.folder, running.expected)
+        except (Failed, Conflict) as error:
+            copies.remove(copy)
+            raise BadRequest(f"'lora_path': {error.detail}") from error
+        await running.adapters.load_by_hand(name, copy)
+
+    async def unload_adapter(self, request: UnloadAdapterRequest) -> AdapterChanged:
+        """Unloads an adapter that was loaded by name, once no call under way uses it."""
+        name = request.lora_name
+        async with self._sampler.changing() as running:
+            if not running.adapters.drop(name):
+                raise NotFound(f"'lora_name': no adapter {name!r} was loaded by hand")
+        return AdapterChanged(message=f"Success: LoRA adapter '{name}' removed successfully.")
+
+    def _named_folder(self, name: str, given: str) -> Path:
+        """Returns the real path of a folder that the caller may name."""
+        if "\0" in given:
+            raise BadRequest(f"{name!r}: got {given!r:.80}; expected a folder")
+        folder = Path(given).resolve()
+        if allowed := other_folders(folder, self._settings):
+            raise BadRequest(
+                f"{name!r}: got {given!r:.200}; folders may be named below these only: {allowed}"
+            )
+        if not folder.is_dir():
+            raise BadRequest(f"{name!r}: there is no folder {given!r:.200} here", code="not_there")
+        return folder

@@ -4,9 +4,8 @@ request."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -24,12 +23,7 @@ from shared.wire import (
     ServingWeights,
 )
 
-LOST = 2
-"""vLLM's level of sleep at which the weights are given up."""
-
 ASLEEP = "the sampler sleeps while the trainer has its GPU; it wakes with the next weights"
-
-ASLEEP_BY_HAND = "the sampler was put to sleep by hand; POST /wake_up wakes it"
 
 EXCHANGING = "the weights of the engine's model are being exchanged; ask again"
 
@@ -65,9 +59,8 @@ class Running:
     """An engine from its start to its end. `latest` is the version that was loaded last, and
     `of_jobs` the version of each job that shares the engine: adapters, or only the latest.
     `nothing` describes an engine with which no version serves. `is_base`: the model has its own
-    weights, so adapters may be loaded beside it. `keeps_weights`: asleep, it still has them.
-    `is_updating`: a caller who is no job has begun to replace them. `fault` says why the weights
-    are unknown."""
+    weights, so adapters may be loaded beside it. `fault` says why
+    the weights are unknown."""
 
     engine: Engine
     spec: EngineSpec
@@ -79,8 +72,6 @@ class Running:
     is_base: bool = True
     is_paused: bool = False
     is_asleep: bool = False
-    keeps_weights: bool = False
-    is_updating: bool = False
     is_exchanging: bool = False
     fault: str | None = None
 
@@ -112,8 +103,7 @@ class Running:
             raise Unavailable(why)
 
     def _why_asleep(self) -> str | None:
-        kept = ASLEEP_BY_HAND if self.keeps_weights else ASLEEP
-        return kept if self.is_asleep else None
+        return ASLEEP if self.is_asleep else None
 
     @property
     def serving(self) -> ServingWeights:
@@ -195,11 +185,6 @@ class Running:
             )
         return ref.version == serving.version
 
-    def check_no_update(self) -> None:
-        """Raises StateLost during an update by hand."""
-        if self.is_updating:
-            raise StateLost(self.fault or "")
-
     # --- the weights that serve ------------------------------------------------------------------
 
     def salt(self, job_id: str | None, version: int | None = None) -> str:
@@ -248,53 +233,30 @@ class Running:
         self.latest = Served(self.nothing, seen=served.seen)
         return f"version {served.weights.version} of job {job_id!r} does not serve: {why}"
 
-    async def fall_asleep(self, level: int, requests: Requests) -> None:
-        """Frees the engine's memory, and at level `LOST` gives up its weights. Does nothing to an
-        engine that sleeps. Raises StateLost if it fails: then the weights are unknown. BadRequest
-        of an engine that cannot sleep changes nothing."""
+    async def fall_asleep(self, requests: Requests) -> None:
+        """Frees the engine's memory and gives up its weights. An engine that sleeps stays asleep.
+        Raises StateLost if it fails: then the weights are unknown. BadRequest of an engine that
+        cannot sleep changes nothing."""
         if not self.is_asleep:
             requests.lose(ASLEEP)
-            with self._keeping_weights("going to sleep"):
-                await self.engine.sleep(level)
-            self.is_asleep, self.keeps_weights = True, True
-        if level == LOST:
-            self.forget()
-            self.lose_base()
-            self.keeps_weights = False
+            try:
+                await self.engine.sleep()
+            except BadRequest:
+                raise  # it did nothing
+            except Exception as error:  # whatever it was, the weights are unknown
+                self.forget()
+                self.lose_base()
+                self.fault = f"going to sleep failed ({sentence(error)}); PUT /model"
+                raise StateLost(self.fault) from error
+            self.is_asleep = True
+        self.forget()
+        self.lose_base()
 
-    async def wake_up(self) -> None:
-        """Brings back weights that the engine kept while it slept. Raises StateLost if it fails:
-        then the weights are unknown."""
-        if self.is_asleep and self.keeps_weights:
-            with self._keeping_weights("waking up"):
-                await self.engine.wake_weights()
-                await self.engine.wake_cache()
-            self.is_asleep = self.keeps_weights = False
-            await self.go_on()
-
-    async def end_pauses(self) -> None:
-        """Ends a pause and a sleep by hand, which a job knows nothing of. An engine that is dead or
-        does not wake is left as it is."""
+    async def end_pause(self) -> None:
+        """Ends a pause by hand, which a job knows nothing of. A dead engine is left unchanged."""
         was_paused, self.is_paused = self.is_paused, False
-        if await self.failure():
-            return
-        if self.is_asleep:
-            with contextlib.suppress(StateLost):
-                await self.wake_up()
-        elif was_paused:
+        if was_paused and not self.is_asleep and not await self.failure():
             await self.engine.resume()
-
-    @contextlib.contextmanager
-    def _keeping_weights(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except BadRequest:
-            raise  # it did nothing
-        except Exception as error:  # whatever it was, the weights are unknown
-            self.forget()
-            self.lose_base()
-            self.fault = f"{doing} failed ({sentence(error)}); PUT /model"
-            raise StateLost(self.fault) from error
 
     async def go_on(self) -> None:
         """Lets the engine sample, unless it was paused by hand."""

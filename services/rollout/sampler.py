@@ -33,7 +33,7 @@ from pathlib import Path
 from services.rollout.engine import Adapter, Engine, Starter
 from services.rollout.fencing import Fences, Requests, owner_of, stale, taken
 from services.rollout.groups import given_group, sampled_group
-from services.rollout.running import LOST, Running, Served, Start
+from services.rollout.running import Running, Served, Start
 from services.rollout.weights.adapters import Held, LoadedAdapters
 from services.rollout.weights.copies import Copies
 from services.rollout.weights.loading import Load
@@ -137,7 +137,7 @@ class Sampler:
         async with self._change:
             self._take_over(request)
             if request.job_id and self._running:
-                await self._running.end_pauses()
+                await self._running.end_pause()
             if request.own_weights:
                 return await self._serve_own_weights(request)
             serving = await self._serve(request.spec)
@@ -318,14 +318,13 @@ class Sampler:
         return Aborted(num_requests=num_requests)
 
     @contextlib.asynccontextmanager
-    async def changing(self, *, ready: bool = False) -> AsyncGenerator[Running]:
+    async def changing(self) -> AsyncGenerator[Running]:
         """Yields the engine to a caller who is no job, and changes nothing else meanwhile. Raises
-        Conflict, code "taken", while a job has the sampler. Only if it must be `ready` are its
-        weights known."""
-        await (self._ready() if ready else self._alive())
+        Conflict, code "taken", while a job has the sampler."""
+        await self._ready()
         async with self._change:
             self.ownership.check()
-            yield await (self._ready() if ready else self._alive())
+            yield await self._ready()
 
     def _take_over(self, asker: Published | ModelRequest | SleepRequest) -> None:
         """Supersedes all older attempts and epochs, but those beside the asker, and ends their
@@ -364,8 +363,7 @@ class Sampler:
             if known and ref.fence < known.weights.fence:
                 raise stale(ref, ref.job_id)
             self._take_over(ref)
-            running.check_no_update()
-            await running.end_pauses()
+            await running.end_pause()
             if running.serves(ref) and not ref.again:
                 return running.served_to(ref.job_id).weights
             return await Load(running, self.requests, ref).run(self.copies)
@@ -381,8 +379,7 @@ class Sampler:
         async with self._change:
             running = await self._alive()
             self._take_over(request)
-            running.check_no_update()
-            await running.fall_asleep(LOST if request.job_id else request.level, self.requests)
+            await running.fall_asleep(self.requests)
             return running.serving
 
 

@@ -72,9 +72,7 @@ def add_health_routes(
         return Readiness(ready=ready, dependencies=dependencies)
 
     metrics_text: openapi.Responses = {
-        200: openapi.text(
-            "metrics as text", "text/plain", 'hone_http_requests_total{path="/healthz"} 1.0\n'
-        )
+        200: openapi.without_model("metrics as text", "text/plain", schema=openapi.TEXT)
     }
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=metrics_text)

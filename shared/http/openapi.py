@@ -1,9 +1,7 @@
-"""The OpenAPI document of a service: each body, result and error is a schema under components, and
-has an example."""
+"""The OpenAPI document of a service: each body, result and error is a schema under components."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,7 +12,6 @@ from pydantic.json_schema import JsonSchemaMode
 from shared.errors import KINDS, MEDIA_TYPE, Busy, HoneError
 from shared.http import codec
 from shared.http.rendering import Made
-from shared.wire.examples import EXAMPLES
 
 Responses = dict[int | str, dict[str, Any]]
 """Responses by status, as FastAPI takes them."""
@@ -107,12 +104,6 @@ def without_model(
     }
 
 
-def text(description: str, media_type: str, example: str) -> dict[str, Any]:
-    """Returns a response that is text."""
-    content = {media_type: {"schema": TEXT, "example": example}}
-    return {"description": description, "content": content}
-
-
 def problem_responses() -> Responses:
     """Returns the error responses that every route can give."""
     kinds: dict[int | str, list[type[HoneError]]] = {}
@@ -155,22 +146,4 @@ def document(app: FastAPI, bodies: dict[tuple[str, str], Any]) -> dict[str, Any]
             codec.MSGPACK: {"schema": BINARY},
         }
         made["paths"][path][method.lower()]["requestBody"] = {"content": content, "required": True}
-    _add_examples(made)
     return made
-
-
-def _add_examples(made: dict[str, Any]) -> None:
-    for content in _contents(made):
-        schema = content.get("schema", {})
-        name = schema.get("anyOf", [schema])[0].get("$ref", "").rpartition("/")[2]
-        if name in EXAMPLES:
-            content["example"] = EXAMPLES[name]
-
-
-def _contents(made: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the document's part for each body and answer in JSON."""
-    for methods in made["paths"].values():
-        for operation in methods.values():
-            for one in (operation.get("requestBody", {}), *operation["responses"].values()):
-                if codec.JSON in one.get("content", {}):
-                    yield one["content"][codec.JSON]

@@ -129,11 +129,6 @@ def _is_pushed_whole(job: Job) -> None:
     """Groups of kind "pushed" come with their rewards. So `[[rewards]]` are for held-out problems
     only, and the keys that order training problems have nothing to order."""
     if not job.is_pushed:
-        if job.environment and job.environment.group_by != "task":
-            raise ValueError(
-                f'environment.group_by is "{job.environment.group_by}" and environment.kind '
-                f'"{job.environment.kind}", whose groups are of one problem; expected "task"'
-            )
         return
     unused = {
         "data.train": job.data.train is not None,

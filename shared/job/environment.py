@@ -93,11 +93,6 @@ class EnvironmentSpec(Section):
                 raise ValueError(f"the URL of {host!r} holds a user or a password; expected none")
         return value
 
-    group_by: Literal["task", "order"] = "task"
-    """Of kind "pushed": which sessions of agents that drive themselves are a group of
-    `sampling.group_size`. "task": sessions of the same task id. "order": sessions in the order in
-    which they end, for tasks that come only once; their rewards are compared across tasks."""
-
     @model_validator(mode="after")
     def _has_the_fields_of_its_kind(self) -> EnvironmentSpec:
         given = {name for name in _OF_SOME_KIND if getattr(self, name) not in (None, "", (), {})}

@@ -326,11 +326,6 @@ class Settings(Documented):
     `/generate` refuses requests with tools, and `/v1/chat/completions` takes them with
     `tool_choice` "none" alone, where the model's tool calls stay text."""
 
-    weight_transfer: Literal["nccl"] | None = None
-    """How a sampler on GPUs takes tensors from trainers other than Hone's: vLLM's
-    `--weight-transfer-config`, which TRL's `GRPOTrainer` needs. Without effect on a CPU and on
-    Hone's own jobs. None: it takes none."""
-
     rollout_adapters: int = Field(default=4, ge=1, le=64)
     """Jobs whose LoRA adapters (`weight_sync = "lora"`) a sampler serves side by side, those in
     training included: so many jobs of one base model may share a trainer and its samplers, 16 at

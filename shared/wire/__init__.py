@@ -10,11 +10,11 @@
 | `rewards.py` | `POST /score`, verdicts and scores |
 | `episodes.py` | a job's own environments: open, step, close |
 | `programs.py` | operations of programs that drive a trainer, as stored |
-| `pushed.py` | groups that were sampled and scored elsewhere, also in Atropos' and AReaL's shapes |
+| `pushed.py` | groups that were sampled and scored elsewhere, also in Atropos' shapes |
 | `graders.py` | `/graders` and `POST /execute` |
 | `training.py` | batches, examples, the trainer's job, steps and checkpoints |
 | `weights.py` | published versions, one class per sync method |
-| `rl.py` | vLLM's routes for trainers other than Hone's |
+| `rl.py` | vLLM's routes that TRL's clients call |
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: lists, events, metrics |
 | `pages.py` | how many entries an answer has at most |
@@ -23,7 +23,6 @@
 | `findings.py` | what is wrong with a run |
 | `keys.py` | API keys |
 | `openai.py` | fine-tuning jobs, files and completions in OpenAI's shape |
-| `examples/` | one of each body, for the OpenAPI documents |
 
 All are imported from here. All are frozen and refuse unknown keys. Token ids, log-probs and masks
 stay bytes from end to end (`packed.py`): in JSON a list of numbers, in msgpack 4, 4 and 1 bytes per

@@ -1,5 +1,5 @@
 """Groups that were sampled and scored elsewhere, for a job with `[environment] kind = "pushed"`: as
-Hone takes them, as Atropos' `atroposlib` 0.4 sends them, and as sessions of AReaL's `areal` 1.0."""
+Hone takes them, and as Atropos' `atroposlib` 0.4 sends them."""
 
 from __future__ import annotations
 
@@ -47,6 +47,31 @@ class PushedGroup(Wire):
     same body gives the same answer, and with another body is refused (409). Without a key, the
     same body is the same group until that is trained.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "key": "episode-17",
+                    "prompt_token_ids": [1, 5, 9],
+                    "rollouts": [
+                        {
+                            "token_ids": [7, 2],
+                            "logprobs": [-0.41, -0.02],
+                            "versions": 4,
+                            "reward": 1.0,
+                        },
+                        {
+                            "token_ids": [8, 2],
+                            "logprobs": [-1.3, -0.05],
+                            "versions": 4,
+                            "reward": 0.0,
+                        },
+                    ],
+                }
+            ]
+        }
+    )
 
     key: str | None = Field(default=None, min_length=1, max_length=MAX_KEY)
     prompt: str | tuple[Message, ...] | None = None
@@ -171,37 +196,3 @@ class EnvStatus(AtroposStatus):
     unallocated_fraction: float = 1.0
     self_queue_size: int
     max_group_size: int
-
-
-class StartSession(Wire):
-    """`POST /v1/rl/start_session`: sessions of the same `task_id` are rollouts of one group.
-    `api_key` is an earlier session's: that session ends, and the new one has its key."""
-
-    task_id: str = Field(min_length=1, max_length=200)
-    api_key: str | None = None
-
-
-class SessionStarted(Wire):
-    """The session's name, and its key: the API key of its agent's calls."""
-
-    session_id: str
-    api_key: str
-
-
-class SetReward(Wire):
-    """`POST /v1/rl/set_reward`: the reward of the answer `interaction_id`; None: the last one."""
-
-    reward: Reported
-    interaction_id: str | None = None
-
-
-class RewardSet(Wire):
-    message: str = "success"
-
-
-class SessionEnded(Wire):
-    """`POST /v1/rl/end_session`: the rollout is on disk. It has `interaction_count` answers; with
-    none it is not trained on."""
-
-    message: str = "success"
-    interaction_count: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shared.documented import Plain
 from shared.job import Job, RewardSpec
@@ -20,6 +20,27 @@ from shared.wire.rollouts import FinishReason
 class SubmitRequest(Wire):
     """`POST /v1/jobs`. `job` is a whole job file's content; files it names must be readable by the
     orchestrator."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "job": {
+                        "name": "demo",
+                        "model": "Qwen/Qwen2.5-0.5B-Instruct",
+                        "steps": 160,
+                        "data": {"train": "owner/problems"},
+                        "rewards": [
+                            {
+                                "grader": "python_value",
+                                "params": {"target": "target", "numbers": "numbers"},
+                            }
+                        ],
+                    }
+                }
+            ]
+        }
+    )
 
     job: Job
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import FailFast, Field
+from pydantic import ConfigDict, FailFast, Field
 
 from shared.documented import Plain
 from shared.job import RewardSpec
@@ -52,6 +52,28 @@ with the most rewards."""
 class ScoreRequest(Wire):
     """`POST /score`: every item graded by every reward. `job_id` names the job whose run folder may
     cache verdicts, and whose workers run its own functions."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "items": [
+                        {
+                            "prompt": "12 47 -> 59:",
+                            "completion": " 12+47",
+                            "row": {"numbers": [12, 47], "target": 59},
+                        }
+                    ],
+                    "rewards": [
+                        {
+                            "grader": "python_value",
+                            "params": {"target": "target", "numbers": "numbers"},
+                        }
+                    ],
+                }
+            ]
+        }
+    )
 
     items: Annotated[tuple[ScoreItem, ...], FailFast()] = Field(max_length=MAX_SCORED_ITEMS)
     rewards: tuple[RewardSpec, ...] = Field(min_length=1, max_length=MAX_REWARDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from shared.documented import Plain
 from shared.job.sampling import MAX_TEMPERATURE
@@ -89,6 +89,12 @@ class GenerateRequest(Fencing):
     is not done after `deadline_s` seconds ends there, with `finish_reason` "timeout"; None: no
     limit.
     """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"prompt": "12 47 -> 59:", "sampling": {"n": 8, "max_tokens": 6}}]
+        }
+    )
 
     job_id: JobId | None = None
     min_version: int | None = None

@@ -84,13 +84,10 @@ class ServingWeights(Fencing):
 
 
 class SleepRequest(Fencing):
-    """`POST /sleep`: free the GPU's memory until the next weights are loaded. Without a job,
-    `level` 1 keeps the weights in the host's memory until `POST /wake_up`; a job's are never kept.
-    Requests under way end, so `mode` can only be "abort"."""
+    """`POST /sleep`: free the GPU's memory until the job's next weights are loaded. Requests under
+    way end."""
 
-    job_id: JobId | None = None
-    level: int = Field(default=1, ge=1, le=2)
-    mode: Literal["abort"] = "abort"
+    job_id: JobId
 
 
 class CheckedWeights(Wire):

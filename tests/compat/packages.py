@@ -13,10 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def python_with(name: str, *, alone: bool = False, torch: bool = False) -> Path:
-    """Returns the interpreter of the environment with the packages of `NAME.txt`; `alone`: without
-    what they depend on; `torch`: with the stack's build of torch, a CPU's as a rule, in place of
-    PyPI's."""
+def python_with(name: str, *, torch: bool = False) -> Path:
+    """Returns the interpreter of the environment with the packages of `NAME.txt`; `torch`: with the
+    stack's build of torch, a CPU's as a rule, in place of PyPI's."""
     folder = ROOT / ".compat" / name
     python, made = folder / "bin" / "python", folder / "made_of"
     pins = ROOT / "requirements" / "compat" / f"{name}.txt"
@@ -30,7 +29,7 @@ def python_with(name: str, *, alone: bool = False, torch: bool = False) -> Path:
         install = [uv, "pip", "install", "--quiet", "--python", str(python), "-r", str(pins)]
         if torch:
             _install_torch(uv, python)
-        subprocess.run([*install, *(["--no-deps"] if alone else [])], check=True)
+        subprocess.run(install, check=True)
         made.write_text(pins.read_text())
     return python
 

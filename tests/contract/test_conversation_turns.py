@@ -102,7 +102,7 @@ async def test_an_answer_that_was_cut_off_gets_the_end_that_the_template_writes(
 ) -> None:
     first = await turn(bench, sampled("because", cut=True), tools=())
     assert first.rollouts[0].messages == ()  # neither tools nor known: a prompt like any other
-    go_on: Message = {"role": "user", "content": "continue"}
+    go_on: Message = {"role": "user", "content": "go on"}
     said: Message = {"role": "assistant", "content": "because"}
     prompt = (QUESTION, said, go_on)
     asked = f"<|im_start|>user\n2 + 3?<|im_end|>\n{HEAD}"

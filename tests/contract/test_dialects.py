@@ -35,7 +35,7 @@ class Bench:
 
     def __init__(self, settings: Settings, *replies: Reply, name: str = "task-1") -> None:
         self.sampler = RenderingSampler(list(replies))
-        self.session: Session = open_session(self.sampler, name=name)
+        self.session: Session = open_session(self.sampler, id=name)
         settings = settings.model_copy(update={"token": SecretStr(TOKEN)})
         store = Store("redis://127.0.0.1:1")
         service = create_service(settings, store, works=False, sessions=self.sampler.sessions)
@@ -396,7 +396,7 @@ async def test_json_that_no_sampler_reads_is_refused(
     assert answer.status_code == 422 and sentence in answer.json()["detail"]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/rl/end_session"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 async def test_a_body_beyond_16_mib_is_refused_with_a_sentence(refusing: Bench, path: str) -> None:
     async with refusing.http() as http:
         headers = {"x-api-key": refusing.session.api_key, "content-type": "application/json"}
@@ -433,7 +433,7 @@ async def test_deep_arguments_of_a_call_are_compared_as_text(settings: Settings)
 
 
 async def test_a_key_reaches_no_other_session_by_two_headers(bench: Bench) -> None:
-    other = open_session(bench.sampler, name="other")
+    other = open_session(bench.sampler, id="other")
     headers = [
         *(("x-api-key", key) for key in ("x", bench.session.api_key)),
         ("x-hone-session", "other"),
@@ -446,7 +446,7 @@ async def test_a_key_reaches_no_other_session_by_two_headers(bench: Bench) -> No
 
 
 async def test_what_only_looks_like_a_sessions_key_is_stopped_at_the_gate(bench: Bench) -> None:
-    answer = await bench.post("/v1/rl/set_reward", {"no": 1}, authorization="Bearer sk-hone-x")
+    answer = await bench.post("/v1/messages", {"no": 1}, authorization="Bearer sk-hone-x")
     assert answer.status_code == 410, "before the body is read"
 
 

@@ -24,6 +24,7 @@ from shared.wire import (
     GenerateRequest,
     LogStart,
     OptimStepRequest,
+    ProgramOperation,
     SampleOrder,
     Sampling,
     SamplingSession,
@@ -300,6 +301,16 @@ async def test_a_model_is_unloaded_once_though_operations_come_at_the_same_time(
     assert (await stack.until(model)).status == "succeeded"
     assert await post(stack, "unload_model", {"model_id": model}) == ended, "it has ended once"
     assert {answer.status_code for answer in answers} <= {200, 409}
+
+
+async def test_a_model_that_ended_before_later_operations_ends_once(stack: Stack) -> None:
+    model = await created(stack)
+    ended = await post(stack, "unload_model", {"model_id": model})
+    record = await stack.until(model)
+    end = log.OperationLog(Path(record.run_dir)).newest()
+    late = ProgramOperation(kind="refused", digest="another")
+    log.OperationLog(Path(record.run_dir)).accept(end + 1, late)
+    assert await post(stack, "unload_model", {"model_id": model}) == ended
 
 
 async def test_after_a_trainers_death_its_operations_are_done_again(stack: Stack) -> None:

@@ -193,9 +193,9 @@ def job_of_agents(**more: Any) -> Job:
 
 
 def open_session(
-    sampler: RenderingSampler, *, id: str = "job-1:1:1:5:0:0:0", name: str | None = None, **how: Any
+    sampler: RenderingSampler, *, id: str = "job-1:1:1:5:0:0:0", **how: Any
 ) -> Session:
     given = Sampling(**{"max_tokens": 120, "seed": 7, **how})
     return sampler.sessions.open(
-        cast(Any, sampler), job_of_agents(), id=id, min_version=3, sampling=given, name=name
+        cast(Any, sampler), job_of_agents(), id=id, min_version=3, sampling=given
     )

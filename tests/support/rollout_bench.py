@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 
 from services.rollout.app import create_service
-from services.rollout.engine import Adapter, BadPrompt
+from services.rollout.engine import Adapter, BadPrompt, PauseMode
 from services.rollout.fencing import label, spans
 from services.rollout.sampler import Sampler
 from services.rollout.weights.adapters import LoadedAdapters
@@ -39,7 +39,6 @@ from shared.wire import (
     GenerateRequest,
     Message,
     ModelRequest,
-    PauseMode,
     Published,
     Rollout,
     RolloutGroup,
@@ -63,7 +62,6 @@ class FakeEngine:
     folder: Path
     max_model_len: int = 16
     max_lora_rank: int = 0
-    transfers: bool = False
     keeps_cache: bool = False
     dtype: str = "float32"
     gpus: tuple[str, ...] = ()
@@ -169,14 +167,9 @@ class FakeEngine:
         if mode != "keep":
             self.frozen.set()
 
-    async def reset_cache(self, *, running: bool, external: bool) -> bool:
+    async def reset_cache(self) -> bool:
         self.calls.append("reset cache")
         return True
-
-    async def transfer(self, step: str, info: Mapping[str, Any] | None = None) -> None:
-        self.calls.append(step)
-        if self.fail_load:
-            raise self.fail_load
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -203,8 +196,8 @@ class FakeEngine:
     async def adapter_digests(self, adapter: Adapter) -> dict[str, str]:
         return tensor_digests(stored_tensors(adapter.folder))
 
-    async def sleep(self, level: int = 2) -> None:
-        self.calls.append("sleep" if level == 2 else f"sleep {level}")
+    async def sleep(self) -> None:
+        self.calls.append("sleep")
         if self.fail_sleep:
             raise self.fail_sleep
 
@@ -233,7 +226,7 @@ class FakeEngine:
         self.num_read_back += 1
         return self.loaded
 
-    async def set_version(self, owner: str, version: int | None) -> None:
+    async def set_version(self, owner: str, version: int) -> None:
         self.calls.append(version)
         self.label = label(owner, version)
 

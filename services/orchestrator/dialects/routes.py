@@ -28,7 +28,6 @@ from services.orchestrator.play.sessions import (
     Session,
     Sessions,
 )
-from services.orchestrator.pushing.areal import OF_SESSIONS
 from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http import codec, openapi
 from shared.http.gate import AcceptedKeys, given_token
@@ -50,7 +49,7 @@ RETRY = "x-stainless-retry-count"
 """How often the clients of OpenAI and Anthropic have sent this request before."""
 
 ANSWERS: openapi.Responses = {
-    200: {"content": openapi.text("", STREAM, "data: [DONE]\n\n")["content"]}
+    200: {"content": openapi.without_model("", STREAM, schema=openapi.TEXT)["content"]}
 }
 
 
@@ -62,15 +61,12 @@ class SessionKeys:
         self._others = others
 
     async def check(self, secret: str, method: str, path: str) -> ApiKey:
-        """Returns the key. A session's allows its own turns, its reward and its end, and the list
-        of models."""
+        """Returns the key. A session's allows its own turns, and the list of models."""
         if not secret.startswith(KEY):
             return await self._others.check(secret, method, path)
-        if path in OF_SESSIONS and self._sessions.knows(secret):  # also after the session's end
-            return ApiKey(name="session", access="full", created_at=0)
         session = self._sessions.find(api_key=secret)
         assert session is not None, "a key of a session is known, or refused"
-        own = NAMED.format(name=session.name)
+        own = NAMED.format(name=session.id)
         allowed = {f"{head}{each}" for head in ("", own) for each in (*DIALECTS, MODELS)}
         if path not in allowed:
             raise Forbidden(f"{method} {path} with the key of a session, which is for its turns")
@@ -181,7 +177,7 @@ def _add_record(service: Service, sessions: Sessions) -> None:
 def _record(session: Session) -> SessionRecord:
     has_answer = bool(session.recording().leaves())
     return SessionRecord(
-        name=session.name,
+        name=session.id,
         job_id=session.job_id,
         group=session.recorded() if has_answer else None,
         waits=session.num_under_way,

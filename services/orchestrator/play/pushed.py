@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 
 from services.orchestrator.pool.waits import Waits
-from services.orchestrator.runs.pushed import Ledger, PushedQueue, Round
+from services.orchestrator.runs.pushed import PushedQueue, Round
 from services.orchestrator.tasks import to_disk
 from shared.wire import ScoredGroup
 
@@ -33,23 +33,9 @@ class PushedGroups:
     async def _after(self, num_here: int, asked: Round) -> tuple[list[int], bool]:
         """Returns what the queue gives once that is more than `num_here` groups."""
         what = f"{num_here} of the {asked.count} that step {asked.step} needs are here"
-        with self._waits.on("pushed groups", what) as say:
+        with self._waits.on("pushed groups", what):
             while True:
-                say(what + await to_disk(self._queue.look, _sessions))
                 await asyncio.sleep(POLL_S)
                 numbers, is_whole = await to_disk(self._queue.take, asked)
                 if len(numbers) != num_here:
                     return numbers, is_whole
-
-
-def _sessions(ledger: Ledger) -> str:
-    """Returns what there is to say of sessions that are of no group."""
-    told, num = "", sum(map(len, ledger.ended.values()))
-    if num:
-        told += (
-            f"; {num} sessions wait in {len(ledger.ended)} tasks, none of which has "
-            "sampling.group_size of them yet (see environment.group_by)"
-        )
-    if ledger.num_dropped_sessions:
-        told += f"; {ledger.num_dropped_sessions} were dropped (see the orchestrator's log)"
-    return told

@@ -93,8 +93,7 @@ class _Call:
 
 class Session:
     """One rollout of `job`, by weights of at least `min_version`. `sampling.max_tokens` bounds the
-    tokens of each of its rows. `api_key` is a secret for the agent alone. `used_at`
-    (time.monotonic) is when it was last called, or rewarded."""
+    tokens of each of its rows. `api_key` is a secret for the agent alone."""
 
     def __init__(
         self,
@@ -103,14 +102,11 @@ class Session:
         id: str,
         min_version: int,
         sampling: Sampling,
-        name: str,
         closed: Callable[[Session], None],
-        api_key: str | None = None,
     ) -> None:
         self.id = id
-        self.name = name
         self.job_id = services.job_id
-        self.api_key = api_key or KEY + secrets.token_urlsafe(32)
+        self.api_key = KEY + secrets.token_urlsafe(32)
         self._services = services
         self._job = job
         self._min_version = min_version
@@ -126,7 +122,6 @@ class Session:
         self._lost: HoneError | None = None
         self._replica = ""
         self._agent = _Stopwatch()
-        self.used_at = time.monotonic()
 
     async def answer(self, request: ChatRequest, *, key: str | None, again: bool) -> Answer:
         """Returns the answer to the messages, once it is recorded. A client that sends the same
@@ -156,19 +151,17 @@ class Session:
     async def turn(self, asked: Asked, limits: Limits, *, key: str | None, again: bool) -> Answer:
         """Returns the answer to messages, a text or token ids, as `answer` does."""
         if self._is_closed:
-            raise closed(self.name)
+            raise closed(self.id)
         call = self._same(asked.name, key, again) or self._begin(asked, limits, key)
         call.num_waiting += 1
-        self.used_at = time.monotonic()
         try:
             answer = await asyncio.shield(call.work)
         except asyncio.CancelledError:
             if call.work.cancelled():
-                raise closed(self.name) from None
+                raise closed(self.id) from None
             raise
         finally:
             call.num_waiting -= 1
-            self.used_at = time.monotonic()
         call.taken = True
         self._recording.taken.add(answer.turn)
         return answer
@@ -362,7 +355,7 @@ class Session:
         if parent and not group.forked:
             given = prompt[len(parent.token_ids) :]
         turn = Turn(
-            id=f"{self.name}-{number}",
+            id=f"{self.id}-{number}",
             asked=asked,
             parent=None if group.forked else parent,
             given=TokenIds(given),
@@ -382,7 +375,7 @@ class Session:
         """Notes that the rollout is cut off unless another answer follows."""
         self._full = ended
         # 400, as OpenAI's API answers: agents know it by that and the code
-        return Malformed(f"session {self.name!r} has no room for another answer: {why}", code=FULL)
+        return Malformed(f"session {self.id!r} has no room for another answer: {why}", code=FULL)
 
     def _tick(self) -> int:
         self._clock += 1
@@ -411,11 +404,9 @@ class _Stopwatch:
 
 
 class Sessions:
-    """The open sessions of this process, by key and by name. `pushed` are the services of its jobs
-    of kind "pushed", by job: agents open sessions of these themselves."""
+    """The open sessions of this process, by key and by name."""
 
     def __init__(self) -> None:
-        self.pushed: dict[str, Services] = {}
         self._by_key: dict[str, Session] = {}
         self._by_name: dict[str, Session] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
@@ -431,32 +422,21 @@ class Sessions:
         id: str,
         min_version: int,
         sampling: Sampling,
-        name: str | None = None,
-        api_key: str | None = None,
     ) -> Session:
-        """Returns a new session. It is named by `name` or else by its `id`; an open one of the same
-        name is closed. Requests to samplers are named by `id`, so an id is used for one session.
-        `api_key` is the key of a closed session; None: a new one."""
-        name = name or id
-        for before in (self._by_name.get(name), self._by_key.get(api_key or "")):
-            if before:
-                before.close()
-        session = Session(services, job, id, min_version, sampling, name, self._forget, api_key)
-        self._by_key[session.api_key] = self._by_name[name] = session
-        for known in (name, session.api_key):
-            self._closed.pop(known, None)
+        """Returns a new session, named by its `id`; an open one of the same name is closed.
+        Requests to samplers are named by `id`, so an id is used for one session."""
+        if before := self._by_name.get(id):
+            before.close()
+        session = Session(services, job, id, min_version, sampling, self._forget)
+        self._by_key[session.api_key] = self._by_name[id] = session
+        self._closed.pop(id, None)
         return session
 
     def leave(self, job_id: str) -> None:
         """Closes the sessions of a job that does not run here any more."""
-        self.pushed.pop(job_id, None)
         for session in [*self._by_key.values()]:
             if session.job_id == job_id:
                 session.close()
-
-    def knows(self, api_key: str) -> bool:
-        """Returns whether it is the key of a session that is open here, or was."""
-        return api_key in self._by_key or api_key in self._closed
 
     def find(self, *, api_key: str | None = None, name: str | None = None) -> Session | None:
         """Returns the session with this key, or else with this name; None if neither is one's.
@@ -472,8 +452,8 @@ class Sessions:
 
     def _forget(self, session: Session) -> None:
         del self._by_key[session.api_key]
-        del self._by_name[session.name]
-        for known in (session.name, session.api_key):
+        del self._by_name[session.id]
+        for known in (session.id, session.api_key):
             self._closed[known] = None
         while len(self._closed) > 2 * MAX_CLOSED:
             self._closed.popitem(last=False)

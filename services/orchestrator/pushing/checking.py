@@ -86,7 +86,7 @@ def scored_group(group: PushedGroup, model: Model) -> ScoredGroup:
             prompt_token_ids=prompt,
             rollouts=tuple(_rollout(each, model) for each in group.rollouts),
         ),
-        scores=tuple(scored(each.reward) for each in group.rollouts),
+        scores=tuple(_scored(each.reward) for each in group.rollouts),
     )
 
 
@@ -231,7 +231,7 @@ def _last_answer(rollout: PushedRollout) -> list[int]:
     return [[id for id, _ in run] for is_sampled, run in runs if is_sampled][-1]
 
 
-def scored(reward: float | None) -> Score:
+def _scored(reward: float | None) -> Score:
     """Returns the score that a pushed reward is; None: no reward applies."""
     if reward is None:
         return Score(value=None, parts={})

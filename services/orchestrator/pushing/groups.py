@@ -118,10 +118,6 @@ class Pushing:
         """Returns the most tokens of prompt and completion; None if that is not known."""
         return (await asyncio.to_thread(self.model, record.job)).window
 
-    async def check_session_room(self, record: JobRecord, task: str) -> None:
-        """Raises as `check_session_room`."""
-        await asyncio.to_thread(self.queue(record).look, partial(check_session_room, record, task))
-
     async def record(self, job_id: str) -> JobRecord:
         """Returns the job's record. Raises Conflict for a job of another kind."""
         record = await self._store.get(job_id)
@@ -205,23 +201,5 @@ def check_room(record: JobRecord, ledger: Ledger) -> None:
             f"than {job.sampling.prompts_per_step * (job.max_staleness + 1)}: "
             f"sampling.prompts_per_step {job.sampling.prompts_per_step} times max_staleness "
             f"{job.max_staleness} plus 1; push it again when a step is done",
-            retry_after_s=FULL_S,
-        )
-
-
-def check_session_room(record: JobRecord, task: str, ledger: Ledger) -> None:
-    """Raises as `check_room`, and Busy if as many sessions as there is room for wait for others of
-    their tasks, and none of this task: such a session makes one more to wait."""
-    check_room(record, ledger)
-    job = record.job
-    by_task = job.environment is None or job.environment.group_by == "task"
-    waiting = ledger.num_waiting(oldest_version(record, ledger))
-    room = counts_of(record, ledger).room * job.sampling.group_size
-    if by_task and task not in ledger.ended and waiting >= room:
-        raise Busy(
-            f"job {record.id!r} has {waiting} sessions that wait for others of their tasks, "
-            f"expected fewer than {room} for one of another task: a group is "
-            f"{job.sampling.group_size} sessions of a task (sampling.group_size); if task ids do "
-            'not repeat, set environment.group_by = "order"',
             retry_after_s=FULL_S,
         )

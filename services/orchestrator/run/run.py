@@ -499,7 +499,6 @@ class Run:
         services, folder, pushed = self._services, self._folder, None
         if self._job.is_pushed:
             pushed = PushedGroups(PushedQueue(folder.path), services.waits)
-            services.sessions.pushed[self._record.id] = services
         batches = Batches(
             self._record.id,
             self._job,

@@ -2,10 +2,8 @@
 that shares the folder accepts groups.
 
     pushed/journal.jsonl     a line for each group that was accepted, for each round of a step that
-                             took groups, wants some, or dropped stale ones, and for each session
-                             that ended, or was dropped
+                             took groups, wants some, or dropped stale ones
     pushed/000017.msgpack    group 17, until the batch of its step is stored
-    pushed/session-*.msgpack the rollout of a session that has ended, until its group is whole
     pushed/lock              held by the process that reads or writes
 
 A group is accepted once its line is on disk. Groups are numbered from 1 and taken in this order. A
@@ -22,22 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import xxhash
-
 from services.orchestrator.runs.finished import CHECKSUM_BYTES, checksum
 from services.orchestrator.runs.writable import writing
 from shared.errors import Conflict, Failed
 from shared.host import disk
-from shared.host.logs import get_logger
 from shared.http import codec
 from shared.wire import ScoredGroup
 
 FOLDER = "pushed"
 
 T = TypeVar("T")
-
-Together = Callable[[list[ScoredGroup]], ScoredGroup]
-"""Makes one group of groups of one."""
 
 Versions = tuple[int, int] | None
 """The oldest and the newest version that sampled a group; None: unknown."""
@@ -46,36 +38,20 @@ Versions = tuple[int, int] | None
 @dataclass
 class Ledger:
     """What the journal says. `versions` are of the groups that no step has taken, by number; `took`
-    and `wants` are by step and round. `programs` have registered to push groups. `ended` are the
-    sessions that wait for others of their task, by task, with their versions; `sessions` are all
-    that ended."""
+    and `wants` are by step and round. `programs` have registered to push groups."""
 
     num_accepted: int = 0
     num_dropped: int = 0
-    num_dropped_sessions: int = 0
     keys: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     versions: dict[int, Versions] = field(default_factory=dict[int, Versions])
     took: dict[tuple[int, int], list[int]] = field(default_factory=dict[tuple[int, int], list[int]])
     wants: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     programs: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    ended: dict[str, dict[str, Versions]] = field(default_factory=dict[str, dict[str, Versions]])
-    sessions: set[str] = field(default_factory=set[str])
 
     def add(self, line: dict[str, Any]) -> None:
         """Takes in a line of the journal."""
-        if "ended" in line:
-            versions = tuple(line["versions"]) if line.get("versions") else None
-            self.ended.setdefault(line["task"], {})[line["ended"]] = versions
-            self.sessions.add(line["ended"])
-            return
-        if dropped := line.get("dropped_sessions"):
-            self.num_dropped_sessions += len(dropped)
-            self._leave(line["task"], dropped)
-            return
         if number := line.get("accepted"):
             self.num_accepted = number
-            if ids := line.get("sessions"):
-                self._leave(line["task"], ids)
             self.keys[line["key"]] = number, line["digest"]
             self.versions[number] = tuple(line["versions"]) if line["versions"] else None
             return
@@ -90,18 +66,6 @@ class Ledger:
             self.took[place] = line["took"]
         if "wants" in line:
             self.wants[place] = line["wants"]
-
-    def _leave(self, task: str, ids: list[str]) -> None:
-        """Takes in that sessions of a task wait no more."""
-        for id in ids:
-            del self.ended[task][id]
-        if not self.ended[task]:
-            del self.ended[task]
-
-    def num_waiting(self, oldest: int) -> int:
-        """Returns how many sessions wait for others and are of version `oldest` or newer."""
-        waiting = (versions for of_task in self.ended.values() for versions in of_task.values())
-        return sum(versions is None or versions[0] >= oldest for versions in waiting)
 
     def num_trained(self, last_step: int) -> int:
         """Returns how many groups the steps up to `last_step` took."""
@@ -132,16 +96,6 @@ class Sent:
     digest: str
     key: str | None
     last_step: int
-
-
-@dataclass(frozen=True)
-class Joining:
-    """How sessions become groups: `count` of a task, by `together`. `oldest` returns the oldest
-    version that may have sampled a group which is accepted now."""
-
-    count: int
-    together: Together
-    oldest: Callable[[Ledger], int]
 
 
 @dataclass(frozen=True)
@@ -183,54 +137,6 @@ class PushedQueue:
             versions = _versions_of(group)
             self._append(accepted=number, key=key, digest=digest, versions=versions)
             return number
-
-    def end_session(self, part: ScoredGroup, id: str, task: str, joining: Joining) -> None:
-        """Stores the rollout of a session, a group of one. Sessions of the same task become groups.
-        One that is damaged, or too old for a group, is dropped. Ending a session again changes
-        nothing."""
-        with self._locked() as ledger:
-            if id not in ledger.sessions:
-                self._write(self._session(id), part)
-                self._append(ended=id, task=task, versions=_versions_of(part))
-            for task in [*ledger.ended]:
-                while len(ids := self._fresh(task, joining)) == joining.count:
-                    parts = [found for id in ids if (found := self._part(task, id))]
-                    if len(parts) == len(ids):
-                        self._join(task, ids, joining.together(parts))
-
-    def _fresh(self, task: str, joining: Joining) -> list[str]:
-        """Returns the sessions of the task's next group, fewer if it is not whole. Drops older
-        ones: the step would drop their group, and fresh sessions with it."""
-        oldest = joining.oldest(self._ledger)
-        waiting = self._ledger.ended.get(task, {})
-        if old := [id for id, versions in waiting.items() if versions and versions[0] < oldest]:
-            why = f"older weights than version {oldest} sampled them, and max_staleness allows none"
-            self._drop_sessions(task, old, why)
-        return [*self._ledger.ended.get(task, {})][: joining.count]
-
-    def _part(self, task: str, id: str) -> ScoredGroup | None:
-        """Returns the rollout of a session that ended. Drops one that cannot be read."""
-        try:
-            return self._stored(self._session(id))
-        except (Failed, FileNotFoundError) as error:
-            self._drop_sessions(task, [id], str(error))
-            return None
-
-    def _drop_sessions(self, task: str, ids: list[str], why: str) -> None:
-        self._append(dropped_sessions=ids, task=task, why=why)
-        for id in ids:
-            self._session(id).unlink(missing_ok=True)
-        get_logger().warning("sessions dropped", run=str(self._run), sessions=ids, reason=why)
-
-    def _join(self, task: str, ids: list[str], group: ScoredGroup) -> None:
-        number = self._ledger.num_accepted + 1
-        self._write(self._file(number), group)
-        versions, key = _versions_of(group), f"sessions {number}"
-        self._append(
-            accepted=number, key=key, digest=key, versions=versions, sessions=ids, task=task
-        )
-        for id in ids:
-            self._session(id).unlink(missing_ok=True)
 
     def register(self, program: dict[str, Any]) -> tuple[int, str]:
         """Returns the number of a program, from 0, and its name among programs of the same name."""
@@ -322,9 +228,6 @@ class PushedQueue:
     @property
     def _journal(self) -> Path:
         return self._folder / "journal.jsonl"
-
-    def _session(self, id: str) -> Path:
-        return self._folder / f"session-{xxhash.xxh3_64_hexdigest(id.encode())}.msgpack"
 
     def _file(self, number: int) -> Path:
         return self._folder / f"{number:06d}.msgpack"

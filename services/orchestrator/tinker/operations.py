@@ -74,9 +74,8 @@ class Operations:
         operation = ProgramOperation(kind="unload", digest=digest)
         while True:
             newest = await asyncio.to_thread(log.newest)
-            last = await asyncio.to_thread(log.operation, newest)
-            if last is not None and last.kind == "unload":
-                return {"request_id": future_of(record.id, newest), "model_id": record.id}
+            if (end := await asyncio.to_thread(_find_unload, log, newest)) is not None:
+                return {"request_id": future_of(record.id, end), "model_id": record.id}
             try:
                 return await self._accept(record.id, newest + 1, digest, lambda: operation)
             except Conflict as error:
@@ -106,6 +105,16 @@ class Operations:
         if is_put_away(record):
             await self._store.resume(record.id)
         return {"request_id": future_of(record.id, number), "model_id": record.id}
+
+
+def _find_unload(log: OperationLog, newest: int) -> int | None:
+    """Returns the number of the model's end; None if it has none. Operations that arrived at the
+    same time may have later numbers."""
+    for number in range(newest, max(newest - MAX_AHEAD, 0), -1):
+        operation = log.operation(number)
+        if operation is not None and operation.kind == "unload":
+            return number
+    return None
 
 
 def _check_near(log: OperationLog, number: int) -> None:

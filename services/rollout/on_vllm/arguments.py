@@ -9,7 +9,6 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from vllm.config.lora import MaxLoRARanks
-from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.models import ModelRegistry, supports_lora
 from vllm.platforms import current_platform
@@ -93,8 +92,6 @@ def engine_args(
         check_devices(settings.tensor_parallel_size, torch.cuda.device_count())
         args.gpu_memory_utilization = settings.gpu_memory_utilization
         args.enable_sleep_mode = can_sleep(settings)
-        if settings.weight_transfer:
-            args.weight_transfer_config = WeightTransferConfig(backend=settings.weight_transfer)
     if spec.max_lora_rank and takes_adapters(args):
         args.enable_lora = True
         args.max_lora_rank = min(rank for rank in LORA_RANKS if rank >= spec.max_lora_rank)

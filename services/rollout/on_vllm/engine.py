@@ -9,17 +9,13 @@ import asyncio
 import gc
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Mapping, Set
+from collections.abc import Coroutine, Mapping, Set
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp
 from vllm import SamplingParams
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferInitRequest,
-    WeightTransferUpdateRequest,
-)
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import TokensInput
 from vllm.logprobs import FlatLogprobs
@@ -29,7 +25,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from services.rollout.conversations.given import answer_ids
-from services.rollout.engine import Adapter, BadPrompt, Chat
+from services.rollout.engine import Adapter, BadPrompt, Chat, PauseMode
 from services.rollout.fencing import label
 from services.rollout.on_vllm.arguments import (
     can_sleep,
@@ -59,7 +55,6 @@ from shared.wire import (
     BroadcastWeights,
     EngineSpec,
     Message,
-    PauseMode,
     Rollout,
     Sampling,
     SharedWeights,
@@ -68,15 +63,6 @@ from shared.wire.packed import Logprobs, TokenIds
 
 R = TypeVar("R")
 
-
-TRANSFER_S = 600.0
-"""Seconds for one step of vLLM's weight transfer. Meeting a trainer and large models take long."""
-
-TRANSFER_REQUESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "init_weight_transfer_engine": WeightTransferInitRequest,
-    "update_weights": WeightTransferUpdateRequest,
-}
-"""What vLLM takes in the steps that have something to tell."""
 
 STOP_S = 15.0
 """Seconds for an engine to end in order. It takes a second or two, and ten on a busy machine."""
@@ -113,7 +99,6 @@ class VllmEngine:
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")
         lora = self._llm.vllm_config.lora_config
         self.max_lora_rank: int = lora.max_lora_rank if lora else 0
-        self.transfers = self._llm.vllm_config.weight_transfer_config is not None
         self.max_num_seqs: int = self._llm.vllm_config.scheduler_config.max_num_seqs
         self._adapters: LoadedAdapters | None = None
         self.openai: ASGIApp
@@ -238,13 +223,13 @@ class VllmEngine:
         await self._forget_prefixes()
 
     async def _forget_prefixes(self) -> None:
-        if not self.keeps_cache and not await self._answer(self._llm.reset_prefix_cache()):
+        if not self.keeps_cache and not await self.reset_cache():
             raise Failed("vLLM did not reset its prefix cache")
 
-    async def reset_cache(self, *, running: bool, external: bool) -> bool:
-        return bool(await self._answer(self._llm.reset_prefix_cache(running, external)))
+    async def reset_cache(self) -> bool:
+        return bool(await self._answer(self._llm.reset_prefix_cache()))
 
-    async def sleep(self, level: int = 2) -> None:
+    async def sleep(self) -> None:
         """Puts vLLM to sleep. A CPU has no sleep mode."""
         if current_platform.is_cpu():
             return await self.pause("abort")
@@ -252,7 +237,7 @@ class VllmEngine:
             raise BadRequest(
                 "the sampler cannot free its memory; expected HONE_SLEEP_MODE=1 or HONE_COLOCATE=1"
             )
-        await self._answer(self._llm.sleep(level))
+        await self._answer(self._llm.sleep(level=2))
 
     async def wake_weights(self) -> None:
         if not current_platform.is_cpu():
@@ -301,22 +286,6 @@ class VllmEngine:
             raise Failed(problem, code="not_loaded")
         await self._forget_prefixes()
 
-    async def transfer(self, step: str, info: Mapping[str, Any] | None = None) -> None:
-        request = TRANSFER_REQUESTS.get(step)
-        given = (request(dict(info or {})),) if request else ()
-        try:
-            await asyncio.wait_for(self._answer(getattr(self._llm, step)(*given)), TRANSFER_S)
-        except HoneError:
-            raise
-        except TimeoutError as error:
-            await self.stop()
-            raise StateLost(
-                f"the engine was ended, because {step} hung for {TRANSFER_S:g} s; PUT /model "
-                "starts a new one"
-            ) from error
-        except Exception as error:  # vLLM raises what its process did, as a plain Exception
-            raise Conflict(f"vLLM refuses {step}: {' '.join(str(error).split())}") from error
-
     async def restart(self, folder: Path) -> None:
         await self.stop()
         self._llm = await in_own_thread(
@@ -357,7 +326,7 @@ class VllmEngine:
             found |= read
         return found
 
-    async def set_version(self, owner: str, version: int | None) -> None:
+    async def set_version(self, owner: str, version: int) -> None:
         await self._answer(self._llm.update_weight_version(label(owner, version)))
 
     async def failure(self) -> str | None:

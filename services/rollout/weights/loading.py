@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from services.rollout.fencing import Requests, not_serving, owner_of
 from services.rollout.running import EXCHANGING, Running, Served, sentence
 from services.rollout.weights.copies import Copies
-from services.rollout.weights.methods import Act, Proven, ProvenAdapter, prove
+from services.rollout.weights.methods import Proven, ProvenAdapter, prove
 from services.rollout.weights.proofs import Seen, tensors_of
 from shared.errors import Failed, StateLost, Unavailable
 from shared.host.logs import get_logger
@@ -25,25 +25,22 @@ from shared.wire.packed import Logprobs
 
 @dataclass(frozen=True)
 class Load:
-    """The load of the version `ref`; None: of weights that no job has published. `requests` are the
-    sampler's requests under way."""
+    """The load of the version `ref`. `requests` are the sampler's requests under way."""
 
     running: Running
     requests: Requests
-    ref: AnyWeights | None
+    ref: AnyWeights
 
     def __str__(self) -> str:
-        ref = self.ref
-        return f"version {ref.version} of job {ref.job_id!r}" if ref else "weights by hand"
+        return f"version {self.ref.version} of job {self.ref.job_id!r}"
 
     @property
     def owner(self) -> str:
-        return owner_of(self.ref) if self.ref else ""
+        return owner_of(self.ref)
 
     async def run(self, copies: Copies) -> ServingWeights:
         """Returns what serves once the version does."""
         start, running, ref = time.monotonic(), self.running, self.ref
-        assert ref is not None, "`run_unpublished` is for weights without one"
         self._check_alone()
         proven = await prove(ref, running.expected, copies)
         if isinstance(proven, ProvenAdapter):
@@ -76,7 +73,7 @@ class Load:
     def _published(self) -> dict[str, str]:
         if isinstance(self.ref, AdapterWeights):
             return tensors_of(self.ref)
-        return self.ref.tensors if self.ref else {}
+        return self.ref.tensors
 
     def _check_alone(self) -> None:
         """Raises Failed if the model's weights would be exchanged under the adapters of other
@@ -87,7 +84,7 @@ class Load:
         others = [
             job_id
             for job_id, served in running.of_jobs.items()
-            if ref and job_id != ref.job_id and served.weights.attempt != ref.attempt
+            if job_id != ref.job_id and served.weights.attempt != ref.attempt
         ]
         if others:
             raise Failed(
@@ -96,31 +93,6 @@ class Load:
                 "job the trainer and its samplers alone",
                 code="shared",
             )
-
-    async def run_unpublished(self, load: Act) -> None:
-        """Loads weights of no version, so the next job finds none to continue with."""
-        await self._load_weights(Proven("", load))
-        self.running.forget()
-
-    async def begin_unpublished(self) -> None:
-        """Stops sampling, for weights that come in several calls."""
-        self._end_others()
-        has_adapters = bool(self.running.adapters)
-        if has_adapters:
-            self.requests.end(lambda _: True, lambda _: Unavailable(EXCHANGING))
-        await self._stop_sampling(abort=has_adapters)
-        self.running.forget()
-        self.running.lose_base()
-
-    async def end_unpublished(self) -> None:
-        """Samples with the weights that came since `begin_unpublished`."""
-        running = self.running
-        await self._wake_cache()
-        await running.engine.set_version(self.owner, None)
-        if not await running.engine.reset_cache(running=False, external=False):
-            raise Failed("vLLM did not reset its prefix cache")
-        running.fault, running.is_asleep, running.is_updating = None, False, False
-        await running.go_on()
 
     # --- weights in the place of the model's -----------------------------------------------------
 
@@ -138,7 +110,7 @@ class Load:
             await self._stop_sampling(abort=has_adapters)
             await proven.load(engine)
             await self._wake_cache()
-            await engine.set_version(self.owner, self.ref.version if self.ref else None)
+            await engine.set_version(self.owner, self.ref.version)
         except BaseException as error:  # whatever it was, the weights are unknown
             running.lose_base()
             await self._give_up(error)
@@ -206,11 +178,12 @@ class Load:
         """Ends the requests of jobs, attempts and epochs that do not share the engine."""
         by_adapter = isinstance(self.ref, AdapterWeights)
         others = self.running.of_jobs.values() if by_adapter else ()
-        mine = self.ref.job_id if self.ref else None
-        stay = {owner_of(other.weights) for other in others if other.weights.job_id != mine}
+        stay = {
+            owner_of(other.weights) for other in others if other.weights.job_id != self.ref.job_id
+        }
         self.requests.end(
             lambda asker: asker.job_id is not None and owner_of(asker) not in {self.owner, *stay},
-            lambda asker: not_serving(asker, self.ref or self.running.nothing),
+            lambda asker: not_serving(asker, self.ref),
         )
 
     # --- when it fails ---------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from hone.resuming import Resumed
 from shared.errors import HoneError, Unavailable
 from shared.http import client as shared_client
 from shared.wire import JobDeleted, JobList, JobState, VersionInfo
-from shared.wire.examples.jobs import GRADED
 from tests.support.job_records import record
 
 
@@ -274,7 +273,16 @@ def test_no_more_rollouts_are_asked_for_than_are_wanted(
         after, most = request.url.params["after"], request.url.params.get("limit")
         seen.append((after, most))
         end = min(int(after) + min(int(most or 3), 3), 7)
-        rollouts = [{**GRADED, "prompt_index": at} for at in range(int(after), end)]
+        graded = {
+            "prompt": "p",
+            "completion": "c",
+            "finish_reason": "stop",
+            "versions": [4],
+            "reward": 1.0,
+            "parts": {},
+            "advantage": 0.5,
+        }
+        rollouts = [{**graded, "prompt_index": at} for at in range(int(after), end)]
         body = {"step": 4, "rollouts": rollouts, "next_after": end if end < 7 else None}
         return httpx.Response(200, json=body)
 

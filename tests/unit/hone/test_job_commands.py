@@ -28,8 +28,68 @@ from shared.wire import (
     Recovered,
     RecoveredJob,
 )
-from shared.wire.examples.jobs import PLAN
 from tests.support.job_records import record
+
+PLAN: dict[str, Any] = {
+    "model": "/models/tiny",
+    "num_parameters": 494032768,
+    "num_trainable": 494032768,
+    "learning_rate": 1e-6,
+    "dtype": "bfloat16",
+    "gpus": "1xA10G",
+    "fits": True,
+    "placement": {
+        "kind": "turns",
+        "trainer_ranks": 1,
+        "num_samplers": 1,
+        "tensor_parallel": 1,
+        "fits": True,
+        "trainer_room_gib": 19.9,
+        "sampler_room_gib": 13.2,
+        "trainer": {
+            "weights_gib": 0.92,
+            "reference_gib": 0.0,
+            "gradients_gib": 1.84,
+            "optimizer_gib": 5.521,
+            "activations_gib": 1.977,
+            "logits_gib": 1.37,
+            "update_gib": 0.0,
+            "buffers_gib": 1.49,
+            "overhead_gib": 1.0,
+            "peak_gib": 13.002,
+            "host_gib": 0.0,
+        },
+        "sampler": {
+            "weights_gib": 0.92,
+            "cache_gib": 3.0,
+            "least_cache_gib": 0.375,
+            "overhead_gib": 1.914,
+            "cache_bytes_per_token": 12288,
+            "sequences": 256,
+        },
+        "time": {
+            "sample_s": 7.9,
+            "train_s": 44.8,
+            "sync_s": 0.2,
+            "step_s": 52.9,
+            "source": "tabled",
+        },
+        "settings": {"HONE_COLOCATE": "1", "HONE_TRAINER_RANKS": "1"},
+    },
+    "steps": 160,
+    "prompt_tokens": 512,
+    "completion_tokens": 512,
+    "cost": {
+        "currency": "USD",
+        "per_hour": 1.1016,
+        "per_step": 0.016,
+        "hours": 2.351,
+        "total": 2.59,
+        "source": "HONE_PRICE_PER_HOUR",
+    },
+    "notes": ["prompts are taken to be of 512 tokens (--prompt-tokens)"],
+}
+
 
 WAITS_FOR = {
     "gpu-1:8002": Obstacle(job="demo-0"),

