@@ -5,8 +5,8 @@ terminus-2 calls the job's model, and the task's tests give the reward.
     hone work -c 4 -- python examples/harbor.py tasks
 
 The job has `kind = "worker"`, and its rows name folders below `tasks`, as in
-{"prompt": "Make hello.txt.", "task": "hello"}. The prompt is for people: Harbor gives the agent the
-folder's instruction.md.
+{"prompt": "Make a file.", "task": "hello"}. The prompt is for people: Harbor gives the agent the
+folder's own instruction.
 """
 
 from __future__ import annotations
