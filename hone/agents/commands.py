@@ -67,12 +67,10 @@ def environment(row: str, base_url: str, api_key: str) -> dict[str, str]:
     }
 
 
-async def run(
-    argv: Sequence[str], env: dict[str, str], stdin: bytes = b"", cwd: str | None = None
-) -> tuple[str, str, int]:
+async def run(argv: Sequence[str], env: dict[str, str], stdin: bytes) -> tuple[str, str, int]:
     """Returns the ends of the command's output and errors, and its exit code. Its whole process
     group has ended then, also if this is cancelled. Raises AgentFailed if it cannot be started."""
-    process = await _started(argv, env, cwd)
+    process = await _started(argv, env)
     assert process.stdin and process.stdout and process.stderr
     feeding = asyncio.create_task(_feed(process.stdin, stdin))
     streams = [asyncio.create_task(_tail(each)) for each in (process.stdout, process.stderr)]
@@ -85,12 +83,12 @@ async def run(
         await _end(process, [feeding, *streams])
 
 
-async def _started(argv: Sequence[str], env: dict[str, str], cwd: str | None) -> Process:
+async def _started(argv: Sequence[str], env: dict[str, str]) -> Process:
     """Returns the process. If this is cancelled meanwhile, the process group is ended: asyncio
     itself would end the process alone, and wait for what that started."""
     starting = asyncio.create_task(
         asyncio.create_subprocess_exec(
-            *argv, env=env, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, cwd=cwd
+            *argv, env=env, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
         )
     )
     try:

@@ -23,7 +23,6 @@ from services.orchestrator.api import (
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.dialects import routes as dialects
 from services.orchestrator.dialects.routes import SessionKeys
-from services.orchestrator.environments.images import keep_swept
 from services.orchestrator.openai import calling, fine_tuning
 from services.orchestrator.page import routes as page
 from services.orchestrator.play.agents import Episodes
@@ -73,7 +72,6 @@ def create_service(
         noting = asyncio.create_task(note_ends(store))
         removing = asyncio.create_task(files.finish_removals(settings, store))
         clearing = asyncio.create_task(keep_unsubmitted_removed(store, settings.runs_dir))
-        sweeping = asyncio.create_task(keep_swept(lambda: store.identity, store.status, settings))
         expiring = asyncio.create_task(managing.Management(store).remove_expired_forever())
         leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
@@ -81,7 +79,7 @@ def create_service(
         finally:
             service.draining.begin()
             left = await asyncio.gather(*leaving, return_exceptions=True)
-            await stop(noting, removing, clearing, sweeping, expiring)
+            await stop(noting, removing, clearing, expiring)
             await store.close()
             for error in filter(None, left):
                 raise error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Literal
 from urllib.parse import urlsplit
@@ -15,15 +14,12 @@ from shared.job.section import Section
 FIELDS: dict[str, tuple[tuple[str, ...], ...]] = {
     "class": (("file", "name"),),
     "tools": (("file", "tools"), ("mcp",)),
-    "openenv": (("url",), ("image",)),
+    "openenv": (("url",),),
     "worker": ((),),
     "pushed": ((),),
 }
 """The fields that each kind needs: one of these sets, or several together. A field that only other
 kinds have is refused. `source` stands for `file`."""
-
-IMAGE = re.compile(r"[a-z0-9][a-z0-9._:/-]*(:[\w][\w.-]*|@sha256:[0-9a-f]{64})", re.ASCII)
-VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 _OF_SOME_KIND = frozenset(field for sets in FIELDS.values() for each in sets for field in each)
 
@@ -43,9 +39,9 @@ class EnvironmentSpec(Section):
     kind: Literal["class", "tools", "openenv", "worker", "pushed"] = "class"
     """"class": a Python class in `file`, whose public methods are the tools, as TRL's
     `environment_factory` takes it. "tools": plain functions in `file`, or tools of MCP servers.
-    "openenv": an OpenEnv server at `url`, or in containers of `image`. "worker": agents that run
-    elsewhere, which `hone work` starts. "pushed": groups of completions that are sampled and scored
-    elsewhere and posted to the job, which has no `data.train`."""
+    "openenv": OpenEnv servers at `url`. "worker": agents that run elsewhere, which `hone work`
+    starts. "pushed": groups of completions that are sampled and scored elsewhere and posted to the
+    job, which has no `data.train`."""
 
     file: str | None = None
     """Python file with the class or the functions, relative to the job file or to the working
@@ -67,22 +63,9 @@ class EnvironmentSpec(Section):
     offered beside the functions. HONE_ALLOWED_ENVIRONMENTS says which hosts may be named."""
 
     url: str | tuple[str, ...] = ()
-    """Of kind "openenv": URL of the server, as in "http://127.0.0.1:8100", or a list of replicas,
+    """Of kind "openenv": URL of the server, as in "http://127.0.0.1:8100", or a list of servers,
     of which an episode goes to the one with the fewest. HONE_ALLOWED_ENVIRONMENTS says which hosts
     may be named."""
-
-    image: str | None = Field(default=None, max_length=500)
-    """Of kind "openenv": image of the server in place of `url`, with its tag or digest, as in
-    "echo-env:1.0". Its containers run on the Docker daemon of the orchestrator's machine while the
-    job does; images of OpenEnv listen on port 8000. HONE_ALLOWED_ENVIRONMENT_IMAGES says which
-    images may be named."""
-
-    replicas: int = Field(default=1, ge=1, le=64)
-    """Containers of `image`. An episode goes to the one with the fewest."""
-
-    variables: dict[str, str] = {}
-    """Environment variables of the containers of `image`. They are no place for secrets:
-    anyone who may see the job or use Docker can read them."""
 
     max_turns: int = Field(default=16, ge=1, le=1024)
     """Most answers of the model in one conversation."""
@@ -110,21 +93,6 @@ class EnvironmentSpec(Section):
                 raise ValueError(f"the URL of {host!r} holds a user or a password; expected none")
         return value
 
-    @field_validator("image")
-    @classmethod
-    def _is_an_image(cls, value: str | None) -> str | None:
-        if value is not None and not IMAGE.fullmatch(value):
-            raise ValueError(f"got {value!r:.100}; expected a name with a tag, as in echo-env:1.0")
-        return value
-
-    @field_validator("variables")
-    @classmethod
-    def _are_variables(cls, value: dict[str, str]) -> dict[str, str]:
-        for name, text in value.items():
-            if not VARIABLE.fullmatch(name) or "\0" in text:
-                raise ValueError(f"got {name!r:.100}; expected a name of letters, digits and '_'")
-        return value
-
     @model_validator(mode="after")
     def _has_the_fields_of_its_kind(self) -> EnvironmentSpec:
         given = {name for name in _OF_SOME_KIND if getattr(self, name) not in (None, "", (), {})}
@@ -141,14 +109,6 @@ class EnvironmentSpec(Section):
             raise ValueError(f"{self._says()}; got {_named(others)} too{agent}")
         return self
 
-    @model_validator(mode="after")
-    def _has_containers_of_an_image(self) -> EnvironmentSpec:
-        if self.image and self.url:
-            raise ValueError("got url and image; expected one of them")
-        if not self.image and (self.replicas != 1 or self.variables):
-            raise ValueError("replicas and variables are of the containers of image; got no image")
-        return self
-
     def _says(self) -> str:
         needed = ", or ".join(map(_named, FIELDS[self.kind]))
         return f'an environment of kind "{self.kind}" needs {needed}'
@@ -160,7 +120,7 @@ class EnvironmentSpec(Section):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The replicas of an OpenEnv server, without slashes at their ends."""
+        """The OpenEnv servers, without slashes at their ends."""
         return tuple(url.rstrip("/") for url in _several(self.url))
 
     def class_of(self, row: dict[str, object]) -> str:

@@ -137,22 +137,6 @@ class Settings(Documented):
     this machine while the orchestrator listens on this machine only and no API key submits the job,
     and no host otherwise."""
 
-    allowed_environment_images: Annotated[tuple[str, ...], Listed] = ()
-    """Images whose containers jobs may have the orchestrator run (`environment.image`), with commas
-    between several, and `*` for any characters, as in "registry.example.org/envs/*": they run on
-    its Docker daemon. Not set: none."""
-
-    environment_memory_mib: int = Field(default=2048, ge=16)
-    """MiB of memory that each container of an environment may take. The default is enough for a
-    server of some dozens of episodes in Python."""
-
-    environment_cpus: float = Field(default=1.0, gt=0)
-    """CPUs that each container of an environment may take."""
-
-    environment_network: str | None = None
-    """Docker's network of these containers. None: one that the orchestrator makes, which has no way
-    to other machines."""
-
     filter_cpu_s: float = Field(default=120.0, gt=0)
     """Seconds of CPU time that `data.filter` of a job may take over all rows of a source; in a
     stream, until it is true of a row. The default is enough for some millions of rows. It is

@@ -154,8 +154,8 @@ async def test_a_server_that_stays_full_without_an_episode_loses_those_that_wait
             found = await asyncio.gather(*waiting, return_exceptions=True)
         told = {f"{type(each).__name__}: {each}" for each in found}
         assert told == {
-            f"Lost: the environment at {server.url} has no room: full; this has lasted 0.3 s "
-            "(boot_s), and no episode of this job is open there"
+            f"Lost: the environment at {server.url} has no room: full; waited 0.3 s (boot_s), "
+            "with no other episode open"
         }
         server.capacity = 1
         await made.open("a", ROW)
@@ -166,7 +166,7 @@ async def test_a_server_that_stays_full_without_an_episode_loses_those_that_wait
         await asyncio.wait_for(waits, 20)
 
 
-async def test_episodes_go_to_the_replica_with_the_fewest() -> None:
+async def test_episodes_go_to_the_server_with_the_fewest() -> None:
     servers = GuessServer().running(), GuessServer().running()
     async with servers[0] as one, servers[1] as two, environment(one.url, two.url) as made:
         for number in range(6):

@@ -323,10 +323,6 @@ SUBMITTED = (
     ),
     Case("an OpenEnv server of a host that is not allowed", job(environment=openenv("games:8100"))),
     Case("an OpenEnv server that is unreachable", job(environment=openenv("127.0.0.1:9"))),
-    Case(
-        "an OpenEnv image that is not allowed",
-        job(environment={"kind": "openenv", "image": "echo-env:1.0"}),
-    ),
     Case("a function that cannot be compiled", job(rewards=[{"source": "def reward(:"}])),
 )
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, WebSocket, WebSocketDisconnect
+from fastapi import FastAPI, WebSocket, WebSocketDisconnect
 
 from tests.support.running import serve
 
@@ -21,19 +21,17 @@ ADD = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}
 
 
 class GuessServer:
-    """`capacity` episodes at once. `open` is how many there are, `resets` what came with each. As
-    many requests as `unhealthy` says find it so. With `calls_tools` its actions are calls of
-    tools."""
+    """`capacity` episodes at once. `open` is how many there are, `resets` what came with each. With
+    `calls_tools` its actions are calls of tools."""
 
     def __init__(self, capacity: int = 100, *, calls_tools: bool = False) -> None:
         self.capacity = capacity
         self.open = self.most = 0
-        self.refused = self.unhealthy = 0
+        self.refused = 0
         self.resets: list[dict[str, Any]] = []
         self.calls_tools = calls_tools
         self.app = FastAPI()
         self.app.get("/schema")(self._schema)
-        self.app.get("/health")(self._health)
         self.app.websocket("/ws")(self._episode)
         self.url = ""
 
@@ -51,12 +49,6 @@ class GuessServer:
         finally:
             server.should_exit = True
             await task
-
-    async def _health(self) -> dict[str, str]:
-        if self.unhealthy:
-            self.unhealthy -= 1
-            raise HTTPException(503)
-        return {"status": "healthy"}
 
     async def _schema(self) -> dict[str, Any]:
         tool = {"properties": {"type": {}, "tool_name": {}, "arguments": {}, "metadata": {}}}

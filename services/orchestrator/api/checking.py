@@ -38,9 +38,6 @@ MAX_FETCHES = 4
 """Processes at a time that read data sets from the Hub, and as many that fetch models. Each takes a
 few hundred MiB."""
 
-MAX_TRIALS = 2
-"""Containers at a time that try the image of an environment."""
-
 MODEL_S = 20.0
 """Seconds that fetching a model's configuration and tokenizer from the Hub may take: some MiB."""
 
@@ -65,13 +62,6 @@ class Checks:
         self._fetches = RoundRobin(MAX_FETCHES)
         self._models = RoundRobin(MAX_FETCHES)
         self._away: tuple[float, str] | None = None
-        self._trials = RoundRobin(MAX_TRIALS)
-
-    def turn_to_try(self, job: Job) -> contextlib.AbstractAsyncContextManager[None]:
-        """Returns the job's turn to ask the services about it. One that starts a container may wait
-        for it."""
-        has_image = bool(job.environment and job.environment.image)
-        return _turn(self._trials, 0) if has_image else contextlib.nullcontext()
 
     async def look(self, job: Job, *, showing: bool = False) -> Looked:
         """Returns the findings about the job's data and models, as `looking.look`."""

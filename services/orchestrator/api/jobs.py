@@ -13,7 +13,6 @@ from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.looking import Looked
 from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.environments.environment import Unreachable
-from services.orchestrator.environments.images import TRIAL_S
 from services.orchestrator.loop.prompts import with_steps
 from services.orchestrator.pool.abilities import on_cpu
 from services.orchestrator.pool.services import Services
@@ -117,15 +116,10 @@ async def check_job(
     check_colocation(job, settings)
     price_for(job, settings)
     looked = await checks.look(job, showing=showing)
-    async with checks.turn_to_try(job):
-        return await _checked_by_services(job, looked, settings)
-
-
-async def _checked_by_services(job: Job, looked: Looked, settings: Settings) -> Looked:
     services = Services(job, settings.per_trainer[0])
     try:
         await services.validate_rewards(looked.columns, looked.first)
-        looked = await _with_environment(job, looked, services)
+        await services.validate_environment(looked.first)
         if not looked.cpu_limit:
             return looked
         said = await on_cpu(job, looked.cpu_limit, settings.per_trainer[0])
@@ -136,24 +130,6 @@ async def _checked_by_services(job: Job, looked: Looked, settings: Settings) -> 
         raise Unavailable(error.detail) from error
     finally:
         await services.close()
-
-
-async def _with_environment(job: Job, looked: Looked, services: Services) -> Looked:
-    """Returns the findings after the environment was tried. An image that takes longer than
-    `TRIAL_S` is not refused: it may be slow and right."""
-    image = job.environment and job.environment.image
-    try:
-        async with asyncio.timeout(TRIAL_S if image else None) as limit:
-            await services.validate_environment(looked.first)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        said = (
-            f"environment.image {image!r} was not tried to the end: it was not reset within "
-            f"{TRIAL_S:g} s; what is wrong with it shows only when the job begins"
-        )
-        return replace(looked, warnings=(*looked.warnings, said))
-    return looked
 
 
 async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tuple[str, ...]:

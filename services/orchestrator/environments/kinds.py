@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from services.orchestrator.environments.environment import Environment
-from services.orchestrator.environments.images import Containers
 from services.orchestrator.environments.openenv import OpenEnv
 from services.orchestrator.environments.sandboxed import Sandboxed
 from services.orchestrator.environments.tools import Tools
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
-from shared.wire import Fenced
 
 
-def environment_of(
-    spec: EnvironmentSpec, own: Sandboxed, settings: Settings, who: Fenced, identity: str | None
-) -> Environment | None:
-    """Returns the environment of an attempt, `who`, in the Redis with `identity`. `own` runs what
-    the job brings along. None: agents that run elsewhere have their own."""
+def environment_of(spec: EnvironmentSpec, own: Sandboxed, settings: Settings) -> Environment | None:
+    """Returns the environment of a job. `own` runs what the job brings along. None: agents that
+    run elsewhere have their own."""
     if spec.kind == "openenv":
-        containers = Containers(spec, settings, who, identity) if spec.image else None
-        return OpenEnv(spec, settings, containers)
+        return OpenEnv(spec, settings)
     mine = own if spec.has_file else None
     return Tools(spec, settings, mine) if spec.mcp else mine

@@ -1,6 +1,6 @@
 """Environments of OpenEnv servers. READ FIRST of the kinds that the orchestrator speaks to itself.
 
-    open      a connection to the replica with the fewest episodes, and a reset with the row
+    open      a connection to the server with the fewest episodes, and a reset with the row
     step      an action for each call; what is seen is the call's result, and may have a reward
     close     ends the episode on the server, so that its room is free for the next one
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,6 @@ import aiohttp
 from services.orchestrator.environments.allowed import check_allowed
 from services.orchestrator.environments.connecting import connect, schema_of_actions, session
 from services.orchestrator.environments.environment import Lost, Unreachable
-from services.orchestrator.environments.images import Containers
-from services.orchestrator.environments.replicas import Replica, Replicas
 from services.orchestrator.environments.results import (
     arguments_of,
     as_text,
@@ -31,9 +30,7 @@ from services.orchestrator.environments.results import (
     tool_schema,
 )
 from services.orchestrator.environments.sockets import Away, Full, Refused, Seen, Socket
-from services.orchestrator.tasks import stop
-from shared.errors import BadRequest, HoneError
-from shared.host.logs import get_logger
+from shared.errors import BadRequest
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import (
@@ -46,7 +43,10 @@ from shared.wire import (
 )
 
 SKIP_S = 10.0
-"""Seconds that a replica is skipped after it could not be reached."""
+"""Most seconds that a server is skipped after it could not be reached."""
+
+RETRY_S = 0.5
+"""Seconds until a full server is asked again, unless an episode of the job ends there before."""
 
 STEP = "step"
 """The one tool of an environment whose actions are not calls of tools."""
@@ -55,9 +55,21 @@ OVER = "The episode is over, so this call was not made."
 
 
 @dataclass
+class _Server:
+    """`num_open` counts this job's episodes, open or being opened. `most`: how many of them there
+    were when it refused another one. Times are of the event loop's clock."""
+
+    url: str
+    num_open: int = 0
+    most: float = math.inf
+    full_until: float = 0.0
+    skipped_until: float = 0.0
+
+
+@dataclass
 class _Episode:
     socket: Socket
-    replica: Replica
+    server: _Server
     num_steps: int = 0
 
 
@@ -73,43 +85,80 @@ class _Offer:
         return [tool["function"]["name"] for tool in self.tools]
 
 
+class _Servers:
+    """Which server gets an episode. One that cannot be reached is skipped for `skip_s` seconds."""
+
+    def __init__(self, urls: Sequence[str], skip_s: float) -> None:
+        self.all = tuple(map(_Server, urls))
+        self._skip_s = skip_s
+        self._changed = asyncio.Event()
+
+    async def take(self) -> _Server:
+        """Returns the server with the fewest episodes that may have room for one more, which is
+        counted. Waits until there is one."""
+        while (chosen := self._free()) is None:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), RETRY_S)
+        if chosen.num_open >= chosen.most:
+            chosen.most, chosen.full_until = chosen.num_open + 1, _now() + RETRY_S
+        chosen.num_open += 1
+        return chosen
+
+    def leave(self, server: _Server) -> None:
+        """Counts an episode less."""
+        server.num_open -= 1
+        self._changed.set()
+
+    def refused(self, server: _Server, error: Away | Full) -> None:
+        """The server did not begin the episode."""
+        server.num_open -= 1
+        if isinstance(error, Full):
+            server.most, server.full_until = server.num_open, _now() + RETRY_S
+        else:
+            server.most, server.skipped_until = math.inf, _now() + self._skip_s
+
+    def _free(self) -> _Server | None:
+        now = _now()
+        free = [
+            server
+            for server in self.all
+            if server.skipped_until <= now
+            and (server.num_open < server.most or server.full_until <= now)
+        ]
+        return min(free, key=lambda server: server.num_open, default=None)
+
+
 class OpenEnv:
-    """Episodes on the servers of `spec.url`, or of `containers`."""
+    """Episodes on the servers of `spec.url`."""
 
     service = "environment"
 
-    def __init__(
-        self, spec: EnvironmentSpec, settings: Settings, containers: Containers | None = None
-    ) -> None:
+    def __init__(self, spec: EnvironmentSpec, settings: Settings) -> None:
         self._spec = spec
         self._settings = settings
-        self._containers = containers
-        self._replicas = Replicas(spec.urls, min(SKIP_S, spec.boot_s))
+        self._servers = _Servers(spec.urls, min(SKIP_S, spec.boot_s))
         self._episodes: dict[str, _Episode] = {}
         self._offer: _Offer | None = None
         self._http: aiohttp.ClientSession | None = None
         self._ending: set[asyncio.Task[None]] = set()
-        self._mending: dict[int, asyncio.Task[None]] = {}
 
     async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
-        """Waits for room as long as it takes, and for a server that can be reached `boot_s`.
-        Raises Lost."""
-        loop, away_since = asyncio.get_running_loop(), None
-        await self._start()
+        """Waits for a server that can be reached and has room: as long as the job has episodes
+        open, which will end, and else `boot_s`. Raises Lost."""
+        since = None
         while True:
-            replica = await self._replicas.take()
+            server = await self._servers.take()
             try:
-                return await self._begin(id, replica, row)
-            except Full:
-                self._replicas.full(replica)
-            except Away as error:
-                self._replicas.away(replica)
-                self._mend(replica)
-                away_since = away_since or loop.time()
-                if loop.time() - away_since >= self._spec.boot_s:
-                    raise Lost(str(error)) from error
+                return await self._begin(id, server, row)
+            except (Away, Full) as error:
+                self._servers.refused(server, error)
+                since = None if self._episodes else since or _now()
+                if since and _now() - since >= self._spec.boot_s:
+                    waited = f"waited {self._spec.boot_s:g} s (boot_s)"
+                    raise Lost(f"{error}; {waited}, with no other episode open") from error
             except BaseException:  # raised again
-                self._replicas.leave(replica)
+                self._servers.leave(server)
                 raise
 
     async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
@@ -137,14 +186,14 @@ class OpenEnv:
         try:
             await episode.socket.close()
         finally:
-            self._replicas.leave(episode.replica)
+            self._servers.leave(episode.server)
         if episode.num_steps:
             return EpisodeClosed()
         return EpisodeClosed(has_reward=True, reward=0.0)
 
     def drop(self, id: str) -> None:
         if (episode := self._episodes.pop(id, None)) is not None:
-            self._replicas.leave(episode.replica)
+            self._servers.leave(episode.server)
             task = asyncio.create_task(episode.socket.drop())
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
@@ -152,19 +201,18 @@ class OpenEnv:
     async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
         """A server that is full is not asked for an episode."""
         reasons: list[str] = []
-        await self._start()
-        for replica in self._replicas.all:
-            replica.num_open += 1
+        for server in self._servers.all:
+            server.num_open += 1
             try:
-                opened = await self._begin("validated", replica, row)
+                opened = await self._begin("validated", server, row)
             except Away as error:
-                self._replicas.leave(replica)
+                self._servers.leave(server)
                 reasons.append(str(error))
             except Full:
-                self._replicas.leave(replica)
+                self._servers.leave(server)
                 return EnvironmentValidated(observation=None, tools=(), has_reward=True)
             except Lost as error:
-                self._replicas.leave(replica)
+                self._servers.leave(server)
                 raise BadRequest(f"the environment cannot be opened: {error.detail}") from error
             else:
                 await self.close("validated", rewarded=False)
@@ -175,45 +223,17 @@ class OpenEnv:
         for id in [*self._episodes]:
             self.drop(id)
         await asyncio.gather(*self._ending)
-        await stop(*self._mending.values())
-        if self._containers:
-            await self._containers.remove()
         if self._http:
             await self._http.close()
 
-    async def _start(self) -> None:
-        """Starts the containers, if there are any and they are not started yet."""
-        if self._containers and not self._replicas.all:
-            self._replicas.add(await self._containers.start(self._client))
-
-    def _mend(self, replica: Replica) -> None:
-        """Has the container of a replica started again, unless that is under way."""
-        number = self._replicas.number_of(replica)
-        if self._containers and (number not in self._mending or self._mending[number].done()):
-            self._mending[number] = asyncio.create_task(self._mended(self._containers, replica))
-
-    async def _mended(self, containers: Containers, replica: Replica) -> None:
-        try:
-            number, is_full = self._replicas.number_of(replica), replica.full_since is not None
-            url = await containers.up(number, self._client, restarted=is_full)
-        except HoneError as error:  # the next episode that meets it tries again
-            get_logger().warning("environment not started again", reason=error.detail)
-        else:
-            self._replicas.back(replica, url)
-
-    @property
-    def _client(self) -> aiohttp.ClientSession:
+    async def _begin(self, id: str, server: _Server, row: Mapping[str, Any]) -> EpisodeOpened:
+        url, limit_s = server.url, self._spec.boot_s
+        check_allowed(url, "url", self._settings)
         self._http = self._http or session()
-        return self._http
-
-    async def _begin(self, id: str, replica: Replica, row: Mapping[str, Any]) -> EpisodeOpened:
-        url, limit_s = replica.url, self._spec.boot_s
-        if not self._containers:
-            check_allowed(url, "url", self._settings)
-        socket = await connect(self._client, url)
+        socket = await connect(self._http, url)
         try:
             async with asyncio.timeout(limit_s):
-                self._offer = self._offer or await self._offered(self._client, url, socket)
+                self._offer = self._offer or await self._offered(self._http, url, socket)
                 seen = await socket.ask("reset", row)
         except TimeoutError as error:
             await socket.drop()
@@ -221,32 +241,11 @@ class OpenEnv:
         except Refused as error:
             await socket.drop()
             raise Lost(f"{url} refused to reset with the row: {error}") from error
-        except Full as error:
-            await socket.drop()
-            self._check_has_room(replica, error)
-            raise
         except BaseException:  # raised again
             await socket.drop()
             raise
-        replica.full_since = None
-        self._episodes[id] = _Episode(socket, replica)
+        self._episodes[id] = _Episode(socket, server)
         return EpisodeOpened(observation=_shown(seen) or None, tools=self._offer.tools)
-
-    def _check_has_room(self, replica: Replica, error: Full) -> None:
-        """Raises Away if a replica has been full for `boot_s` with no episode of this job: it
-        keeps places for episodes that have ended, or others have them all. Other requests of the
-        job under way may be resets that it let in, unless it has counted as away already."""
-        if any(episode.replica is replica for episode in self._episodes.values()):
-            replica.full_since = None
-            return
-        now = asyncio.get_running_loop().time()
-        since = replica.full_since = replica.full_since or now
-        may_reset = replica.num_open > 1 and replica.away_until < since
-        if now - since >= self._spec.boot_s and not may_reset:
-            raise Away(
-                f"{error}; this has lasted {self._spec.boot_s:g} s (boot_s), and no episode of "
-                "this job is open there"
-            ) from error
 
     async def _offered(self, http: aiohttp.ClientSession, url: str, socket: Socket) -> _Offer:
         actions = await schema_of_actions(http, url)
@@ -291,7 +290,7 @@ class OpenEnv:
         except TimeoutError as error:
             self.drop(id)
             raise Lost(
-                f"{what} was not done by {episode.replica.url} within {limit_s:g} s (step_s)"
+                f"{what} was not done by {episode.server.url} within {limit_s:g} s (step_s)"
             ) from error
         except Full as error:
             self.drop(id)
@@ -299,6 +298,10 @@ class OpenEnv:
         except BaseException:  # raised again
             self.drop(id)
             raise
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _without_metadata(actions: dict[str, Any]) -> dict[str, Any]:

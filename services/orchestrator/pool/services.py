@@ -174,8 +174,6 @@ class Services:
                 attributes=any("environments" in (spec.source or "") for spec in job.rewards),
             ),
             settings,
-            self._who,
-            identity,
         )
 
     def new_epoch(self) -> None:

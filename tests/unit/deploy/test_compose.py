@@ -27,6 +27,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 GPU, CPU, SAMPLERS = "compose.yaml", "compose.cpu.yaml", "compose.samplers.yaml"
 BASE, HOSTS, TLS = "docker/services.yaml", "compose.hosts.yaml", "docker/tls.yaml"
+OPENENV = "examples/openenv/compose.yaml"
 STACKS = [[GPU], [CPU], [SAMPLERS], [GPU, HOSTS], [CPU, HOSTS], [GPU, TLS]]
 SERVICES = ("orchestrator", "rollout", "trainer", "reward")
 DOCKERFILES = [f"docker/{name}.Dockerfile" for name in SERVICES]
@@ -35,6 +36,7 @@ NEEDED = {
     "TRAINER_ADDRESS": "10.0.0.2",
     "DOMAIN": "hone.test",
     "HONE_TOKEN": "chosen",
+    "OPENENV_IMAGE": "echo-env:1.0",
 }
 
 REFUSED = {
@@ -88,12 +90,12 @@ def at(path: tuple[str, ...], value: Any) -> Iterator[dict[str, Any]]:
         yield from at(path[1:], value.get(key))
 
 
-@pytest.mark.parametrize("file", [GPU, CPU, SAMPLERS, BASE, HOSTS, TLS])
+@pytest.mark.parametrize("file", [GPU, CPU, SAMPLERS, BASE, HOSTS, TLS, OPENENV])
 def test_a_compose_file_is_one_by_its_schema(file: str) -> None:
     jsonschema.Draft7Validator(get_builtin_schema("vendor.compose-spec")).validate(document(file))
 
 
-@pytest.mark.parametrize("file", [GPU, CPU, SAMPLERS, BASE, HOSTS, TLS])
+@pytest.mark.parametrize("file", [GPU, CPU, SAMPLERS, BASE, HOSTS, TLS, OPENENV])
 def test_a_compose_file_has_no_key_that_an_old_compose_refuses(file: str) -> None:
     for path, refused in REFUSED.items():
         for table in at(path, document(file)):
@@ -121,7 +123,7 @@ def interpolated(text: str, given: dict[str, str]) -> str:
     return re.sub(r"\$\{(?P<name>\w+)(?P<otherwise>:[-?])(?P<default>[^}]*)\}", value, text)
 
 
-@pytest.mark.parametrize("files", STACKS, ids=" ".join)
+@pytest.mark.parametrize("files", [*STACKS, [CPU, OPENENV]], ids=" ".join)
 def test_a_stack_is_one_by_the_schema_and_names_nothing_that_is_not_there(files: list[str]) -> None:
     """What `config` of Compose would find, without Compose."""
     stack = whole(files, NEEDED)
@@ -140,7 +142,7 @@ def test_a_stack_is_one_by_the_schema_and_names_nothing_that_is_not_there(files:
         whole([SAMPLERS], {})
 
 
-@pytest.mark.parametrize("files", STACKS, ids=" ".join)
+@pytest.mark.parametrize("files", [*STACKS, [CPU, OPENENV]], ids=" ".join)
 def test_compose_itself_accepts_the_files(files: list[str]) -> None:
     command = compose()
     if command is None:
@@ -192,6 +194,16 @@ def test_every_service_is_asked_whether_it_is_ready(files: list[str]) -> None:
 def test_only_the_orchestrator_is_reached_and_only_from_this_machine(file: str) -> None:
     published = {name: it["ports"] for name, it in services([file]).items() if "ports" in it}
     assert published == {"orchestrator": ["127.0.0.1:${HONE_ORCHESTRATOR_PORT:-8000}:8000"]}
+
+
+def test_the_example_s_server_reaches_the_orchestrator_alone() -> None:
+    found, networks = services([CPU, OPENENV]), document(OPENENV)["networks"]
+    assert networks["environments"]["internal"] is True
+    beside = [name for name, it in found.items() if "environments" in it.get("networks", ())]
+    assert sorted(beside) == ["openenv", "orchestrator"]
+    assert found["openenv"]["networks"] == ["environments"]
+    assert found["openenv"]["cap_drop"] == ["ALL"] and "ports" not in found["openenv"]
+    assert found["orchestrator"]["environment"]["HONE_ALLOWED_ENVIRONMENTS"] == "openenv:8000"
 
 
 @pytest.mark.parametrize("file", [GPU, CPU])

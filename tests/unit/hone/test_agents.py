@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 import time
@@ -62,6 +63,32 @@ def test_a_command_gets_no_secret_of_hone_and_all_others(monkeypatch: pytest.Mon
     script = "echo $(env | grep =value-of-it | cut -d= -f1 | sort)"
     with pytest.raises(AgentFailed, match="is 'HF_TOKEN HONE_REWARD_URL SEARCH_API_KEY'"):
         played(shell(script))
+
+
+HARBOR = """#!/bin/sh
+while [ "$1" != --trials-dir ]; do shift; done
+mkdir "$2/hello__1"
+echo "$OPENAI_BASE_URL is called"
+echo "$HARBOR_RESULT" >"$2/hello__1/result.json"
+"""
+
+
+def test_the_example_of_harbor_reports_what_its_command_graded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "harbor").write_text(HARBOR)
+    (tmp_path / "harbor").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    example = Command([sys.executable, str(ROOT / "examples/harbor.py"), str(tmp_path)])
+    graded = {"verifier_result": {"rewards": {"reward": 0.5, "tests": 2}}}
+    monkeypatch.setenv("HARBOR_RESULT", json.dumps(graded))
+    assert played(example, {"task": "hello"}) == {"reward": 0.5, "metrics": {"tests": 2}}
+    with pytest.raises(AgentFailed, match="expected a folder below"):
+        played(example, {"task": "../hello"})
+    failed = {"verifier_result": None, "exception_info": {"exception_message": "no daemon"}}
+    monkeypatch.setenv("HARBOR_RESULT", json.dumps(failed))
+    with pytest.raises(AgentFailed, match="hello was not graded: no daemon"):
+        played(example, {"task": "hello"})
 
 
 def test_an_agent_that_exits_has_failed() -> None:
