@@ -34,8 +34,8 @@ from typing import Any
 from bench.report import Figure, count, finish, ratios, repeated
 from deploy import local, tool_model
 from deploy.machine import on_free_ports
-from services.orchestrator.play.group import sample_group
-from services.orchestrator.pool.services import Services
+from services.orchestrator.grpo.sampling import sample_group
+from services.orchestrator.samplers.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import EvaluatedModel, Job
 from shared.settings import Settings

@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, Sequence
 from services.orchestrator.api import (
     access,
     columns,
-    episodes,
-    experiments,
     files,
     groups_of_steps,
     history,
@@ -21,22 +19,24 @@ from services.orchestrator.api import (
     states,
 )
 from services.orchestrator.api.checking import Checks
-from services.orchestrator.dialects import routes as dialects
-from services.orchestrator.dialects.routes import SessionKeys
-from services.orchestrator.openai import calling, fine_tuning
-from services.orchestrator.page import routes as page
-from services.orchestrator.play.agents import Episodes
-from services.orchestrator.play.sessions import Sessions
-from services.orchestrator.programs.sampling import SampleOrders
-from services.orchestrator.pushing import atropos, groups
-from services.orchestrator.pushing.groups import Pushing
-from services.orchestrator.run.worker import SharedTrainer, Worker
-from services.orchestrator.runs.writable import Writable
+from services.orchestrator.extensions.agents import episodes
+from services.orchestrator.extensions.agents import routes as dialects
+from services.orchestrator.extensions.agents.routes import SessionKeys
+from services.orchestrator.extensions.agents.sessions import Sessions
+from services.orchestrator.extensions.agents.worker_episodes import Episodes
+from services.orchestrator.extensions.diagnosis import routes as experiments
+from services.orchestrator.extensions.openai import calling, fine_tuning
+from services.orchestrator.extensions.page import routes as page
+from services.orchestrator.extensions.pushed import atropos, groups
+from services.orchestrator.extensions.pushed.groups import Pushing
+from services.orchestrator.extensions.tinker import downloads, managing
+from services.orchestrator.extensions.tinker import routes as tinker
+from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.jobs.worker import SharedTrainer, Worker
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
 from services.orchestrator.store.store import Store
+from services.orchestrator.store.writable import Writable
 from services.orchestrator.tasks import stop
-from services.orchestrator.tinker import downloads, managing
-from services.orchestrator.tinker import routes as tinker
 from shared.errors import HoneError
 from shared.http.health import Draining
 from shared.http.service import Service

@@ -13,12 +13,12 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from services.orchestrator.api.details import MAX_DETAILED, detailed
-from services.orchestrator.findings.known import Findings
-from services.orchestrator.loop.advantages import batch_advantages
-from services.orchestrator.loop.examples import of_all_tokens
-from services.orchestrator.runs.checkpoint_files import files_of, path_of
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.extensions.diagnosis.known import Findings
+from services.orchestrator.grpo.advantages import batch_advantages
+from services.orchestrator.grpo.examples import of_all_tokens
+from services.orchestrator.store.checkpoint_files import files_of, path_of
 from services.orchestrator.store.connection import MAX_FOLLOWERS
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.reading import Readable
 from services.orchestrator.store.records import check_event_id
 from shared.errors import Busy, NotFound

@@ -13,8 +13,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.orchestrator.api.history import graded
-from services.orchestrator.pool.services import Services
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.samplers.services import Services
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import all_of
 from shared.errors import BadRequest

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.play import agents
-from services.orchestrator.play.agents import Episodes
-from services.orchestrator.play.group import environment_failed, sample_group
-from services.orchestrator.pool.waits import Waits
+from services.orchestrator.extensions.agents import worker_episodes as agents
+from services.orchestrator.extensions.agents.worker_episodes import Episodes
+from services.orchestrator.grpo.sampling import environment_failed, sample_group
+from services.orchestrator.samplers.waits import Waits
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import make_job

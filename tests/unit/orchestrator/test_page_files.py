@@ -12,7 +12,7 @@ from deploy import pages
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "services/orchestrator/page"
 SOURCES = (
-    ROOT / "services/orchestrator/loop/metrics.py",
+    ROOT / "services/orchestrator/grpo/metrics.py",
     ROOT / "services/trainer/learning/metrics.py",
     ROOT / "services/trainer/zero/update.py",
 )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.play.conversation import Conversation, first_messages
-from services.orchestrator.play.group import environment_failed, sample_group
-from services.orchestrator.pool.waits import Waits
+from services.orchestrator.extensions.environments.conversation import Conversation, first_messages
+from services.orchestrator.grpo.sampling import environment_failed, sample_group
+from services.orchestrator.samplers.waits import Waits
 from shared.errors import Conflict
 from shared.job import Job
 from shared.job.file import make_job

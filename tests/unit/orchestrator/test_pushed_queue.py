@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.runs.pushed import (
+from services.orchestrator.extensions.pushed.queue import (
     Ledger,
     PushedQueue,
     Round,
