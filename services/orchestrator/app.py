@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Sequence
 
 from services.orchestrator.api import (
@@ -19,20 +20,28 @@ from services.orchestrator.api import (
     states,
 )
 from services.orchestrator.api.checking import Checks
-from services.orchestrator.extensions.agents import episodes
+from services.orchestrator.extensions import trackers
+from services.orchestrator.extensions.agents import episodes, worker_episodes
 from services.orchestrator.extensions.agents import routes as dialects
 from services.orchestrator.extensions.agents.routes import SessionKeys
 from services.orchestrator.extensions.agents.sessions import Sessions
 from services.orchestrator.extensions.agents.worker_episodes import Episodes
-from services.orchestrator.extensions.diagnosis import routes as experiments
+from services.orchestrator.extensions.diagnosis import routes as diagnosis
+from services.orchestrator.extensions.diagnosis.diagnosing import diagnose_run
+from services.orchestrator.extensions.environments.kinds import environment_of
+from services.orchestrator.extensions.environments.playing import PLAYERS, play_group
 from services.orchestrator.extensions.openai import calling, fine_tuning
 from services.orchestrator.extensions.page import routes as page
 from services.orchestrator.extensions.pushed import atropos, groups
 from services.orchestrator.extensions.pushed.groups import Pushing
+from services.orchestrator.extensions.pushed.source import pushed_groups
+from services.orchestrator.extensions.teacher import Teacher
 from services.orchestrator.extensions.tinker import downloads, managing
 from services.orchestrator.extensions.tinker import routes as tinker
+from services.orchestrator.extensions.tinker.driving import drive
 from services.orchestrator.extensions.tinker.sampling import SampleOrders
 from services.orchestrator.jobs.worker import SharedTrainer, Worker
+from services.orchestrator.seams import Extensions
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
 from services.orchestrator.store.store import Store
 from services.orchestrator.store.writable import Writable
@@ -58,8 +67,9 @@ def create_service(
     per_trainer = settings.per_trainer if works else ()
     offered, sessions = Episodes(), Sessions() if sessions is None else sessions
     orders, closing = SampleOrders(), set[str]()
+    extensions = run_extensions(offered, sessions, orders)
     workers = [
-        Worker(store, each, offered, sessions, orders, trainer)
+        Worker(store, each, extensions, trainer)
         for each in per_trainer
         for trainer in [SharedTrainer(each, store, closing)]
         for _ in range(each.places)
@@ -99,10 +109,31 @@ def create_service(
     )
     if workers:
         _add_gauges(service, workers)
-    checks = Checks(settings, cpu_rates)
+    checks = Checks(settings, cpu_rates, trackers.missing_key)
     _add_routes(service, settings, store, named, writable, orders, checks)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
+
+
+def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders) -> Extensions:
+    """Returns what the extensions add to the runs of this process."""
+
+    def forget(job_id: str) -> None:
+        episodes.forget(job_id)
+        sessions.leave(job_id)
+
+    players = {**PLAYERS, "worker": functools.partial(worker_episodes.play, episodes, sessions)}
+    return Extensions(
+        play_group=functools.partial(play_group, players),
+        environment_of=environment_of,
+        teacher_of=Teacher,
+        tracker_of=trackers.Tracker,
+        source_of=pushed_groups,
+        drive=functools.partial(drive, orders),
+        diagnose=diagnose_run,
+        attending=episodes.run_of,
+        forget=forget,
+    )
 
 
 def _add_routes(
@@ -121,7 +152,8 @@ def _add_routes(
     columns.add_routes(service, store)
     groups_of_steps.add_routes(service, store)
     regrade.add_route(service, settings, store)
-    experiments.add_route(service, settings, store)
+    diagnosis.add_reading(service, store)
+    diagnosis.add_experiments(service, settings, store)
     samplers.add_routes(service, settings, store)
     stack.add_route(service, settings, store)
     files.add_routes(service, settings, store)

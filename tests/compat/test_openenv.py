@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.environment import Lost
 from services.orchestrator.extensions.environments.openenv import OpenEnv
+from services.orchestrator.seams import Lost
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import ToolCall

@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 from mcp.server import MCPServer
 
-from services.orchestrator.environment import Lost, Unreachable
 from services.orchestrator.extensions.environments.mcp_session import MAX_MESSAGE_BYTES
 from services.orchestrator.extensions.environments.tools import Tools
+from services.orchestrator.seams import Lost, Unreachable
 from shared.errors import BadRequest
 from shared.job import EnvironmentSpec
 from shared.settings import Settings

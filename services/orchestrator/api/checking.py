@@ -10,6 +10,7 @@ import contextvars
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from services.orchestrator.api import looking
@@ -55,10 +56,15 @@ T = TypeVar("T")
 class Checks:
     """The checks of one orchestrator, and the devices that its plans are for. When its caller has
     gone, a check ends: a process at once, a thread at its next row. Raises Busy if too many checks
-    wait."""
+    wait. `warn_of` returns what an extension has to say of a job."""
 
-    def __init__(self, settings: Settings, cpu_rates: CpuRates | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        cpu_rates: CpuRates | None = None,
+        warn_of: Callable[[Job], str | None] = lambda _job: None,
+    ) -> None:
+        self._settings, self._warn_of = settings, warn_of
         self._cpu_rates, self._measuring = cpu_rates or CpuRates(), asyncio.Lock()
         self._threads = RoundRobin(NUM_THREADS)
         self._fetches = RoundRobin(MAX_FETCHES)
@@ -72,7 +78,9 @@ class Checks:
             # makes no request
             await asyncio.to_thread(named_model_folder, each.model, self._settings)
         why_not = [await self._fetched_model(each) for each in jobs]
-        return await self._run(job, looking.look, job, self._settings, why_not, showing)
+        found = await self._run(job, looking.look, job, self._settings, why_not, showing)
+        warning = await asyncio.to_thread(self._warn_of, job)
+        return replace(found, warnings=(*found.warnings, warning)) if warning else found
 
     async def look_at_held_out(self, job: Job) -> None:
         """Raises as `load_held_out`."""

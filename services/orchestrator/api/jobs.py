@@ -12,12 +12,12 @@ from pydantic import ValidationError
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.looking import Looked
 from services.orchestrator.data.allowed import named_model_folder
-from services.orchestrator.environment import Unreachable
 from services.orchestrator.grpo.prompts import with_steps
 from services.orchestrator.jobs.needs import check_colocation
 from services.orchestrator.jobs.stopping import price_for
 from services.orchestrator.samplers.abilities import on_cpu
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.seams import Unreachable
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted, stop
 from services.orchestrator.store.store import Store

@@ -17,13 +17,14 @@ import json
 import math
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
 from services.orchestrator.data.fitting import reader_of
+from services.orchestrator.grpo.distilling import mean_log_ratio, sampled_of
 from services.orchestrator.tasks import all_of
 from shared.errors import BadRequest, Unavailable
 from shared.http.connecting import trusted_by
@@ -32,10 +33,8 @@ from shared.http.urls import is_direct, without_password
 from shared.job import Job, TeacherSpec
 from shared.prompts.reading import CannotCount
 from shared.settings import Settings
-from shared.wire import Branch, Part, Rollout, RolloutGroup, Score
+from shared.wire import Part, Rollout, RolloutGroup, Score
 from shared.wire.packed import Logprobs
-
-V = TypeVar("V")
 
 TEACHER = "teacher"
 """The name of the teacher's part of a score."""
@@ -298,24 +297,3 @@ def _check_measured(rollout: Rollout) -> None:
             f"the sampler gave log-probs of {sum(len(row.logprobs) for row in rows)} tokens of the "
             f"completion, of which {rollout.num_sampled} were sampled; expected one of each token"
         )
-
-
-def sampled_of(row: Rollout | Branch, values: Sequence[V]) -> Iterator[tuple[int, V]]:
-    """Yields the value of each sampled token of a row, with its position."""
-    sampled = row.sampled or [1] * len(row.token_ids)
-    for position, (value, is_sampled) in enumerate(zip(values, sampled, strict=True)):
-        if is_sampled:
-            yield position, value
-
-
-def log_ratios(rollout: Rollout, teacher_logprobs: Logprobs) -> list[float]:
-    """Returns `log policy - log teacher` of the tokens that the policy sampled, in nats: an
-    estimate of the reverse KL divergence at each."""
-    rows = (*rollout.branches, rollout)
-    own = [value for row in rows for _, value in sampled_of(row, row.logprobs)]
-    return [one - other for one, other in zip(own, teacher_logprobs, strict=True)]
-
-
-def mean_log_ratio(rollout: Rollout, teacher_logprobs: Logprobs) -> float:
-    """Returns the mean of the log-ratios."""
-    return math.fsum(log_ratios(rollout, teacher_logprobs)) / rollout.num_sampled

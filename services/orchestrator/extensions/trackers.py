@@ -8,10 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from services.orchestrator.seams import Tracked
 from shared.host.logs import get_logger
 from shared.job import Job
 
@@ -35,14 +35,6 @@ class WandbRun(Protocol):
 
 class NoKey(Exception):
     """W&B takes nothing: it has no key, or an invalid one."""
-
-
-@dataclass(frozen=True)
-class Tracked:
-    """A sentence on which rows W&B has of a run; `complete`: it has all rows."""
-
-    message: str
-    complete: bool
 
 
 class Tracker:

@@ -13,20 +13,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.orchestrator.errors import MustPause
-from services.orchestrator.extensions.pushed.queue import Round
-from services.orchestrator.extensions.pushed.source import PushedGroups
 from services.orchestrator.grpo.distilling import with_teacher_of
 from services.orchestrator.grpo.groups import (
+    environment_failed,
     missing_share,
     refill,
+    sample_group,
     to_batch,
     too_many_missing,
     verdicts_of,
 )
 from services.orchestrator.grpo.prompts import Prompts, group_seed
-from services.orchestrator.grpo.sampling import environment_failed, sample_group
 from services.orchestrator.grpo.supervised import asked, given_groups
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.seams import GroupSource, Round
 from services.orchestrator.store.finished import FinishedGroup, Place, digest_of
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.tasks import all_of, to_disk, to_the_end
@@ -87,7 +87,7 @@ class Batches:
     folder: RunFolder
     max_missing: float  # share of rewards beyond which a batch is not trained on
     warn: Callable[[str], Awaitable[None]] = warn_nobody
-    pushed: PushedGroups | None = None  # of a job whose groups come from elsewhere
+    pushed: GroupSource | None = None  # of a job whose groups come from elsewhere
 
     @functools.cached_property
     def _learned(self) -> str:

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
-from services.orchestrator.extensions.teacher import log_ratios, sampled_of
 from shared.job import Job, TeacherSpec
-from shared.wire import Batch, Rollout, Score
+from shared.wire import Batch, Branch, Rollout, Score
 from shared.wire.packed import Logprobs
+
+V = TypeVar("V")
 
 Terms = list[Logprobs] | None
 """Of each row of a rollout, its branches first, `[T]`; None: the teacher gave no log-probs."""
@@ -86,3 +88,24 @@ def teacher_metrics(batch: Batch, bound: float) -> dict[str, float]:
         num_clipped = sum(abs(ratio) > bound for each in ratios for ratio in each)
         found["teacher/clipped"] = num_clipped / num_tokens
     return found
+
+
+def sampled_of(row: Rollout | Branch, values: Sequence[V]) -> Iterator[tuple[int, V]]:
+    """Yields the value of each sampled token of a row, with its position."""
+    sampled = row.sampled or [1] * len(row.token_ids)
+    for position, (value, is_sampled) in enumerate(zip(values, sampled, strict=True)):
+        if is_sampled:
+            yield position, value
+
+
+def log_ratios(rollout: Rollout, teacher_logprobs: Logprobs) -> list[float]:
+    """Returns `log policy - log teacher` of the tokens that the policy sampled, in nats: an
+    estimate of the reverse KL divergence at each."""
+    rows = (*rollout.branches, rollout)
+    own = [value for row in rows for _, value in sampled_of(row, row.logprobs)]
+    return [one - other for one, other in zip(own, teacher_logprobs, strict=True)]
+
+
+def mean_log_ratio(rollout: Rollout, teacher_logprobs: Logprobs) -> float:
+    """Returns the mean of the log-ratios."""
+    return math.fsum(log_ratios(rollout, teacher_logprobs)) / rollout.num_sampled

@@ -10,6 +10,7 @@ and no advantage. The job stops only if a batch has no other rollouts.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from services.orchestrator.data.difficulty import Verdict
 from services.orchestrator.errors import MustPause
@@ -22,12 +23,44 @@ from services.orchestrator.grpo.advantages import (
 )
 from shared.errors import Failed
 from shared.job import Job
-from shared.wire import Batch, RolloutGroup, Score, ScoredGroup
+from shared.wire import Batch, Prompt, RolloutGroup, Sampling, Score, ScoredGroup
+
+if TYPE_CHECKING:
+    from services.orchestrator.samplers.services import Services
 
 NUM_REASONS = 3
 
 DROP_ROUNDS = 10
 """Most rounds in which overlong prompts are replaced, if the job drops them."""
+
+
+ENVIRONMENT_FAILED = "environment_failed"
+"""Marks, in a rollout's `info`, that its environment failed. Its group is sampled again after a
+crash."""
+
+
+async def sample_group(
+    services: Services,
+    job: Job,
+    prompt: Prompt,
+    min_version: int,
+    *,
+    key: str,
+    seed: int | None = None,
+    sampling: Sampling | None = None,
+) -> RolloutGroup:
+    """Returns the prompt's group `[G]` by weights of at least `min_version`: completions of one
+    turn, or with `[environment]` conversations. `sampling` is by default the job's, with `seed`.
+    Requests under the same `key` happen once."""
+    if job.environment is None or job.is_pushed:
+        return await services.generate(prompt, min_version, key=key, seed=seed, sampling=sampling)
+    chosen = sampling or services.sampling(seed)
+    return await services.extensions.play_group(services, job, prompt, min_version, key, chosen)
+
+
+def environment_failed(group: RolloutGroup) -> bool:
+    """Returns whether a rollout of the group has no reward because its environment failed."""
+    return any(ENVIRONMENT_FAILED in rollout.info for rollout in group.rollouts)
 
 
 def teaches(graded: ScoredGroup, job: Job) -> bool:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from services.orchestrator.grpo.estimates import estimate, means, of_all, problem_metrics
-from services.orchestrator.grpo.groups import is_graded
+from services.orchestrator.grpo.groups import is_graded, sample_group
 from services.orchestrator.grpo.prompts import group_seed
-from services.orchestrator.grpo.sampling import sample_group
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.errors import TooDear
-from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
-from services.orchestrator.extensions.diagnosis.gathering import of_folder
-from services.orchestrator.extensions.trackers import Tracker
 from services.orchestrator.grpo.held_out import ignored, prefixed_metrics, sample_held_out
 from services.orchestrator.grpo.held_out_answers import lessons_of, losses
 from services.orchestrator.grpo.metrics import WRITTEN, StepClock, passes, step_metrics
@@ -24,6 +21,7 @@ from services.orchestrator.jobs.stopping import Spent, over_budget, reason_to_st
 from services.orchestrator.jobs.summary import best_step, first_needed
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
+from services.orchestrator.seams import Tracker
 from services.orchestrator.store.checkpoint_files import checkpoint_step
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.in_use import Use
@@ -65,7 +63,7 @@ class AfterStep:
     services: Services
     folder: RunFolder
     journal: Journal
-    tracker: Tracker
+    tracker: Tracker | None
     spent: Spent
     max_missing: float  # beyond this share without a reward, nothing is decided
     used_below: UsedBelow
@@ -217,9 +215,10 @@ class AfterStep:
         row = MetricsRow(step=number, metrics=metrics)
         await to_disk(self.folder.append_metrics, row)
         await to_disk(self.folder.write_spent, self.spent.hours, self.spent.cost)
-        self.tracker.log(number, metrics)
+        if self.tracker:
+            self.tracker.log(number, metrics)
         await self.journal.row(row, self.job.steps, eta_s, currency=self._currency)
-        if self.tracker.trouble:
+        if self.tracker and self.tracker.trouble:
             await self._warn_once("wandb", self.tracker.trouble)
         self._record_s = time.monotonic() - start
 
@@ -242,7 +241,9 @@ class AfterStep:
     async def _diagnose(self, number: int) -> None:
         """Reports what is wrong with the run, each kind once: the same findings as the API's."""
         try:
-            found = await asyncio.to_thread(lambda: diagnose(of_folder(self.folder, self.job)))
+            found = await asyncio.to_thread(
+                self.services.extensions.diagnose, self.folder, self.job
+            )
         except Exception as error:  # a fault of the diagnosis must not stop what it looks at
             get_logger().error("the run was not diagnosed", step=number, reason=repr(error))
             return

@@ -21,13 +21,6 @@ from typing import Any
 from services.orchestrator.data.difficulty import History
 from services.orchestrator.data.sources import asks_of, fetch
 from services.orchestrator.errors import MustPause, TooDear
-from services.orchestrator.extensions.agents.sessions import Sessions
-from services.orchestrator.extensions.agents.worker_episodes import Episodes
-from services.orchestrator.extensions.pushed.queue import PushedQueue
-from services.orchestrator.extensions.pushed.source import PushedGroups
-from services.orchestrator.extensions.tinker.driving import Driving
-from services.orchestrator.extensions.tinker.sampling import SampleOrders
-from services.orchestrator.extensions.trackers import Tracker
 from services.orchestrator.grpo.batches import Batches
 from services.orchestrator.grpo.comparison import Comparison
 from services.orchestrator.grpo.pipeline import Pipeline
@@ -49,6 +42,7 @@ from services.orchestrator.jobs.stopping import Spent, price_for, reason_to_stop
 from services.orchestrator.jobs.summary import summarize, summarize_evaluation
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.waits import watch
+from services.orchestrator.seams import NO_EXTENSIONS, Extensions, Program
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import Journal
@@ -85,8 +79,8 @@ longer on a busy machine."""
 
 
 class Run:
-    """One attempt at the job of `record`, under `lease`; `needs` are its trainer's. `episodes`,
-    `sessions` and `orders` are the process's. `num_queued` returns how many jobs wait."""
+    """One attempt at the job of `record`, under `lease`; `needs` are its trainer's.
+    `num_queued` returns how many jobs wait."""
 
     def __init__(
         self,
@@ -95,9 +89,7 @@ class Run:
         store: Store,
         settings: Settings,
         needs: Needs,
-        episodes: Episodes | None = None,
-        sessions: Sessions | None = None,
-        orders: SampleOrders | None = None,
+        extensions: Extensions = NO_EXTENSIONS,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
         self._record = record
@@ -118,14 +110,14 @@ class Run:
             beside=lease.beside,
             weight=record.weight,
             key=record.submitted_by,
+            extensions=extensions,
         )
-        self._episodes = self._services.episodes = episodes or Episodes()
-        self._services.sessions = Sessions() if sessions is None else sessions
-        self._orders = orders or SampleOrders()
+        self._extensions = extensions
         self._num_queued = num_queued
         self._needs = needs
         self._data = DataFiles(record.job, settings)
-        self._tracker = Tracker(record.job, record.id, self._folder.path)
+        tracker_of = extensions.tracker_of
+        self._tracker = tracker_of and tracker_of(record.job, record.id, self._folder.path)
         self._spent: Spent | None = None
         self._noting = Look[str | None](ANSWERS_WITHIN_S)
         self._after: AfterStep | None = None
@@ -145,13 +137,14 @@ class Run:
         """Returns the job's outcome. Raises LeaseLost if another worker has the job, and
         StoreUnavailable."""
         of_job(self._record.id)
-        with self._episodes.run_of(self._record.id):
+        with self._extensions.attending(self._record.id):
             return await self._run()
 
     async def _run(self) -> Outcome:
         if ended := await asyncio.to_thread(found_end, self._folder):
             return ended
-        self._tracker.start()
+        if self._tracker:
+            self._tracker.start()
         outcome: Outcome | None = None
         try:
             while outcome is None:
@@ -162,9 +155,8 @@ class Run:
                 await stop(self._trying)
                 await asyncio.gather(self._trying, return_exceptions=True)
             await to_the_end(self._note_spent())
-            tracked = await self._tracker.finish(
-                outcome is not None and outcome.status == "succeeded"
-            )
+            succeeded = outcome is not None and outcome.status == "succeeded"
+            tracked = await self._tracker.finish(succeeded) if self._tracker else None
             if tracked and outcome:
                 await self._journal.aside(tracked.message, warning=not tracked.complete)
 
@@ -181,8 +173,7 @@ class Run:
         try:
             await self._services.abort()
         finally:
-            self._episodes.forget(self._record.id)
-            self._services.sessions.leave(self._record.id)
+            self._extensions.forget(self._record.id)
             await to_the_end(self._services.close())
 
     async def _try(self) -> Outcome | None:
@@ -349,18 +340,16 @@ class Run:
         await self._make_folder()
         state = await self._loading()
         self._doing.begin("doing the program's operations")
-        driving = Driving(
+        program = Program(
             self._job,
             self._services,
             self._folder,
             self._journal,
             self._note_progress,
             self._num_queued,
-            self._orders,
             state.step,
         )
-        with self._orders.running(self._record.id, self._services):
-            last = await driving.run()
+        last = await self._extensions.drive(program)
         try:
             checkpoint = (await self._services.checkpoint(last)).path
         except Conflict as error:  # a gradient waits for a step that will not come
@@ -498,7 +487,7 @@ class Run:
     def _pipeline(self, prompts: Prompts) -> Pipeline:
         services, folder, pushed = self._services, self._folder, None
         if self._job.is_pushed:
-            pushed = PushedGroups(PushedQueue(folder.path), services.waits)
+            pushed = self._extensions.source_of(folder.path, services.waits)
         batches = Batches(
             self._record.id,
             self._job,

@@ -16,12 +16,10 @@ import socket
 import time
 
 from services.orchestrator.errors import is_put_away
-from services.orchestrator.extensions.agents.sessions import Sessions
-from services.orchestrator.extensions.agents.worker_episodes import Episodes
-from services.orchestrator.extensions.tinker.sampling import SampleOrders
 from services.orchestrator.jobs.attempt import Run
 from services.orchestrator.jobs.decisions import Outcome
 from services.orchestrator.jobs.needs import DataFiles, Needs
+from services.orchestrator.seams import NO_EXTENSIONS, Extensions
 from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied
 from services.orchestrator.store.leases import Asked, Lease, LeaseLost
@@ -66,24 +64,19 @@ class SharedTrainer:
 
 class Worker:
     """A worker for the trainer and its samplers that `settings` name. It takes no job while
-    anything that a job needs is unreachable. `episodes` and `sessions` are the process's, and
-    `trainer` is common to the workers of this trainer. `num_queued` is how many jobs wait to begin,
-    as of two seconds ago."""
+    anything that a job needs is unreachable. `trainer` is common to the workers of this trainer.
+    `num_queued` is how many jobs wait to begin, as of two seconds ago."""
 
     def __init__(
         self,
         store: Store,
         settings: Settings,
-        episodes: Episodes | None = None,
-        sessions: Sessions | None = None,
-        orders: SampleOrders | None = None,
+        extensions: Extensions = NO_EXTENSIONS,
         trainer: SharedTrainer | None = None,
     ) -> None:
         self._store = store
-        self._sessions = Sessions() if sessions is None else sessions
         self._settings = settings
-        self._orders = orders or SampleOrders()
-        self._episodes = episodes or Episodes()
+        self._extensions = extensions
         self._trainer = trainer or SharedTrainer(settings, store)
         self._needs = self._trainer.needs
         self._held: dict[str, DataFiles] = {}  # of queued jobs that wait for their data
@@ -276,9 +269,7 @@ class Worker:
             self._store,
             self._settings,
             self._needs,
-            self._episodes,
-            self._sessions,
-            self._orders,
+            self._extensions,
             lambda: self.num_queued,
         )
         work = asyncio.create_task(run.run())

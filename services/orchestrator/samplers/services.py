@@ -10,9 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from services.orchestrator.extensions.environments.kinds import environment_of
-from services.orchestrator.extensions.environments.sandboxed import Sandboxed
-from services.orchestrator.extensions.teacher import Teacher
 from services.orchestrator.samplers.abilities import check_parsers
 from services.orchestrator.samplers.discovery import (
     Registered,
@@ -25,6 +22,7 @@ from services.orchestrator.samplers.sampler import Push
 from services.orchestrator.samplers.transport import transport_to
 from services.orchestrator.samplers.trial import Trial, trial
 from services.orchestrator.samplers.waits import Waits, waits_for
+from services.orchestrator.seams import NO_EXTENSIONS, Environment, Extensions, Teacher
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
@@ -114,8 +112,7 @@ class Services:
     the sampled completions are not lost. `beside` are the attempts with which the trainer and the
     samplers are shared, and `weight` is the share of the trainer that the job has, with the other
     jobs of its API `key`. `environment` is what conversations act in, and `conversations` the room
-    for them. `tell` reports to the job's events. `sessions` and `episodes` of this process are set
-    for a run; play/ has their types."""
+    for them. `tell` reports to the job's events."""
 
     def __init__(
         self,
@@ -131,8 +128,9 @@ class Services:
         beside: tuple[int, ...] = (),
         weight: float = 1.0,
         key: str | None = None,
+        extensions: Extensions = NO_EXTENSIONS,
     ) -> None:
-        self._job = job
+        self._job, self.extensions = job, extensions
         self._beside, self._weight, self._key = beside, weight, key
         self._who = Fenced(job_id=job_id, attempt=attempt, epoch=0)
         self.settings = settings
@@ -146,8 +144,6 @@ class Services:
         self.waits = Waits()
         self.conversations = asyncio.Semaphore(MAX_CONVERSATIONS)
         self.tell = tell
-        self.sessions: Any = None
-        self.episodes: Any = None
         self.trainer_gpu: tuple[str | None, str | None] = (None, None)
         self._has_trainer = False
         client = functools.partial(
@@ -163,18 +159,12 @@ class Services:
         self.teacher: Teacher | None = None
         if job.teacher:
             wait_s = None if grading_waits else settings.patience_s
-            self.teacher = Teacher(job.teacher, settings, tell, wait_s)
-        self.environment = job.environment and environment_of(
-            job.environment,
-            Sandboxed(
-                self._reward,
-                job_id,
-                job.environment,
-                self._reward_patience_s,
-                attributes=any("environments" in (spec.source or "") for spec in job.rewards),
-            ),
-            settings,
-        )
+            self.teacher = extensions.teacher_of(job.teacher, settings, tell, wait_s)
+        self.environment: Environment | None = None
+        if job.environment:
+            self.environment = extensions.environment_of(
+                job, job_id, self._reward, self._reward_patience_s, settings
+            )
 
     def new_epoch(self) -> None:
         """Begins another epoch: requests of the epoch before are refused or never joined."""

@@ -49,7 +49,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.orchestrator.extensions.pushed import queue as pushed
 from services.orchestrator.store import finished
 from services.orchestrator.store.finished import FinishedGroup, Place
 from services.orchestrator.store.note import Note
@@ -63,6 +62,7 @@ from shared.weights.checkpoints import CHECKPOINTS
 from shared.wire import Batch, Canary, GradedRollout, MetricsRow, RolloutList, TrainedTokens, Wire
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
+PUSHED_FOLDER = "pushed"
 _HELD_OUT_FILE = re.compile(r"(\d+)\.msgpack")
 
 REDIS = "redis"
@@ -367,7 +367,7 @@ class RunFolder:
             ungraded.unlink(missing_ok=True)
             finished.forget_up_to(self._rollouts, batch.step)
             numbers = [*(prompt.index for prompt in batch.prompts), *batch.dropped_prompts]
-            pushed.forget_up_to(self.path, max(numbers, default=0))
+            forget_pushed(self.path, max(numbers, default=0))
 
     def batch(self, step: int) -> Batch:
         """Returns the scored batch of `step`, else the ungraded one. Raises NotFound naming the
@@ -534,3 +534,10 @@ def _point(link: Path, target: str) -> None:
     aside.symlink_to(target)
     aside.replace(link)
     disk.flush(link.parent)
+
+
+def forget_pushed(run: Path, number: int) -> None:
+    """Removes the files of the pushed groups up to `number`, of which a batch is stored."""
+    for path in (run / PUSHED_FOLDER).glob("*.msgpack"):
+        if path.stem.isdecimal() and int(path.stem) <= number:
+            path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ KEY = re.compile(r"HONE_[A-Z_]+|[a-z_]+(?:\.[a-z_]+)*")
 
 
 def nodes() -> Iterator[ast.AST]:
-    for file in sorted((ROOT / "services/orchestrator/findings").glob("*.py")):
+    for file in sorted((ROOT / "services/orchestrator/extensions/diagnosis").glob("*.py")):
         yield from ast.walk(ast.parse(file.read_text()))
 
 

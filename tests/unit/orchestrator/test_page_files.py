@@ -10,7 +10,7 @@ from pathlib import Path
 from deploy import pages
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "services/orchestrator/page"
+PAGE = ROOT / "services/orchestrator/extensions/page"
 SOURCES = (
     ROOT / "services/orchestrator/grpo/metrics.py",
     ROOT / "services/trainer/learning/metrics.py",

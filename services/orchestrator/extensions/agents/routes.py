@@ -145,8 +145,8 @@ async def _unless_gone(turn: asyncio.Task[Answer], request: Request) -> Answer:
 
 
 def add_routes(service: Service, sessions: Sessions) -> None:
-    """Adds the routes that are for sessions alone. extensions/openai/calling.py has the routes that also pass
-    calls on to samplers."""
+    """Adds the routes that are for sessions alone. extensions/openai/calling.py has the routes that
+    also pass calls on to samplers."""
     for dialect in DIALECTS.values():
         _add_named(service, sessions, dialect)
     for dialect in (RESPONSES, MESSAGES):

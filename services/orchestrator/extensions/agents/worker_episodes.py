@@ -25,13 +25,14 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.orchestrator.extensions.agents.sessions import Session, Sessions
 from services.orchestrator.extensions.environments.conversation import (
-    ENVIRONMENT_FAILED,
     MAX_PLAYED,
     EnvironmentFailed,
     failed,
     with_info,
 )
+from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED
 from services.orchestrator.samplers.services import Services
 from shared.errors import BadRequest, HoneError
 from shared.host.logs import get_logger
@@ -82,7 +83,7 @@ class EpisodeLease:
     `is_suspect` as of its offer."""
 
     worker: str
-    session: Any
+    session: Session
     renewed_at: float
     is_suspect: bool
     ended: asyncio.Future[RolloutGroup]
@@ -106,7 +107,7 @@ class Offer:
     prompt: Prompt
     deadline_s: float
     is_suspect: bool
-    open: Callable[[str], Any]
+    open: Callable[[str], Session]
     taken: asyncio.Future[EpisodeLease]
 
 
@@ -327,17 +328,22 @@ def _by_id(
 
 
 async def play(
-    services: Services, job: Job, prompt: Prompt, min_version: int, key: str, sampling: Sampling
+    episodes: Episodes,
+    sessions: Sessions,
+    services: Services,
+    job: Job,
+    prompt: Prompt,
+    min_version: int,
+    key: str,
+    sampling: Sampling,
 ) -> RolloutGroup:
     """Returns the rollout of an agent as a group of one. An agent that failed is started again, as
     is one whose worker died; after too many of either the rollout has no reward."""
     assert job.environment is not None
     deadline_s = job.environment.episode_s
 
-    def open(id: str) -> Any:
-        return services.sessions.open(
-            services, job, id=id, min_version=min_version, sampling=sampling
-        )
+    def open(id: str) -> Session:
+        return sessions.open(services, job, id=id, min_version=min_version, sampling=sampling)
 
     def offer(num_died: int) -> Offer:
         taken: asyncio.Future[EpisodeLease] = asyncio.get_running_loop().create_future()
@@ -348,7 +354,7 @@ async def play(
     async with services.conversations:
         while len(failures) < MAX_PLAYED and len(deaths) < MAX_DIED:
             try:
-                return await services.episodes.play(services, offer(len(deaths)))
+                return await episodes.play(services, offer(len(deaths)))
             except EnvironmentFailed as error:
                 failures.append(str(error))
                 get_logger().warning("agent failed", episode=key, reason=str(error))

@@ -1,6 +1,6 @@
-"""`python -m services.orchestrator.extensions.diagnosis RUN_FOLDER`: the findings of a run folder as JSON,
-without a stack. `hone doctor RUN_FOLDER` runs it in a process of its own, because `hone` imports no
-service."""
+"""`python -m services.orchestrator.extensions.diagnosis RUN_FOLDER`: the findings of a run folder
+as JSON, without a stack. `hone doctor RUN_FOLDER` runs it in a process of its own, because `hone`
+imports no service."""
 
 from __future__ import annotations
 

@@ -17,7 +17,10 @@ from services.orchestrator.extensions.diagnosis import (
     updates,
 )
 from services.orchestrator.extensions.diagnosis.facts import Facts
+from services.orchestrator.extensions.diagnosis.gathering import of_folder
+from services.orchestrator.store.folder import RunFolder
 from shared.host.logs import get_logger
+from shared.job import Job
 from shared.wire import Finding, FindingList, JobRecord
 
 Check = Callable[[Facts], Iterator[Finding]]
@@ -69,6 +72,11 @@ LEVELS = ("problem", "warning", "notice")
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
     """Returns the findings, the worst first."""
     return _worst_first(found_by(OF_STATE, facts) + found_by(OF_RUN, facts))
+
+
+def diagnose_run(folder: RunFolder, job: Job) -> tuple[Finding, ...]:
+    """Returns the findings of a run folder. Reads its rows and its newest batches."""
+    return diagnose(of_folder(folder, job))
 
 
 def found_by(checks: Sequence[Check], facts: Facts) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Why a job's sampler and trainer disagree: `POST /v1/jobs/{job_id}/experiments`."""
+"""What is wrong with a job, and why its sampler and trainer disagree."""
 
 from __future__ import annotations
 
@@ -9,19 +9,30 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.orchestrator.extensions.diagnosis.experiments import report
+from services.orchestrator.extensions.diagnosis.known import Findings
 from services.orchestrator.extensions.diagnosis.probing import probe
 from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.reading import Readable
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import all_of
 from shared.errors import Conflict
 from shared.http import openapi
 from shared.http.service import Service
 from shared.settings import Settings
-from shared.wire import ExperimentReport
+from shared.wire import ExperimentReport, FindingList
 
 
-def add_route(service: Service, settings: Settings, store: Store) -> None:
+def add_reading(service: Service, store: Readable) -> None:
+    known = Findings(store)
+
+    @service.app.get("/v1/jobs/{job_id}/findings")
+    async def findings(job_id: str) -> FindingList:
+        """What is wrong with the job, or probably is, the worst first; empty if nothing is."""
+        return await known.of(job_id)
+
+
+def add_experiments(service: Service, settings: Settings, store: Store) -> None:
     given = openapi.answers(ExperimentReport) | openapi.accepted()
 
     @service.app.post("/v1/jobs/{job_id}/experiments", response_model=None, responses=given)

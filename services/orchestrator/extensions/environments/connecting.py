@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from services.orchestrator.environment import Lost
 from services.orchestrator.extensions.environments.sockets import MAX_MESSAGE_BYTES, Away, Socket
+from services.orchestrator.seams import Lost
 from shared.http.connecting import trusted
 
 CONNECT_S = 10.0

@@ -19,10 +19,11 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from services.orchestrator.environment import LOST
 from services.orchestrator.extensions.environments.recording import branch
 from services.orchestrator.extensions.environments.token_row import TokenRow
+from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.seams import LOST
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
@@ -44,10 +45,6 @@ from shared.wire.packed import TokenIds
 
 MAX_PLAYED = 3
 """How often an episode is played whose environment fails."""
-
-ENVIRONMENT_FAILED = "environment_failed"
-"""Marks, in a rollout's `info`, that its environment failed. Its group is played again after a
-crash."""
 
 SEEDS_PER_TURN = 1 << 20
 """Seeds of a conversation's turns are this far apart, further than completions of a group are."""

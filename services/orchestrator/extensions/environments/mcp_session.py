@@ -10,9 +10,9 @@ import httpx2 as httpx
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 
-from services.orchestrator.environment import Lost
 from services.orchestrator.extensions.environments.results import of_blocks, result, tool_schema
 from services.orchestrator.extensions.environments.sockets import MAX_MESSAGE_BYTES
+from services.orchestrator.seams import Lost
 from shared.errors import first_line
 from shared.http.connecting import trusted
 from shared.wire import ToolCall, ToolResult

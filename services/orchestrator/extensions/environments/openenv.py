@@ -19,7 +19,6 @@ from typing import Any
 
 import aiohttp
 
-from services.orchestrator.environment import Lost, Unreachable
 from services.orchestrator.extensions.environments.allowed import check_allowed
 from services.orchestrator.extensions.environments.connecting import (
     connect,
@@ -34,6 +33,7 @@ from services.orchestrator.extensions.environments.results import (
     tool_schema,
 )
 from services.orchestrator.extensions.environments.sockets import Away, Full, Refused, Seen, Socket
+from services.orchestrator.seams import Lost, Unreachable
 from shared.errors import BadRequest
 from shared.job import EnvironmentSpec
 from shared.settings import Settings

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from services.orchestrator.environment import Lost
+from services.orchestrator.seams import Lost
 from shared.wire import Reported
 
 MAX_MESSAGE_BYTES = 4 << 20

@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from services.orchestrator.environment import Environment, Lost, Unreachable
 from services.orchestrator.extensions.environments.allowed import check_allowed
 from services.orchestrator.extensions.environments.results import arguments_of, result
+from services.orchestrator.seams import Environment, Lost, Unreachable
 from shared.errors import BadRequest
 from shared.job import EnvironmentSpec
 from shared.settings import Settings

@@ -1,5 +1,6 @@
-"""`python -m services.orchestrator.extensions.page.view FOLDER...`: the page for run folders alone. It has the
-routes of the orchestrator that only read, and needs neither Redis nor services (`hone view`)."""
+"""The page for run folders alone, with the routes of the orchestrator that only read. It needs
+neither Redis nor services: `python -m services.orchestrator.extensions.page.view FOLDER...`, which
+`hone view` runs."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.orchestrator.api import columns, groups_of_steps, history, states
+from services.orchestrator.extensions.diagnosis import routes as diagnosis
 from services.orchestrator.extensions.page import routes as page
 from services.orchestrator.extensions.page.folders import Folders, run_folders
 from shared.errors import HoneError
@@ -33,6 +35,7 @@ def create_view(settings: Settings, folders: Sequence[Path]) -> Service:
     states.add_reading(service, found)
     history.add_routes(service, found)
     columns.add_routes(service, found)
+    diagnosis.add_reading(service, found)
     groups_of_steps.add_routes(service, found)
     page.add_routes(service)
     return service

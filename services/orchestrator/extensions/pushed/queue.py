@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from services.orchestrator.seams import Round
 from services.orchestrator.store.finished import CHECKSUM_BYTES, checksum
+from services.orchestrator.store.folder import PUSHED_FOLDER
 from services.orchestrator.store.writable import writing
 from shared.errors import Conflict, Failed
 from shared.host import disk
 from shared.http import codec
 from shared.wire import ScoredGroup
-
-FOLDER = "pushed"
 
 T = TypeVar("T")
 
@@ -98,27 +98,12 @@ class Sent:
     last_step: int
 
 
-@dataclass(frozen=True)
-class Round:
-    """A round of a step that takes `count` groups, sampled by versions `oldest` to `newest` or by
-    unknown ones."""
-
-    step: int
-    round: int
-    count: int
-    oldest: int
-    newest: int
-
-    def fits(self, versions: Versions) -> bool:
-        return versions is None or self.oldest <= versions[0] <= versions[1] <= self.newest
-
-
 class PushedQueue:
     """The queue in the run folder `run`. All methods wait for the disk: call them in a thread."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._folder = run / FOLDER
+        self._folder = run / PUSHED_FOLDER
         self._ledger = Ledger()
         self._read_bytes = 0
 
@@ -153,7 +138,7 @@ class PushedQueue:
         with self._locked() as ledger:
             if (took := ledger.took.get((asked.step, asked.round))) is not None:
                 return took, True
-            stale = [n for n, versions in ledger.versions.items() if not asked.fits(versions)]
+            stale = [n for n, versions in ledger.versions.items() if not _fits(asked, versions)]
             if stale:
                 self._append(**place, dropped=stale)
                 for number in stale:
@@ -233,11 +218,8 @@ class PushedQueue:
         return self._folder / f"{number:06d}.msgpack"
 
 
-def forget_up_to(run: Path, number: int) -> None:
-    """Removes the files of the groups up to `number`, of which a batch is stored."""
-    for path in (run / FOLDER).glob("*.msgpack"):
-        if path.stem.isdecimal() and int(path.stem) <= number:
-            path.unlink(missing_ok=True)
+def _fits(asked: Round, versions: Versions) -> bool:
+    return versions is None or asked.oldest <= versions[0] <= versions[1] <= asked.newest
 
 
 def _same(known: tuple[int, str], key: str, digest: str) -> int:

@@ -4,9 +4,11 @@ which they were accepted."""
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
-from services.orchestrator.extensions.pushed.queue import PushedQueue, Round
+from services.orchestrator.extensions.pushed.queue import PushedQueue
 from services.orchestrator.samplers.waits import Waits
+from services.orchestrator.seams import Round
 from services.orchestrator.tasks import to_disk
 from shared.wire import ScoredGroup
 
@@ -39,3 +41,8 @@ class PushedGroups:
                 numbers, is_whole = await to_disk(self._queue.take, asked)
                 if len(numbers) != num_here:
                     return numbers, is_whole
+
+
+def pushed_groups(run: Path, waits: Waits) -> PushedGroups:
+    """Returns the groups that were pushed to the run folder `run`."""
+    return PushedGroups(PushedQueue(run), waits)

@@ -20,6 +20,7 @@ from services.orchestrator.extensions.tinker.sampling import SampleOrders
 from services.orchestrator.extensions.tinker.saved import Saved
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
+from services.orchestrator.seams import Program
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import SUPERVISED, Journal
 from services.orchestrator.tasks import to_disk
@@ -65,10 +66,17 @@ NOT_NAMED = {"tensors": {}, "canary": None}
 """What a request for samples need not carry of an adapter: the digest is of all tensors."""
 
 
+async def drive(orders: SampleOrders, program: Program) -> int:
+    """Carries out the program's operations until it unloads the model. Returns the number of the
+    trainer's last one."""
+    with orders.running(program.services.job_id, program.services):
+        return await Driving(**vars(program), samples=orders).run()
+
+
 @dataclass
 class Driving:
-    """The run of one attempt. `tell` says the run's progress: the number of the trainer's last
-    operation. `num_queued` returns how many jobs wait; `samples` carries out orders of samples."""
+    """The run of one attempt, with the fields of `Program`; `samples` carries out orders of
+    samples."""
 
     job: Job
     services: Services
@@ -76,9 +84,8 @@ class Driving:
     journal: Journal
     tell: Callable[[int], None]
     num_queued: Callable[[], int]
+    last: int
     samples: SampleOrders
-    at: int
-    """The trainer's last operation."""
     _num_done: int = 0  # how many operations of the log the trainer counts
     _serves: int = 0  # the version that samplers serve
     _passed_below: int = 0  # numbers below that have not come were waited for
@@ -93,17 +100,17 @@ class Driving:
     def __post_init__(self) -> None:
         self._log = OperationLog(self.folder.path)
         self._saved = Saved(self.folder.path)
-        self._serves = self.at
+        self._serves = self.last
 
     async def run(self) -> int:
         """Does the operations until the model is unloaded. Returns the trainer's last one. A model
         that begins with another job's checkpoint is checkpointed before its first operation."""
-        if self.job.training.start_from and not self.at:
+        if self.job.training.start_from and not self.last:
             await self.services.checkpoint(0)
         start = await asyncio.to_thread(self._log.start)
-        if self.at < start.done:
+        if self.last < start.done:
             raise MustPause(
-                f"the trainer continued from operation {self.at}, and the log begins after "
+                f"the trainer continued from operation {self.last}, and the log begins after "
                 f"operation {start.done}: the checkpoints since then are damaged or gone"
             )
         self._num_done, number = start.done, start.number - 1
@@ -129,7 +136,7 @@ class Driving:
         if operation.kind in ("checkpoint", "export") and outcome.error is None:
             await self._checkpointed(number)
         elif operation.kind == "optim_step" and self._checkpoint_is_due():
-            await self.services.checkpoint(self.at, await self._kept_steps())
+            await self.services.checkpoint(self.last, await self._kept_steps())
             await self._checkpointed(number)
         if known is None and outcome.error is None:
             outcome = await self._list_saved(number, operation, outcome)
@@ -152,7 +159,7 @@ class Driving:
             return outcome
         ref = None
         if operation.kind == "snapshot" and isinstance(self.services.published, AdapterWeights):
-            ref = (await self.services.publish_weights(self.at, "lora", number)).root
+            ref = (await self.services.publish_weights(self.last, "lora", number)).root
             assert isinstance(ref, AdapterWeights)
             outcome = outcome.model_copy(update={"adapter": ref.model_copy(update=NOT_NAMED)})
         now = time.time()
@@ -191,9 +198,9 @@ class Driving:
         if outcome.error is not None:
             return operation.kind == "optim_step" and self._num_calls > 0
         if operation.is_numbered:
-            return self._num_done + 1 > self.at
-        is_now = operation.kind == "snapshot" and outcome.step == self.at == self._num_done
-        return is_now and self._serves != self.at
+            return self._num_done + 1 > self.last
+        is_now = operation.kind == "snapshot" and outcome.step == self.last == self._num_done
+        return is_now and self._serves != self.last
 
     async def _next(self, number: int) -> ProgramOperation | None:
         """Returns the operation once it has come; None if later ones came and it did not."""
@@ -250,8 +257,8 @@ class Driving:
         if not self.num_queued():
             return
         try:
-            if self.at:
-                await self.services.checkpoint(self.at, await self._kept_steps())
+            if self.last:
+                await self.services.checkpoint(self.last, await self._kept_steps())
         except Conflict as error:  # a gradient waits: its calls are done again later
             await self.journal.log(error.detail)
         raise PutAway(
@@ -268,44 +275,44 @@ class Driving:
                 raise
             if isinstance(error, Conflict) and operation.kind not in ("checkpoint", "export"):
                 raise
-            return OperationOutcome(step=self.at, error=error.detail)
+            return OperationOutcome(step=self.last, error=error.detail)
 
     async def _dispatch(self, operation: ProgramOperation) -> OperationOutcome:
         services = self.services
         if operation.kind == "refused":
             raise BadRequest("the request of this operation could not be read")
         if operation.kind == "forward":
-            found = await services.forward(self.at, operation.examples)
+            found = await services.forward(self.last, operation.examples)
             weights = [one for e in operation.examples for one in e.advantages]
             loss = -math.fsum(map(float.__mul__, weights, found.logprobs))
-            return OperationOutcome(step=self.at, logprobs=found.logprobs, loss=loss)
+            return OperationOutcome(step=self.last, logprobs=found.logprobs, loss=loss)
         if operation.kind == "forward_backward":
             assert operation.loss is not None
             step = self._num_done + 1
             done = await services.forward_backward(step, operation.examples, operation.loss)
-            self._num_done = self.at = step
+            self._num_done = self.last = step
             self._loss += done.loss
             return OperationOutcome(step=step, loss=done.loss, logprobs=done.logprobs)
         if operation.kind == "optim_step":
             return await self._optim_step(operation)
         if operation.kind in ("checkpoint", "export"):
-            keep = {*await self._kept_steps(), self.at}
-            checkpoint = await services.checkpoint(self.at, tuple(sorted(keep)))
+            keep = {*await self._kept_steps(), self.last}
+            checkpoint = await services.checkpoint(self.last, tuple(sorted(keep)))
             await self.journal.checkpoint(checkpoint)
             return OperationOutcome(
-                step=self.at, path=checkpoint.path, size_bytes=checkpoint.size_bytes
+                step=self.last, path=checkpoint.path, size_bytes=checkpoint.size_bytes
             )
         if operation.kind == "snapshot":
-            await sync_weights(services, self.folder, self.job, self.at, self.journal)
-            self._serves = self.at
-        return OperationOutcome(step=self.at)
+            await sync_weights(services, self.folder, self.job, self.last, self.journal)
+            self._serves = self.last
+        return OperationOutcome(step=self.last)
 
     async def _optim_step(self, operation: ProgramOperation) -> OperationOutcome:
         assert operation.optimization is not None
         step = self._num_done + 1
-        is_again = step <= self.at
+        is_again = step <= self.last
         done = await self.services.optim_step(step, operation.optimization)
-        self._num_done = self.at = step
+        self._num_done = self.last = step
         loss, self._loss = self._loss, 0.0
         if not is_again:
             await self._record(step, operation.optimization.learning_rate, done.grad_norm, loss)

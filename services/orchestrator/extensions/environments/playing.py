@@ -1,67 +1,47 @@
-"""How a prompt's group comes to be: completions of one turn, or, with `[environment]`,
-conversations, played as its kind says. All are a `RolloutGroup`."""
+"""Plays the conversations of a prompt's group. All are one `RolloutGroup`."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Mapping
 
-from services.orchestrator.extensions.agents import worker_episodes as agents
-from services.orchestrator.extensions.environments.conversation import (
-    ENVIRONMENT_FAILED,
-    Conversation,
-    after,
-)
+from services.orchestrator.extensions.environments.conversation import Conversation, after
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.seams import Player
 from services.orchestrator.tasks import all_of
 from shared.job import Job
 from shared.wire import Prompt, RolloutGroup, Sampling
 from shared.wire.packed import TokenIds
 
 
-async def sample_group(
+async def play_group(
+    players: Mapping[str, Player],
     services: Services,
     job: Job,
     prompt: Prompt,
     min_version: int,
-    *,
     key: str,
-    seed: int | None = None,
-    sampling: Sampling | None = None,
+    sampling: Sampling,
 ) -> RolloutGroup:
-    """Returns the prompt's group, by weights of at least `min_version`. `sampling` is by default
-    the job's, with `seed`. Requests under the same `key` happen once."""
-    if job.environment is None or job.is_pushed:
-        return await services.generate(prompt, min_version, key=key, seed=seed, sampling=sampling)
-    chosen, play = sampling or services.sampling(seed), PLAYERS[job.environment.kind]
+    """Returns the group of `sampling.n` conversations, each by the player of the environment's
+    kind."""
+    assert job.environment is not None
+    play = players[job.environment.kind]
     played = await all_of(
-        play(services, job, prompt, min_version, f"{key}:{number}", _nth(chosen, number))
-        for number in range(chosen.n)
+        play(services, job, prompt, min_version, f"{key}:{number}", _nth(sampling, number))
+        for number in range(sampling.n)
     )
     return joined(played)
 
 
-async def _converse(
+async def converse(
     services: Services, job: Job, prompt: Prompt, min_version: int, key: str, sampling: Sampling
 ) -> RolloutGroup:
+    """Returns one conversation with an environment, as a group of one."""
     return await Conversation(services, job, prompt, min_version, key, sampling).play()
 
 
-Player = Callable[[Services, Job, Prompt, int, str, Sampling], Coroutine[Any, Any, RolloutGroup]]
-
-PLAYERS: dict[str, Player] = {
-    "class": _converse,
-    "tools": _converse,
-    "openenv": _converse,
-    "worker": agents.play,
-}
-"""How one rollout of a kind of environment is played."""
-
-
-def environment_failed(group: RolloutGroup) -> bool:
-    """Returns whether a rollout of the group has no reward because its environment failed."""
-    return any(ENVIRONMENT_FAILED in rollout.info for rollout in group.rollouts)
+PLAYERS: dict[str, Player] = {"class": converse, "tools": converse, "openenv": converse}
 
 
 def _nth(sampling: Sampling, number: int) -> Sampling:
