@@ -23,6 +23,7 @@ from services.orchestrator.grpo.groups import (
     too_many_missing,
     verdicts_of,
 )
+from services.orchestrator.grpo.pipeline import Sampled
 from services.orchestrator.grpo.prompts import Prompts, group_seed
 from services.orchestrator.grpo.supervised import asked, given_groups
 from services.orchestrator.samplers.services import Services
@@ -41,19 +42,6 @@ MAX_RESAMPLED = 2
 
 SampleRound = Callable[[int, int], Awaitable[list[ScoredGroup]]]
 """Returns graded groups of a round, up to so many."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A scored batch, and its seconds by stage: none if it was stored. `num_resampled` groups were
-    sampled more than once, for the staleness bound. `span` is when sampling began and ended, and
-    `trace` is the step's."""
-
-    batch: Batch
-    seconds: dict[str, float]
-    num_resampled: int = 0
-    span: tuple[float, float] | None = None
-    trace: tracing.Trace = tracing.NONE
 
 
 @dataclass

@@ -16,6 +16,10 @@ the next max_staleness steps are being sampled. So a batch trains weights that a
 max_staleness steps newer than the weights that sampled it. A batch's sampling starts only once
 weights new enough for it serve: nothing sampled is ever thrown away.
 
+The pipeline imports none of what it drives: a source of batches (`Batches` in batches.py), a
+trainer (`Services` in samplers/services.py), weight sync (samplers/syncing.py) and a run log
+(`RunFolder` in store/folder.py). `Run._pipeline` in jobs/attempt.py composes them.
+
 Around this: jobs/attempt.py loads the job and continues after failures (jobs/decisions.py), and
 jobs/after_step.py records, evaluates and writes checkpoints. groups.py replaces groups without
 signal. pool/ has the samplers, and decides which of them each group waits for.
@@ -26,11 +30,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from services.orchestrator.grpo.advantages import Advantages, batch_advantages
-from services.orchestrator.grpo.batches import Batches, Sampled
 from services.orchestrator.grpo.distilling import teacher_terms
 from services.orchestrator.grpo.examples import (
     Placed,
@@ -38,16 +42,52 @@ from services.orchestrator.grpo.examples import (
     step_totals,
     trained_tokens,
 )
-from services.orchestrator.samplers.services import Services
-from services.orchestrator.samplers.syncing import sync_weights
-from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.journal import Journal
 from services.orchestrator.tasks import stop, to_disk
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.job import Job
-from shared.wire import Batch, StepResult
+from shared.wire import Batch, Example, StepResult, StepTotals, TrainedTokens
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A scored batch, and its seconds by stage: none if it was stored. `num_resampled` groups were
+    sampled more than once, for the staleness bound. `span` is when sampling began and ended, and
+    `trace` is the step's."""
+
+    batch: Batch
+    seconds: dict[str, float]
+    num_resampled: int = 0
+    span: tuple[float, float] | None = None
+    trace: tracing.Trace = tracing.NONE
+
+
+class BatchSource(Protocol):
+    async def get(self, step: int) -> Sampled:
+        """Returns the step's scored batch: a stored one, or one sampled now."""
+        ...
+
+    async def note(self, batch: Batch) -> None:
+        """Remembers which problems of a stored batch taught nothing."""
+        ...
+
+
+class Trainer(Protocol):
+    async def train_step(
+        self, step: int, examples: tuple[Example, ...], totals: StepTotals
+    ) -> StepResult: ...
+
+
+class RunLog(Protocol):
+    def write_batch(self, batch: Batch) -> None: ...
+
+    def write_trained(self, tokens: TrainedTokens) -> None: ...
+
+
+Sync = Callable[[int], Awaitable[float | None]]
+"""Makes the samplers serve the weights of a step. Returns how far the step moved the canary, in
+nats, if known."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +112,10 @@ class Step:
 @dataclass(frozen=True)
 class Pipeline:
     job: Job
-    batches: Batches
-    services: Services
-    folder: RunFolder
-    journal: Journal
+    batches: BatchSource
+    trainer: Trainer
+    sync: Sync
+    log: RunLog
 
     async def steps(self, last_step: int) -> AsyncGenerator[Step]:
         """Yields each step after `last_step` once its weights serve, if they are synced. The next
@@ -112,7 +152,7 @@ class Pipeline:
 
     async def _train(self, sampled: Sampled, watch: Stopwatch) -> Step:
         batch = sampled.batch
-        await to_disk(self.folder.write_batch, batch)
+        await to_disk(self.log.write_batch, batch)
         await self.batches.note(batch)
         advantages_PG = batch_advantages(batch, self.job)
         given = self.job.is_supervised(batch.step)
@@ -121,14 +161,11 @@ class Pipeline:
         examples = tuple(example for _, example in placed)
         totals = step_totals(batch, self.job)
         watch.lap("store")
-        result = await self.services.train_step(batch.step, examples, totals)
+        result = await self.trainer.train_step(batch.step, examples, totals)
         watch.lap("train")
         moved = None
         if serves := syncs_after(self.job, batch.step):
-            synced = await sync_weights(
-                self.services, self.folder, self.job, batch.step, self.journal
-            )
-            moved = synced.moved
+            moved = await self.sync(batch.step)
         watch.lap("sync")
         if result.logprobs:
             await asyncio.to_thread(self._keep_tokens, batch, placed, result)
@@ -149,7 +186,7 @@ class Pipeline:
         """Stores what the trainer said of the tokens. No run depends on it: where the disk refuses,
         the writes that a run needs say so."""
         try:
-            self.folder.write_trained(trained_tokens(batch, placed, result))
+            self.log.write_trained(trained_tokens(batch, placed, result))
         except (OSError, HoneError) as error:
             get_logger().warning("no tokens were kept", step=batch.step, reason=str(error))
 

@@ -41,6 +41,7 @@ from services.orchestrator.jobs.progress import Doing, Progress
 from services.orchestrator.jobs.stopping import Spent, price_for, reason_to_stop
 from services.orchestrator.jobs.summary import summarize, summarize_evaluation
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.samplers.waits import watch
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions, Program
 from services.orchestrator.store.connection import StoreUnavailable
@@ -498,7 +499,12 @@ class Run:
             self._journal.warn,
             pushed,
         )
-        return Pipeline(self._job, batches, services, folder, self._journal)
+
+        async def sync(step: int) -> float | None:
+            synced = await sync_weights(services, folder, self._job, step, self._journal)
+            return synced.moved
+
+        return Pipeline(self._job, batches, services, sync, folder)
 
     async def _keep_spent_noted(self) -> None:
         """Notes hours and cost regularly, so that a killed attempt loses at most NOTE_SPENT_S."""
