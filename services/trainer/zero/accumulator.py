@@ -13,8 +13,9 @@ only at the step. So the step itself brings the boundary, by a micro-batch whose
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from torch import Tensor
 
 from services.trainer.engine import OutOfMemory
 from services.trainer.learning.batch import MicroBatch, dummy
-from services.trainer.learning.correction import known_sampler_logprobs
+from services.trainer.learning.correction import OF_CALLS, loss_inputs
 from services.trainer.learning.examples import num_sampled
-from services.trainer.learning.token_losses import token_loss
+from services.trainer.learning.loss import LossInputs
 from services.trainer.zero import stages as zero_stages
 from services.trainer.zero.internals import drop_gradients, random_state, restore_random_state
 from services.trainer.zero.lora import set_dropout
 from services.trainer.zero.memory import first_line, is_out_of_memory, usage
-from services.trainer.zero.update import Updater, refusable
+from services.trainer.zero.update import Updater
 from shared.errors import Failed
 from shared.wire import Example, Optimization, TokenLoss
 from shared.wire.packed import Logprobs
@@ -43,6 +44,15 @@ class _Call:
     examples: tuple[Example, ...]
     loss: TokenLoss
     random: dict[str, Any]
+
+
+NO_LOSS = TokenLoss(name="cross_entropy")
+"""Of a dummy: its only token has the advantage 0."""
+
+
+def inputs_of(loss: TokenLoss) -> Callable[[MicroBatch, Tensor], LossInputs]:
+    """Returns how the inputs of a call's loss are made of a micro-batch and its log-probs."""
+    return partial(loss_inputs, correction=OF_CALLS, spec=loss)
 
 
 class Accumulator:
@@ -88,17 +98,11 @@ class Accumulator:
         clipping; without a gradient it is 0 and Adam's means decay. Raises Failed if the gradient
         is not finite: then it is dropped, and weights and optimizer are as they were."""
         self._make_again()
-        zero = self._updater.zero
-        for group in zero.optimizer.param_groups:
-            group["lr"], group["eps"] = how.learning_rate, how.eps
-            group["betas"] = (how.beta1, how.beta2)
-            if group[zero_stages.DECAYS]:
-                group["weight_decay"] = how.weight_decay
         calls, self._calls = self._calls, []
-        self._pass(dummy(self._updater.layout), None, last=True)
-        norm = zero_stages.step(zero, how.max_grad_norm)
+        self._updater.backward(dummy(self._updater.layout), inputs_of(NO_LOSS), last=True)
+        norm = zero_stages.step(self._updater.zero, how)
         if norm is None:
-            drop_gradients(zero)
+            drop_gradients(self._updater.zero)
             raise Failed(
                 f"the step was refused: the gradient of {len(calls)} calls is not finite; it is "
                 "dropped, and the weights are as they were",
@@ -163,28 +167,12 @@ class Accumulator:
         try:
             set_dropout(updater.policy, updater.has_dropout)
             for batch in minibatch.micro_batches:
-                on_device, logprobs_N, loss = self._pass(batch, call.loss, last=False)
+                on_device, x, _, loss = updater.backward(batch, inputs_of(call.loss), last=False)
                 if batch.weight:
-                    found_N[on_device.places_N] = logprobs_N.detach().double()
-                    found_N[-1] += loss.detach().double()
+                    found_N[on_device.places_N] = x.logprobs_N.detach().double()
+                    found_N[-1] += loss.double()
         finally:
             set_dropout(updater.policy, False)
         dist.all_reduce(found_N)
         found = found_N.cpu().numpy()
         return float(found[-1]), Logprobs(found[:-1].astype("<f4").tobytes())
-
-    def _pass(
-        self, batch: MicroBatch, loss: TokenLoss | None, *, last: bool
-    ) -> tuple[MicroBatch, Tensor, Tensor]:
-        """One forward and one backward pass of a micro-batch; of loss 0 without a loss."""
-        zero = self._updater.zero
-        zero.set_gradient_accumulation_boundary(last)
-        on_device = batch.to(self._updater.device)
-        logprobs_N, _ = zero(on_device)
-        value = logprobs_N.sum() * 0.0
-        if loss is not None:
-            old_N = known_sampler_logprobs(on_device, logprobs_N.detach())
-            value = token_loss(loss, logprobs_N, old_N, on_device)
-        scale = batch.weight * dist.get_world_size()
-        zero.backward(refusable(value, logprobs_N) * scale)
-        return on_device, logprobs_N, value

@@ -253,7 +253,6 @@ class DeepSpeedEngine:
         else:
             job = aside.job
             aside.snapshot.restore(parts.zero)
-        zero.set_optimizer(parts.zero, job.training)
         policy = parts.updater.policy
         reference = start_reference(job, policy, parts.wrapped, parts.dtype, self._device)
         updater = Updater(

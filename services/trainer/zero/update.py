@@ -31,7 +31,9 @@ import dataclasses
 import gc
 import math
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ from services.trainer.engine import OutOfMemory, Update
 from services.trainer.learning.batch import Layout, MicroBatch, Minibatch, plan
 from services.trainer.learning.correction import loss_inputs, resolve
 from services.trainer.learning.examples import num_sampled
-from services.trainer.learning.loss import total_loss
+from services.trainer.learning.loss import LossInputs, total_loss
 from services.trainer.learning.metrics import StepMetrics
 from services.trainer.learning.policy import Policy, Reference
 from services.trainer.learning.preference import Preferences
@@ -64,7 +66,7 @@ from shared.host.logs import get_logger
 from shared.job import Job, TrainingSpec
 from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import is_worth_giving_back
-from shared.wire import Example, StepTotals
+from shared.wire import Example, Optimization, StepTotals
 from shared.wire.packed import Logprobs
 
 
@@ -224,14 +226,12 @@ class Updater:
         progress = Progress(training.epochs * len(minibatches))
         num_tokens = sum(map(num_sampled, examples))
         metrics = StepMetrics(self.device, training, self._correction, version, num_tokens)
-        zero_stages.set_optimizer(self.zero, self.job.training)
-        for group in self.zero.optimizer.param_groups:
-            group["lr"] = learning_rate
+        how = zero_stages.optimization(self.job.training, learning_rate)
         undo = Undo(random_state())
         try:
             if progress.num_updates > 1:
                 undo = dataclasses.replace(undo, snapshot=Snapshot.take(self.zero, self._copies))
-            norms = self._train(examples, minibatches, metrics, progress, training)
+            norms = self._train(examples, minibatches, metrics, progress, training, how)
         except NotFinite:
             undo.apply(self.zero)
             loss, values = metrics.reduce(progress.update)
@@ -280,6 +280,7 @@ class Updater:
         metrics: StepMetrics,
         progress: Progress,
         training: TrainingSpec,
+        how: Optimization,
     ) -> list[float]:
         """Returns the gradient's norm of each optimizer step, before clipping. Raises NotFinite."""
         reference = self._reference if training.has_reference else None
@@ -299,7 +300,7 @@ class Updater:
                     progress.update += 1
                     self._accumulate(minibatch, known, metrics, progress, training)
                     progress.stepping = True
-                    norm = zero_stages.step(self.zero, training.max_grad_norm)
+                    norm = zero_stages.step(self.zero, how)
                     progress.stepping = False
                     if norm is None:
                         raise NotFinite
@@ -364,24 +365,37 @@ class Updater:
             zip(minibatch.micro_batches, known, strict=True), start=1
         ):
             progress.enter(f"micro-batch {position} of {num}", batch)
-            self.zero.set_gradient_accumulation_boundary(position == num)
-            on_device = batch.to(self.device)
-            logprobs_N, entropy_N = self.zero(on_device)
-            x = loss_inputs(
-                on_device,
-                logprobs_N,
+            inputs = partial(
+                loss_inputs,
                 before_N=frozen.before_N,
                 first=progress.update == 1,
                 reference_N=frozen.reference_N if training.beta else None,
                 correction=self._correction,
                 denominators=minibatch.denominators,
-                training=training,
+                spec=training,
             )
-            loss = total_loss(x)
+            on_device, x, entropy_N, loss = self.backward(batch, inputs, last=position == num)
             metrics.add(on_device, x, entropy_N, loss)
             if frozen.before_N is None:
-                metrics.add_mismatch(on_device, logprobs_N.detach())
-            self.zero.backward(refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size()))
+                metrics.add_mismatch(on_device, x.logprobs_N.detach())
+
+    def backward(
+        self,
+        batch: MicroBatch,
+        inputs: Callable[[MicroBatch, Tensor], LossInputs],
+        *,
+        last: bool,
+    ) -> tuple[MicroBatch, LossInputs, Tensor, Tensor]:
+        """Adds the gradient of a micro-batch, whose loss is of `inputs` of its log-probs; `last`:
+        an optimizer step is next. Returns the micro-batch on the device, its inputs, its tokens'
+        entropies `[N]` and its loss."""
+        self.zero.set_gradient_accumulation_boundary(last)
+        on_device = batch.to(self.device)
+        logprobs_N, entropy_N = self.zero(on_device)
+        x = inputs(on_device, logprobs_N)
+        loss = total_loss(x)
+        self.zero.backward(refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size()))
+        return on_device, x, entropy_N, loss.detach()
 
     def _out_of_memory(self, error: BaseException, undo: Undo, progress: Progress) -> Exception:
         """Returns the error that says what to do, after making all as it was if this rank can."""
