@@ -170,7 +170,7 @@ def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
                 logprobs_N,
                 correction=correction,
                 denominators=minibatch.denominators,
-                training=job.training,
+                spec=job.training,
             )
             loss = total_loss(x)
             metrics.add(batch, x, entropies_N, loss)

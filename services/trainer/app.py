@@ -83,9 +83,14 @@ def create_service(
     service = Service("trainer", settings, readiness=readiness, version_info=lambda: versions)
     for name, description, read in GAUGES:
         service.gauge(name, description).set_function(lambda read=read: read(trainer.state()))
+
+    async def run_for_owner(name: str, body: Fenced) -> BaseModel:
+        service.ownership.check()
+        return await run(name, body)
+
     _add_job(service, trainer, run, doing)
-    _add_training(service, run)
-    _add_checkpoints(service, trainer, run)
+    _add_training(service, run_for_owner)
+    _add_checkpoints(service, trainer, run_for_owner)
     _serve_published_files(service, settings)
     return service
 
@@ -122,31 +127,26 @@ def _add_training(service: Service, run: Run) -> None:
     async def train_step(request: TrainStepRequest) -> StepResult:
         """Applies one training step. The same step again, with the same body, gives the same answer
         and moves nothing."""
-        service.ownership.check()
         result = cast(StepResult, await run("train_step", request))
         step_seconds.set(result.train_s)
         return result
 
     async def forward(request: ForwardRequest) -> ForwardResult:
         """Returns the log-probs that the weights of the last applied step give examples."""
-        service.ownership.check()
         return cast(ForwardResult, await run("forward", request))
 
     async def forward_backward(request: ForwardBackwardRequest) -> ForwardBackwardResult:
         """Adds the gradient of examples to the next optimizer step's. The same operation again,
         with the same body, gives the same answer and adds nothing."""
-        service.ownership.check()
         return cast(ForwardBackwardResult, await run("forward_backward", request))
 
     async def optim_step(request: OptimStepRequest) -> OptimStepResult:
         """Changes the weights by the gradient since the last optimizer step. The same operation
         again, with the same body, gives the same answer and moves nothing."""
-        service.ownership.check()
         return cast(OptimStepResult, await run("optim_step", request))
 
     async def publish_weights(request: PublishRequest) -> WeightsRef:
         """Writes the weights of the last applied step where samplers can load them."""
-        service.ownership.check()
         weights = cast(AnyWeights, await run("publish_weights", request))
         return WeightsRef(weights)
 
@@ -161,7 +161,6 @@ def _add_checkpoints(service: Service, trainer: Trainer, run: Run) -> None:
     async def write_checkpoint(request: CheckpointRequest) -> Checkpoint:
         """Writes a Hugging Face checkpoint of the last applied step, from which training can
         resume. Old checkpoints are removed."""
-        service.ownership.check()
         return cast(Checkpoint, await run("write_checkpoint", request))
 
     async def list_checkpoints() -> CheckpointList:

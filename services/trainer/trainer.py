@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar, cast
 
 from services.trainer.disk import checkpoints
-from services.trainer.disk.checkpoints import Found, newest_whole
+from services.trainer.disk.checkpoints import Found, newest_step, newest_whole
 from services.trainer.disk.folders import sweep
 from services.trainer.disk.weights import Publisher, volume_dir
 from services.trainer.engine import Engine, OutOfMemory, Update
@@ -101,7 +100,7 @@ class Trainer:
         self._runs = RunsVolume.of(settings, ranks.rank)
         self._seams = seams
         self._past = past or Past()
-        self._turns = Turns(ranks, self._start_engine)
+        self._turns = Turns(ranks, seams.start_engine)
         self._holders = Holders()
         self._newest: TrainerJob | None = None
         self._boot_id = secrets.token_hex(8)
@@ -120,7 +119,7 @@ class Trainer:
                     code="body_differs",
                 )
             has_memory = loaded.request.job.memory == request.job.memory
-            if has_memory and self._newest_step(folder) <= loaded.step:
+            if has_memory and newest_step(self._ranks, folder) <= loaded.step:
                 return self._continued(loaded, request)
         self._ranks.together(lambda: self._seams.check_job(request.job))
         model = self._ranks.from_rank_0(lambda: self._seams.fingerprint(request.job))
@@ -172,12 +171,6 @@ class Trainer:
     def _remember(self) -> None:
         """Keeps the newest attempt's job for restarted ranks, else they would let older ones in."""
         self._seams.remember_job(self._newest)
-
-    def _newest_step(self, folder: Path) -> int:
-        """Returns the step of the newest checkpoint, by any writer; -1 without one."""
-        return self._ranks.from_rank_0(
-            lambda: max((found.step for found in checkpoints.listed(folder)), default=-1)
-        )
 
     def _continued(self, loaded: Loaded, request: TrainerJob) -> TrainerState:
         """Continues with the loaded engine. The job may differ in keys that an engine does not
@@ -428,9 +421,6 @@ class Trainer:
             )
         self._turns.begin(loaded)
         return loaded
-
-    def _start_engine(self, job: Job) -> Engine:
-        return self._seams.start_engine(job)
 
     def _fitting(self, request: TrainerJob) -> Job:
         """Returns the job with the smallest budget of a micro-batch among the ranks."""

@@ -192,6 +192,11 @@ class TrainingSpec(Section):
         return self.beta > 0 or self.objective == "dpo"
 
     @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the greatest ratio."""
+        return (0.0 if self.loss == "cispo" else 1 - self.clip_low), 1 + self.clip_high
+
+    @property
     def ratio_of(self) -> Literal["token", "sequence"]:
         """The level of the importance ratio, the loss's own or the chosen one."""
         return "sequence" if self.loss == "gspo" else self.importance

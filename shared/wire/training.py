@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -175,14 +175,22 @@ one length of answers."""
 
 
 class TokenLoss(Wire):
-    """A loss that is a sum over tokens (services/trainer/learning/token_losses.py has the
-    formulas). `ratio_low` and `ratio_high` bound the ratio of "ppo", "cispo" and "gspo"; None: the
-    default of `RATIO_BOUNDS`. `beta` is of "dro"."""
+    """A loss that is a sum over tokens (services/trainer/learning/loss.py has the formulas).
+    `ratio_low` and `ratio_high` bound the ratio of "ppo", "cispo" and "gspo"; None: the default of
+    `RATIO_BOUNDS`. `beta` is of "dro"."""
 
     name: TokenLossName
     ratio_low: float | None = Field(default=None, ge=0)
     ratio_high: float | None = Field(default=None, gt=0)
     beta: float = Field(default=0.05, ge=0)
+
+    max_log_ratio: ClassVar[float] = 20.0
+    """The ratio's logarithm is clamped to this on both sides, so that no ratio is infinite."""
+
+    @property
+    def ratio_of(self) -> Literal["token", "gspo_token"]:
+        """The level of the importance ratio."""
+        return "gspo_token" if self.name == "gspo" else "token"
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -37,8 +37,9 @@ def loss_inputs(
         "weights_N": torch.ones(num_tokens, dtype=dtype),
         "sequences_N": torch.arange(num_sequences).repeat_interleave(lengths_S),
         "lengths_N": lengths_S.repeat_interleave(lengths_S),
+        "in_ratio_N": torch.ones(num_tokens, dtype=torch.bool),
         "denominators": Denominators(num_sequences, num_tokens, num_tokens, max_tokens=16),
-        "training": training or TrainingSpec(),
+        "spec": training or TrainingSpec(),
     }
     return LossInputs(**(fields | changes))
 
@@ -84,7 +85,7 @@ def random_batch(
         reference_logprobs_N=(old_N + spread * normal(num_tokens)).to(dtype),
         advantages_N=normal(len(lengths_S)).to(dtype).repeat_interleave(torch.tensor(lengths_S)),
         weights_N=torch.rand(num_tokens, generator=generator, dtype=DOUBLE).mul(2).to(dtype),
-        training=training,
+        spec=training,
     )
 
 

@@ -184,6 +184,11 @@ class Found:
     damaged: tuple[str, ...]
 
 
+def newest_step(ranks: Ranks, folder: Path) -> int:
+    """Returns the step of the newest checkpoint in `folder`, by any writer; -1 without one."""
+    return ranks.from_rank_0(lambda: max((found.step for found in listed(folder)), default=-1))
+
+
 def newest_whole(ranks: Ranks, folder: Path, request: TrainerJob, model: str) -> Found:
     """Returns, on every rank, the checkpoint in `folder` to resume from. Raises Conflict if it is
     of another job or model.
@@ -192,10 +197,8 @@ def newest_whole(ranks: Ranks, folder: Path, request: TrainerJob, model: str) ->
     """
     damaged: list[str] = []
     while True:
-        step = ranks.from_rank_0(
-            lambda: max((checkpoint.step for checkpoint in listed(folder)), default=None)
-        )
-        if step is None:
+        step = newest_step(ranks, folder)
+        if step < 0:
             return Found(None, None, tuple(damaged))
         path = path_of(folder, step)
         manifest, fault = _examined(ranks, path, request, model)

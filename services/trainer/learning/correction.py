@@ -30,9 +30,15 @@ import torch
 from torch import Tensor
 
 from services.trainer.learning.batch import MicroBatch
-from services.trainer.learning.loss import Denominators, LossInputs, sequence_sums
+from services.trainer.learning.loss import (
+    UNDIVIDED,
+    Denominators,
+    LossInputs,
+    sequence_sums,
+)
 from shared.errors import BadRequest
 from shared.job import CorrectionSpec, TrainingSpec
+from shared.wire import TokenLoss
 
 Method = Literal["none", "token_tis", "sequence_tis", "sequence_mask", "icepop"]
 
@@ -62,6 +68,10 @@ class Resolved:
     @property
     def of_sequences(self) -> bool:
         return self.method.startswith("sequence")
+
+
+OF_CALLS = Resolved("none", *BOUNDS["none"], ratio_base="sampler")
+"""Of a program's calls: the ratio is to the sampler's log-probs."""
 
 
 def resolve(correction: CorrectionSpec, max_staleness: int) -> Resolved:
@@ -133,8 +143,8 @@ def loss_inputs(
     first: bool = False,
     reference_N: Tensor | None = None,
     correction: Resolved,
-    denominators: Denominators,
-    training: TrainingSpec,
+    denominators: Denominators = UNDIVIDED,
+    spec: TrainingSpec | TokenLoss,
 ) -> LossInputs:
     """Returns the loss's inputs. `before_N` are the trainer's log-probs before the first update of
     the batch; None: this is the first update, and they are `logprobs_N`.
@@ -156,8 +166,9 @@ def loss_inputs(
         ),
         sequences_N=batch.sequences_N,
         lengths_N=batch.lengths_N,
+        in_ratio_N=batch.in_ratio_N,
         denominators=denominators,
-        training=training,
+        spec=spec,
     )
 
 

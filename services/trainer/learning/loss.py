@@ -5,12 +5,13 @@ The importance ratio of token t in sequence i is, by the job's `importance` or t
 
     token       r_t = exp(logprob_t - old_logprob_t)              PPO, arXiv 1707.06347
     sequence    r_t = exp(mean over i of (logprob - old_logprob)) GSPO, arXiv 2507.18071, equation 7
+    gspo_token  that value, with the gradient of exp(logprob_t)   GSPO-token, the same, equation 14
 
-with the exponent clamped to +-max_log_ratio. The old log-probs are the trainer's own before the
-first update of the batch, so the ratio of the first update is exactly 1; or the sampler's, if the
-job asks for that (`correction.ratio_base`). With A_t the advantage of token t, the token's loss l_t
-is one of three functions, times its correction weight (correction.py). The losses differ in that
-function and in the average, `LOSSES`:
+with the exponent clamped to +-max_log_ratio, and the mean over the tokens that count in it. The
+old log-probs are the trainer's own before the first update of the batch, so the ratio of the first
+update is exactly 1; or the sampler's, if the job asks for that (`correction.ratio_base`). With A_t
+the advantage of token t, the token's loss l_t is one of the functions below, times its correction
+weight (correction.py). The losses differ in that function and in the average, `LOSSES`:
 
     loss        l_t        average                            source
     grpo        clipped    sum_i 1/|o_i| sum_t l_t / S        arXiv 2402.03300, equation 3
@@ -21,24 +22,29 @@ function and in the average, `LOSSES`:
     bnpo        clipped    sum_t l_t / T_m                    TRL's loss of that name
     dr_grpo     clipped    sum_t l_t / (S * max_tokens)       arXiv 2503.20783
 
-A supervised step (`training.objective` "sft") has the loss
+    sft         -A_t logprob_t            the same, A = 1     mean negative log-likelihood
+    dpo         -A_t logprob_t            sum_t l_t / (S / 2) `preference.py`, S / 2 pairs
 
-    sft         -A_t logprob_t    sum_t l_t / T
+A program's calls (`POST /forward_backward`) have losses with Tinker's names and defaults. All are
+sums, so calls add up to one batch, however it is split. Their old log-probs are the sampler's.
 
-whose advantages are 1: the mean negative log-likelihood of its tokens. One with preferences ("dpo")
-has the same l_t, with the average sum_t l_t / (S / 2), S / 2 being the number of pairs, and the
-advantages of `preference.py`.
+    cross_entropy         -A_t logprob_t, A being the token's weight
+    importance_sampling   -r_t A_t
+    ppo                   clipped
+    cispo                 weighted
+    dro                   -A_t logprob_t + beta/2 (logprob_t - old_logprob_t)^2   arXiv 2405.19107
+    gspo                  clipped, r of "gspo_token"
 
 The denominators S, T and T_m are an optimizer step's share of the sequences and tokens of the whole
 batch as sampled, rollouts without signal included (`Denominators` and, with its equation,
 batch.py). They are counted before any correction rejects a token and are the same for every
 micro-batch and rank, so shares add up to the same loss however the step is split.
 
-Not finite: a trainer's log-prob of -inf gives the clamped ratio and no gradient; only "cispo",
-"sft" and "dpo", whose losses are proportional to it, are infinite. NaN stays NaN. The engine
+Not finite: a trainer's log-prob of -inf gives the clamped ratio and no gradient; only losses with
+the log-prob itself as a factor, such as "cispo" and "sft", are infinite. NaN stays NaN. The engine
 refuses a step whose loss is not finite.
 
-A new loss is a function here and its entry in `LOSSES`.
+A new loss is a function here and its entry in `LOSSES` or `SUMS`.
 """
 
 from __future__ import annotations
@@ -51,6 +57,7 @@ import torch
 from torch import Tensor
 
 from shared.job import TrainingSpec
+from shared.wire import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,10 @@ class Denominators:
     max_tokens: int
 
 
+UNDIVIDED = Denominators(1.0, 1.0, 1.0, 1)
+"""Of losses that are sums."""
+
+
 @dataclass(frozen=True)
 class LossInputs:
     """A micro-batch's `[N]` sampled tokens. Log-probs in nats.
@@ -77,7 +88,8 @@ class LossInputs:
     correction.py, and are 1 without a correction; they carry no gradient.
 
     Token n is in sequence `sequences_N[n]` (int64, 0 to S-1, never decreasing), which has
-    `lengths_N[n]` sampled tokens, all in this micro-batch.
+    `lengths_N[n]` sampled tokens, all in this micro-batch; in the mean of its sequence's ratio it
+    counts if `in_ratio_N[n]`. `spec` has the loss and its constants.
     """
 
     logprobs_N: Tensor
@@ -87,8 +99,15 @@ class LossInputs:
     weights_N: Tensor
     sequences_N: Tensor
     lengths_N: Tensor
+    in_ratio_N: Tensor
     denominators: Denominators
-    training: TrainingSpec
+    spec: TrainingSpec | TokenLoss
+
+    @property
+    def training(self) -> TrainingSpec:
+        """The job's constants, for the losses that no program's call has."""
+        assert isinstance(self.spec, TrainingSpec)
+        return self.spec
 
 
 Held = Callable[[LossInputs, Tensor], Tensor]
@@ -107,11 +126,11 @@ class Loss:
 
 
 def total_loss(x: LossInputs) -> Tensor:
-    """Returns the job's loss, plus `beta` times the KL divergence to the reference, averaged over
+    """Returns the loss; a job's plus `beta` times the KL divergence to the reference, averaged over
     tokens like the loss."""
-    training, loss = x.training, loss_of(x.training)
+    training, loss = x.spec, loss_of(x.spec)
     losses_N = weighted(x, loss.terms(x, importance_ratios(x)))
-    if training.beta == 0:
+    if isinstance(training, TokenLoss) or training.beta == 0:
         return loss.average(x, losses_N)
     if x.reference_logprobs_N is None:
         raise ValueError(
@@ -126,10 +145,22 @@ def importance_ratios(x: LossInputs) -> Tensor:
     """Returns r `[N]`, of the token or of its sequence. Without the clamp, e^89 is infinite in
     float32, and no bound holds where A < 0."""
     log_ratio_N = x.logprobs_N - x.old_logprobs_N
-    if x.training.ratio_of == "sequence":
-        sums_N = sequence_sums(log_ratio_N, x.sequences_N, num_sequences=len(log_ratio_N))
-        log_ratio_N = sums_N / x.lengths_N
-    return log_ratio_N.clamp(-x.training.max_log_ratio, x.training.max_log_ratio).exp()
+    if x.spec.ratio_of == "sequence":
+        log_ratio_N = _sequence_means(x, log_ratio_N)
+    elif x.spec.ratio_of == "gspo_token":
+        own_N = x.logprobs_N - x.logprobs_N.detach()  # exactly 0, with the gradient
+        log_ratio_N = _sequence_means(x, log_ratio_N.detach()) + own_N
+    return log_ratio_N.clamp(-x.spec.max_log_ratio, x.spec.max_log_ratio).exp()
+
+
+def _sequence_means(x: LossInputs, values_N: Tensor) -> Tensor:
+    """Returns, for each token, the mean over the tokens that count of its sequence `[N]`."""
+    counted_N = x.in_ratio_N.to(values_N.dtype)
+    sums_N, counts_N = (
+        sequence_sums(each_N, x.sequences_N, num_sequences=len(each_N))
+        for each_N in (values_N * counted_N, counted_N)
+    )
+    return sums_N / counts_N
 
 
 def sequence_sums(values_N: Tensor, sequences_N: Tensor, num_sequences: int) -> Tensor:
@@ -150,30 +181,37 @@ def weighted(x: LossInputs, losses_N: Tensor) -> Tensor:
 # --- a token's loss -----------------------------------------------------------------------------
 
 
-def clipped(x: LossInputs, ratio_N: Tensor) -> Tensor:
-    """Returns l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) `[N]`, and with `dual_clip` c
-    at most -c A where A < 0.
+def unclipped(x: LossInputs, ratio_N: Tensor) -> Tensor:
+    """Returns l = -r A `[N]`."""
+    return -ratio_N * x.advantages_N
 
-    arXiv 1707.06347, equation 7; two bounds apart: arXiv 2503.14476; dual clip: arXiv 1912.09729.
+
+def clipped(x: LossInputs, ratio_N: Tensor) -> Tensor:
+    """Returns l = -min(r A, clip(r, low, high) A) `[N]`.
+
+    arXiv 1707.06347, equation 7; two bounds apart: arXiv 2503.14476.
     """
-    training = x.training
-    bounded_N = ratio_N.clamp(1 - training.clip_low, 1 + training.clip_high)
-    losses_N = -torch.minimum(ratio_N * x.advantages_N, bounded_N * x.advantages_N)
-    if training.dual_clip is None:
+    bounded_N = ratio_N.clamp(*x.spec.bounds)
+    return -torch.minimum(ratio_N * x.advantages_N, bounded_N * x.advantages_N)
+
+
+def dual_clipped(x: LossInputs, ratio_N: Tensor) -> Tensor:
+    """Returns `clipped`, and with `dual_clip` c at most -c A where A < 0 (arXiv 1912.09729)."""
+    losses_N, dual_clip = clipped(x, ratio_N), x.training.dual_clip
+    if dual_clip is None:
         return losses_N
     return torch.where(
-        x.advantages_N < 0, torch.minimum(losses_N, -training.dual_clip * x.advantages_N), losses_N
+        x.advantages_N < 0, torch.minimum(losses_N, -dual_clip * x.advantages_N), losses_N
     )
 
 
 def cispo(x: LossInputs, ratio_N: Tensor) -> Tensor:
-    """Returns l = -sg(min(r, 1 + clip_high)) A logprob `[N]`, sg being "no gradient": no token
-    loses its gradient.
+    """Returns l = -sg(clip(r, low, high)) A logprob `[N]`, sg being "no gradient": no token loses
+    its gradient.
 
-    arXiv 2506.13585, equations 4 and 5. Its lower bound is left out, as in the authors' own runs;
-    so is `clip_low` here.
+    arXiv 2506.13585, equations 4 and 5. A job has no lower bound, as in the authors' own runs.
     """
-    return -ratio_N.detach().clamp(max=1 + x.training.clip_high) * x.advantages_N * x.logprobs_N
+    return -ratio_N.detach().clamp(*x.spec.bounds) * x.advantages_N * x.logprobs_N
 
 
 def sapo(x: LossInputs, ratio_N: Tensor) -> Tensor:
@@ -189,6 +227,13 @@ def sapo(x: LossInputs, ratio_N: Tensor) -> Tensor:
 def negative_log_likelihood(x: LossInputs, _ratio_N: Tensor) -> Tensor:
     """Returns l = -A logprob `[N]`."""
     return -x.advantages_N * x.logprobs_N
+
+
+def dro(x: LossInputs, _ratio_N: Tensor) -> Tensor:
+    """Returns l = -A logprob + beta/2 (logprob - old_logprob)^2 `[N]`."""
+    assert isinstance(x.spec, TokenLoss)
+    pull_N = x.spec.beta / 2 * (x.logprobs_N - x.old_logprobs_N).square()
+    return -(x.advantages_N * x.logprobs_N - pull_N)
 
 
 # --- averages, as shares of the optimizer step's ------------------------------------------------
@@ -214,15 +259,19 @@ def mean_over_pairs(x: LossInputs, values_N: Tensor) -> Tensor:
     return values_N.sum() / (x.denominators.num_sequences / 2)
 
 
+def total(_x: LossInputs, values_N: Tensor) -> Tensor:
+    return values_N.sum()
+
+
 # --- tokens held by a bound, by TRL's names of the metrics --------------------------------------
 
 
 def held_low(x: LossInputs, ratio_N: Tensor) -> Tensor:
-    return (ratio_N < 1 - x.training.clip_low) & (x.advantages_N < 0)
+    return (ratio_N < x.spec.bounds[0]) & (x.advantages_N < 0)
 
 
 def held_high(x: LossInputs, ratio_N: Tensor) -> Tensor:
-    return (ratio_N > 1 + x.training.clip_high) & (x.advantages_N > 0)
+    return (ratio_N > x.spec.bounds[1]) & (x.advantages_N > 0)
 
 
 def held_either(x: LossInputs, ratio_N: Tensor) -> Tensor:
@@ -251,15 +300,14 @@ def no_fractions(_training: TrainingSpec) -> dict[str, Held]:
 
 
 LOSSES: dict[str, Loss] = {
-    "dapo": Loss(clipped, mean_over_batch_tokens, clip_fractions),
-    "grpo": Loss(clipped, mean_of_sequence_means, clip_fractions),
-    "dr_grpo": Loss(clipped, mean_over_length_limit, clip_fractions),
-    "bnpo": Loss(clipped, mean_over_step_tokens, clip_fractions),
+    "dapo": Loss(dual_clipped, mean_over_batch_tokens, clip_fractions),
+    "grpo": Loss(dual_clipped, mean_of_sequence_means, clip_fractions),
+    "dr_grpo": Loss(dual_clipped, mean_over_length_limit, clip_fractions),
+    "bnpo": Loss(dual_clipped, mean_over_step_tokens, clip_fractions),
     "cispo": Loss(cispo, mean_over_batch_tokens, cispo_fractions),
     "sapo": Loss(sapo, mean_of_sequence_means, no_fractions),
-    "gspo": Loss(clipped, mean_of_sequence_means, clip_fractions),
+    "gspo": Loss(dual_clipped, mean_of_sequence_means, clip_fractions),
 }
-
 
 GIVEN: dict[str, Loss] = {
     "sft": Loss(negative_log_likelihood, mean_over_batch_tokens, no_fractions),
@@ -267,10 +315,22 @@ GIVEN: dict[str, Loss] = {
 }
 """The losses of given answers, by objective."""
 
+SUMS: dict[str, Loss] = {
+    "cross_entropy": Loss(negative_log_likelihood, total, no_fractions),
+    "importance_sampling": Loss(unclipped, total, no_fractions),
+    "ppo": Loss(clipped, total, no_fractions),
+    "cispo": Loss(cispo, total, no_fractions),
+    "dro": Loss(dro, total, no_fractions),
+    "gspo": Loss(clipped, total, no_fractions),
+}
+"""The losses of a program's calls."""
 
-def loss_of(training: TrainingSpec) -> Loss:
-    """Returns the loss of a step's updates."""
-    return GIVEN.get(training.objective) or LOSSES[training.loss]
+
+def loss_of(spec: TrainingSpec | TokenLoss) -> Loss:
+    """Returns the loss of a step's updates, or of a call."""
+    if isinstance(spec, TokenLoss):
+        return SUMS[spec.name]
+    return GIVEN.get(spec.objective) or LOSSES[spec.loss]
 
 
 # --- estimates of the KL term --------------------------------------------------------------------

@@ -4,7 +4,7 @@
 
 The gradient since the last step is a function of the calls since then, which are kept. A call that
 breaks off, whose loss is not finite or that ran out of memory, leaves a gradient that is partly
-its own; then the gradient is dropped and the kept calls are made again.
+its own; then the gradient is dropped, and the next call or step makes the kept calls again.
 
 DeepSpeed reduces gradients at the boundary of an accumulation, and which call is the last is known
 only at the step. So the step itself brings the boundary, by a micro-batch whose gradient is 0.
@@ -13,24 +13,28 @@ only at the step. So the step itself brings the boundary, by a micro-batch whose
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.engine import OutOfMemory
 from services.trainer.learning.batch import MicroBatch, dummy
-from services.trainer.learning.correction import known_sampler_logprobs
+from services.trainer.learning.correction import OF_CALLS, loss_inputs
 from services.trainer.learning.examples import num_sampled
-from services.trainer.learning.token_losses import token_loss
+from services.trainer.learning.loss import LossInputs
 from services.trainer.zero import stages as zero_stages
-from services.trainer.zero.internals import drop_gradients, random_state, restore_random_state
+from services.trainer.zero.internals import (
+    Undo,
+    drop_gradients,
+    random_state,
+    restore_random_state,
+)
 from services.trainer.zero.lora import set_dropout
-from services.trainer.zero.memory import first_line, is_out_of_memory, usage
-from services.trainer.zero.update import Updater, refusable
+from services.trainer.zero.update import Progress, Updater
 from shared.errors import Failed
 from shared.wire import Example, Optimization, TokenLoss
 from shared.wire.packed import Logprobs
@@ -43,6 +47,15 @@ class _Call:
     examples: tuple[Example, ...]
     loss: TokenLoss
     random: dict[str, Any]
+
+
+NO_LOSS = TokenLoss(name="cross_entropy")
+"""Of a dummy: its only token has the advantage 0."""
+
+
+def inputs_of(loss: TokenLoss) -> Callable[[MicroBatch, Tensor], LossInputs]:
+    """Returns how the inputs of a call's loss are made of a micro-batch and its log-probs."""
+    return partial(loss_inputs, correction=OF_CALLS, spec=loss)
 
 
 class Accumulator:
@@ -65,40 +78,19 @@ class Accumulator:
         """Adds the gradient of the examples' loss, and returns the loss and the tokens' log-probs,
         at temperature 1. Raises Failed if the loss is not finite or memory ran out, with the
         gradient as it was; OutOfMemory if memory ran out and this rank cannot continue."""
-        self._make_again()
-        call = _Call(examples, loss, random_state())
-        try:
-            total, logprobs = self._add(call)
-        except (MemoryError, RuntimeError) as error:
-            refused = self._out_of_memory(error)
-            self._again(call)
-            raise refused from None
-        if not math.isfinite(total):
-            self._again(call)
-            raise Failed(
-                f"the loss {loss.name!r} of {len(examples)} examples is {total:g}, expected a "
-                "finite number; the gradient is as it was",
-                code="not_finite",
-            )
-        self._calls.append(call)
-        return total, logprobs
+        return self._updater.fitting(lambda: self._forward_backward(examples, loss))
 
     def optim_step(self, how: Optimization) -> float:
         """Takes an optimizer step by the gradient so far, and returns the gradient's norm before
         clipping; without a gradient it is 0 and Adam's means decay. Raises Failed if the gradient
         is not finite: then it is dropped, and weights and optimizer are as they were."""
-        self._make_again()
-        zero = self._updater.zero
-        for group in zero.optimizer.param_groups:
-            group["lr"], group["eps"] = how.learning_rate, how.eps
-            group["betas"] = (how.beta1, how.beta2)
-            if group[zero_stages.DECAYS]:
-                group["weight_decay"] = how.weight_decay
+        updater = self._updater
+        updater.fitting(self._make_again)
         calls, self._calls = self._calls, []
-        self._pass(dummy(self._updater.layout), None, last=True)
-        norm = zero_stages.step(zero, how.max_grad_norm)
+        updater.backward(dummy(updater.layout), inputs_of(NO_LOSS), last=True)
+        norm = zero_stages.step(updater.zero, how)
         if norm is None:
-            drop_gradients(zero)
+            drop_gradients(updater.zero)
             raise Failed(
                 f"the step was refused: the gradient of {len(calls)} calls is not finite; it is "
                 "dropped, and the weights are as they were",
@@ -113,48 +105,43 @@ class Accumulator:
             drop_gradients(self._updater.zero)
         return tuple(self._calls)
 
+    def _forward_backward(
+        self, examples: tuple[Example, ...], loss: TokenLoss
+    ) -> tuple[float, Logprobs]:
+        self._make_again()
+        undo = Undo(random_state())
+        call = _Call(examples, loss, undo.random)
+        total, logprobs = self._add(call, undo)
+        if not math.isfinite(total):
+            self._drop(undo)
+            raise Failed(
+                f"the loss {loss.name!r} of {len(examples)} examples is {total:g}, expected a "
+                "finite number; the gradient is as it was",
+                code="not_finite",
+            )
+        self._calls.append(call)
+        return total, logprobs
+
     def _make_again(self) -> None:
-        """Makes the gradient of the calls that were set aside."""
+        """Makes the gradient of the calls so far, if it was dropped."""
         if self._is_made:
             return
-        before = random_state()
-        try:
-            self._add_all()
-        except (MemoryError, RuntimeError) as error:
-            refused = self._out_of_memory(error)
-            drop_gradients(self._updater.zero)
-            restore_random_state(before)
-            raise refused from None
-        restore_random_state(before)
-        self._is_made = True
-
-    def _out_of_memory(self, error: Exception) -> Failed:
-        """Returns the error of a call for which this rank has no memory, which it can undo. Raises
-        OutOfMemory if it cannot, beside other ranks, and any other error as it is."""
-        if not is_out_of_memory(error):
-            raise error
-        sentence = f"out of memory ({first_line(error)}); {usage(self._updater.device)}"
-        if dist.get_world_size() > 1:
-            raise OutOfMemory(f"{sentence}; this rank cannot continue from here") from None
-        return Failed(
-            f"{sentence}; the gradient is as it was. Lower memory.micro_batch_tokens or send "
-            "shorter examples",
-            code="out_of_memory",
-        )
-
-    def _again(self, failed: _Call) -> None:
-        """Makes the gradient again, of the calls before the failed one."""
-        drop_gradients(self._updater.zero)
-        self._add_all()
-        restore_random_state(failed.random)
-
-    def _add_all(self) -> None:
+        undo = Undo(random_state())
         for call in self._calls:
             restore_random_state(call.random)
-            self._add(call)
+            self._add(call, undo)
+        restore_random_state(undo.random)
+        self._is_made = True
 
-    def _add(self, call: _Call) -> tuple[float, Logprobs]:
-        updater = self._updater
+    def _drop(self, undo: Undo) -> None:
+        """Drops the gradient, of which a part is a failed call's, until it is made again."""
+        undo.apply(self._updater.zero)
+        self._is_made = not self._calls
+
+    def _add(self, call: _Call, undo: Undo) -> tuple[float, Logprobs]:
+        """Adds the gradient of a call. Raises `Updater.out_of_memory`, with the gradient
+        dropped."""
+        updater, progress = self._updater, Progress()
         updater.policy.temperature = 1.0
         num_tokens = sum(map(num_sampled, call.examples))
         # The tokens' log-probs and, at the end, the loss: each is one rank's, and 0 elsewhere.
@@ -163,28 +150,16 @@ class Accumulator:
         try:
             set_dropout(updater.policy, updater.has_dropout)
             for batch in minibatch.micro_batches:
-                on_device, logprobs_N, loss = self._pass(batch, call.loss, last=False)
+                progress.enter("a micro-batch", batch)
+                on_device, x, _, loss = updater.backward(batch, inputs_of(call.loss), last=False)
                 if batch.weight:
-                    found_N[on_device.places_N] = logprobs_N.detach().double()
-                    found_N[-1] += loss.detach().double()
+                    found_N[on_device.places_N] = x.logprobs_N.detach().double()
+                    found_N[-1] += loss.double()
+        except (MemoryError, RuntimeError) as error:
+            self._is_made = not self._calls
+            raise updater.out_of_memory(error, undo, progress) from None
         finally:
             set_dropout(updater.policy, False)
         dist.all_reduce(found_N)
         found = found_N.cpu().numpy()
         return float(found[-1]), Logprobs(found[:-1].astype("<f4").tobytes())
-
-    def _pass(
-        self, batch: MicroBatch, loss: TokenLoss | None, *, last: bool
-    ) -> tuple[MicroBatch, Tensor, Tensor]:
-        """One forward and one backward pass of a micro-batch; of loss 0 without a loss."""
-        zero = self._updater.zero
-        zero.set_gradient_accumulation_boundary(last)
-        on_device = batch.to(self._updater.device)
-        logprobs_N, _ = zero(on_device)
-        value = logprobs_N.sum() * 0.0
-        if loss is not None:
-            old_N = known_sampler_logprobs(on_device, logprobs_N.detach())
-            value = token_loss(loss, logprobs_N, old_N, on_device)
-        scale = batch.weight * dist.get_world_size()
-        zero.backward(refusable(value, logprobs_N) * scale)
-        return on_device, logprobs_N, value

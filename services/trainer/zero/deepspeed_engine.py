@@ -22,7 +22,7 @@ from torch import Tensor
 from services.trainer.disk import tensor_file
 from services.trainer.engine import Update
 from services.trainer.learning import attention
-from services.trainer.learning.batch import Layout, collate
+from services.trainer.learning.batch import collate
 from services.trainer.learning.examples import allowed_versions, check
 from services.trainer.learning.head import as_scoring_head
 from services.trainer.learning.model_checks import (
@@ -77,11 +77,8 @@ class Parts:
     model: Any
     wrapped: Any
     zero: Any
-    updater: Any
-    accumulator: Any
-    layout: Layout
-    planned: Planned | None
-    copies: HostCopies
+    updater: Updater
+    accumulator: Accumulator
     without: str
     dtype: torch.dtype
     num_parameters: int
@@ -121,18 +118,13 @@ def assemble(job: Job, device: torch.device) -> Parts:
     reference = start_reference(job, policy, wrapped, dtype, device)
     seed_everything(job.seed + dist.get_rank())  # ranks drop out differently
     copies = HostCopies(pinned=device.type == "cuda" and not job.memory.offload_optimizer)
-    updater = Updater(
-        job, engine, policy, reference, copies, layout=layout, device=device, planned=planned
-    )
+    updater = Updater(job, engine, policy, reference, copies, layout, device, planned)
     return Parts(
         model=model,
         wrapped=wrapped,
         zero=engine,
         updater=updater,
         accumulator=Accumulator(updater),
-        layout=layout,
-        planned=planned,
-        copies=copies,
         without=without,
         dtype=dtype,
         num_parameters=num_parameters,
@@ -236,7 +228,7 @@ class DeepSpeedEngine:
         """Ends the turn of the job, and returns what is its own."""
         parts = self._parts
         calls = parts.accumulator.set_aside()
-        copies = self._own_copies or HostCopies(pinned=parts.copies.pinned)
+        copies = self._own_copies or HostCopies(pinned=parts.updater.copies.pinned)
         snapshot = Snapshot.take(parts.zero, copies)
         return Aside(parts.updater.job, snapshot, copies, internals.random_state(), calls)
 
@@ -253,19 +245,9 @@ class DeepSpeedEngine:
         else:
             job = aside.job
             aside.snapshot.restore(parts.zero)
-        zero.set_optimizer(parts.zero, job.training)
         policy = parts.updater.policy
         reference = start_reference(job, policy, parts.wrapped, parts.dtype, self._device)
-        updater = Updater(
-            job,
-            parts.zero,
-            policy,
-            reference,
-            parts.copies,
-            layout=parts.layout,
-            device=self._device,
-            planned=parts.planned,
-        )
+        updater = replace(parts.updater, job=job, reference=reference)
         accumulator = Accumulator(updater, calls)
         self._job, self._parts = job, replace(parts, updater=updater, accumulator=accumulator)
         if aside is not None:
@@ -284,9 +266,7 @@ class DeepSpeedEngine:
         Raises BadRequest for examples that the model cannot take or that staler weights sampled
         than the job allows, and what `Updater.update` raises, with weights and optimizer as they
         were."""
-        config = self._parts.model.config.get_text_config()
-        sampled_by = allowed_versions(version, self._job.max_staleness)
-        check(examples, config.vocab_size, sampled_by, window=_window(config))
+        self._check(examples, allowed_versions(version, self._job.max_staleness))
         if supervised and self._job.training.objective == "dpo":
             check_pairs(examples)
         return self._parts.updater.update(
@@ -296,9 +276,12 @@ class DeepSpeedEngine:
     def forward(self, examples: tuple[Example, ...]) -> tuple[Logprobs, Logprobs]:
         """Returns the log-probs of the examples' sampled tokens, and the reference's (empty without
         one). Raises BadRequest for examples that the model cannot take."""
-        config = self._parts.model.config.get_text_config()
-        check(examples, config.vocab_size, window=_window(config))
+        self._check(examples)
         return self._parts.updater.forward(examples)
+
+    def _check(self, examples: tuple[Example, ...], sampled_by: range | None = None) -> None:
+        config = self._parts.model.config.get_text_config()
+        check(examples, config.vocab_size, sampled_by, window=_window(config))
 
     @property
     def num_calls(self) -> int:
@@ -309,8 +292,7 @@ class DeepSpeedEngine:
     ) -> tuple[float, Logprobs]:
         """Adds the gradient of the examples' loss. Raises BadRequest for examples that the model
         cannot take, and what `Accumulator.forward_backward` raises, with the gradient as it was."""
-        config = self._parts.model.config.get_text_config()
-        check(examples, config.vocab_size, window=_window(config))
+        self._check(examples)
         return self._parts.accumulator.forward_backward(examples, loss)
 
     def optim_step(self, how: Optimization) -> float:
@@ -327,7 +309,7 @@ class DeepSpeedEngine:
             prompt_token_ids=TokenIds(ids[:1]), token_ids=TokenIds(ids[1:]), advantage=0.0
         )
         chunk_tokens = self._job.memory.chunk_tokens
-        batch = collate([whole], layout=self._parts.layout).to(self._device)
+        batch = collate([whole], layout=self._parts.updater.layout).to(self._device)
         logprobs_N, _ = Policy(model, temperature=1.0, chunk_tokens=chunk_tokens)(batch)
         noise = rounding_noise(model, batch, logprobs_N, chunk_tokens)
         if not (logprobs_N.isfinite().all() and math.isfinite(noise)):

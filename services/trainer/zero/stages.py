@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from shared.errors import BadRequest
 from shared.job import Job, MemorySpec, TrainingSpec
 from shared.plan.memory import MAX_BUCKET
+from shared.wire import Optimization
 
 NORM_PIECE = 1 << 22
 """Elements of a gradient whose norm is taken at a time."""
@@ -111,7 +112,7 @@ def start(policy: nn.Module, job: Job, dtype: torch.dtype) -> Any:
     refuses."""
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     settings = config(job, dtype, sum(parameter.numel() for parameter in trainable))
-    optimizer = make_optimizer(policy, job.training, offload=job.memory.offload_optimizer)
+    optimizer = make_optimizer(policy, offload=job.memory.offload_optimizer)
     try:
         if job.memory.zero_stage == 3:
             spread(policy, settings, dtype)
@@ -167,12 +168,16 @@ def spread(policy: nn.Module, settings: dict[str, Any], dtype: torch.dtype) -> N
     deepspeed.zero.Init(module=policy, config_dict_or_path=settings, dtype=dtype)
 
 
-def step(zero: Any, max_grad_norm: float) -> float | None:
+def step(zero: Any, how: Optimization) -> float | None:
     """Applies the gradients that were added up, clipped to `max_grad_norm` unless that is 0.
     Returns their norm before that; None if it is not finite, then with weights and optimizer as
     they were."""
+    for group in zero.optimizer.param_groups:
+        group["lr"], group["eps"] = how.learning_rate, how.eps
+        group["betas"] = (how.beta1, how.beta2)
+        group["weight_decay"] = how.weight_decay if group[DECAYS] else 0.0
     if zero.zero_optimization_stage() > 0:
-        zero.optimizer.clip_grad = max_grad_norm
+        zero.optimizer.clip_grad = how.max_grad_norm
         zero.step()
         return float(zero.get_global_grad_norm()) if zero.was_step_applied() else None
     parameters = [parameter for parameter in zero.module.parameters() if parameter.grad is not None]
@@ -180,8 +185,8 @@ def step(zero: Any, max_grad_norm: float) -> float | None:
     if not torch.isfinite(norm):
         zero.zero_grad()
         return None
-    if max_grad_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+    if how.max_grad_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, how.max_grad_norm, norm)
     zero.step()
     return float(norm)
 
@@ -261,38 +266,36 @@ DECAYS = "decays"
 """Key of the optimizer's groups of parameters: whether weight decay is on them."""
 
 
-def set_optimizer(zero: Any, training: TrainingSpec) -> None:
-    """Gives an optimizer the constants of another job, as `make_optimizer` does."""
-    for group in zero.optimizer.param_groups:
-        group["betas"] = (training.adam_beta1, training.adam_beta2)
-        group["weight_decay"] = training.weight_decay if group[DECAYS] else 0.0
-        group["eps"] = ADAM_EPS
+def optimization(training: TrainingSpec, learning_rate: float) -> Optimization:
+    """Returns an optimizer step of a job."""
+    return Optimization(
+        learning_rate=learning_rate,
+        beta1=training.adam_beta1,
+        beta2=training.adam_beta2,
+        eps=ADAM_EPS,
+        weight_decay=training.weight_decay,
+        max_grad_norm=training.max_grad_norm,
+    )
 
 
-def make_optimizer(
-    policy: nn.Module, training: TrainingSpec, *, offload: bool
-) -> torch.optim.Optimizer:
+def make_optimizer(policy: nn.Module, *, offload: bool) -> torch.optim.Optimizer:
     """Returns AdamW over the trained parameters; DeepSpeed's CPU Adam if its state is offloaded.
 
-    Weight decay is on matrices only, as is usual, and not on norms and biases. The learning rate is
-    set at each update.
+    Weight decay is on matrices only, as is usual, and not on norms and biases. Each `step` sets
+    Adam's constants.
     """
     trainable = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trainable if parameter.dim() >= 2]
     vectors = [parameter for parameter in trainable if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": training.weight_decay, DECAYS: True},
-        {"params": vectors, "weight_decay": 0.0, DECAYS: False},
-    ]
+    groups = [{"params": matrices, DECAYS: True}, {"params": vectors, DECAYS: False}]
     groups = [group for group in groups if group["params"]]
-    betas, eps = (training.adam_beta1, training.adam_beta2), ADAM_EPS
     if not offload:
         # Fused: `foreach` would make a second float32 copy of all weights in the middle of a step.
-        return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        return torch.optim.AdamW(groups, lr=0.0, fused=True)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     try:
-        return DeepSpeedCPUAdam(groups, lr=0.0, betas=betas, eps=eps, adamw_mode=True)
+        return DeepSpeedCPUAdam(groups, lr=0.0, adamw_mode=True)
     except Exception as error:  # a compiler runs here, at first use, and can fail in many ways
         raise BadRequest(
             "memory.offload_optimizer needs DeepSpeed's CPU Adam, which is compiled at first use "

@@ -31,8 +31,10 @@ import dataclasses
 import gc
 import math
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,7 +44,7 @@ from services.trainer.engine import OutOfMemory, Update
 from services.trainer.learning.batch import Layout, MicroBatch, Minibatch, plan
 from services.trainer.learning.correction import loss_inputs, resolve
 from services.trainer.learning.examples import num_sampled
-from services.trainer.learning.loss import total_loss
+from services.trainer.learning.loss import LossInputs, total_loss
 from services.trainer.learning.metrics import StepMetrics
 from services.trainer.learning.policy import Policy, Reference
 from services.trainer.learning.preference import Preferences
@@ -64,7 +66,7 @@ from shared.host.logs import get_logger
 from shared.job import Job, TrainingSpec
 from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import is_worth_giving_back
-from shared.wire import Example, StepTotals
+from shared.wire import Example, Optimization, StepTotals
 from shared.wire.packed import Logprobs
 
 
@@ -82,7 +84,7 @@ class Progress:
     """Where an update is, for its errors. `stepping`: the optimizer is at work, and weights may be
     half changed. `shape`: sequences and tokens, padding included, of the present micro-batch."""
 
-    num_updates: int
+    num_updates: int = 0
     update: int = 0
     passing: str = "the copy of weights and optimizer that several optimizer steps need"
     shape: tuple[int, int] | None = None
@@ -107,6 +109,9 @@ class Progress:
         return f"{self.passing} of {sequences} sequence(s) in {tokens} tokens, {step}"
 
 
+R = TypeVar("R")
+
+
 class DoesNotFit(Exception):
     """A micro-batch did not fit into memory, all is as it was, and half its tokens might fit."""
 
@@ -120,32 +125,26 @@ class NotFinite(Exception):
     """A loss or gradient is NaN or infinite, and the optimizer step was refused, on all ranks."""
 
 
+@dataclass
 class Updater:
-    """Trains the policy that DeepSpeed's engine `zero` holds. Every method is called on all ranks
-    together."""
+    """Trains a job's policy that DeepSpeed's engine `zero` holds. Every method is called on all
+    ranks together."""
 
-    def __init__(
-        self,
-        job: Job,
-        zero: Any,
-        policy: Policy,
-        reference: Reference | None,
-        copies: HostCopies,
-        *,
-        layout: Layout,
-        device: torch.device,
-        planned: Planned | None = None,
-    ) -> None:
-        self.job = job
-        self.zero = zero
-        self.policy = policy
-        self._reference = reference
-        self.layout: Layout = layout
-        self.device = device
-        self._planned = planned
-        self._correction = resolve(job.correction, job.max_staleness)
-        self.has_dropout = job.lora is not None and job.lora.dropout > 0
-        self._copies = copies
+    job: Job
+    zero: Any
+    policy: Policy
+    reference: Reference | None
+    copies: HostCopies
+    layout: Layout
+    device: torch.device
+    planned: Planned | None = None
+
+    def __post_init__(self) -> None:
+        self._correction = resolve(self.job.correction, self.job.max_staleness)
+
+    @property
+    def has_dropout(self) -> bool:
+        return self.job.lora is not None and self.job.lora.dropout > 0
 
     def update(
         self,
@@ -161,12 +160,18 @@ class Updater:
         negative log-likelihood, at temperature 1 and without a KL term. Raises Failed if a loss or
         gradient is not finite or memory ran out, with all as it was; OutOfMemory if memory ran out
         and this rank cannot continue."""
+        return self.fitting(
+            lambda: self._update(examples, learning_rate, totals, version, supervised)
+        )
+
+    def fitting(self, act: Callable[[], R]) -> R:
+        """Returns what `act` does, in micro-batches of half as many tokens where it did not fit."""
         while True:
             try:
-                return self._update(examples, learning_rate, totals, version, supervised)
+                return act()
             except DoesNotFit as too_large:
                 get_logger().warning(
-                    "out of memory: the step is made again in smaller micro-batches",
+                    "out of memory: it is made again in smaller micro-batches",
                     before=self.job.memory.micro_batch_tokens,
                     micro_batch_tokens=too_large.budget,
                     reason=too_large.error.detail,
@@ -181,7 +186,7 @@ class Updater:
         """Returns the log-probs of the examples' sampled tokens, on all ranks, by the policy and by
         the reference (empty without one)."""
         self.policy.temperature = self.job.temperature
-        asked = {"policy": lambda batch: self.policy(batch)[0], "reference": self._reference}
+        asked = {"policy": lambda batch: self.policy(batch)[0], "reference": self.reference}
         passes = [ask for ask in asked.values() if ask is not None]
         num_tokens = sum(map(num_sampled, examples))
         tokens_PN = torch.zeros((len(passes), num_tokens), device=self.device)
@@ -224,14 +229,12 @@ class Updater:
         progress = Progress(training.epochs * len(minibatches))
         num_tokens = sum(map(num_sampled, examples))
         metrics = StepMetrics(self.device, training, self._correction, version, num_tokens)
-        zero_stages.set_optimizer(self.zero, self.job.training)
-        for group in self.zero.optimizer.param_groups:
-            group["lr"] = learning_rate
+        how = zero_stages.optimization(self.job.training, learning_rate)
         undo = Undo(random_state())
         try:
             if progress.num_updates > 1:
-                undo = dataclasses.replace(undo, snapshot=Snapshot.take(self.zero, self._copies))
-            norms = self._train(examples, minibatches, metrics, progress, training)
+                undo = dataclasses.replace(undo, snapshot=Snapshot.take(self.zero, self.copies))
+            norms = self._train(examples, minibatches, metrics, progress, training, how)
         except NotFinite:
             undo.apply(self.zero)
             loss, values = metrics.reduce(progress.update)
@@ -245,9 +248,7 @@ class Updater:
                 code="not_finite",
             ) from None
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self._out_of_memory(error, undo, progress) from None
+            raise self.out_of_memory(error, undo, progress) from None
         loss, values = metrics.reduce(training.epochs * training.minibatches)
         values["memory/micro_batch_tokens"] = float(self.job.memory.micro_batch_tokens)
         logprobs, entropies = metrics.of_tokens()
@@ -262,13 +263,13 @@ class Updater:
 
     def _spare_host_memory(self, minibatches: list[Minibatch]) -> None:
         """Has activations given back as soon as they are freed, where that is worth its time."""
-        if self.device.type != "cpu" or self._planned is None:
+        if self.device.type != "cpu" or self.planned is None:
             return
         batches = (batch for minibatch in minibatches for batch in minibatch.micro_batches)
         tokens = max(batch.input_ids_BT.numel() for batch in batches)
         if is_worth_giving_back(
-            self._planned.pass_bytes(self.job, tokens),
-            self._planned.peak_bytes(self.job, tokens) * dist.get_world_size(),
+            self.planned.pass_bytes(self.job, tokens),
+            self.planned.peak_bytes(self.job, tokens) * dist.get_world_size(),
             host_memory_bytes(),
         ):
             host_memory.give_back_large_blocks()
@@ -280,9 +281,10 @@ class Updater:
         metrics: StepMetrics,
         progress: Progress,
         training: TrainingSpec,
+        how: Optimization,
     ) -> list[float]:
         """Returns the gradient's norm of each optimizer step, before clipping. Raises NotFinite."""
-        reference = self._reference if training.has_reference else None
+        reference = self.reference if training.has_reference else None
         prefers = training.objective == "dpo"
         ask_policy = progress.num_updates > 1 or self.has_dropout or prefers
         frozen = [
@@ -299,7 +301,7 @@ class Updater:
                     progress.update += 1
                     self._accumulate(minibatch, known, metrics, progress, training)
                     progress.stepping = True
-                    norm = zero_stages.step(self.zero, training.max_grad_norm)
+                    norm = zero_stages.step(self.zero, how)
                     progress.stepping = False
                     if norm is None:
                         raise NotFinite
@@ -364,27 +366,43 @@ class Updater:
             zip(minibatch.micro_batches, known, strict=True), start=1
         ):
             progress.enter(f"micro-batch {position} of {num}", batch)
-            self.zero.set_gradient_accumulation_boundary(position == num)
-            on_device = batch.to(self.device)
-            logprobs_N, entropy_N = self.zero(on_device)
-            x = loss_inputs(
-                on_device,
-                logprobs_N,
+            inputs = partial(
+                loss_inputs,
                 before_N=frozen.before_N,
                 first=progress.update == 1,
                 reference_N=frozen.reference_N if training.beta else None,
                 correction=self._correction,
                 denominators=minibatch.denominators,
-                training=training,
+                spec=training,
             )
-            loss = total_loss(x)
+            on_device, x, entropy_N, loss = self.backward(batch, inputs, last=position == num)
             metrics.add(on_device, x, entropy_N, loss)
             if frozen.before_N is None:
-                metrics.add_mismatch(on_device, logprobs_N.detach())
-            self.zero.backward(refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size()))
+                metrics.add_mismatch(on_device, x.logprobs_N.detach())
 
-    def _out_of_memory(self, error: BaseException, undo: Undo, progress: Progress) -> Exception:
-        """Returns the error that says what to do, after making all as it was if this rank can."""
+    def backward(
+        self,
+        batch: MicroBatch,
+        inputs: Callable[[MicroBatch, Tensor], LossInputs],
+        *,
+        last: bool,
+    ) -> tuple[MicroBatch, LossInputs, Tensor, Tensor]:
+        """Adds the gradient of a micro-batch, whose loss is of `inputs` of its log-probs; `last`:
+        an optimizer step is next. Returns the micro-batch on the device, its inputs, its tokens'
+        entropies `[N]` and its loss."""
+        self.zero.set_gradient_accumulation_boundary(last)
+        on_device = batch.to(self.device)
+        logprobs_N, entropy_N = self.zero(on_device)
+        x = inputs(on_device, logprobs_N)
+        loss = total_loss(x)
+        self.zero.backward(refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size()))
+        return on_device, x, entropy_N, loss.detach()
+
+    def out_of_memory(self, error: Exception, undo: Undo, progress: Progress) -> Exception:
+        """Returns the error that says what to do, after making all as it was if this rank can.
+        Raises another error than one of memory as it is."""
+        if not is_out_of_memory(error):
+            raise error
         there_is = usage(self.device)
         said = first_line(error)
         traceback.clear_frames(error.__traceback__)  # they hold the activations
@@ -395,8 +413,8 @@ class Updater:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        turn = knobs(self.job, num_ranks, progress.shape, self._planned, device=self.device.type)
-        planned = f"{self._planned.sentence(self.job)}; " if self._planned else ""
+        turn = knobs(self.job, num_ranks, progress.shape, self.planned, device=self.device.type)
+        planned = f"{self.planned.sentence(self.job)}; " if self.planned else ""
         state = (
             "the weights and the optimizer are as they were"
             if kept

@@ -238,3 +238,59 @@ def test_a_step_without_a_call_moves_by_adams_means_alone(rank, model, examples,
     answers = rank.call(run, job, [(examples, loss), still, still], tmp_path / "moved")
     assert answers[1] > 0 and answers[2] == 0.0
     assert not math.isnan(answers[1])
+
+
+def run_short_of_memory(job: Job, script: Sequence[Any], folder: Path) -> tuple[str, int]:
+    """Does two calls and a step, with the second call's second backward pass out of memory; if that
+    was refused, once more. Returns the error, and the tokens of a micro-batch afterwards."""
+    import torch
+
+    from services.trainer.zero.deepspeed_engine import start_engine
+
+    engine = start_engine(job, torch.device("cpu"))
+    first, second, how = script
+    engine.forward_backward(*first)
+    passes = itertools.count(1)
+
+    def fail(*_: Any) -> None:
+        if next(passes) == 2:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB. See documentation")
+
+    layer = engine._parts.model.model.layers[0]
+    handle, error = layer.mlp.register_full_backward_hook(fail), ""
+    try:
+        engine.forward_backward(*second)
+    except HoneError as refused:
+        error = refused.detail
+    handle.remove()
+    if error:
+        engine.forward_backward(*second)
+    engine.optim_step(how)
+    engine.save_weights(folder)
+    budget = engine._parts.updater.job.memory.micro_batch_tokens
+    engine.close()
+    return error, budget
+
+
+@pytest.mark.parametrize(("tokens", "is_divided", "dropout"), [(60, True, 0.0), (1, False, 0.5)])
+def test_a_call_out_of_memory_is_divided_or_as_if_it_had_never_come(
+    rank, model, examples, tmp_path, tokens, is_divided, dropout
+):
+    """The gradient is then the one that micro-batches of that size give from the beginning, to the
+    bit. Dropout draws random numbers, which a call that is taken back must give back too."""
+    lora = {"rank": 2, "dropout": dropout, "alpha": 64.0}
+    job = a_job(model, memory={"micro_batch_tokens": tokens}, lora=lora)
+    loss = TokenLoss(name="importance_sampling")
+    script = [(examples[:6], loss), (examples, loss), HOW]
+    for name in ("short", "plain"):
+        (tmp_path / name).mkdir()
+    error, fitting = rank.call(run_short_of_memory, job, script, tmp_path / "short")
+    assert (error == "", fitting < tokens) == (is_divided, is_divided)
+    assert is_divided or "out of memory in a micro-batch of 1 sequence(s)" in error
+    small = a_job(model, memory={"micro_batch_tokens": fitting}, lora=lora)
+    rank.call(run, small, script, tmp_path / "plain")
+    plain, after = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "short")
+    )
+    assert plain != (model / "model.safetensors").read_bytes()
+    assert after == plain

@@ -53,7 +53,7 @@ def inputs_of(batch: MicroBatch, logprobs_N: Tensor, num_tokens: float) -> LossI
         logprobs_N,
         correction=CORRECTION,
         denominators=Denominators(1, num_tokens, num_tokens, max_tokens=8),
-        training=TrainingSpec(),
+        spec=TrainingSpec(),
     )
 
 

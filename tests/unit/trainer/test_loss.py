@@ -11,12 +11,15 @@ import torch
 
 from services.trainer.learning.loss import (
     LOSSES,
+    SUMS,
     Denominators,
     LossInputs,
     importance_ratios,
     total_loss,
 )
 from shared.job import TrainingSpec
+from shared.wire import TokenLoss
+from shared.wire.training import TokenLossName
 from tests.support.loss_batches import by_ratio, loss_and_gradient, loss_inputs, part, random_batch
 
 HAND = [[1.0, 2.0, 0.5], [0.5]]
@@ -24,8 +27,9 @@ HAND = [[1.0, 2.0, 0.5], [0.5]]
 0.8."""
 
 
-def test_the_losses_that_a_job_may_name_are_those_of_the_table():
+def test_the_losses_that_a_job_or_a_call_may_name_are_those_of_the_tables():
     assert set(get_args(TrainingSpec.model_fields["loss"].annotation)) == set(LOSSES)
+    assert set(get_args(TokenLossName)) == set(SUMS)
 
 
 def spec(**changes) -> TrainingSpec:
@@ -111,6 +115,45 @@ def test_the_gradient_of_a_sequences_ratio_reaches_all_its_tokens_alike():
     assert gradient.tolist() == pytest.approx([0.5] * 4)
 
 
+def test_a_masked_token_does_not_count_in_the_ratio_of_its_sequence():
+    # The mean of the first two log ratios is that of 2, and each of 4 losses is 2 as above.
+    x = by_ratio([[4.0, 1.0, 8.0, 0.5]], [-1.0], training=spec(loss="gspo"))
+    marked_N = torch.tensor([True, True, False, False])
+    loss, gradient = loss_and_gradient(dataclasses.replace(x, in_ratio_N=marked_N))
+    assert loss == pytest.approx(2.0)
+    assert gradient.tolist() == pytest.approx([1.0, 1.0, 0.0, 0.0])
+
+
+LOG_2 = math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected", "gradient"),
+    [
+        (TokenLoss(name="cross_entropy"), 2.0, [-1.0, -1.0]),
+        (TokenLoss(name="importance_sampling"), -2.5, [-2.0, -0.5]),
+        (TokenLoss(name="ppo"), -1.2 - 0.5, [0.0, -0.5]),
+        (
+            TokenLoss(name="cispo", ratio_low=0.8, ratio_high=1.5),
+            1.5 * (1 - LOG_2) + 0.8 * (1 + LOG_2),
+            [-1.5, -0.8],
+        ),
+        (
+            TokenLoss(name="dro", beta=2.0),
+            2.0 + 2 * LOG_2**2,
+            [-1 + 2 * LOG_2, -1 - 2 * LOG_2],
+        ),
+        (TokenLoss(name="gspo", ratio_low=0.9, ratio_high=1.1), -2.0, [-1.0, -1.0]),
+    ],
+    ids=str,
+)
+def test_the_losses_of_calls_by_hand(loss, expected, gradient):
+    """Ratios 2 and 1/2 of log-probs log 2 - 1 and -log 2 - 1, and advantages of 1."""
+    found, gradient_N = loss_and_gradient(by_ratio([[2.0, 0.5]], [1.0], spec=loss))
+    assert found == pytest.approx(expected)
+    assert gradient_N.tolist() == pytest.approx(gradient)
+
+
 # --- averages ------------------------------------------------------------------------------------
 
 
@@ -141,7 +184,7 @@ def test_a_token_weighs_the_same_in_any_minibatch_under_dapo_and_not_under_bnpo(
                 dataclasses.replace(
                     part(whole, i, i + 1),
                     denominators=Denominators(1, 2, n, max_tokens=16),
-                    training=spec(loss=loss),
+                    spec=spec(loss=loss),
                 )
             )
             for i, n in ((0, 3), (1, 1))

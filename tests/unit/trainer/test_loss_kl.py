@@ -143,4 +143,4 @@ def test_beta_0_needs_no_reference_and_beta_above_0_does():
     x = by_ratio([[1.0]], [1.0])
     assert loss_and_gradient(x)[0] == pytest.approx(-1.0)
     with pytest.raises(ValueError, match=r"beta is 0.1 and there are no reference log-probs"):
-        total_loss(dataclasses.replace(x, training=TrainingSpec(beta=0.1)))
+        total_loss(dataclasses.replace(x, spec=TrainingSpec(beta=0.1)))

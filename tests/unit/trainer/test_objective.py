@@ -45,7 +45,7 @@ def silenced(correction: CorrectionSpec) -> tuple[float, torch.Tensor]:
         logprobs_N,
         correction=resolve(correction, max_staleness=0),
         denominators=Denominators(num_sequences, 1, 1, max_tokens=LENGTH),
-        training=GSPO,
+        spec=GSPO,
     )
     (gradient_N,) = torch.autograd.grad(total_loss(x), logprobs_N)
     gradient_ST = gradient_N.view(num_sequences, LENGTH)
@@ -77,7 +77,7 @@ def test_the_first_updates_ratio_is_exactly_1_and_weights_are_taken_to_the_sampl
         logprobs_N,
         correction=resolve(CorrectionSpec(), max_staleness=1),
         denominators=Denominators(4, 1, 1, max_tokens=LENGTH),
-        training=TrainingSpec(),
+        spec=TrainingSpec(),
     )
     assert (importance_ratios(x) == 1).all()
     expected = (logprobs_N.detach() - batch.sampler_logprobs_N).exp()
@@ -92,7 +92,7 @@ def test_later_updates_are_compared_with_the_log_probs_before_the_first():
         before_N=logprobs_N.detach() - 0.1,
         correction=resolve(CorrectionSpec(), max_staleness=0),
         denominators=Denominators(2, 1, 1, max_tokens=LENGTH),
-        training=TrainingSpec(),
+        spec=TrainingSpec(),
     )
     assert importance_ratios(x).tolist() == pytest.approx([math.exp(0.1)] * 1024, rel=1e-5)
 
@@ -108,7 +108,7 @@ def test_noise_between_the_frozen_and_the_first_training_pass_is_not_in_the_rati
         first=True,
         correction=resolve(CorrectionSpec(method="token_tis", high=9.0), max_staleness=0),
         denominators=Denominators(2, 1, 1, max_tokens=LENGTH),
-        training=GSPO,
+        spec=GSPO,
     )
     assert (importance_ratios(x) == 1).all()
     expected = (before_N - batch.sampler_logprobs_N).exp()
@@ -127,7 +127,7 @@ def test_an_unknown_sampler_is_taken_to_be_the_trainer(base):
             logprobs_N,
             correction=resolve(CorrectionSpec(method=method, ratio_base=base, high=9.0), 0),
             denominators=Denominators(2, 4, 4, max_tokens=2),
-            training=TrainingSpec(),
+            spec=TrainingSpec(),
         )
         e = math.e
         ratios = [1, 1, 1, 1] if base == "trainer" else [1 / e, e, 1, 1]

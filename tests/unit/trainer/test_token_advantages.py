@@ -76,7 +76,7 @@ def test_every_token_is_weighed_by_its_own_advantage(loss: str, dtype: torch.dty
         logprobs(),
         correction=resolve(CorrectionSpec(ratio_base="sampler"), 0),
         denominators=Denominators(len(LENGTHS), num, num, max_tokens=512),
-        training=TrainingSpec(loss=loss, clip_low=LOW, clip_high=HIGH),
+        spec=TrainingSpec(loss=loss, clip_low=LOW, clip_high=HIGH),
     )
     found = total_loss(ours)
     expected = plain_loss(loss, logprobs().double(), old.double(), advantages.double(), LENGTHS)
@@ -111,7 +111,7 @@ def test_distillation_has_the_gradient_of_the_reverse_kl(loss: str, dtype: torch
         policy(),
         correction=resolve(CorrectionSpec(), 0),
         denominators=Denominators(1, 1, 1, max_tokens=1),
-        training=TrainingSpec(loss=loss),
+        spec=TrainingSpec(loss=loss),
     )
     probabilities = policy().detach().exp()
     weighted = total_loss(type(x)(**{**vars(x), "weights_N": probabilities}))

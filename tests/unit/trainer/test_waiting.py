@@ -85,7 +85,7 @@ def test_a_pass_reads_no_value_on_the_host(one_rank, monkeypatch, shared_prefix,
             reference_N=before_N,
             correction=correction,
             denominators=Denominators(3, 9, 9, max_tokens=8),
-            training=training,
+            spec=training,
         )
         total = total_loss(x)
         metrics.add(batch, x, entropies_N, total)

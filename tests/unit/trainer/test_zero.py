@@ -17,10 +17,10 @@ from services.trainer.zero.memory import (
     knobs,
     usage,
 )
-from services.trainer.zero.stages import config, step
+from services.trainer.zero.stages import DECAYS, config, step
 from shared.errors import BadRequest
 from shared.plan.memory import Ranks
-from shared.wire import Example
+from shared.wire import Example, Optimization
 from tests.support.engine_ranks import a_job
 from tests.support.plan_models import job as plan_job
 from tests.support.plan_models import model
@@ -38,6 +38,7 @@ class StageZero:
     def __init__(self, gradient: torch.Tensor) -> None:
         self.module = torch.nn.ParameterList([torch.zeros_like(gradient)])
         self.module[0].grad = gradient
+        self.optimizer = torch.optim.AdamW([{"params": [*self.module], DECAYS: True}])
 
     def zero_optimization_stage(self) -> int:
         return 0
@@ -51,7 +52,7 @@ def test_at_stage_0_the_norm_keeps_what_is_small_beside_a_few_large_elements():
     2^24, which is what each lane of a processor begins with, float32 adds 1 in vain."""
     ones = 2**20 + 2**8
     gradient = torch.cat([torch.full((64,), 4096.0), torch.ones(ones)])
-    norm = step(StageZero(gradient), max_grad_norm=16392.0)
+    norm = step(StageZero(gradient), Optimization(learning_rate=0.1, max_grad_norm=16392.0))
     assert norm == pytest.approx(32784, rel=1e-7)
     assert gradient[0].item() == pytest.approx(2048, rel=1e-6)  # scaled down to half the norm
     assert gradient[-1].item() == pytest.approx(0.5, rel=1e-6)
