@@ -38,7 +38,7 @@ from services.orchestrator.tasks import stop
 from services.orchestrator.tinker import downloads, managing
 from services.orchestrator.tinker import routes as tinker
 from shared.errors import HoneError
-from shared.http.health import Draining
+from shared.http.operations import Draining
 from shared.http.service import Service
 from shared.plan.cpu import CpuRates
 from shared.settings import Settings

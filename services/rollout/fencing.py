@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shared.errors import Conflict, HoneError, StateLost
-from shared.http.holders import Holders
-from shared.http.ownership import Ownership
+from shared.http.ownership import Holders, Ownership
 from shared.http.service import request_key
 from shared.wire import (
     AbortRequest,

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from shared.errors import HoneError
 from shared.host.logs import get_logger
 from shared.http.client import Client
-from shared.http.health import Draining
+from shared.http.operations import Draining
 from shared.settings import Settings
 from shared.wire import RegisteredSampler, Registration, ServingWeights, Unregistered
 

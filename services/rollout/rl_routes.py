@@ -18,7 +18,7 @@ from services.rollout.running import Running
 from services.rollout.sampler import Sampler
 from services.rollout.weights.proofs import proven_adapter
 from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
-from shared.http.folders import other_folders
+from shared.http.gate import other_folders
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.weights.checkpoints import adapter_digests

@@ -14,8 +14,8 @@ from services.rollout.fencing import Requests, owner_of
 from services.rollout.weights.adapters import LoadedAdapters
 from services.rollout.weights.proofs import Expected, Seen, differing, given_tensors
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
-from shared.http.health import Starting
-from shared.http.presence import since
+from shared.http.connecting import since
+from shared.http.operations import Starting
 from shared.wire import (
     CheckedWeights,
     EngineSpec,

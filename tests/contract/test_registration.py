@@ -26,8 +26,8 @@ from services.rollout.registration import registered
 from shared.errors import BadRequest, Conflict, HoneError
 from shared.host.processes import free_port
 from shared.http.client import Client
-from shared.http.health import Draining
-from shared.http.presence import tell_nobody
+from shared.http.connecting import tell_nobody
+from shared.http.operations import Draining
 from shared.job import Job
 from shared.settings import Settings
 from shared.wire import (

@@ -33,7 +33,7 @@ from safetensors.numpy import load_file, save_file
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.host.processes import free_port
 from shared.http.client import Client
-from shared.http.health import own_metrics
+from shared.http.operations import own_metrics
 from shared.wire import (
     Aborted,
     AbortRequest,

@@ -30,8 +30,7 @@ from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.http import ownership
 from shared.http.client import Client
-from shared.http.polling import MAX_PAUSE_S
-from shared.http.presence import Tell, tell_nobody
+from shared.http.connecting import MAX_PAUSE_S, Tell, tell_nobody
 from shared.job import EvaluatedModel, Job, SyncMethod
 from shared.settings import Settings
 from shared.wire import (

@@ -26,8 +26,7 @@ import httpx2 as httpx
 from services.orchestrator.data.fitting import reader_of
 from services.orchestrator.tasks import all_of
 from shared.errors import BadRequest, Unavailable
-from shared.http.connecting import trusted_by
-from shared.http.presence import Presence, Tell, tell_nobody
+from shared.http.connecting import Presence, Tell, tell_nobody, trusted_by
 from shared.http.urls import is_direct, without_password
 from shared.job import Job, TeacherSpec
 from shared.prompts.reading import CannotCount

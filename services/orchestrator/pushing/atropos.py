@@ -22,7 +22,7 @@ from fastapi.responses import Response
 from services.orchestrator.pushing.groups import Pushing
 from services.orchestrator.runs.folder import RunFolder
 from shared.errors import BadRequest, Busy, Conflict, TooLarge, Unavailable
-from shared.http import codec, openapi, rendering
+from shared.http import codec, rendering
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import (
@@ -117,7 +117,7 @@ def add_routes(service: Service, settings: Settings, pushing: Pushing) -> None:
         if body and method == "POST":
             service.body(body, method, PREFIX + path)
         service.app.add_api_route(
-            PREFIX + path, handler, methods=[method], responses=openapi.answers(answer)
+            PREFIX + path, handler, methods=[method], responses=rendering.answers(answer)
         )
 
     _add_reads(service, api, pushing)

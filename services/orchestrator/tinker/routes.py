@@ -24,8 +24,8 @@ from services.orchestrator.tinker.paths import ROOT
 from services.orchestrator.tinker.requests import read_ttl
 from services.orchestrator.tinker.results import SAVED
 from services.orchestrator.tinker.sampling_sessions import SamplingSessions
+from shared.http.operations import DownloadedFile
 from shared.http.service import Service
-from shared.http.streams import DownloadedFile
 from shared.settings import Settings
 from shared.wire import SavedKind
 

@@ -14,7 +14,7 @@ from services.orchestrator.pool.admission import choose
 from services.orchestrator.pool.pool import Pool
 from services.orchestrator.pool.sampler import Sampler
 from shared.errors import Failed, HoneError, StateLost, Unavailable
-from shared.http.presence import tell_nobody
+from shared.http.connecting import tell_nobody
 from shared.settings import Settings
 from shared.wire import Aborted, AbortRequest, GenerateRequest, Rollout, RolloutGroup, Sampling
 from shared.wire.packed import TokenIds
