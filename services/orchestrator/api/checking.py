@@ -27,6 +27,8 @@ from shared.http.gate import caller
 from shared.job import Job
 from shared.model.names import hub_is_offline
 from shared.plan.cpu import CpuRates
+from shared.plan.gpus import GpuGroup
+from shared.plan.planning import planned_gpus
 from shared.settings import Settings
 from shared.wire import PromptLengths
 
@@ -51,13 +53,13 @@ T = TypeVar("T")
 
 
 class Checks:
-    """The checks of one orchestrator, and the `cpu_rates` for its plans. When its caller has gone,
-    a check ends: a process at once, a thread at its next row. Raises Busy if too many checks
+    """The checks of one orchestrator, and the devices that its plans are for. When its caller has
+    gone, a check ends: a process at once, a thread at its next row. Raises Busy if too many checks
     wait."""
 
     def __init__(self, settings: Settings, cpu_rates: CpuRates | None = None) -> None:
         self._settings = settings
-        self.cpu_rates = cpu_rates or CpuRates()
+        self._cpu_rates, self._measuring = cpu_rates or CpuRates(), asyncio.Lock()
         self._threads = RoundRobin(NUM_THREADS)
         self._fetches = RoundRobin(MAX_FETCHES)
         self._models = RoundRobin(MAX_FETCHES)
@@ -90,6 +92,13 @@ class Checks:
             return PromptLengths(why_not=f"the data was not read within {LENGTHS_S:g} s")
         except HoneError as error:
             return PromptLengths(why_not=error.detail)
+
+    async def planned_gpus(self) -> tuple[GpuGroup, ...]:
+        """Returns the devices that plans are for. The first plan for a CPU measures it for two
+        seconds, in one thread of its own however many requests wait for the result."""
+        async with self._measuring:
+            pools = planned_gpus(self._settings)
+            return await in_own_thread(lambda: self._cpu_rates.pools(pools))
 
     @property
     def hub_is_away(self) -> bool:

@@ -29,9 +29,9 @@ from shared.http.rendering import Made
 from shared.http.service import Service, request_key
 from shared.job import Job
 from shared.job.checks import check_groups
-from shared.plan.cpu import CpuRates
+from shared.plan.gpus import GpuGroup
 from shared.plan.model import CannotPlan, find_model
-from shared.plan.planning import Known, make_plan, planned_gpus
+from shared.plan.planning import Known, make_plan
 from shared.settings import Settings
 from shared.wire import (
     CreateFineTuningJob,
@@ -78,7 +78,8 @@ def add_routes(
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
         looked = await check_job(request.job, settings, checks, showing=True)
         job, online = with_steps(request.job, looked.num_train), not checks.hub_is_away
-        plan_of = partial(_planned, settings=settings, rates=checks.cpu_rates, online=online)
+        pools = await checks.planned_gpus()
+        plan_of = partial(_planned, settings=settings, pools=pools, online=online)
         tried = await asyncio.to_thread(_dry_run, job, looked, plan_of)
         return tried.model_copy(update={"trial": await _trial(job, looked.first, settings)})
 
@@ -89,9 +90,9 @@ def add_routes(
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
         known = Known(lengths=await checks.lengths(request.job))
         try:
-            online = not checks.hub_is_away
+            pools, online = await checks.planned_gpus(), not checks.hub_is_away
             return await asyncio.to_thread(
-                _planned, request.job, known, settings, checks.cpu_rates, online=online
+                _planned, request.job, known, settings, pools, online=online
             )
         except CannotPlan as error:
             raise BadRequest(str(error)) from error
@@ -171,7 +172,8 @@ def _dry_run(job: Job, looked: Looked, plan_of: Callable[[Job, Known], Plan]) ->
     )
 
 
-def _planned(job: Job, known: Known, settings: Settings, rates: CpuRates, *, online: bool) -> Plan:
+def _planned(
+    job: Job, known: Known, settings: Settings, pools: tuple[GpuGroup, ...], *, online: bool
+) -> Plan:
     model = find_model(job.model, job.model_revision, online=online)
-    pools = rates.pools(planned_gpus(settings))
     return make_plan(job, model, settings, pools, known)

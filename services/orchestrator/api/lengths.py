@@ -22,6 +22,9 @@ from shared.wire import PromptLengths
 MAX_COUNTED = 256
 """Prompts whose tokens are counted: a second or two for prompts of some thousand tokens."""
 
+MAX_COUNTED_SIZE = 4_000_000
+"""Characters after which no further prompt is counted: a few seconds, however long prompts are."""
+
 
 def prompt_lengths(job: Job, settings: Settings) -> PromptLengths:
     """Returns the lengths of training prompts. Takes as long as reading the file. The Hub is not
@@ -54,8 +57,14 @@ def counted(job: Job, prompts: Prompts) -> PromptLengths:
         made = prompts.made_of(prompts.train[::every])
     if job.has_answers:
         made = tuple(lesson.prompt for lesson in lessons(made, job, prompts.name))
-    counts = reader.count([prompt.content for prompt in made])
-    return PromptLengths(longest=max(counts, default=None), num=len(counts), is_all=every == 1)
+    counts, size = list[int](), 0
+    for prompt in made:
+        counts += reader.count([prompt.content])
+        size += len(str(prompt.content))
+        if size > MAX_COUNTED_SIZE:
+            break
+    is_all = every == 1 and len(counts) == len(made)
+    return PromptLengths(longest=max(counts, default=None), num=len(counts), is_all=is_all)
 
 
 def main() -> None:

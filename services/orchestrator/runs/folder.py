@@ -62,6 +62,7 @@ from shared.weights.checkpoints import CHECKPOINTS
 from shared.wire import Batch, Canary, GradedRollout, MetricsRow, RolloutList, TrainedTokens, Wire
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
+_HELD_OUT_FILE = re.compile(r"(\d+)\.msgpack")
 
 REDIS = "redis"
 """The file with the identity of the Redis that has the job."""
@@ -296,12 +297,15 @@ class RunFolder:
         """Returns the stored completions of the evaluation after `step`; None: of the newest.
         Raises NotFound naming the evaluated steps."""
         folder = self._held_out_path(name, 0).parent
-        files = {int(path.stem): path for path in folder.glob("[0-9]*.msgpack")}
+        matches = map(_HELD_OUT_FILE.fullmatch, (path.name for path in folder.glob("*.msgpack")))
+        files = {int(match[1]): folder / match[0] for match in matches if match}
         number = max(files, default=0) if step is None else step
-        if number in files:
-            data = files[number].read_bytes()
-            stored = codec.decode_tolerantly(RolloutList, data, codec.MSGPACK)
-            return stored.model_copy(update={"rollouts": _with_prompts(stored.rollouts)})
+        # A file listed here may have been pruned before it is read.
+        with contextlib.suppress(FileNotFoundError):
+            if number in files:
+                data = files[number].read_bytes()
+                stored = codec.decode_tolerantly(RolloutList, data, codec.MSGPACK)
+                return stored.model_copy(update={"rollouts": _with_prompts(stored.rollouts)})
         have = f"steps {', '.join(map(str, sorted(files)))}" if files else "none"
         of_set = f" of the set {name!r}" if name else ""
         raise NotFound(
