@@ -28,8 +28,7 @@ from shared.plan.memory import Ranks, trainer_memory
 from shared.plan.model import find_model
 from shared.plan.planning import Known, make_plan
 from shared.settings import Settings
-from shared.wire import Example
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import Example, Logprobs, TokenIds
 
 MIB = 1 << 20
 STEP, AS_SET = "step", "as_set"

@@ -49,8 +49,8 @@ from shared.wire import (
     Score,
     ScoredGroup,
     Span,
+    TokenIds,
 )
-from shared.wire.packed import TokenIds
 
 HELD_OUT_AT_A_TIME = 64
 """Held-out completions that are sampled together."""

@@ -19,12 +19,13 @@ from shared.wire import (
     BroadcastWeights,
     ChatRequest,
     EngineSpec,
+    Logprobs,
     Message,
     Rollout,
     Sampling,
     SharedWeights,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, TokenIds
 
 if TYPE_CHECKING:
     from services.rollout.weights.adapters import LoadedAdapters

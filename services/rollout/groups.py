@@ -18,8 +18,16 @@ from services.rollout.fencing import owner_of
 from services.rollout.running import Running
 from shared.errors import BadRequest
 from shared.explain import sentences
-from shared.wire import ChatRequest, GenerateRequest, Message, Rollout, RolloutGroup, Sampling
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import (
+    ChatRequest,
+    GenerateRequest,
+    Logprobs,
+    Message,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    TokenIds,
+)
 
 NUM_END_TOKENS = 16
 """Tokens at a prompt's end whose text goes with its rollouts: more than a template writes to open

@@ -26,11 +26,11 @@ from shared.wire import (
     Checkpoint,
     CheckpointRequest,
     ForwardBackwardResult,
+    Logprobs,
     OptimStepResult,
     StepResult,
     TrainerJob,
 )
-from shared.wire.packed import Logprobs
 
 
 @dataclass

@@ -27,8 +27,8 @@ from shared.plan.gpus import Gpu, GpuGroup
 from shared.plan.memory import GIB, Ranks, Serving, sampler_memory, state_bytes, trainer_memory
 from shared.plan.model import Model
 from shared.settings import Settings
-from shared.wire.planning import Placement, SamplerMemory, StepTime, TrainerMemory
-from shared.wire.planning import PlacementKind as Kind
+from shared.wire.records import Placement, SamplerMemory, StepTime, TrainerMemory
+from shared.wire.records import PlacementKind as Kind
 
 USABLE = 0.95
 """Share of a GPU's memory that tensors can fill: the rest is lost to fragmentation in torch's

@@ -15,7 +15,7 @@ from shared.plan.placement import PlanInput, placements
 from shared.plan.prices import Price, price_per_hour
 from shared.plan.remedies import enough_gpus, remedies
 from shared.settings import Settings
-from shared.wire.planning import Cost, Placement, Plan, PromptLengths
+from shared.wire.records import Cost, Placement, Plan, PromptLengths
 
 PROMPT_TOKENS = 512
 """Assumed tokens of a prompt where the lengths of prompts are unknown."""

@@ -46,8 +46,8 @@ from shared.plan.gpus import Gpu
 from shared.plan.memory import cache_bytes_per_token, is_moved
 from shared.plan.model import Model
 from shared.wire.jobs import MetricsRow
-from shared.wire.planning import PlacementKind as Kind
-from shared.wire.planning import StepTime
+from shared.wire.records import PlacementKind as Kind
+from shared.wire.records import StepTime
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from shared.job import Job, LoraSpec
 from shared.plan.gpus import TABLE, GpuGroup
 from shared.plan.placement import PlanInput, placements
-from shared.wire.planning import Change
+from shared.wire.records import Change
 
 COUNTS = (1, 2, 4, 8)
 

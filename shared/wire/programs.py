@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.wire.base import Wire
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire.base import Logprobs, TokenIds, Wire
 from shared.wire.rollouts import MAX_TOP, RolloutGroup, Sampling
 from shared.wire.training import Example, Optimization, TokenLoss
 from shared.wire.weights import AdapterWeights

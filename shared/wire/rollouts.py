@@ -8,8 +8,7 @@ from pydantic import ConfigDict, Field
 
 from shared.documented import Plain
 from shared.job.sampling import MAX_TEMPERATURE
-from shared.wire.base import Fenced, Fencing, JobId, Message, Wire
-from shared.wire.packed import Logprobs, Mask, TokenIds
+from shared.wire.base import Fenced, Fencing, JobId, Logprobs, Mask, Message, TokenIds, Wire
 from shared.wire.weights import AdapterWeights
 
 

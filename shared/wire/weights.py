@@ -8,8 +8,7 @@ from pydantic import ConfigDict, Field, RootModel
 
 from shared.job import SyncMethod
 from shared.weights.meeting import LOADING_DEADLINES, MEETING_DEADLINES
-from shared.wire.base import Fenced, Wire
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire.base import Fenced, Logprobs, TokenIds, Wire
 
 
 class PublishRequest(Fenced):

@@ -28,8 +28,8 @@ from shared.wire import (
     SampleOrder,
     Sampling,
     SamplingSession,
+    TokenIds,
 )
-from shared.wire.packed import TokenIds
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 

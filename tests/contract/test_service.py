@@ -29,12 +29,13 @@ from shared.wire import (
     Checkpoint,
     CheckpointRequest,
     GenerateRequest,
+    Logprobs,
     Rollout,
     RolloutGroup,
     Sampling,
+    TokenIds,
     VersionInfo,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.support.in_process import in_process
 
 

@@ -23,8 +23,15 @@ from services.trainer.disk.weights import Publisher
 from shared.job import LoraSpec, SyncMethod
 from shared.settings import Settings
 from shared.weights.digest import stored_tensors, tensor_digests
-from shared.wire import Canary, ModelRequest, PublishRequest, ServingWeights, WeightsRef
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import (
+    Canary,
+    Logprobs,
+    ModelRequest,
+    PublishRequest,
+    ServingWeights,
+    TokenIds,
+    WeightsRef,
+)
 from tests.support.fuzzing import served
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.system.test_rollout_engine import make_model

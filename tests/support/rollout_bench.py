@@ -37,6 +37,7 @@ from shared.wire import (
     EngineSpec,
     FolderWeights,
     GenerateRequest,
+    Logprobs,
     Message,
     ModelRequest,
     Published,
@@ -46,8 +47,8 @@ from shared.wire import (
     ServingWeights,
     SharedWeights,
     Span,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.support.fake_chat import FakeChat
 
 SPEC = ModelRequest(model="tiny")

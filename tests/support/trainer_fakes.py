@@ -22,13 +22,13 @@ from shared.weights.digest import stored_tensors, tensor_digests
 from shared.wire import (
     Canary,
     Example,
+    Logprobs,
     Optimization,
     StepTotals,
     TokenLoss,
     TrainerJob,
     TrainStepRequest,
 )
-from shared.wire.packed import Logprobs
 from tests.support.safetensors_files import safetensors
 
 EXAMPLE = Example(

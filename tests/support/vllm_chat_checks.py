@@ -18,8 +18,7 @@ import pytest
 from services.rollout.conversations.continuing import prompt_tokens, tokens_after
 from shared.errors import BadRequest
 from shared.settings import Settings
-from shared.wire import ChatRequest, EngineSpec, Message, Rollout
-from shared.wire.packed import TokenIds
+from shared.wire import ChatRequest, EngineSpec, Message, Rollout, TokenIds
 
 if TYPE_CHECKING:
     from services.rollout.on_vllm.chat import VllmChat

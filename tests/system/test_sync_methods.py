@@ -33,6 +33,7 @@ from shared.settings import Settings
 from shared.wire import (
     AnyWeights,
     Canary,
+    Logprobs,
     ModelRequest,
     PublishRequest,
     Sampling,
@@ -41,9 +42,9 @@ from shared.wire import (
     SharedTensor,
     SharedWeights,
     SleepRequest,
+    TokenIds,
     WeightsRef,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.support.cut_server import CutServer
 from tests.support.safetensors_files import hashing
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model

@@ -13,13 +13,14 @@ from shared.prompts.reading import CannotCount, PromptReader
 from shared.wire import (
     Batch,
     GradedRollout,
+    Logprobs,
+    Mask,
     Rollout,
     RolloutDetail,
     Score,
     TokenColumns,
     TrainedTokens,
 )
-from shared.wire.packed import Logprobs, Mask
 
 NO_LOGPROBS = Logprobs()
 

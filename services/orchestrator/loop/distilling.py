@@ -23,8 +23,7 @@ from collections.abc import Sequence
 
 from services.orchestrator.pool.teacher import log_ratios, sampled_of
 from shared.job import Job, TeacherSpec
-from shared.wire import Batch, Rollout, Score
-from shared.wire.packed import Logprobs
+from shared.wire import Batch, Logprobs, Rollout, Score
 
 Terms = list[Logprobs] | None
 """Of each row of a rollout, its branches first, `[T]`; None: the teacher gave no log-probs."""

@@ -12,8 +12,7 @@ from services.orchestrator.play.conversation import ENVIRONMENT_FAILED, Conversa
 from services.orchestrator.pool.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job
-from shared.wire import Prompt, RolloutGroup, Sampling
-from shared.wire.packed import TokenIds
+from shared.wire import Prompt, RolloutGroup, Sampling, TokenIds
 
 
 async def sample_group(

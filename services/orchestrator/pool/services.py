@@ -67,6 +67,7 @@ from shared.wire import (
     SleepRequest,
     StepResult,
     StepTotals,
+    TokenIds,
     TokenLoss,
     TrainerJob,
     TrainerState,
@@ -78,7 +79,6 @@ from shared.wire import (
     VersionInfo,
     WeightsRef,
 )
-from shared.wire.packed import TokenIds
 
 MAX_PROMPTS_TRIED = 8
 """How many rows are looked at before a job begins: enough to see that a column is another one than

@@ -31,8 +31,7 @@ from shared.http.urls import is_direct, without_password
 from shared.job import Job, TeacherSpec
 from shared.prompts.reading import CannotCount
 from shared.settings import Settings
-from shared.wire import Branch, Part, Rollout, RolloutGroup, Score
-from shared.wire.packed import Logprobs
+from shared.wire import Branch, Logprobs, Part, Rollout, RolloutGroup, Score
 
 V = TypeVar("V")
 

@@ -35,6 +35,8 @@ from shared.wire import (
     EnvRegistered,
     EnvStatus,
     JobRecord,
+    Logprobs,
+    Mask,
     Message,
     NoBody,
     PushedGroup,
@@ -42,8 +44,8 @@ from shared.wire import (
     RegisterEnv,
     ScoredData,
     ScoredDataList,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, Mask, TokenIds
 
 PREFIX = "/v1/jobs/{job_id}/atropos"
 

@@ -15,6 +15,7 @@ from shared.job import Job, TrainingSpec
 from shared.model.check import read_config, window_of
 from shared.prompts.reading import CannotCount, PromptReader, prompt_reader
 from shared.wire import (
+    Packed,
     Part,
     Prompt,
     PushedGroup,
@@ -24,8 +25,8 @@ from shared.wire import (
     Score,
     ScoredGroup,
     Span,
+    TokenIds,
 )
-from shared.wire.packed import Packed, TokenIds
 
 REWARD = "environment"
 """The name of a pushed reward in metrics, as of every reward that no grader gave."""

@@ -28,8 +28,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from services.rollout.engine import Adapter, failed_rollout
 from services.rollout.fencing import spans
 from shared.errors import Failed
-from shared.wire import Rollout, Sampling, Span
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import Logprobs, Rollout, Sampling, Span, TokenIds
 
 NUMBER = "#"
 """Between an adapter's name and its number, in the name that vLLM knows it by."""

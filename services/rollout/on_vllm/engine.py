@@ -54,12 +54,13 @@ from shared.weights.meeting import LOADING_DEADLINES, MEETING_DEADLINES
 from shared.wire import (
     BroadcastWeights,
     EngineSpec,
+    Logprobs,
     Message,
     Rollout,
     Sampling,
     SharedWeights,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, TokenIds
 
 R = TypeVar("R")
 

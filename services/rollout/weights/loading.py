@@ -19,8 +19,7 @@ from services.rollout.weights.methods import Proven, ProvenAdapter, prove
 from services.rollout.weights.proofs import Seen, tensors_of
 from shared.errors import Failed, StateLost, Unavailable
 from shared.host.logs import get_logger
-from shared.wire import AdapterWeights, AnyWeights, ServingWeights
-from shared.wire.packed import Logprobs
+from shared.wire import AdapterWeights, AnyWeights, Logprobs, ServingWeights
 
 
 @dataclass(frozen=True)

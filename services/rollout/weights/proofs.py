@@ -18,8 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 from shared.errors import Conflict, Failed
 from shared.weights.checkpoints import CONFIG, PREFIX, adapter_digests
 from shared.weights.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
-from shared.wire import AdapterWeights, Canary, Published
-from shared.wire.packed import Logprobs
+from shared.wire import AdapterWeights, Canary, Logprobs, Published
 
 TIED = "lm_head.weight"
 

@@ -32,8 +32,7 @@ from services.trainer.zero.lora import set_dropout
 from services.trainer.zero.memory import first_line, is_out_of_memory, usage
 from services.trainer.zero.update import Updater, refusable
 from shared.errors import Failed
-from shared.wire import Example, Optimization, TokenLoss
-from shared.wire.packed import Logprobs
+from shared.wire import Example, Logprobs, Optimization, TokenLoss
 
 
 @dataclass(frozen=True)

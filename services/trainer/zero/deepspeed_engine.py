@@ -59,8 +59,7 @@ from shared.job import Job
 from shared.model.check import window_of
 from shared.plan.memory import Ranks
 from shared.plan.model import CannotPlan, of_config
-from shared.wire import Canary, Example, Optimization, StepTotals, TokenLoss
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import Canary, Example, Logprobs, Optimization, StepTotals, TokenIds, TokenLoss
 
 CANARY_TOKENS = 64
 """Enough that any matrix of the model shows in some log-prob, few enough to cost nothing."""

@@ -64,8 +64,7 @@ from shared.host.logs import get_logger
 from shared.job import Job, TrainingSpec
 from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import is_worth_giving_back
-from shared.wire import Example, StepTotals
-from shared.wire.packed import Logprobs
+from shared.wire import Example, Logprobs, StepTotals
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import pytest
 
 from services.orchestrator.pool.homes import Homes
 from services.orchestrator.pool.sampler import Sampler
-from shared.wire import GenerateRequest, Known, Rollout, RolloutGroup, Span, WeightsRef
-from shared.wire.packed import TokenIds
+from shared.wire import GenerateRequest, Known, Rollout, RolloutGroup, Span, TokenIds, WeightsRef
 
 NEXT = GenerateRequest(
     prompt=({"role": "user", "content": "a"},),
