@@ -24,8 +24,7 @@ from services.rollout.weights.copies import Copies
 from services.rollout.weights.fetching import Fetcher
 from services.trainer.disk.weights import Publisher, Save
 from shared.settings import Settings
-from shared.weights.checkpoints import CONFIG, PREFIX, WEIGHTS
-from shared.weights.digest import stored_tensors, tensor_digests
+from shared.weights.folders import CONFIG, PREFIX, WEIGHTS, stored_tensors, tensor_digests
 from shared.wire import ModelRequest, PublishRequest, WeightsRef
 
 RANK = 16

@@ -38,7 +38,7 @@ from services.trainer.disk.checkpoints import described, path_of, remove_old
 from services.trainer.learning.schedule import learning_rate
 from shared.errors import Failed, HoneError
 from shared.job import Job
-from shared.settings.environment import load_settings
+from shared.settings import load_settings
 from shared.wire import (
     Batch,
     JobRecord,

@@ -9,8 +9,8 @@ import socket
 from shared.errors import BadRequest
 from shared.host import disk, nvidia
 from shared.host.disk import run_for_volume
-from shared.host.startup import run_main
-from shared.model.names import model_folder
+from shared.host.processes import run_main
+from shared.model.folder import model_folder
 from shared.settings import Settings
 
 

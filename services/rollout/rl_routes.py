@@ -21,8 +21,7 @@ from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
 from shared.http.gate import other_folders
 from shared.http.service import Service
 from shared.settings import Settings
-from shared.weights.checkpoints import adapter_digests
-from shared.weights.digest import digest
+from shared.weights.folders import adapter_digests, digest
 from shared.wire import AdapterWeights, Health, NoBody, Wire
 
 

@@ -26,7 +26,7 @@ def proxy_headers(url: str) -> dict[str, str]:
     """Returns the headers with the proxy token, if the URL is of a host of Modal's."""
     if not (urlsplit(url).hostname or "").endswith(HOSTS):
         return {}
-    from shared.settings.environment import (
+    from shared.settings import (
         load_settings,  # loads all settings, so only for Modal's hosts
     )
 

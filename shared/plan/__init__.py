@@ -8,10 +8,8 @@ here loads a model.
 | `gpus.py` | which GPUs there are, what each holds and how fast it is |
 | `cpu.py` | how fast this machine's processor is: a measurement of a second |
 | `rates.py` | how long a step takes |
-| `placement.py` | who gets which GPUs, and whether it fits |
-| `remedies.py` | which change of the job makes it fit |
-| `prices.py` | what an hour costs, from a table that users edit |
-| `planning.py` | all of it, as a plan: READ FIRST |
+| `placement.py` | who gets which GPUs, whether it fits, and which change of the job makes it fit |
+| `planning.py` | all of it, as a plan, and what an hour costs: READ FIRST |
 
 `hone plan`, a dry run and the trainer's out-of-memory errors show these numbers.
 """

@@ -30,8 +30,8 @@ import httpx2
 from shared.errors import HoneError
 from shared.job import LoraSpec
 from shared.model.architectures import Experts, experts_of
-from shared.model.names import hub_is_offline, model_folder
-from shared.weights.digest import stored_tensors
+from shared.model.folder import hub_is_offline, model_folder
+from shared.weights.folders import stored_tensors
 
 HUB = "https://huggingface.co"
 HUB_TIMEOUT_S = 10.0

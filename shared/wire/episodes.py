@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import ConfigDict, Field, RootModel, field_validator
 
 from shared.documented import Plain
-from shared.job.environment import EnvironmentSpec
+from shared.job.sampling import EnvironmentSpec
 from shared.wire.base import JobId, Logprobs, Mask, Message, Reported, TokenIds, Wire
 from shared.wire.rollouts import RolloutGroup
 

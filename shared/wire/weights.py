@@ -37,9 +37,9 @@ class Published(Fenced):
     """The fields of every published version, with any sync method.
 
     `digest` is of all tensors and `tensors` of each, by name: names, dtypes, shapes and bytes,
-    however they are spread over files (`shared/weights/digest.py`). The sampler computes the digest
-    again when it loads the version. `again`: the sampler's weights were found wrong, so it must
-    load this version even if it serves it already.
+    however they are spread over files (`shared/weights/folders.py`). The sampler computes the
+    digest again when it loads the version. `again`: the sampler's weights were found wrong, so it
+    must load this version even if it serves it already.
     """
 
     version: int = Field(ge=0)
@@ -101,7 +101,7 @@ class DeltaWeights(Published):
 class AdapterWeights(Published):
     """A LoRA adapter as PEFT writes it, in the folder `path` or, for a sampler that does not see
     the folder, as `files` to fetch. `adapter` is its name, never used again. `tensors` and `digest`
-    cover its configuration too (`shared/weights/checkpoints.py`)."""
+    cover its configuration too (`shared/weights/folders.py`)."""
 
     method: Literal["lora"]
     path: str

@@ -19,7 +19,7 @@ from services.orchestrator.pool.services import Services
 from shared.errors import BadRequest
 from shared.host.processes import free_port
 from shared.http.service import Service
-from shared.model.check import CPU_HEAD_SIZES, cpu_limit
+from shared.model.folder import CPU_HEAD_SIZES, cpu_limit
 from shared.settings import Settings
 from shared.wire import EnvironmentValidated, Prompt
 from tests.support.running import serve

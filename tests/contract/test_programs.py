@@ -19,7 +19,7 @@ from services.orchestrator.programs import driving, log, sampling
 from services.orchestrator.programs.saved import Saved
 from services.orchestrator.tinker import bodies, futures, messages
 from shared.errors import Conflict, Failed, StateLost
-from shared.weights.checkpoints import MANIFEST, STATE
+from shared.weights.folders import MANIFEST, STATE
 from shared.wire import (
     GenerateRequest,
     LogStart,

@@ -22,7 +22,7 @@ from services.rollout.weights.fetching import Fetcher
 from services.trainer.disk.weights import Publisher
 from shared.job import LoraSpec, SyncMethod
 from shared.settings import Settings
-from shared.weights.digest import stored_tensors, tensor_digests
+from shared.weights.folders import stored_tensors, tensor_digests
 from shared.wire import (
     Canary,
     Logprobs,

@@ -27,8 +27,15 @@ from services.rollout.weights.fetching import Fetcher
 from shared.errors import BadRequest, StateLost
 from shared.http.client import Client
 from shared.settings import Settings
-from shared.weights.checkpoints import CONFIG, WEIGHTS, adapter_digests
-from shared.weights.digest import digest, digest_of, stored_tensors, tensor_digests
+from shared.weights.folders import (
+    CONFIG,
+    WEIGHTS,
+    adapter_digests,
+    digest,
+    digest_of,
+    stored_tensors,
+    tensor_digests,
+)
 from shared.wire import (
     Aborted,
     AbortRequest,

@@ -21,7 +21,7 @@ from services.orchestrator.pool import canary
 from services.rollout.engine import Adapter
 from services.rollout.weights.adapters import one_call
 from shared.errors import Failed
-from shared.weights.checkpoints import WEIGHTS
+from shared.weights.folders import WEIGHTS
 from shared.wire import (
     GenerateRequest,
     Sampling,

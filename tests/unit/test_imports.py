@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"msgpack", "prometheus_client", "structlog", "uvicorn", "xxhash"}
     | {"numpy", "zstandard"}  # in delta.py, which only trainer and sampler import
     | {"opentelemetry"}  # in tracing.py, only where a collector is named
-    | {"jinja2", "tokenizers"},  # in prompts/, for orchestrator and `hone init`
+    | {"jinja2", "tokenizers"},  # in templates.py, for orchestrator and `hone init`
     "hone": WIRE
     | {"tomli_w", "typer", "rich", "yaml"}
     | {"IPython", "matplotlib", "pandas"},  # in trainer/, where the user has them

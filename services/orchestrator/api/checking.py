@@ -25,7 +25,7 @@ from shared.errors import Failed, HoneError
 from shared.host.processes import in_own_thread
 from shared.http.gate import caller
 from shared.job import Job
-from shared.model.names import hub_is_offline
+from shared.model.folder import hub_is_offline
 from shared.plan.cpu import CpuRates
 from shared.plan.gpus import GpuGroup
 from shared.plan.planning import planned_gpus

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from services.orchestrator.data.fitting import reader_of
 from shared.job import Job
-from shared.prompts.reading import CannotCount, PromptReader
+from shared.templates import CannotCount, PromptReader
 from shared.wire import (
     Batch,
     GradedRollout,

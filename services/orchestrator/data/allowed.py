@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shared.errors import BadRequest
 from shared.http.gate import other_folders
-from shared.model.names import EXPECTED, HUB_ID, may_be_on_hub, model_folder
+from shared.model.folder import EXPECTED, HUB_ID, may_be_on_hub, model_folder
 from shared.settings import Settings
 
 

@@ -19,7 +19,7 @@ from services.orchestrator.loop.prompts import Content, Prompts
 from services.orchestrator.pool.services import NOT_GRADED, Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job
-from shared.prompts.templates import RENDERER, CannotRender
+from shared.templates import RENDERER, CannotRender
 from shared.wire import Logprobs, Message, Prompt, Rollout, RolloutGroup, ScoredGroup, TokenIds
 
 ANSWER = "answer"

@@ -29,8 +29,8 @@ from shared.errors import BadRequest, Unavailable
 from shared.http.connecting import Presence, Tell, tell_nobody, trusted_by
 from shared.http.urls import is_direct, without_password
 from shared.job import Job, TeacherSpec
-from shared.prompts.reading import CannotCount
 from shared.settings import Settings
+from shared.templates import CannotCount
 from shared.wire import Branch, Logprobs, Part, Rollout, RolloutGroup, Score
 
 V = TypeVar("V")

@@ -22,7 +22,7 @@ from services.rollout.on_vllm.inside.executors import (
 )
 from shared.errors import BadRequest
 from shared.model import architectures
-from shared.model.names import model_folder
+from shared.model.folder import model_folder
 from shared.settings import Settings
 from shared.wire import (
     EngineSpec,

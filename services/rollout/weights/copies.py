@@ -11,8 +11,7 @@ from pathlib import Path
 from services.rollout.weights.fetching import Fetcher
 from shared.errors import Failed
 from shared.weights import delta
-from shared.weights.checkpoints import FILES
-from shared.weights.digest import StoredTensor, check_regular, stored_tensors
+from shared.weights.folders import FILES, StoredTensor, check_regular, stored_tensors
 from shared.wire import AdapterWeights, DeltaStep, DeltaWeights, HttpWeights
 
 ADAPTERS = "adapters"

@@ -26,7 +26,7 @@ from services.rollout.weights.proofs import (
 )
 from shared.errors import BadRequest, Conflict, Failed
 from shared.host.logs import get_logger
-from shared.weights.checkpoints import FILES
+from shared.weights.folders import FILES
 from shared.wire import (
     AdapterWeights,
     AnyWeights,

@@ -56,7 +56,7 @@ from services.trainer.zero.models import (
 from services.trainer.zero.update import Updater
 from shared.errors import BadRequest, Failed
 from shared.job import Job
-from shared.model.check import window_of
+from shared.model.folder import window_of
 from shared.plan.memory import Ranks
 from shared.plan.model import CannotPlan, of_config
 from shared.wire import Canary, Example, Logprobs, Optimization, StepTotals, TokenIds, TokenLoss

@@ -25,8 +25,7 @@ from services.trainer.zero.host_memory import as_bytes
 from shared.errors import BadRequest, Conflict, HoneError, first_line, from_problem
 from shared.job import Job
 from shared.model import architectures
-from shared.model.check import check_rope, read_config
-from shared.model.names import EXPECTED, check_hub, model_folder
+from shared.model.folder import EXPECTED, check_hub, check_rope, model_folder, read_config
 
 SAVED_AS = (
     *("model.safetensors", "model.safetensors.index.json"),

@@ -24,8 +24,7 @@ from services.reward.sandbox import visible as packages
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.on_modal import ModalSandbox
 from shared.errors import BadRequest, Failed
-from shared.settings import Settings
-from shared.settings.environment import load_settings
+from shared.settings import Settings, load_settings
 from shared.wire import ExecuteRequest, Execution
 
 ROOT = Path(__file__).parents[3]

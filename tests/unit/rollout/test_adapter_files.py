@@ -15,7 +15,7 @@ from services.rollout.weights.proofs import AdapterConfig, Expected, adapter_sha
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import BadRequest
 from shared.settings import Settings
-from shared.weights.checkpoints import CONFIG, FILES, WEIGHTS, adapter_digests
+from shared.weights.folders import CONFIG, FILES, WEIGHTS, adapter_digests
 from shared.wire import AdapterWeights, PublishRequest, WeightFile
 from tests.support.cut_server import CutServer
 

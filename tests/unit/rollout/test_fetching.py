@@ -15,7 +15,7 @@ from services.rollout.weights.fetching import Fetcher
 from services.rollout.weights.methods import prove
 from services.rollout.weights.proofs import Expected
 from shared.errors import Failed, Unavailable
-from shared.weights.digest import digest, stored_tensors, tensor_digests
+from shared.weights.folders import digest, stored_tensors, tensor_digests
 from shared.wire import HttpWeights, WeightFile
 from tests.support.cut_server import CutServer
 

@@ -19,7 +19,7 @@ from services.rollout.weights.proofs import Expected
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import Failed, Unavailable
 from shared.settings import Settings
-from shared.weights.digest import digest_of
+from shared.weights.folders import digest_of
 from shared.wire import DeltaWeights, PublishRequest
 from tests.support.cut_server import CutServer
 from tests.support.safetensors_files import hashing

@@ -23,7 +23,7 @@ from services.rollout.weights.proofs import (
 from shared.errors import BadRequest, Failed
 from shared.host.disk import run_for_volume
 from shared.job import SyncMethod
-from shared.weights.digest import digest_of, stored_tensors, tensor_digests
+from shared.weights.folders import digest_of, stored_tensors, tensor_digests
 from shared.wire import FolderWeights
 
 MODEL = {"embed": (4, 2), "norm": (2,)}

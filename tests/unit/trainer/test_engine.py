@@ -10,8 +10,7 @@ import pytest
 
 from shared.errors import BadRequest, Failed
 from shared.job import Job
-from shared.weights.checkpoints import adapter_digests
-from shared.weights.digest import digest_of
+from shared.weights.folders import adapter_digests, digest_of
 from shared.wire import Canary, Example, Span, TokenIds
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model, save_tokenizer

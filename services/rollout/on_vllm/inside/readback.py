@@ -42,8 +42,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from shared.weights.checkpoints import CONFIG, PREFIX, WEIGHTS
-from shared.weights.digest import MAX_THREADS, digest_of_bytes
+from shared.weights.folders import CONFIG, MAX_THREADS, PREFIX, WEIGHTS, digest_of_bytes
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -73,7 +72,7 @@ def alone(tensor: Tensor, _: int) -> Tensor:
 def digests(
     model: nn.Module, begin: int = 0, gather: Gather = alone, *, hashes: bool = True
 ) -> tuple[dict[str, str], int | None]:
-    """Returns the digests (`shared/weights/digest.py`) of the tensors in a turn's modules, from
+    """Returns the digests (`shared/weights/folders.py`) of the tensors in a turn's modules, from
     module number `begin` on, by their names in the checkpoint, and the first module of the next
     turn; None after the last. Only one device `hashes`; the others gather with it."""
     packed = getattr(model, "packed_modules_mapping", {})
