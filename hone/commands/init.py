@@ -140,8 +140,8 @@ def _check_reward(draft: Draft) -> None:
 def _measured(draft: Draft) -> tuple[Draft, list[str]]:
     """Returns the draft with bounds that fit the model, and the findings as sentences."""
     # they load libraries that `hone --help` does not need
-    from shared.model.folder import check_model_folder, model_folder, read_config, window_of
     from shared.templates import CannotCount, prompt_reader
+    from shared.weights.model_folder import check_model_folder, model_folder, read_config, window_of
 
     source, layout = draft.source, draft.source.layout
     notes = [_found(source)]

@@ -40,7 +40,7 @@ from services.orchestrator.tinker import routes as tinker
 from shared.errors import HoneError
 from shared.http.operations import Draining
 from shared.http.service import Service
-from shared.plan.cpu import CpuRates
+from shared.plan.gpus import CpuRates
 from shared.settings import Settings
 
 

@@ -10,8 +10,8 @@ from shared.errors import BadRequest
 from shared.host import disk, nvidia
 from shared.host.disk import run_for_volume
 from shared.host.processes import run_main
-from shared.model.folder import model_folder
 from shared.settings import Settings
+from shared.weights.model_folder import model_folder
 
 
 def main(settings: Settings) -> None:

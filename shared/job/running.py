@@ -4,7 +4,7 @@ what they differ for a job.
 
 Each method is a row here, a publisher in METHODS of services/trainer/disk/weights.py, a loader in
 LOADERS of services/rollout/weights/methods.py, and the `method` of a reference in
-shared/wire/weights.py. When `weight_sync` is "auto", services/orchestrator/pool/syncing.py says
+shared/wire/rollouts.py. When `weight_sync` is "auto", services/orchestrator/pool/syncing.py says
 which methods are tried, and why.
 """
 

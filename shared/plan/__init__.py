@@ -5,8 +5,7 @@ here loads a model.
 |---|---|
 | `model.py` | how large the model is: from its files, or its configuration alone |
 | `memory.py` | what a GPU of the trainer and one of the sampler hold |
-| `gpus.py` | which GPUs there are, what each holds and how fast it is |
-| `cpu.py` | how fast this machine's processor is: a measurement of a second |
+| `gpus.py` | which GPUs there are, what each holds and how fast it is; how fast this CPU is |
 | `rates.py` | how long a step takes |
 | `placement.py` | who gets which GPUs, whether it fits, and which change of the job makes it fit |
 | `planning.py` | all of it, as a plan, and what an hour costs: READ FIRST |

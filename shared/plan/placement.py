@@ -25,12 +25,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.job import Job, LoraSpec
-from shared.model.architectures import choose_dtype
 from shared.plan import rates
 from shared.plan.gpus import TABLE, Gpu, GpuGroup
 from shared.plan.memory import GIB, Ranks, Serving, sampler_memory, state_bytes, trainer_memory
 from shared.plan.model import Model
 from shared.settings import Settings
+from shared.weights.architectures import choose_dtype
 from shared.wire.records import Change, Placement, SamplerMemory, StepTime, TrainerMemory
 from shared.wire.records import PlacementKind as Kind
 

@@ -1,5 +1,5 @@
 """How long a step takes: from the GPUs' data sheets, from a short measurement of this machine's
-processor (`cpu.py`), or from a measured run.
+processor (`gpus.py`), or from a measured run.
 
 A step has R = prompts x group completions of c tokens each (the longest allowed, or a measured
 mean) after prompts of p tokens. S samplers have t GPUs each, and s sequences at once. The trainer

@@ -5,12 +5,10 @@
 | file | bodies |
 |---|---|
 | `base.py` | base class; fences; bodies of every service; numbers kept as bytes |
-| `rollouts.py` | prompts, `POST /generate`, rollouts |
+| `rollouts.py` | prompts, `POST /generate`, rollouts; versions, a class per sync method |
 | `rewards.py` | `POST /score`, verdicts and scores; `/graders` and `POST /execute` |
 | `episodes.py` | a job's own environments; episodes that agents play by lease; pushed groups |
-| `programs.py` | operations of programs that drive a trainer, as stored |
-| `training.py` | batches, examples, the trainer's job, steps and checkpoints |
-| `weights.py` | published versions, one class per sync method |
+| `training.py` | batches, examples, the trainer's job, steps, checkpoints; programs' operations |
 | `samplers.py` | what a sampler serves, and its registration |
 | `jobs.py` | the jobs API: lists, events, metrics, findings, API keys |
 | `pages.py` | how many entries an answer has at most |
@@ -38,12 +36,11 @@ if TYPE_CHECKING:
     from shared.wire.episodes import *
     from shared.wire.jobs import *
     from shared.wire.openai import *
-    from shared.wire.programs import *
     from shared.wire.records import *
     from shared.wire.rewards import *
     from shared.wire.rollouts import *
     from shared.wire.samplers import *
     from shared.wire.training import *
-    from shared.wire.weights import *
+
 else:
     __getattr__, __dir__ = exporting(__file__, globals())

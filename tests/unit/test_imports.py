@@ -123,7 +123,7 @@ def test_a_command_that_only_asks_imports_no_more_than_it_needs() -> None:
         "shared.http.service",
         "shared.plan",
     }
-    unused |= {"shared.wire.training", "shared.wire.weights", "shared.wire.openai"}
+    unused |= {"shared.wire.training", "shared.wire.rollouts", "shared.wire.openai"}
     unused |= {"shared.job.job", "pydantic_settings"}
     unused |= {"hone.commands.doctor", "hone.commands.init", "hone.evaluating", "hone.downloading"}
     code = (

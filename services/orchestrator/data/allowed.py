@@ -6,8 +6,8 @@ from pathlib import Path
 
 from shared.errors import BadRequest
 from shared.http.gate import other_folders
-from shared.model.folder import EXPECTED, HUB_ID, may_be_on_hub, model_folder
 from shared.settings import Settings
+from shared.weights.model_folder import EXPECTED, HUB_ID, may_be_on_hub, model_folder
 
 
 def named_model_folder(model: str, settings: Settings) -> Path | None:

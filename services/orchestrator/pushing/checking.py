@@ -12,8 +12,8 @@ from typing import Any
 from services.orchestrator.data.fitting import tokenizer_folder
 from shared.errors import BadRequest, Unavailable
 from shared.job import Job, TrainingSpec
-from shared.model.folder import read_config, window_of
 from shared.templates import CannotCount, PromptReader, prompt_reader
+from shared.weights.model_folder import read_config, window_of
 from shared.wire import (
     Packed,
     Part,

@@ -21,9 +21,9 @@ from services.rollout.on_vllm.inside.executors import (
     ProcessPerDeviceExecutor,
 )
 from shared.errors import BadRequest
-from shared.model import architectures
-from shared.model.folder import model_folder
 from shared.settings import Settings
+from shared.weights import architectures
+from shared.weights.model_folder import model_folder
 from shared.wire import (
     EngineSpec,
 )
@@ -157,7 +157,7 @@ def ask_for_masks(args: AsyncEngineArgs) -> None:
 
 def choose_dtype(asked: Dtype) -> Dtype:
     """Returns the dtype to serve in on this hardware, by the same rule as the trainer
-    (`shared/model/architectures.py`)."""
+    (`shared/weights/architectures.py`)."""
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
     chosen = architectures.choose_dtype(
         asked,

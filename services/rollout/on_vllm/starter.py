@@ -20,9 +20,9 @@ from services.rollout.on_vllm.processes import (
 )
 from shared.errors import BadRequest, Failed
 from shared.host.processes import in_own_thread
-from shared.model.folder import check_hub, model_folder
 from shared.settings import Settings
 from shared.weights.folders import stored_tensors
+from shared.weights.model_folder import check_hub, model_folder
 from shared.wire import EngineSpec, Sampling
 
 if TYPE_CHECKING:

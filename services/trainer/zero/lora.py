@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 
 from shared.errors import BadRequest
 from shared.job import LoraSpec
-from shared.model.architectures import has_experts
 from shared.plan.model import ATTENTION
+from shared.weights.architectures import has_experts
 from shared.weights.folders import PREFIX, WEIGHTS
 
 ADAPTER = "default"

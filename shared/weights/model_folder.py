@@ -19,7 +19,7 @@ import httpx2
 
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import closest
-from shared.model.architectures import ARCHITECTURES
+from shared.weights.architectures import ARCHITECTURES
 from shared.weights.folders import StoredTensor, stored_tensors
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
