@@ -18,10 +18,9 @@ from statistics import median
 from typing import Any
 
 from bench.report import Figure
-from services.rollout.on_vllm.starter import VllmStarter
+from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Copies, Fetcher
 from services.trainer.disk.weights import Publisher, Save
 from shared.settings import Settings
 from shared.weights.folders import CONFIG, PREFIX, WEIGHTS, stored_tensors, tensor_digests

@@ -16,10 +16,9 @@ from shared.weights.model_folder import model_folder
 
 def main(settings: Settings) -> None:
     from services.rollout.app import create_service
-    from services.rollout.on_vllm.starter import VllmStarter
+    from services.rollout.on_vllm.processes import VllmStarter
     from services.rollout.sampler import Sampler
-    from services.rollout.weights.copies import Copies
-    from services.rollout.weights.fetching import Fetcher
+    from services.rollout.weights.copies import Copies, Fetcher
 
     if len(settings.trainer_urls) > 1:
         raise BadRequest(

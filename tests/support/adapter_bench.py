@@ -15,10 +15,9 @@ import numpy as np
 from services.orchestrator.pool import canary
 from services.rollout.app import create_service
 from services.rollout.engine import Adapter
-from services.rollout.on_vllm.starter import VllmStarter
+from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Copies, Fetcher
 from services.trainer.disk.weights import Publisher
 from shared.job import LoraSpec, SyncMethod
 from shared.settings import Settings

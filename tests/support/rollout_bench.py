@@ -19,11 +19,10 @@ from starlette.types import ASGIApp
 
 from services.rollout.app import create_service
 from services.rollout.engine import Adapter, BadPrompt, PauseMode
-from services.rollout.fencing import label, spans
+from services.rollout.running import label, spans
 from services.rollout.sampler import Sampler
 from services.rollout.weights.adapters import LoadedAdapters
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Copies, Fetcher
 from shared.errors import BadRequest, StateLost
 from shared.http.client import Client
 from shared.settings import Settings

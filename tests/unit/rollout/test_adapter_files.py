@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import ProvenAdapter, prove
+from services.rollout.weights.copies import Copies, Fetcher
+from services.rollout.weights.loading import ProvenAdapter, prove
 from services.rollout.weights.proofs import AdapterConfig, Expected, adapter_shapes
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import BadRequest

@@ -10,9 +10,8 @@ import pydantic
 import pytest
 from safetensors.numpy import save
 
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import prove
+from services.rollout.weights.copies import Copies, Fetcher
+from services.rollout.weights.loading import prove
 from services.rollout.weights.proofs import Expected
 from shared.errors import Failed, Unavailable
 from shared.weights.folders import digest, stored_tensors, tensor_digests

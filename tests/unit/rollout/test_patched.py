@@ -12,9 +12,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from services.rollout.engine import Engine
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import Proven, prove
+from services.rollout.weights.copies import Copies, Fetcher
+from services.rollout.weights.loading import Proven, prove
 from services.rollout.weights.proofs import Expected
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import Failed, Unavailable

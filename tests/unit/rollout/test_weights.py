@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import LOADERS, prove, published_folder
+from services.rollout.weights.copies import Copies, Fetcher
+from services.rollout.weights.loading import LOADERS, prove, published_folder
 from services.rollout.weights.proofs import (
     Expected,
     compare,

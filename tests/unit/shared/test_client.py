@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 
 from services.rollout.rl_routes import PauseState
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Fetcher
 from shared.errors import Busy, HoneError, NotFound, Unavailable
 from shared.host.logs import of_job, of_request
 from shared.http import codec
