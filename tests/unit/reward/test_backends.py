@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from services.reward.app import sandbox_of
+from services.reward.sandbox import host as packages
 from services.reward.sandbox import on_modal
-from services.reward.sandbox import visible as packages
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.on_modal import ModalSandbox
 from shared.errors import BadRequest, Failed
