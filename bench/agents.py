@@ -41,18 +41,10 @@ from services.orchestrator.extensions.tinker.sampling import SampleOrders
 from services.orchestrator.grpo.groups import sample_group
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.tasks import all_of
+from services.rollout.rl_routes import CacheReset
 from shared.job import EvaluatedModel, Job
 from shared.settings import Settings
-from shared.wire import (
-    CacheReset,
-    GenerateRequest,
-    NoBody,
-    Prompt,
-    Rollout,
-    RolloutGroup,
-    Sampling,
-)
-from shared.wire.packed import TokenIds
+from shared.wire import GenerateRequest, NoBody, Prompt, Rollout, RolloutGroup, Sampling, TokenIds
 
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 6
 NUM_STARTS = 64

@@ -25,6 +25,7 @@ from shared.job import Job
 from shared.settings import Settings
 from shared.wire import (
     Batch,
+    Logprobs,
     MetricsRow,
     Part,
     Prompt,
@@ -32,8 +33,8 @@ from shared.wire import (
     RolloutGroup,
     Score,
     Span,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.support.running import running_redis
 
 STEPS, PROMPTS, GROUP = 2000, 64, 8

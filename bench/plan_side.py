@@ -22,14 +22,12 @@ from typing import Any
 from bench.trainer_side import resident_bytes, settle
 from shared.job import Job
 from shared.job.file import parse_job
-from shared.plan.cpu import CpuRates
-from shared.plan.gpus import GpuGroup, cpu, host_memory_bytes
+from shared.plan.gpus import CpuRates, GpuGroup, cpu, host_memory_bytes
 from shared.plan.memory import Ranks, trainer_memory
 from shared.plan.model import find_model
 from shared.plan.planning import Known, make_plan
 from shared.settings import Settings
-from shared.wire import Example
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import Example, Logprobs, TokenIds
 
 MIB = 1 << 20
 STEP, AS_SET = "step", "as_set"

@@ -48,7 +48,7 @@ from services.reward.grading import registry
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import GraderTools
 from services.reward.job_code.workers import FunctionWorkers
-from services.reward.sandbox import visible
+from services.reward.sandbox import host
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.slots import Slot
 from shared.http.client import Client
@@ -367,7 +367,7 @@ def in_process(command: list[str], expected: str = json.dumps(VALUES)) -> Run:
 
 def bare(code: str) -> list[str]:
     return [
-        visible.interpreter(),
+        host.interpreter(),
         "-I",
         "-S",
         "-c",
@@ -378,13 +378,11 @@ def bare(code: str) -> list[str]:
 def bubblewrap(code: str) -> list[str]:
     shown = [
         part
-        for path in visible.binds(packages=False)
+        for path in host.binds(packages=False)
         if not path.startswith("/dev")
         for part in ("--ro-bind", path, path)
     ]
-    links = [
-        part for path, target in visible.links().items() for part in ("--symlink", target, path)
-    ]
+    links = [part for path, target in host.links().items() for part in ("--symlink", target, path)]
     mounts = [*shown, *links, "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
     return [
         shutil.which("bwrap") or "bwrap",

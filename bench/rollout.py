@@ -39,8 +39,7 @@ from bench.rollout_side import PROMPT, write_model
 from bench.side import quiet, start, told
 from shared.http import codec, rendering
 from shared.http.client import Client
-from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, Span
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import GenerateRequest, Logprobs, Rollout, RolloutGroup, Sampling, Span, TokenIds
 
 LOADS = {64: (1, 8, 64), 256: (1, 8)}
 """Numbers of groups, by the tokens of each completion."""

@@ -54,10 +54,9 @@ async def direct(engine: Any, num_groups: int, sampling: Sampling) -> dict[str, 
 
 async def serve(folder: Path) -> None:
     from services.rollout.app import create_service
-    from services.rollout.on_vllm.starter import VllmStarter
+    from services.rollout.on_vllm.processes import VllmStarter
     from services.rollout.sampler import Sampler
-    from services.rollout.weights.copies import Copies
-    from services.rollout.weights.fetching import Fetcher
+    from services.rollout.weights.copies import Copies, Fetcher
 
     settings = Settings(
         runs_dir=folder / "runs", shm_dir=folder / "shm", log_level="error", max_num_seqs=512

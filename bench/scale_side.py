@@ -23,6 +23,7 @@ from shared.settings import Settings
 from shared.wire import (
     FolderWeights,
     GenerateRequest,
+    Logprobs,
     ModelRequest,
     Part,
     PublishRequest,
@@ -34,12 +35,12 @@ from shared.wire import (
     ServingWeights,
     Span,
     StepResult,
+    TokenIds,
     TrainerJob,
     TrainerState,
     TrainStepRequest,
     WeightsRef,
 )
-from shared.wire.packed import Logprobs, TokenIds
 
 CHARACTERS_PER_TOKEN = 4
 MEDIAN_TOKENS, SPREAD = 900, 1.0

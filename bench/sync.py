@@ -45,10 +45,9 @@ import numpy as np
 
 from bench.report import Figure, count, finish, repeated
 from bench.sync_adapter import measure_adapter
-from services.rollout.on_vllm.starter import VllmStarter
+from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Copies, Fetcher
 from services.trainer.app import create_service
 from services.trainer.disk.weights import KEEP_VERSIONS, Publisher
 from shared.job import SyncMethod

@@ -18,14 +18,12 @@ from statistics import median
 from typing import Any
 
 from bench.report import Figure
-from services.rollout.on_vllm.starter import VllmStarter
+from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Copies, Fetcher
 from services.trainer.disk.weights import Publisher, Save
 from shared.settings import Settings
-from shared.weights.checkpoints import CONFIG, PREFIX, WEIGHTS
-from shared.weights.digest import stored_tensors, tensor_digests
+from shared.weights.folders import CONFIG, PREFIX, WEIGHTS, stored_tensors, tensor_digests
 from shared.wire import ModelRequest, PublishRequest, WeightsRef
 
 RANK = 16

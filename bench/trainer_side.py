@@ -27,8 +27,7 @@ import transformers
 from torch import Tensor
 
 from shared.job import Job
-from shared.wire import Example
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import Example, Logprobs, TokenIds
 
 PAD, EOS = 0, 1
 

@@ -19,8 +19,7 @@ from deploy.machine import SERVICES
 from deploy.probe import URL
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.http.urls import url_at
-from shared.settings import Settings
-from shared.settings.environment import load_settings
+from shared.settings import Settings, load_settings
 
 PLACES = Path("/run/hone/places")
 """A folder that all samplers of a machine see. Each locks a file in it; the kernel releases the

@@ -38,7 +38,7 @@ from services.trainer.disk.checkpoints import described, path_of, remove_old
 from services.trainer.learning.schedule import learning_rate
 from shared.errors import Failed, HoneError
 from shared.job import Job
-from shared.settings.environment import load_settings
+from shared.settings import load_settings
 from shared.wire import (
     Batch,
     JobRecord,
@@ -49,8 +49,8 @@ from shared.wire import (
     Score,
     ScoredGroup,
     Span,
+    TokenIds,
 )
-from shared.wire.packed import TokenIds
 
 HELD_OUT_AT_A_TIME = 64
 """Held-out completions that are sampled together."""

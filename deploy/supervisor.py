@@ -32,8 +32,7 @@ from shared.errors import BadRequest, Failed, HoneError
 from shared.host import disk
 from shared.host.processes import check_port
 from shared.http.urls import url_at
-from shared.settings import PREFIX, Settings
-from shared.settings.environment import load_settings
+from shared.settings import PREFIX, Settings, load_settings
 
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0

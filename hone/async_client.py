@@ -311,7 +311,7 @@ class AsyncClient:
         state. After an interruption another call resumes. `progress` is called with each file's
         bytes so far."""
         from hone.downloading import download
-        from shared.weights.checkpoints import folder_name
+        from shared.weights.folders import folder_name
 
         job_id = await self._id(job)
         if step is None:

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.http.client import Client
-from shared.weights.checkpoints import STATE, StoredFile
+from shared.weights.folders import STATE, StoredFile
 from shared.wire import CheckpointFile, CheckpointFiles
 
 Progress = Callable[[str, int, int], None]

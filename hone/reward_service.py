@@ -22,8 +22,7 @@ from shared.errors import BadRequest, Failed, Unavailable
 from shared.host.processes import ending_with_parent, free_port
 from shared.http.client import Client
 from shared.job import RewardSpec
-from shared.settings import PREFIX
-from shared.settings.environment import load_settings
+from shared.settings import PREFIX, load_settings
 from shared.wire import GraderInfo, GraderList
 
 PING_DEADLINE_S = 1.0

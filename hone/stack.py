@@ -23,7 +23,7 @@ STDERR = 2
 
 def orchestrator(folder: Path = FOLDER) -> tuple[str, str | None]:
     """Returns the orchestrator's URL and the token to send, or None."""
-    from shared.settings.environment import load_settings  # `hone --help` reads no settings
+    from shared.settings import load_settings  # `hone --help` reads no settings
 
     settings = located(load_settings(), folder)
     return settings.orchestrator_url, settings.bearer()
@@ -34,7 +34,7 @@ def ensure(folder: Path = FOLDER, *, settings: Mapping[str, str] | None = None) 
     environment's, because none answered. It stays up. Raises Unavailable if the environment names
     an orchestrator that does not answer: then the user means that one."""
     from hone.client import Client  # `hone up` needs no client
-    from shared.settings.environment import load_settings
+    from shared.settings import load_settings
 
     url, token = orchestrator(folder)
     try:

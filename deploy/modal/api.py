@@ -19,8 +19,7 @@ from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
 from shared.host import logs
 from shared.host.logs import get_logger
-from shared.settings import Settings
-from shared.settings.environment import load_settings
+from shared.settings import Settings, load_settings
 from shared.wire import JobSummary
 
 REFRESH_S = 5.0

@@ -16,8 +16,7 @@ import modal
 from shared.errors import BadRequest
 from shared.http.urls import PORTS
 from shared.plan.gpus import TABLE
-from shared.settings import PREFIX, Settings
-from shared.settings.environment import load_settings
+from shared.settings import PREFIX, Settings, load_settings
 
 SETTINGS = load_settings()
 PYTHON = "3.11"

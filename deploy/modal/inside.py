@@ -26,7 +26,7 @@ from shared.errors import Failed, Unavailable
 from shared.host.logs import get_logger
 from shared.http import client as shared_client
 from shared.job import Job
-from shared.settings.environment import load_settings
+from shared.settings import load_settings
 from shared.wire import TERMINAL, VersionInfo
 
 FOLDER = Path("/tmp/hone-stack")

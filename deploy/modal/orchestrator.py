@@ -61,7 +61,7 @@ async def watch() -> None:
     may have ended. If it failed, its jobs are paused."""
     from deploy.modal.api import bring_trainer, give_up, gone_s, open_store
     from deploy.modal.calls import places
-    from shared.settings.environment import load_settings
+    from shared.settings import load_settings
 
     settings = load_settings()
     store = open_store(settings)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.agents.results import AgentFailed
-from shared.settings.environment import FILE, REWARD_FILE, ROW, secret_variables
+from shared.settings import FILE, REWARD_FILE, ROW, secret_variables
 
 TAIL_BYTES = 4096
 """How much of the end of each stream is kept."""

@@ -28,8 +28,7 @@ from shared.host import nvidia
 from shared.http.client import Client
 from shared.http.connecting import proxy_headers
 from shared.http.urls import REGISTERED
-from shared.settings import Settings
-from shared.settings.environment import load_settings
+from shared.settings import Settings, load_settings
 from shared.wire import CheckedWeights, FindingList, NoBody, RegisteredSampler, SamplerList
 
 MIN_FREE_GIB = 2.0

@@ -21,7 +21,7 @@ from shared.job import name_of
 from shared.job.file import load_job
 
 if TYPE_CHECKING:
-    from shared.prompts.reading import PromptReader
+    from shared.templates import PromptReader
 
 REWARDS: tuple[Reward, ...] = get_args(Reward)
 
@@ -139,9 +139,9 @@ def _check_reward(draft: Draft) -> None:
 
 def _measured(draft: Draft) -> tuple[Draft, list[str]]:
     """Returns the draft with bounds that fit the model, and the findings as sentences."""
-    from shared.model.check import check_model_folder, read_config, window_of
-    from shared.model.names import model_folder  # which load libraries that `hone --help` needs not
-    from shared.prompts.reading import CannotCount, prompt_reader
+    # they load libraries that `hone --help` does not need
+    from shared.templates import CannotCount, prompt_reader
+    from shared.weights.model_folder import check_model_folder, model_folder, read_config, window_of
 
     source, layout = draft.source, draft.source.layout
     notes = [_found(source)]

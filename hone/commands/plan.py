@@ -24,12 +24,11 @@ from hone.shell import (
 from shared.errors import BadRequest, Failed
 from shared.http import codec
 from shared.job import Job
-from shared.plan.cpu import CpuRates
-from shared.plan.gpus import parse_gpus
+from shared.plan.gpus import CpuRates, parse_gpus
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan, planned_gpus
 from shared.plan.rates import Measured, rates_of
-from shared.settings.environment import load_settings
+from shared.settings import load_settings
 from shared.wire import MetricsRow, PromptLengths
 
 LENGTHS_S = 30.0

@@ -57,7 +57,7 @@ def completions(model: str | None, asked: dict[str, Any]) -> dict[str, Any]:
     error, and NotFound for a model that it does not serve."""
     from hone import stack
     from shared.http.urls import REGISTERED
-    from shared.settings.environment import load_settings
+    from shared.settings import load_settings
 
     settings = stack.located(load_settings())
     first = settings.rollout_urls[0]

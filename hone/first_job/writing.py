@@ -11,7 +11,7 @@ from hone.first_job.lengths import Lengths
 from hone.first_job.looking import Layout, Reward, Source
 
 if TYPE_CHECKING:
-    from shared.prompts.reading import Content
+    from shared.templates import Content
 
 WIDTH = 44
 """Columns of a line before its comment."""

@@ -82,7 +82,7 @@ class Remote(Mode):
         Address(self.url, self.token).connect().close()
 
     def stack(self, packages: tuple[str, ...] = ()) -> Address:
-        from shared.settings.environment import load_settings
+        from shared.settings import load_settings
 
         address = Address(self.url, self.token or load_settings().bearer())
         with address.connect() as client:
@@ -153,7 +153,7 @@ def _gpu(text: Any, what: str) -> tuple[str, int]:
 
 def _on_modal(settings: dict[str, str], packages: tuple[str, ...], *arguments: str) -> Address:
     """Deploys to Modal, and returns where the jobs API is. Doing it again changes what differs."""
-    from shared.settings.environment import load_settings
+    from shared.settings import load_settings
 
     if importlib.util.find_spec("modal") is None:
         raise BadRequest(f"the Modal client is not installed: {how_to_install('modal')}")

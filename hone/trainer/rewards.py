@@ -15,7 +15,7 @@ from hone.trainer.source import instance_source, source_of
 from shared.errors import BadRequest
 from shared.explain import shown
 from shared.rewards import Reward
-from shared.wire.graders import reward_of
+from shared.wire.rewards import reward_of
 
 SECRET_NAME, LEAST_SECRET = re.compile(r"(?i)(key|token|secret|password)$"), 12
 KEY = re.compile(r"\b(sk-|hf_|gh[pousr]_|github_pat_|xox[abp]-|AKIA|AIza)[\w-]{16,}")

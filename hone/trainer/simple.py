@@ -26,7 +26,7 @@ from shared.errors import BadRequest, Failed, how_to_install
 from shared.explain import shown
 from shared.host.processes import ending_with_parent
 from shared.job import Job
-from shared.weights.checkpoints import step_of
+from shared.weights.folders import step_of
 from shared.wire import Event, MetricsRow
 
 LOOK_S = 0.3
@@ -52,7 +52,7 @@ class Simple(Mode):
     def start(self, job: Job, sources: Mapping[str, Problems]) -> SimpleRun:
         """Returns the run, as soon as its process has begun. Raises BadRequest for what TRL cannot
         do, and if TRL is missing."""
-        from shared.settings.environment import load_settings
+        from shared.settings import load_settings
 
         self.check(job)
         if version_of("trl") is None:

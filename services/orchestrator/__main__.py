@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from shared.errors import BadRequest
-from shared.host.startup import run_main
+from shared.host.processes import run_main
 from shared.settings import Settings
 
 

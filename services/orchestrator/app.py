@@ -47,9 +47,9 @@ from services.orchestrator.store.store import Store
 from services.orchestrator.store.writable import Writable
 from services.orchestrator.tasks import stop
 from shared.errors import HoneError
-from shared.http.health import Draining
+from shared.http.operations import Draining
 from shared.http.service import Service
-from shared.plan.cpu import CpuRates
+from shared.plan.gpus import CpuRates
 from shared.settings import Settings
 
 

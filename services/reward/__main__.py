@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.host.startup import run_main
+from shared.host.processes import run_main
 from shared.settings import Settings
 
 

@@ -33,7 +33,7 @@ from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import GraderTools
 from services.reward.grading.scoring import QueueLimit, Scorer, run_answer, run_request
 from services.reward.job_code.workers import FunctionWorkers
-from services.reward.sandbox import visible
+from services.reward.sandbox import host
 from services.reward.sandbox.base import Sandbox
 from services.reward.sandbox.local import LocalSandbox
 from shared.http.service import Service
@@ -107,7 +107,7 @@ def sandbox_of(settings: Settings) -> Sandbox:
     return LocalSandbox(
         isolated=settings.sandbox != "unsafe",
         num_slots=settings.sandbox_slots,
-        packages=visible.find(settings.sandbox_packages),
+        packages=host.find(settings.sandbox_packages),
     )
 
 

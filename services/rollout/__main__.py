@@ -9,17 +9,16 @@ import socket
 from shared.errors import BadRequest
 from shared.host import disk, nvidia
 from shared.host.disk import run_for_volume
-from shared.host.startup import run_main
-from shared.model.names import model_folder
+from shared.host.processes import run_main
 from shared.settings import Settings
+from shared.weights.model_folder import model_folder
 
 
 def main(settings: Settings) -> None:
     from services.rollout.app import create_service
-    from services.rollout.on_vllm.starter import VllmStarter
+    from services.rollout.on_vllm.processes import VllmStarter
     from services.rollout.sampler import Sampler
-    from services.rollout.weights.copies import Copies
-    from services.rollout.weights.fetching import Fetcher
+    from services.rollout.weights.copies import Copies, Fetcher
 
     if len(settings.trainer_urls) > 1:
         raise BadRequest(

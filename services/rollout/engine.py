@@ -1,5 +1,5 @@
 """The interface of a sampling engine. The only real engine is vLLM's: `on_vllm/engine.py`, started
-by `on_vllm/starter.py`.
+by `on_vllm/processes.py`.
 
 The interface exists so that the service's own rules (versions, idempotency, faults) are tested
 without vLLM, and so that the settings are checked before anything heavy is imported.
@@ -19,12 +19,13 @@ from shared.wire import (
     BroadcastWeights,
     ChatRequest,
     EngineSpec,
+    Logprobs,
     Message,
     Rollout,
     Sampling,
     SharedWeights,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, TokenIds
 
 if TYPE_CHECKING:
     from services.rollout.weights.adapters import LoadedAdapters
@@ -125,7 +126,7 @@ class Engine(Protocol):
         template_args: Mapping[str, Any],
     ) -> list[int]:
         """Returns the token ids `[T]` of a given answer after the prompt's
-        (`conversations/given.py`). Raises BadPrompt if it cannot follow the prompt."""
+        (`groups.py`). Raises BadPrompt if it cannot follow the prompt."""
         ...
 
     async def sample(

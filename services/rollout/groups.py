@@ -4,22 +4,129 @@ completion as a message.
 A request is a turn of a conversation if it has `tools` or `known`. The caller keeps the
 conversation: it sends all messages, and the tokens it already has (`known`). Nothing of it stays in
 this process, so any sampler can answer any turn.
+
+Sampled tokens are never tokenized again. When a conversation continues, only the text that the chat
+template writes after the last answer is tokenized, and appended to the tokens:
+
+    prompt  answer, as sampled  end of the answer, tool's message, head of the next answer
+                                ^ tokenized now
+
+The template renders whole conversations. So that text is the difference of two renderings: of the
+messages up to the answer, and of all messages. In both, a mark replaces the answer's text, because
+templates rewrite that text (they strip it), and so it is not what was sampled.
+
+For supervised steps an answer is given. `answer_ids` returns its tokens as the model would have
+sampled them after the prompt, up to the end-of-sequence token. `Engine.encode` gives the prompt's
+tokens, so training and sampling see the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from pydantic import ValidationError
 
-from services.rollout.conversations.continuing import next_prompt, prompt_tokens
-from services.rollout.engine import Adapter, BadPrompt, Engine, Overlong, failed_rollout
-from services.rollout.fencing import owner_of
-from services.rollout.running import Running
+from services.rollout.engine import Adapter, BadPrompt, Chat, Engine, Overlong, failed_rollout
+from services.rollout.running import Running, owner_of
 from shared.errors import BadRequest
 from shared.explain import sentences
-from shared.wire import ChatRequest, GenerateRequest, Message, Rollout, RolloutGroup, Sampling
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import (
+    ChatRequest,
+    GenerateRequest,
+    Logprobs,
+    Message,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    TokenIds,
+)
+
+MARK = "hone-answer-5b1f0c"
+"""Replaces the text of an answer. No template looks for it, and it has no spaces at its ends, which
+templates strip."""
+
+THOUGHT = "hone-thought-5b1f0c"
+"""Replaces the thoughts of an answer, to see whether the template keeps them."""
+
+END_OF_THOUGHTS = "</think>"
+
+
+class CannotContinue(Exception):
+    """The chat template renders earlier messages differently once more messages follow."""
+
+
+async def prompt_tokens(chat: Chat, request: ChatRequest) -> list[int]:
+    """Returns the token ids `[T]` of all messages, ready for the answer."""
+    return chat.tokenize(await chat.render(request, request.messages, answering=True))
+
+
+async def next_prompt(
+    chat: Chat, request: ChatRequest, num_known: int, known_ids: list[int]
+) -> tuple[list[int], str]:
+    """Returns the token ids `[T]` of all messages, ready for the answer. They begin with
+    `known_ids`, the tokens of the first `num_known` messages; else a reason comes with them."""
+    try:
+        between = await tokens_after(chat, request, num_known, known_ids[-1])
+    except CannotContinue as error:
+        return await prompt_tokens(chat, request), str(error)
+    return [*known_ids, *between], ""
+
+
+async def tokens_after(
+    chat: Chat, request: ChatRequest, num_known: int, last_token: int
+) -> list[int]:
+    """Returns the token ids `[T]` between the answer that is message `num_known - 1`, whose last
+    sampled token is `last_token`, and the next answer. Raises CannotContinue."""
+    earlier, answer = request.messages[: num_known - 1], request.messages[num_known - 1]
+    marked = (*earlier, {**_without_thoughts(answer), "content": _marked(answer)})
+    shown = await chat.render(request, marked, answering=False)
+    everything = (*marked, *request.messages[num_known:])
+    shown_whole = await chat.render(request, everything, answering=True)
+    if THOUGHT in shown and THOUGHT not in shown_whole:
+        raise CannotContinue("the chat template drops an answer's thoughts once messages follow")
+    known, whole = _after_mark(shown), _after_mark(shown_whole)
+    if not whole.startswith(known):
+        raise CannotContinue("the chat template renders an answer differently once messages follow")
+    ending = await _ending(chat, request, earlier, known, chat.special_text(last_token))
+    return chat.tokenize(ending + whole[len(known) :])
+
+
+async def _ending(
+    chat: Chat, request: ChatRequest, earlier: Sequence[Message], known: str, sampled_end: str
+) -> str:
+    """Returns the end of the answer as the template writes it, from where sampling ended. That is
+    after the answer's end token. If the answer was cut off, or ended with a token that the template
+    does not write, it is after the answer's text. In `known`, calls of tools may stand after the
+    mark, so then the answer is rendered without them."""
+    if sampled_end and sampled_end in known:
+        return known.rpartition(sampled_end)[2]
+    plain: Message = {"role": "assistant", "content": MARK}
+    text = await chat.render(request, (*earlier, plain), answering=False)
+    if MARK not in text:
+        raise CannotContinue("the chat template does not render the text of an answer")
+    return _after_mark(text)
+
+
+def _marked(answer: Message) -> str:
+    """Returns the text in place of an answer's: the mark, after thoughts if the answer has some."""
+    has_thoughts = END_OF_THOUGHTS in str(answer.get("content") or "")
+    return f"<think>\n{THOUGHT}\n{END_OF_THOUGHTS}\n\n{MARK}" if has_thoughts else MARK
+
+
+def _after_mark(text: str) -> str:
+    """Returns the text after the mark; all text if the template leaves out the text of an answer
+    that calls tools."""
+    return text.rpartition(MARK)[2]
+
+
+def _without_thoughts(message: Message) -> Message:
+    return {
+        name: value
+        for name, value in message.items()
+        if name not in ("reasoning", "reasoning_content")
+    }
+
 
 NUM_END_TOKENS = 16
 """Tokens at a prompt's end whose text goes with its rollouts: more than a template writes to open
@@ -230,3 +337,72 @@ def _failed_group(request: GenerateRequest, error: BadPrompt) -> RolloutGroup:
     rollouts = (failed_rollout(error.detail),) * num
     overlong = isinstance(error, Overlong)
     return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=rollouts, overlong=overlong)
+
+
+TEXT_KEYS = frozenset({"role", "content", "weight"})
+"""Keys of a message that is text alone; OpenAI's `weight` says whether it is learned."""
+
+
+def answer_ids(
+    tokenizer: Any,
+    prompt: str | Sequence[Message],
+    answer: str | Message,
+    template_args: Mapping[str, Any],
+    ends: Collection[int],
+) -> list[int]:
+    """Returns the token ids `[T]` of the answer. `ends` are the end-of-sequence tokens. Raises
+    BadPrompt for an answer that the model cannot give after the prompt."""
+    if isinstance(prompt, str):
+        if not isinstance(answer, str):
+            raise BadPrompt("the prompt is text and the answer a message; expected text too")
+        return _ended(_after(tokenizer, prompt, answer, special=True), tokenizer, ends)
+    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    head = _rendered(tokenizer, prompt, template_args, answering=True)
+    whole = _rendered(tokenizer, [*prompt, message], template_args, answering=False)
+    if whole.startswith(head):
+        text = whole.removeprefix(head)
+    elif set(message) <= TEXT_KEYS and isinstance(message.get("content"), str):
+        text = message["content"]  # a template that writes an earlier answer otherwise
+    else:
+        raise BadPrompt(
+            "the model's chat template does not write the answer after the head of an answer, and "
+            f"the answer has {', '.join(sorted(set(message) - TEXT_KEYS)) or 'no text'}; expected "
+            "an answer that is text alone"
+        )
+    return _ended(_after(tokenizer, head, text, special=False), tokenizer, ends)
+
+
+def _rendered(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    template_args: Mapping[str, Any],
+    *,
+    answering: bool,
+) -> str:
+    options = {**template_args, "add_generation_prompt": answering, "tokenize": False}
+    try:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except Exception as error:  # the template is the model's code, on a job's data
+        raise BadPrompt(
+            f"the model's chat template refused the messages: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _after(tokenizer: Any, head: str, text: str, *, special: bool) -> list[int]:
+    """Returns the tokens of `text` after `head`: what the tokens of both have after the head's, or
+    else the text's own, because the model sampled the head's tokens as they are."""
+    head_ids = tokenizer.encode(head, add_special_tokens=special)
+    both = tokenizer.encode(head + text, add_special_tokens=special)
+    if both[: len(head_ids)] == head_ids:
+        return both[len(head_ids) :]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _ended(ids: list[int], tokenizer: Any, ends: Collection[int]) -> list[int]:
+    """Returns the ids up to the last end-of-sequence token: nothing is sampled after it. Without
+    one the tokenizer's own is added."""
+    last = max((position for position, id in enumerate(ids) if id in ends), default=None)
+    if last is not None:
+        return ids[: last + 1]
+    end = tokenizer.eos_token_id
+    return ids if end is None else [*ids, end]

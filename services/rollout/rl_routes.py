@@ -2,7 +2,7 @@
 adapters beside what serves, which requests name as their model.
 
 All but `/health` are refused while a job has the sampler. As vLLM's, they take query parameters in
-place of a body.
+place of a body. Field names of the bodies are vLLM's.
 """
 
 from __future__ import annotations
@@ -10,30 +10,62 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from services.rollout.running import Running
 from services.rollout.sampler import Sampler
 from services.rollout.weights.proofs import proven_adapter
 from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
-from shared.http.folders import other_folders
+from shared.http.gate import other_folders
 from shared.http.service import Service
 from shared.settings import Settings
-from shared.weights.checkpoints import adapter_digests
-from shared.weights.digest import digest
-from shared.wire import (
-    AdapterChanged,
-    AdapterWeights,
-    CacheReset,
-    Health,
-    LoadAdapterRequest,
-    NoBody,
-    PauseRequest,
-    PauseState,
-    UnloadAdapterRequest,
-)
+from shared.weights.folders import adapter_digests, digest
+from shared.wire import AdapterWeights, Health, NoBody, Wire
+
+
+class PauseRequest(Wire):
+    """`POST /pause`: requests under way are frozen, and cached prefixes forgotten."""
+
+    mode: Literal["keep"] = "keep"
+
+
+class PauseState(Wire):
+    """`status` is vLLM's word for `paused`."""
+
+    paused: bool
+    status: Literal["paused", "resumed"] = "paused"
+
+
+class CacheReset(Wire):
+    """`success` is False while requests still use what is cached."""
+
+    success: bool
+
+
+class AdapterChanged(Wire):
+    """`message` is vLLM's."""
+
+    message: str
+
+
+class LoadAdapterRequest(Wire):
+    """`POST /v1/load_lora_adapter`: PEFT's files in the folder `lora_path`, to be called
+    `lora_name`. An adapter of that name is replaced, also without `load_inplace`."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: Literal[False] = False
+
+
+class UnloadAdapterRequest(Wire):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
 
 Handler = Callable[[Any], Awaitable[BaseModel]]
 

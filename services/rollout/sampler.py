@@ -12,7 +12,7 @@ A sampler that takes turns with the trainer on one GPU sleeps from `sleep` until
 loaded. Meanwhile it has no weights, and requests for samples are refused until later.
 
 `Running` (`running.py`) is the engine that runs, and decides whether it may sample a request.
-`weights/loading.py` loads versions into it. `fencing.py` decides who may ask, and ends requests.
+`weights/loading.py` loads versions into it. `running.py` decides who may ask, and ends requests.
 
 One lock orders all calls that change the engine or its weights. /generate takes no lock: vLLM
 queues requests while it is paused. No request is remembered: whether a PUT or a reload was done is
@@ -31,13 +31,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.rollout.engine import Adapter, Engine, Starter
-from services.rollout.fencing import Fences, Requests, owner_of, stale, taken
 from services.rollout.groups import given_group, sampled_group
-from services.rollout.running import Running, Served, Start
+from services.rollout.running import (
+    Fences,
+    Requests,
+    Running,
+    Served,
+    Start,
+    owner_of,
+    stale,
+    taken,
+)
 from services.rollout.weights.adapters import Held, LoadedAdapters
 from services.rollout.weights.copies import Copies
-from services.rollout.weights.loading import Load
-from services.rollout.weights.methods import ProvenAdapter, prove
+from services.rollout.weights.loading import Load, ProvenAdapter, prove
 from services.rollout.weights.proofs import Expected, expected_of
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
 from shared.host.logs import get_logger

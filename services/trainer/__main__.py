@@ -11,8 +11,7 @@ from pathlib import Path
 from services.trainer.processes.launch_folder import LaunchFolder
 from services.trainer.processes.launcher import Launcher, check_nodes
 from shared.host import disk, nvidia
-from shared.host.processes import check_port
-from shared.host.startup import run_main
+from shared.host.processes import check_port, run_main
 from shared.settings import Settings
 
 

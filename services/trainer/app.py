@@ -14,9 +14,9 @@ from pydantic import BaseModel
 
 from services.trainer.disk.weights import published_file
 from services.trainer.trainer import Trainer
+from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.ownership import asking
 from shared.http.service import Check, Service
-from shared.http.streams import DOWNLOADED, DownloadedFile
 from shared.settings import Settings
 from shared.wire import (
     AnyWeights,

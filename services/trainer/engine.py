@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shared.job import Job
-from shared.wire import Canary, Example, Optimization, StepTotals, TokenLoss
-from shared.wire.packed import Logprobs
+from shared.wire import Canary, Example, Logprobs, Optimization, StepTotals, TokenLoss
 
 
 @dataclass(frozen=True)

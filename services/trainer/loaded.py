@@ -20,17 +20,17 @@ from shared.errors import BadRequest
 from shared.host.disk import run_for_volume
 from shared.job import Job
 from shared.settings import Settings
-from shared.weights.checkpoints import STATE, StoredFile
+from shared.weights.folders import STATE, StoredFile
 from shared.wire import (
     Canary,
     Checkpoint,
     CheckpointRequest,
     ForwardBackwardResult,
+    Logprobs,
     OptimStepResult,
     StepResult,
     TrainerJob,
 )
-from shared.wire.packed import Logprobs
 
 
 @dataclass

@@ -31,7 +31,7 @@ from services.trainer.turns import Turns
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.host.logs import get_logger
 from shared.http import codec
-from shared.http.holders import Holders
+from shared.http.ownership import Holders
 from shared.job import SYNC_METHODS, Job
 from shared.job.job import same_learning
 from shared.settings import Settings

@@ -8,7 +8,7 @@ the trainer in one of torch's stores (`shared/weights/meeting.py`).
 
 **Shared memory.** Nothing is sent: a CUDA IPC handle says where a tensor lies.
 
-The sampler's side is `services/rollout/on_vllm/inside/transfer.py`, in vLLM's processes.
+The sampler's side is `services/rollout/on_vllm/inside_transfer.py`, in vLLM's processes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """This machine's processes, ports and threads: processes that end with their parent, free ports,
-and work in a thread of its own."""
+and work in a thread of its own. And how each of the four services begins."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import secrets
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from shared.errors import BadRequest
+from shared.errors import BadRequest, HoneError
+from shared.host import logs, tracing
+from shared.settings import Settings, load_settings
 
 PR_SET_PDEATHSIG = 1
 
@@ -149,3 +152,18 @@ class Look(Generic[T]):
         asked = self._under_way  # another caller may start the next check first
         done, _ = await asyncio.wait({asked}, timeout=max(self._ends - time.monotonic(), 0.0))
         return asked.result() if done else late
+
+
+def run_main(name: str, main: Callable[[Settings], int | None]) -> None:
+    """Loads the settings, sets up logs, runs `main` and ends the process with its exit code, 130
+    after Ctrl-C. If it cannot start, it prints one sentence to stderr and exits with code 2."""
+    try:
+        settings = load_settings()
+        logs.configure(name, settings)
+        tracing.configure(name, settings)
+        sys.exit(main(settings))
+    except HoneError as error:
+        sys.stderr.write(f"{error.detail}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:  # the server raises it again after an orderly end
+        sys.exit(130)

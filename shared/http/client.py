@@ -1,5 +1,5 @@
 """The one client for the services. This file says how a call waits, is retried and is given up;
-polling.py, how long the pauses are.
+connecting.py, how long the pauses are.
 
 A call has a deadline. It sends `Prefer: respond-async`, so work longer than a proxy's time limit is
 polled for. After a dropped connection or a restart of the service it asks again with the same
@@ -27,9 +27,17 @@ from shared.errors import BadRequest, Busy, HoneError, Unavailable, from_problem
 from shared.host import tracing
 from shared.host.logs import get_logger, request_id
 from shared.http import codec
-from shared.http.connecting import proxy_headers, sent, trusted_by
-from shared.http.polling import FIRST_PAUSE_S, MAX_PAUSE_S, Poller
-from shared.http.presence import Presence, Tell, tell_nobody
+from shared.http.connecting import (
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    Poller,
+    Presence,
+    Tell,
+    proxy_headers,
+    sent,
+    tell_nobody,
+    trusted_by,
+)
 from shared.http.urls import PORTS, is_direct, without_password
 from shared.wire import VersionInfo
 

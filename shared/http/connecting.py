@@ -1,15 +1,22 @@
-"""How a caller connects to a service: the certificates that it trusts, and Modal's front door. That
-door asks for a proxy token, and redirects requests that take longer than 150 s."""
+"""How a caller reaches a service: the certificates that it trusts, Modal's front door, whether the
+service is unreachable over all calls of one client, and waiting for many operations of the service
+in one request. Modal's door asks for a proxy token, and redirects requests that take longer than
+150 s."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import ssl
+import time
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
-from shared.errors import Unavailable
+from shared.errors import HoneError, Unavailable
+from shared.http import codec
+from shared.wire import WAIT_PATH, WaitRequest, WaitResult
 
 HOSTS = (".modal.run", ".modal.direct")
 """Endings of its host names. The proxy token is sent to no other host."""
@@ -19,7 +26,7 @@ def proxy_headers(url: str) -> dict[str, str]:
     """Returns the headers with the proxy token, if the URL is of a host of Modal's."""
     if not (urlsplit(url).hostname or "").endswith(HOSTS):
         return {}
-    from shared.settings.environment import (
+    from shared.settings import (
         load_settings,  # loads all settings, so only for Modal's hosts
     )
 
@@ -57,3 +64,172 @@ def trusted_by(url: str) -> ssl.SSLContext:
     """Returns the context for a client of one service. If the service needs no certificates, the
     context has none and trusts no one."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http:") else trusted()
+
+
+Tell = Callable[[str, bool], Awaitable[None]]
+"""Called with a message for people, and with whether the service is unreachable."""
+
+AWAY_S = 3.0
+"""Seconds without an answer after which a service is said to be away. A restart within them is
+not reported."""
+
+
+def since(at: float) -> str:
+    """Returns the start and length of a period for messages; `at` is Unix time."""
+    return f"since {_clock(at)} UTC ({time.time() - at:.0f} s)"
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M:%S", time.gmtime(at))
+
+
+async def tell_nobody(_message: str, _away: bool) -> None:
+    pass
+
+
+class Presence:
+    """Tracks one service. It does not answer if there is no connection, or it says that it cannot
+    work now."""
+
+    def __init__(self, service: str, tell: Tell) -> None:
+        self._service = self._who = f"the {service} service"
+        self._tell = tell
+        self._since: float | None = None
+        self._told = False
+
+    @property
+    def away(self) -> tuple[str, float] | None:
+        """The service reported as away, and since when (Unix time); None if it is not away."""
+        if self._since is None or not self._told:
+            return None
+        return self._who, time.time() - (time.monotonic() - self._since)
+
+    async def missed(self, asked_at: float, reason: str, who: str | None = None) -> None:
+        """Notes that a call made at `asked_at` (time.monotonic) had no answer, and why. `who` is
+        the service that is really away, if the called service waits for another one."""
+        if (who or self._service) != self._who:
+            self._since, self._told, self._who = None, False, who or self._service
+        self._since = asked_at if self._since is None else self._since
+        away_s = time.monotonic() - self._since
+        if self._told or away_s < AWAY_S:
+            return
+        self._told = True
+        clock = _clock(time.time() - away_s)
+        message = f"{self._who} is unreachable since {clock} UTC: {reason}; waiting for it"
+        await self._tell(message, True)
+
+    async def heard(self) -> None:
+        """Notes that the service answered."""
+        since, told = self._since, self._told
+        self._since, self._told = None, False
+        if since is not None and told:
+            away_s = round(time.monotonic() - since)
+            await self._tell(f"{self._who} is back after {away_s} s", False)
+
+
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
+"""Seconds between two attempts to reach a service: doubled each time, up to the maximum."""
+
+GATHER_S = 0.02
+"""While a poll is running, new operations are gathered for this long and then polled together.
+Without a running poll an operation is polled at once."""
+
+MAX_POLLS = 4
+"""Most polls at once. Instead of one more, a single poll takes over all operations."""
+
+
+class Poller:
+    """Polls for one client while it waits for operations. `heard_at` is the time of the service's
+    last answer. Each poll also returns once the service is less busy than `busy_below()`. `heard`
+    is called with how busy the service is."""
+
+    def __init__(self, http: httpx.AsyncClient, wait_s: float) -> None:
+        self._http = http
+        self._wait_s = wait_s
+        self._pause_s = FIRST_PAUSE_S
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._not_asked: set[str] = set()
+        self._asked: set[str] = set()
+        self._polls: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._busy: int | None = None
+        self.heard_at = 0.0
+        self.busy_below: Callable[[], int | None] = lambda: None
+        self.heard: Callable[[int], None] = lambda _: None
+
+    async def ended(self, location: str, timeout_s: float) -> bool:
+        """Returns True once the caller should ask for the operation at `location`, False after
+        `timeout_s` seconds."""
+        id = location.rpartition("/")[2]
+        woken = self._waiting.setdefault(id, asyncio.Event())
+        if id not in self._asked:
+            self._ask_soon(id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await woken.wait()
+        except TimeoutError:
+            return False
+        finally:
+            if self._waiting.get(id) is woken:
+                del self._waiting[id]
+
+    async def close(self) -> None:
+        self._waiting.clear()
+        if self._timer:
+            self._timer.cancel()
+        for poll in self._polls:
+            poll.cancel()
+        await asyncio.gather(*self._polls, return_exceptions=True)
+
+    def _ask_soon(self, *ids: str) -> None:
+        self._not_asked.update(ids)
+        if self._timer is None:
+            gather_s = GATHER_S if self._polls else 0.0
+            self._timer = asyncio.get_running_loop().call_later(gather_s, self._start)
+
+    def _start(self) -> None:
+        self._timer = None
+        if len(self._polls) >= MAX_POLLS:
+            for poll in self._polls:
+                poll.cancel()  # their operations are polled again
+        ids = tuple(id for id in self._not_asked if id in self._waiting)
+        self._not_asked.clear()
+        if ids:
+            self._asked.update(ids)
+            poll = asyncio.create_task(self._poll(ids))
+            self._polls.add(poll)
+            poll.add_done_callback(self._polls.discard)
+
+    async def _poll(self, ids: tuple[str, ...]) -> None:
+        try:
+            for id in await self._ended_of(ids):
+                if woken := self._waiting.pop(id, None):
+                    woken.set()
+        finally:
+            self._asked.difference_update(ids)
+            if left := [id for id in ids if id in self._waiting]:
+                self._ask_soon(*left)
+
+    async def _ended_of(self, ids: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns which operations have ended; all of them if the service does not say."""
+        try:
+            done = await self._ask(ids)
+        except (httpx.RequestError, HoneError):
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(self._pause_s * 2, MAX_PAUSE_S)
+            return ids
+        self._pause_s = FIRST_PAUSE_S
+        self.heard_at = time.monotonic()
+        self._busy = done.busy
+        self.heard(done.busy)
+        return done.ids
+
+    async def _ask(self, ids: tuple[str, ...]) -> WaitResult:
+        wanted = WaitRequest(
+            ids=ids, wait_s=self._wait_s, busy_below=self.busy_below(), busy=self._busy
+        )
+        headers = {"content-type": codec.JSON, "accept": codec.JSON}
+        response = await self._http.post(WAIT_PATH, content=codec.encode(wanted), headers=headers)
+        if response.status_code != 200:
+            raise HoneError(f"{WAIT_PATH} answered {response.status_code}")
+        return codec.decode(WaitResult, response.content)

@@ -1,6 +1,6 @@
 """What every request passes: request id, Host and bearer check, body limit, timing, draining. And
 how long a request may take to arrive: without that limit connections that send nothing would add
-up."""
+up. Also which files and folders of the service's host a caller may name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import hmac
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Protocol
 
 import structlog
@@ -22,10 +23,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from shared.errors import BadRequest, Forbidden, HoneError, Malformed, NotFound, Unauthorized
 from shared.host.logs import get_logger
-from shared.http.health import OPEN_PATHS, Draining
+from shared.http.operations import LINES, OPEN_PATHS, Draining
 from shared.http.ownership import HEADER, Ownership, asking, asking_of
 from shared.http.rendering import problem
-from shared.http.streams import LINES
 from shared.http.urls import is_loopback
 from shared.settings import Settings
 from shared.wire import ApiKey
@@ -323,3 +323,22 @@ class Deadlines(asyncio.Protocol):
 
 class HttpConnection(Deadlines, AutoHTTPProtocol):
     """One connection of a service."""
+
+
+def may_name(path: Path, folders: Sequence[Path] | None, settings: Settings) -> bool:
+    """Returns whether the resolved path is below one of the `folders`. Without `folders`, any path
+    may be named if the service listens on this machine only and no API key asks, and none
+    otherwise."""
+    if folders is None and is_loopback(settings.host) and caller.get() is None:
+        return True
+    return any(path.is_relative_to(folder.resolve()) for folder in folders or ())
+
+
+def other_folders(path: Path, settings: Settings) -> str | None:
+    """Returns the folders below which models may be named, for people, if the resolved path is
+    below none of them; else None."""
+    folders = settings.model_dirs
+    if path.is_relative_to(settings.runs_dir.resolve()) or may_name(path, folders, settings):
+        return None
+    unset = ", as HONE_MODEL_DIRS is not set" if folders is None else ""
+    return ", ".join(map(str, (settings.runs_dir, *(folders or ())))) + unset

@@ -4,26 +4,155 @@
 The same key with the same body joins the work under way, or gets its result again; with another
 body it is a conflict. A client that goes away cancels nothing. Failed work is forgotten with its
 key, so a repeated request tries again.
+
+Beside it are the routes for a service's own state and draining, the time between SIGTERM and the
+service's end, in which waiting callers are told at once that their work will not be finished; and
+answers in pieces: lines of JSON, one for each result, and files, whole or by range.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
+import os
+import re
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
 
-from shared.errors import Conflict, Failed, HoneError, NotFound
+from shared.errors import Conflict, Failed, HoneError, Malformed, NotFound, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
-from shared.http.health import Draining
-from shared.wire import WaitRequest, WaitResult
+from shared.http import codec, rendering
+from shared.wire import Dependency, Health, Readiness, VersionInfo, WaitRequest, WaitResult
+
+OPEN_PATHS = frozenset({"/health", "/healthz", "/readyz", "/version"})
+"""Paths that need no token. Only the sampler has `/health`, as vLLM's server does."""
+
+
+class Starting(str):
+    """Why a dependency is not ready when it only needs time to start."""
+
+    __slots__ = ()
+
+
+Check = Callable[[], Awaitable[str | None]]
+"""Returns None when the dependency is ready, else what it waits for."""
+
+
+def hone_version() -> str:
+    try:
+        return version("hone-rl")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def add_health_routes(
+    app: FastAPI,
+    name: str,
+    readiness: Mapping[str, Check],
+    registry: CollectorRegistry,
+    draining: Draining,
+    version_info: Callable[[], dict[str, Any]],
+) -> None:
+    @app.get("/healthz")
+    async def healthz() -> Health:
+        """The process lives."""
+        return Health(service=name)
+
+    not_ready: rendering.Responses = {
+        503: rendering.problem_responses()[503] | {"model": Readiness}
+    }
+
+    @app.get("/readyz", responses=not_ready)
+    async def readyz(response: Response) -> Readiness:
+        """Every dependency, and whether the service is ready: 200 or 503."""
+        details = {name: await check() for name, check in readiness.items()}
+        if draining.has_begun():
+            details["service"] = draining.error().detail
+        ready = not any(details.values())
+        response.status_code = 200 if ready else 503
+        dependencies = {
+            name: Dependency(
+                ok=detail is None, detail=detail or "ready", starting=isinstance(detail, Starting)
+            )
+            for name, detail in details.items()
+        }
+        return Readiness(ready=ready, dependencies=dependencies)
+
+    metrics_text: rendering.Responses = {
+        200: rendering.without_model("metrics as text", "text/plain", schema=rendering.TEXT)
+    }
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=metrics_text)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def version_() -> VersionInfo:
+        """Versions of Hone and of the engine inside."""
+        return VersionInfo(service=name, hone=hone_version(), **version_info())
+
+
+def own_metrics(text: str, service: str) -> dict[str, float]:
+    """Returns the service's own metrics without labels from the text of its `/metrics`, by their
+    names without `hone_<service>_`."""
+    prefix = f"hone_{service}_"
+    return {
+        sample.name.removeprefix(prefix): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith(prefix) and not sample.labels and math.isfinite(sample.value)
+    }
+
+
+class Draining:
+    """Whether the service `name` drains. Begins once, in the service's event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._begun = asyncio.Event()
+        self._streams: set[asyncio.Task[Any]] = set()
+
+    def begin(self) -> None:
+        """Releases everyone in `wait` and ends the streams."""
+        self._begun.set()
+        for task in self._streams:
+            task.cancel()
+
+    def has_begun(self) -> bool:
+        return self._begun.is_set()
+
+    async def wait(self) -> None:
+        await self._begun.wait()
+
+    def error(self) -> Unavailable:
+        return Unavailable(
+            f"the {self._name} service is shutting down; ask the one that follows it",
+            code="draining",
+        )
+
+    def ends_stream(self, task: asyncio.Task[Any]) -> None:
+        """Cancels the task when draining begins. The task answers a stream that would never end by
+        itself."""
+        self._streams.add(task)
+        task.add_done_callback(self._streams.discard)
+
 
 KEEP_S = 600.0
 """How long the result of an operation is kept, whether or not someone fetched it."""
@@ -239,3 +368,99 @@ async def _until_below(busy: Callable[[], int], limit: int, told: int | None) ->
         await asyncio.sleep(BUSY_CHECK_S)
     while busy() >= limit:
         await asyncio.sleep(BUSY_CHECK_S)
+
+
+LINES = "application/x-ndjson"
+
+
+async def answer(
+    results: AsyncGenerator[BaseModel],
+    request: Request,
+    name: str,
+    deadline_s: float,
+    draining: Draining,
+) -> StreamingResponse:
+    """Returns the response that streams the `results` of the operation `name`.
+
+    The work ends when the client goes away, or when the service ends and breaks the response off.
+    Raises an error before the first result, so that it has its own status; a later error is a
+    problem document as the last line.
+    """
+    end = time.monotonic() + deadline_s
+
+    async def next_line() -> bytes | None:
+        async with failing_as(name, deadline_s, end - time.monotonic()):
+            result = await anext(results, None)
+        return None if result is None else codec.encode(result) + b"\n"
+
+    begun = asyncio.create_task(next_line())
+    await done_or(begun, draining.wait(), client_gone(request))
+    if not begun.done():
+        begun.cancel()
+        await asyncio.wait({begun})
+        if draining.has_begun():
+            raise draining.error()
+        raise client_went_away(name)
+    first = begun.result()
+
+    async def lines() -> AsyncGenerator[bytes]:
+        async with contextlib.aclosing(results):
+            try:
+                line = first
+                while line is not None:
+                    yield line
+                    line = await next_line()
+            except HoneError as error:
+                yield json.dumps(error.problem()).encode() + b"\n"
+
+    return StreamingResponse(lines(), media_type=LINES)
+
+
+async def client_gone(request: Request) -> None:
+    """Returns once the client went away. The request's body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+BYTES = "application/octet-stream"
+
+RANGE = re.compile(r"bytes=(?:(?P<first>\d{1,18})-(?P<last>\d{1,18})?|-\d{1,18})")
+"""One range: from one byte to another, from a byte on, or the last so many bytes."""
+
+DOWNLOADED: rendering.Responses = {
+    200: rendering.without_model("the file", BYTES),
+    206: rendering.without_model("the part of the file that `Range` asked for", BYTES),
+    416: rendering.without_model("`Range` begins beyond the end of the file", "text/plain"),
+}
+
+
+class DownloadedFile(FileResponse):
+    """The file at `path`, as `filename` if one is given. Raises NotFound for a file that was
+    removed since, and Malformed for an invalid `Range`."""
+
+    chunk_size = 1 << 20
+
+    def __init__(
+        self, path: os.PathLike[str], filename: str | None = None, status_code: int = 200
+    ) -> None:
+        # FastAPI reads the status that the OpenAPI document shows from these parameters.
+        super().__init__(path, status_code, media_type=BYTES, filename=filename)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        _check_range(Headers(scope=scope).get("range"))
+        try:
+            self.stat_result = await asyncio.to_thread(os.stat, self.path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFound(f"{str(self.path)!r} is not there any more") from error
+        self.set_stat_headers(self.stat_result)
+        await super().__call__(scope, receive, send)
+
+
+def _check_range(given: str | None) -> None:
+    found = None if given is None else RANGE.fullmatch(given)
+    is_backward = found and found["last"] and int(found["last"]) < int(found["first"])
+    if given is not None and (found is None or is_backward):
+        raise Malformed(
+            f"the header Range is {given!r:.80}; expected one range of bytes, such as "
+            "bytes=1000-1999 or bytes=1000-"
+        )

@@ -36,10 +36,16 @@ from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.host.processes import check_port, resident_bytes
-from shared.http import codec, openapi, rendering, streams
+from shared.http import codec, operations, rendering
 from shared.http.gate import AcceptedKeys, Gate, HttpConnection, RequestMetrics, scoped
-from shared.http.health import Check, Draining, add_health_routes, hone_version
-from shared.http.operations import Operation, Operations
+from shared.http.operations import (
+    Check,
+    Draining,
+    Operation,
+    Operations,
+    add_health_routes,
+    hone_version,
+)
 from shared.http.ownership import Ownership
 from shared.settings import Settings
 from shared.wire import WAIT_PATH, WaitRequest, WaitResult
@@ -129,9 +135,11 @@ class Service:
             if parameters and request.query_params:
                 data, kind = rendering.body_of_parameters(request, data), codec.JSON
             body = codec.decode(body_type, data, kind)
-            if stream is not None and streams.LINES in request.headers.get("accept", ""):
+            if stream is not None and operations.LINES in request.headers.get("accept", ""):
                 deadline_s = self.settings.operation_deadline_s
-                return await streams.answer(stream(body), request, name, deadline_s, self.draining)
+                return await operations.answer(
+                    stream(body), request, name, deadline_s, self.draining
+                )
             given = key(body) if key else request.headers.get("idempotency-key")
             given = given and scoped(given)
             request_key.set(given)
@@ -152,9 +160,9 @@ class Service:
             methods=[method],
             name=handler.__name__,
             description=handler.__doc__ or "",
-            responses=openapi.answers(result_type) | openapi.accepted(),
+            responses=rendering.answers(result_type) | rendering.accepted(),
             dependencies=dependencies,
-            openapi_extra=openapi.parameters(body_type) if parameters else None,
+            openapi_extra=rendering.parameters(body_type) if parameters else None,
         )
 
     def body(self, body_type: type[BaseModel], method: str, path: str) -> None:
@@ -173,7 +181,7 @@ class Service:
             methods=["GET"],
             name=handler.__name__,
             description=handler.__doc__ or "",
-            responses=openapi.answers(get_type_hints(handler, include_extras=True)["return"]),
+            responses=rendering.answers(get_type_hints(handler, include_extras=True)["return"]),
         )
 
     async def answer(
@@ -182,7 +190,7 @@ class Service:
         """Returns the operation's result, or 202 if it takes longer than the request prefers to
         wait."""
         wait_s = rendering.preferred_wait_s(request)
-        gone = streams.client_gone(request) if ends_with_client and wait_s is None else None
+        gone = operations.client_gone(request) if ends_with_client and wait_s is None else None
         result = await self.operations.wait(operation, wait_s, gone)
         return _accepted(operation) if result is None else await rendering.render(result, request)
 
@@ -226,7 +234,7 @@ class Service:
             version=hone_version(),
             lifespan=self._run_lifespan,
             dependencies=[Depends(rendering.refuse_unknown_parameters)],
-            responses=openapi.problem_responses(),
+            responses=rendering.problem_responses(),
         )
         app.add_middleware(
             Gate,
@@ -241,13 +249,13 @@ class Service:
         app.add_exception_handler(RequestValidationError, rendering.answer_validation)
         app.add_exception_handler(HTTPException, rendering.answer_http)
         app.add_api_route(
-            "/operations/{id}", self._poll, methods=["GET"], responses=openapi.any_answer()
+            "/operations/{id}", self._poll, methods=["GET"], responses=rendering.any_answer()
         )
         app.add_api_route(
-            WAIT_PATH, self._wait_any, methods=["POST"], responses=openapi.answers(WaitResult)
+            WAIT_PATH, self._wait_any, methods=["POST"], responses=rendering.answers(WaitResult)
         )
         self.body(WaitRequest, "POST", WAIT_PATH)
-        app.openapi = lambda: openapi.document(app, self._bodies)
+        app.openapi = lambda: rendering.document(app, self._bodies)
         return app
 
     @contextlib.asynccontextmanager
@@ -287,7 +295,7 @@ class _Server(uvicorn.Server):
 
 def _accepted(operation: Operation) -> Response:
     return JSONResponse(
-        openapi.Accepted(operation=operation.id).model_dump(),
+        rendering.Accepted(operation=operation.id).model_dump(),
         202,
         {"location": f"/operations/{operation.id}", "preference-applied": "respond-async"},
     )

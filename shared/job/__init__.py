@@ -1,13 +1,11 @@
 """The job: what to train, as one TOML file. `file.py` reads the file; where the job runs is in
-`shared/settings/`, and the two never mix.
+`shared/settings.py`, and the two never mix.
 
 | file | sections |
 |---|---|
 | `job.py` | the job whole: its own keys, what it learns |
-| `sync.py` | the ways in which weights are synced |
 | `data.py` | `[data]`, `[evaluation.sets.NAME]` |
-| `sampling.py` | `[sampling]`, `[difficulty]`, `[[rewards]]` |
-| `environment.py` | `[environment]` |
+| `sampling.py` | `[sampling]`, `[difficulty]`, `[[rewards]]`, `[environment]` |
 | `learning.py` | `[advantages]`, `[training]`, `[correction]`, `[lora]` |
 | `running.py` | `[memory]`, `[evaluation]`, `[checkpoints]`, `[stop]`, `[rollouts]`, `[wandb]` |
 | `checks.py` | rules that involve several sections |
@@ -29,12 +27,11 @@ from shared.lazily import exporting
 
 if TYPE_CHECKING:
     from shared.job.data import *
-    from shared.job.environment import *
     from shared.job.job import *
     from shared.job.learning import *
     from shared.job.running import *
     from shared.job.sampling import *
     from shared.job.section import *
-    from shared.job.sync import *
+
 else:
     __getattr__, __dir__ = exporting(__file__, globals())

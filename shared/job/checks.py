@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from shared.errors import BadRequest
 from shared.job.learning import MAX_SERVED_RANK
-from shared.job.running import CheckpointSpec
+from shared.job.running import SYNC_METHODS, CheckpointSpec
 from shared.job.sampling import MAX_KEPT
-from shared.job.sync import SYNC_METHODS
 
 if TYPE_CHECKING:
     from shared.job.job import Job

@@ -1,4 +1,5 @@
-"""The job whole: its own keys, and its sections."""
+"""The job whole: its own keys, and its sections. And names of other trainers, TRL and OpenAI above
+all, for a job's keys: the error for such a name says the key here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from pydantic import Field, model_validator
 from shared.documented import Plain
 from shared.job import checks
 from shared.job.data import DataSpec
-from shared.job.environment import EnvironmentSpec
 from shared.job.learning import (
     LEARNING_RATE,
     LORA_LEARNING_RATE,
@@ -24,7 +24,6 @@ from shared.job.learning import (
     TrainingSpec,
     WarmupSpec,
 )
-from shared.job.other_names import NOTES, OTHER_NAMES
 from shared.job.running import (
     CheckpointSpec,
     EvaluatedModel,
@@ -32,11 +31,97 @@ from shared.job.running import (
     MemorySpec,
     RolloutsSpec,
     StopSpec,
+    SyncChoice,
     WandbSpec,
 )
-from shared.job.sampling import DifficultySpec, RewardSpec, SamplingSpec
+from shared.job.sampling import DifficultySpec, EnvironmentSpec, RewardSpec, SamplingSpec
 from shared.job.section import JOB_ID, MAX_NAME, Section
-from shared.job.sync import SyncChoice
+
+OTHER_NAMES = {
+    # how much is sampled
+    "n": "sampling.group_size",
+    "num_generations": "sampling.group_size",
+    "num_samples": "sampling.group_size",
+    "compute_multiplier": "sampling.group_size",
+    "batch_size": "sampling.prompts_per_step",
+    "train_batch_size": "sampling.prompts_per_step",
+    "generation_batch_size": "sampling.prompts_per_step",
+    "per_device_train_batch_size": "sampling.prompts_per_step",
+    "gradient_accumulation_steps": "memory.micro_batch_tokens",
+    "steps_per_generation": "training.minibatches",
+    "max_completion_length": "sampling.max_tokens",
+    "max_completion_tokens": "sampling.max_tokens",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_prompt_length": "sampling.overlong_prompts",
+    "max_length": "max_model_len",
+    "max_seq_length": "max_model_len",
+    "chat_template_kwargs": "sampling.template_args",
+    # how it is trained
+    "lr": "training.learning_rate",
+    "learning_rate_multiplier": "training.learning_rate",
+    "lr_scheduler_type": "training.schedule",
+    "warmup_ratio": "training.warmup_steps",
+    "num_warmup_steps": "training.warmup_steps",
+    "max_steps": "steps",
+    "total_steps": "steps",
+    "num_train_epochs": "data.epochs",
+    "n_epochs": "data.epochs",
+    "num_iterations": "training.epochs",
+    "num_mini_batches": "training.minibatches",
+    "kl_coef": "training.beta",
+    "epsilon": "training.clip_low",
+    "epsilon_low": "training.clip_low",
+    "epsilon_high": "training.clip_high",
+    "delta": "training.dual_clip",
+    "loss_type": "training.loss",
+    "importance_sampling_level": "training.importance",
+    "scale_rewards": "advantages.std",
+    "mask_truncated_completions": "advantages.mask_truncated",
+    "bf16": "training.dtype",
+    "fp16": "training.dtype",
+    "torch_dtype": "training.dtype",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "lora_target_modules": "lora.target_modules",
+    "attn_implementation": "memory.attention",
+    # what is trained on, and what is kept
+    "model_name_or_path": "model",
+    "base_model": "model",
+    "training_file": "data.train",
+    "train_dataset": "data.train",
+    "dataset": "data.train",
+    "dataset_name": "data.train",
+    "dataset_config": "data.config",
+    "validation_file": "data.eval",
+    "eval_dataset": "data.eval",
+    "reward_funcs": "rewards",
+    "reward_weights": "rewards.0.weight",
+    "eval_steps": "evaluation.every",
+    "eval_interval": "evaluation.every",
+    "eval_samples": "evaluation.samples",
+    "save_steps": "checkpoints.every",
+    "save_total_limit": "checkpoints.keep_last",
+    "logging_steps": "rollouts.keep_last",
+    "run_name": "name",
+    "suffix": "name",
+    "report_to": "wandb.project",
+}
+
+NOTES = {
+    "compute_multiplier": "how many completions a prompt gets",
+    "gradient_accumulation_steps": "a step is cut into micro-batches by their tokens",
+    "per_device_train_batch_size": "prompts, whatever the number of devices",
+    "batch_size": "prompts; each has sampling.group_size completions",
+    "max_prompt_length": "what becomes of too long a prompt; max_model_len is for both",
+    "learning_rate_multiplier": "the rate itself",
+    "warmup_ratio": "a number of steps",
+    "logging_steps": "every step is logged; that says how many steps keep their rollouts",
+    "reward_weights": "each of the [[rewards]] has its own",
+    "epsilon": "and training.clip_high",
+}
+"""Notes on some of these names."""
+
 
 MAY_CHANGE = frozenset(
     {

@@ -5,13 +5,10 @@ here loads a model.
 |---|---|
 | `model.py` | how large the model is: from its files, or its configuration alone |
 | `memory.py` | what a GPU of the trainer and one of the sampler hold |
-| `gpus.py` | which GPUs there are, what each holds and how fast it is |
-| `cpu.py` | how fast this machine's processor is: a measurement of a second |
+| `gpus.py` | which GPUs there are, what each holds and how fast it is; how fast this CPU is |
 | `rates.py` | how long a step takes |
-| `placement.py` | who gets which GPUs, and whether it fits |
-| `remedies.py` | which change of the job makes it fit |
-| `prices.py` | what an hour costs, from a table that users edit |
-| `planning.py` | all of it, as a plan: READ FIRST |
+| `placement.py` | who gets which GPUs, whether it fits, and which change of the job makes it fit |
+| `planning.py` | all of it, as a plan, and what an hour costs: READ FIRST |
 
 `hone plan`, a dry run and the trainer's out-of-memory errors show these numbers.
 """

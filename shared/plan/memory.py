@@ -86,7 +86,7 @@ from dataclasses import dataclass, replace
 
 from shared.job import Job, MemorySpec
 from shared.plan.model import Model
-from shared.wire.planning import SamplerMemory, TrainerMemory
+from shared.wire.records import SamplerMemory, TrainerMemory
 
 GIB = 1 << 30
 

@@ -29,9 +29,9 @@ import httpx2
 
 from shared.errors import HoneError
 from shared.job import LoraSpec
-from shared.model.architectures import Experts, experts_of
-from shared.model.names import hub_is_offline, model_folder
-from shared.weights.digest import stored_tensors
+from shared.weights.architectures import Experts, experts_of
+from shared.weights.folders import stored_tensors
+from shared.weights.model_folder import hub_is_offline, model_folder
 
 HUB = "https://huggingface.co"
 HUB_TIMEOUT_S = 10.0

@@ -1,5 +1,5 @@
 """How long a step takes: from the GPUs' data sheets, from a short measurement of this machine's
-processor (`cpu.py`), or from a measured run.
+processor (`gpus.py`), or from a measured run.
 
 A step has R = prompts x group completions of c tokens each (the longest allowed, or a measured
 mean) after prompts of p tokens. S samplers have t GPUs each, and s sequences at once. The trainer
@@ -46,8 +46,8 @@ from shared.plan.gpus import Gpu
 from shared.plan.memory import cache_bytes_per_token, is_moved
 from shared.plan.model import Model
 from shared.wire.jobs import MetricsRow
-from shared.wire.planning import PlacementKind as Kind
-from shared.wire.planning import StepTime
+from shared.wire.records import PlacementKind as Kind
+from shared.wire.records import StepTime
 
 
 @dataclass(frozen=True)

@@ -4,29 +4,20 @@
 
 | file | bodies |
 |---|---|
-| `base.py` | base class; fences; bodies of every service |
-| `rollouts.py` | prompts, `POST /generate`, rollouts |
-| `agents.py` | agents' recorded conversations, and episodes that they play by lease |
-| `rewards.py` | `POST /score`, verdicts and scores |
-| `episodes.py` | a job's own environments: open, step, close |
-| `programs.py` | operations of programs that drive a trainer, as stored |
-| `pushed.py` | groups that were sampled and scored elsewhere, also in Atropos' shapes |
-| `graders.py` | `/graders` and `POST /execute` |
-| `training.py` | batches, examples, the trainer's job, steps and checkpoints |
-| `weights.py` | published versions, one class per sync method |
-| `rl.py` | vLLM's routes that TRL's clients call |
+| `base.py` | base class; fences; bodies of every service; numbers kept as bytes |
+| `rollouts.py` | prompts, `POST /generate`, rollouts; versions, a class per sync method |
+| `rewards.py` | `POST /score`, verdicts and scores; `/graders` and `POST /execute` |
+| `episodes.py` | a job's own environments; episodes that agents play by lease; pushed groups |
+| `training.py` | batches, examples, the trainer's job, steps, checkpoints; programs' operations |
 | `samplers.py` | what a sampler serves, and its registration |
-| `jobs.py` | the jobs API: lists, events, metrics |
+| `jobs.py` | the jobs API: lists, events, metrics, findings, API keys |
 | `pages.py` | how many entries an answer has at most |
-| `records.py` | the jobs API: submissions, records, stored rollouts, evaluations |
-| `planning.py` | what a job will probably need |
-| `findings.py` | what is wrong with a run |
-| `keys.py` | API keys |
+| `records.py` | the jobs API: submissions, records, stored rollouts, evaluations, plans |
 | `openai.py` | fine-tuning jobs, files and completions in OpenAI's shape |
 
 All are imported from here. All are frozen and refuse unknown keys. Token ids, log-probs and masks
-stay bytes from end to end (`packed.py`): in JSON a list of numbers, in msgpack 4, 4 and 1 bytes per
-token. The job's own sections are in `shared/job/`. What is stored is read tolerantly, see
+stay bytes from end to end (`Packed` of `base.py`): in JSON a list of numbers, in msgpack 4, 4 and 1
+bytes per token. The job's own sections are in `shared/job/`. What is stored is read tolerantly, see
 `codec.decode_tolerantly`.
 """
 
@@ -41,23 +32,15 @@ from shared.lazily import exporting
 # pyright: reportWildcardImportFromLibrary=false
 
 if TYPE_CHECKING:
-    from shared.wire.agents import *
     from shared.wire.base import *
     from shared.wire.episodes import *
-    from shared.wire.findings import *
-    from shared.wire.graders import *
     from shared.wire.jobs import *
-    from shared.wire.keys import *
     from shared.wire.openai import *
-    from shared.wire.planning import *
-    from shared.wire.programs import *
-    from shared.wire.pushed import *
     from shared.wire.records import *
     from shared.wire.rewards import *
-    from shared.wire.rl import *
     from shared.wire.rollouts import *
     from shared.wire.samplers import *
     from shared.wire.training import *
-    from shared.wire.weights import *
+
 else:
     __getattr__, __dir__ = exporting(__file__, globals())

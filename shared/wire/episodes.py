@@ -1,12 +1,23 @@
-"""Episodes: a job's own environments and tools, which the reward service runs in its sandbox."""
+"""Conversations and completions from elsewhere than Hone's loop.
+
+- Episodes of a job's own environments and tools, which the reward service runs in its sandbox.
+- Agents: their conversations with the policy, recorded as the tokens that were sampled; and the
+  episodes of a job with `[environment] kind = "worker"`, which a worker elsewhere takes by lease,
+  and reports what each one earned.
+- Groups that were sampled and scored elsewhere, for a job with `[environment] kind = "pushed"`: as
+  Hone takes them, and as Atropos' `atroposlib` 0.4 sends them.
+"""
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import ConfigDict, Field, RootModel, field_validator
 
 from shared.documented import Plain
-from shared.job.environment import EnvironmentSpec
-from shared.wire.base import JobId, Wire
+from shared.job.sampling import EnvironmentSpec
+from shared.wire.base import JobId, Logprobs, Mask, Message, Reported, TokenIds, Wire
+from shared.wire.rollouts import RolloutGroup
 
 EpisodeId = str
 
@@ -102,3 +113,312 @@ class EnvironmentValidated(EpisodeOpened):
     """`has_reward`: the row's class has `get_reward`."""
 
     has_reward: bool
+
+
+WorkerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:@-]{0,99}$")]
+
+MetricName = Annotated[str, Field(min_length=1, max_length=100)]
+
+LeaseId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class LeaseEpisodes(Wire):
+    """`POST /v1/episodes/lease`: takes up to `num` episodes, of `job_id` or of any job. If none is
+    offered, the answer waits up to `wait_s` seconds for one."""
+
+    worker: WorkerName
+    job_id: JobId | None = None
+    num: int = Field(default=1, ge=1, le=1024)
+    wait_s: float = Field(default=0.0, ge=0, le=60)
+
+
+class LeasedEpisode(Wire):
+    """One rollout for an agent. `id` is of this lease alone: an episode whose worker died has
+    another one at the next worker. `prompt` is what the job shows of `row` to the model.
+
+    The agent calls the model at the orchestrator's URL with `path` behind it (OpenAI's API), by
+    `api_key`, which names the rollout. It has `deadline_s` seconds. The lease ends after `lease_s`
+    seconds in which it is not renewed.
+    """
+
+    id: LeaseId
+    job_id: JobId
+    row: dict[str, Plain]
+    prompt: str | tuple[Message, ...]
+    path: str = "/v1"
+    api_key: str
+    deadline_s: float
+    lease_s: float
+
+
+class LeasedEpisodes(Wire):
+    """What was taken; empty if nothing was offered in time."""
+
+    episodes: tuple[LeasedEpisode, ...] = ()
+
+
+class RenewLeases(Wire):
+    """`POST /v1/episodes/renew`: renews the leases `ids`, and gives back the leases `returned`:
+    their episodes are offered again at once."""
+
+    worker: WorkerName
+    ids: tuple[LeaseId, ...] = ()
+    returned: tuple[LeaseId, ...] = ()
+
+
+class LeasesRenewed(Wire):
+    """`unwanted` leases have ended: the agent was late, the job paused, or another worker has the
+    episode. Their agents may be stopped."""
+
+    unwanted: tuple[LeaseId, ...] = ()
+
+
+class EpisodeResult(Wire):
+    """`POST /v1/episodes/{id}/result`: what the episode earned. `reward` is a number, a list with
+    one entry per answer of the model, in order, or a table by the ids of answers, in which missing
+    answers earn nothing of their own. The reward of a list or table is the sum of its numbers.
+    None: no reward applies.
+
+    `error` says why the agent failed, in place of a reward. `metrics` are numbers of the agent's
+    own, of which the job's metrics show the means.
+    """
+
+    reward: Reported | tuple[Reported | None, ...] | dict[str, Reported | None] | None = None
+    error: str | None = Field(default=None, min_length=1, max_length=4000)
+    metrics: dict[MetricName, Reported] = Field(default={}, max_length=64)
+
+
+class ResultTaken(Wire):
+    """`taken`: the result counts. Else the lease had ended, as `unwanted` of `LeasesRenewed` says.
+    A repeated result has the first one's answer."""
+
+    id: LeaseId
+    taken: bool
+
+
+class ChatRequest(Wire):
+    """What a turn of a conversation answers, in the words of OpenAI's chat completions.
+    `chat_template_kwargs` and `stop_token_ids` are vLLM's. `tool_choice` "auto" needs
+    HONE_TOOL_PARSER."""
+
+    messages: tuple[Message, ...] = Field(min_length=1)
+    tools: tuple[dict[str, Plain], ...] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    chat_template_kwargs: dict[str, Plain] | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    stop: str | tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _text_only(cls, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        for index, message in enumerate(messages):
+            if not isinstance(message.get("role"), str):
+                raise ValueError(f"message {index} has no 'role'")
+            content = message.get("content")
+            parts = cast(list[Any], content if isinstance(content, list) else [])
+            if not (content is None or isinstance(content, str | list)) or not all(
+                isinstance(part, dict) and isinstance(cast(dict[str, Any], part).get("text"), str)
+                for part in parts
+            ):
+                raise ValueError(
+                    f"the 'content' of message {index} is no text; a session records text only"
+                )
+        return messages
+
+
+class SessionRecord(Wire):
+    """`GET /sessions/{name}`: an open session's rollout so far, as a group of one; None while no
+    client has an answer. `waits` turns are under way."""
+
+    name: str
+    job_id: JobId
+    group: RolloutGroup | None
+    waits: int
+
+
+MAX_ROLLOUTS = 1024
+
+MAX_KEY = 1000
+
+
+class PushedRollout(Wire):
+    """One completion that was sampled elsewhere.
+
+    `token_ids` `[T]` follow the group's prompt. `sampled` `[T]` is 1 where the policy sampled the
+    token; empty: it sampled all. `logprobs` `[T]` are the sampler's, in nats, and are read where
+    `sampled` is 1; empty: unknown, taken to be the trainer's own. `versions` are the job's weights
+    that sampled it: one version for all tokens, or `[T]`; empty: unknown.
+
+    `reward` None: no reward applies, and the rollout is not trained on. `advantages` `[T]` replace
+    the advantage that Hone computes from the group's rewards. `messages` are shown to people.
+    `finish_reason` "length": it was cut off.
+    """
+
+    token_ids: TokenIds
+    sampled: Mask = Mask()
+    logprobs: Logprobs = Logprobs()
+    versions: int | TokenIds = TokenIds()
+    reward: Reported | None
+    advantages: Logprobs = Logprobs()
+    messages: tuple[Message, ...] = ()
+    finish_reason: Literal["stop", "length"] = "stop"
+
+
+class PushedGroup(Wire):
+    """`POST /v1/jobs/{id}/groups`: completions of one prompt, which are compared with each other.
+
+    The prompt is token ids, or text or chat messages, which become token ids as in the sampler;
+    with both, the token ids count and the messages are shown to people. The same `key` with the
+    same body gives the same answer, and with another body is refused (409). Without a key, the
+    same body is the same group until that is trained.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "key": "episode-17",
+                    "prompt_token_ids": [1, 5, 9],
+                    "rollouts": [
+                        {
+                            "token_ids": [7, 2],
+                            "logprobs": [-0.41, -0.02],
+                            "versions": 4,
+                            "reward": 1.0,
+                        },
+                        {
+                            "token_ids": [8, 2],
+                            "logprobs": [-1.3, -0.05],
+                            "versions": 4,
+                            "reward": 0.0,
+                        },
+                    ],
+                }
+            ]
+        }
+    )
+
+    key: str | None = Field(default=None, min_length=1, max_length=MAX_KEY)
+    prompt: str | tuple[Message, ...] | None = None
+    prompt_token_ids: TokenIds = TokenIds()
+    rollouts: tuple[PushedRollout, ...] = Field(min_length=1, max_length=MAX_ROLLOUTS)
+
+
+class GroupAccepted(Wire):
+    """The group is on disk, and will be trained on as the job's group `number`, from 1."""
+
+    job_id: JobId
+    number: int
+
+
+class GroupCounts(Wire):
+    """`GET /v1/jobs/{id}/groups`: `accepted` groups are `trained`, `waiting` for their step or in
+    the step under way, or `dropped`: too stale when their step began.
+
+    The weights of `version` are the newest that serve. `room` more groups are accepted now, and
+    step `next_step` would train the next one.
+    """
+
+    job_id: JobId
+    accepted: int
+    trained: int
+    waiting: int
+    dropped: int
+    version: int
+    next_step: int
+    room: int
+
+
+class FromAtropos(Wire):
+    """A body of Atropos, by Atropos' names. Its other fields change nothing here."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class RegisterEnv(FromAtropos):
+    """`POST /register-env`."""
+
+    max_token_length: int = Field(ge=1, le=1 << 31)
+    desired_name: str | None = None
+    weight: float = Field(default=1.0, ge=0, le=1e30)
+    group_size: int = Field(ge=1)
+    min_batch_allocation: float | None = None
+
+
+class EnvRegistered(Wire):
+    """`status` is "success", or says that the environment is to ask again; then the other fields
+    are None."""
+
+    status: str
+    env_id: int | None = None
+    wandb_name: str | None = None
+    checkpoint_dir: str | None = None
+    starting_step: int | None = None
+    checkpoint_interval: int | None = None
+    num_steps: int | None = None
+
+
+class EnvId(FromAtropos):
+    """The body of `GET /status-env`."""
+
+    env_id: int
+
+
+class ScoredData(FromAtropos):
+    """`POST /scored_data`: a group `[G]`, each of `tokens` `[T]` with its prompt. `masks` are the
+    tokens where the policy sampled them, else -100. `inference_logprobs` and `advantages` are as
+    long as `tokens`; log-probs count only where the policy sampled."""
+
+    tokens: tuple[TokenIds, ...] = Field(min_length=1)
+    masks: tuple[TokenIds, ...]
+    scores: tuple[Reported, ...]
+    advantages: tuple[Logprobs, ...] | None = None
+    inference_logprobs: tuple[Logprobs, ...] | None = None
+    messages: tuple[tuple[Message, ...], ...] | None = None
+    overrides: tuple[dict[str, Plain] | None, ...] | None = None
+    env_id: int | None = None
+    images: Plain = None
+    distill_token_ids: Plain = None
+    distill_logprobs: Plain = None
+
+
+class ScoredDataList(RootModel[tuple[ScoredData, ...]]):
+    """`POST /scored_data_list`."""
+
+
+class DataReceived(Wire):
+    """`status` is "received"; `groups_processed` counts the groups of a list."""
+
+    status: str = "received"
+    groups_processed: int = 1
+
+
+class AtroposInfo(Wire):
+    """`GET /info`: completions of a step, and the most tokens of prompt and completion."""
+
+    batch_size: int
+    max_token_len: int
+
+
+class AtroposWandb(Wire):
+    """`GET /wandb_info`."""
+
+    group: str | None
+    project: str | None
+
+
+class AtroposStatus(Wire):
+    """`GET /status`: the step that was trained last, and the groups that are not trained yet."""
+
+    current_step: int
+    queue_size: int
+
+
+class EnvStatus(AtroposStatus):
+    """`GET /status-env`. All environments of a job have one queue."""
+
+    env_weight: float
+    unallocated_fraction: float = 1.0
+    self_queue_size: int
+    max_group_size: int

@@ -1,15 +1,16 @@
-"""The jobs API: jobs as lists show them, their events and metrics. No body here contains the job
-itself, so a command that only asks builds no job sections."""
+"""The jobs API: jobs as lists show them, their events and metrics, what is wrong with a run, and
+named API keys. No body here contains the job itself, so a command that only asks builds no job
+sections."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from shared.wire.base import JobId, Listing, Wire
+from shared.wire.base import JobId, Listing, Weight, Wire
 
 JobStatus = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
 
@@ -210,3 +211,153 @@ class MetricsColumns(Wire):
     columns: dict[str, tuple[float | None, ...]]
     names: tuple[str, ...]
     num_steps: int
+
+
+Access = Literal["read", "full", "own"]
+"""A key's rights: "read" may look at everything, "full" may also change it. "own" may submit jobs,
+and may look at these alone, and change them."""
+
+KeyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
+
+
+class CreateKey(Wire):
+    """`POST /v1/keys`."""
+
+    name: KeyName
+    access: Access = "full"
+    weight: Weight = 1.0
+
+
+class ApiKey(Wire):
+    """A key that is valid. `created_at` is Unix seconds. Jobs that share a trainer get tokens in
+    proportion to the `weight` of the keys that submitted them."""
+
+    name: KeyName
+    access: Access
+    created_at: int
+    weight: Weight = 1.0
+
+
+class CreatedKey(ApiKey):
+    """A new key. Clients send `secret` as their token. It is shown only once: Hone keeps its digest
+    only."""
+
+    secret: str
+
+
+class KeyList(Listing[ApiKey]):
+    """`GET /v1/keys`: the keys that are valid, by name."""
+
+    keys: tuple[ApiKey, ...]
+
+
+class KeyRevoked(Wire):
+    """`DELETE /v1/keys/{name}`: requests with the key are refused from now on."""
+
+    name: KeyName
+
+
+FindingLevel = Literal["problem", "warning", "notice"]
+"""How much it matters: a "problem" keeps the job from its aim, a "warning" probably does, and a
+"notice" is worth knowing."""
+
+FindingCode = Literal[
+    "no_signal_hard",
+    "no_signal_easy",
+    "no_signal_equal",
+    "reward_constant",
+    "rewards_contradict",
+    "reward_fell",
+    "held_out_falls",
+    "lengths_collapse",
+    "lengths_at_limit",
+    "one_text",
+    "rewarded_copies",
+    "rewarded_without_answer",
+    "truncation",
+    "overlong_prompts",
+    "entropy_collapse",
+    "kl_spike",
+    "gradient_spike",
+    "updates_too_large",
+    "updates_too_small",
+    "steps_skipped",
+    "mismatch",
+    "off_policy",
+    "slow_stage",
+    "slower",
+    "samplers_wait",
+    "sampler_idle",
+    "data_repeated",
+    "data_exhausted",
+    "evaluation_too_small",
+    "evaluation_ignored",
+    "missing_rewards",
+    "errored_rollouts",
+    "environment_failures",
+    "failed",
+    "paused",
+    "waits",
+    "stalled",
+    "recovers_often",
+]
+"""What a program tells findings apart by; docs/diagnosis.md explains each."""
+
+
+class Evidence(Wire):
+    """What a finding follows from: a `metric` with its `values` at `steps`, in the same order; or
+    what `text` says, with `metric` as the place where it was found (rollouts, record)."""
+
+    metric: str
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+    text: str = ""
+
+
+class Finding(Wire):
+    """One thing that is wrong, or probably is. `title`, `cause` and `remedy` are for people: what
+    is so, why it probably is, what to do. `since_step` is the first step of which it is true; None:
+    it is about no step. `keys` are the keys of the job and the settings that the remedy names."""
+
+    code: FindingCode
+    level: FindingLevel
+    title: str
+    since_step: int | None = None
+    evidence: tuple[Evidence, ...] = ()
+    cause: str
+    remedy: str
+    keys: tuple[str, ...] = ()
+
+
+class FindingList(Listing[Finding]):
+    """Everything that is wrong with a job, the worst first, as of its last `step` with metrics.
+    `well`: nothing is a problem or a warning."""
+
+    job_id: JobId
+    status: JobStatus
+    step: int
+    well: bool
+    findings: tuple[Finding, ...]
+
+
+class Experiment(Wire):
+    """A comparison with one sampler. `agrees` None: it could not be made, and `detail` says why.
+    `difference` is the mean absolute difference of log-probs in nats, and `allowed` what rounding
+    may come to."""
+
+    name: str
+    sampler: str
+    agrees: bool | None
+    difference: float | None = None
+    allowed: float | None = None
+    detail: str = ""
+
+
+class ExperimentReport(Listing[Experiment]):
+    """Experiments with each sampler that serves the job, by its weights of `version`, and the
+    `causes` that they leave; none: they do not tell."""
+
+    job_id: JobId
+    version: int
+    experiments: tuple[Experiment, ...]
+    causes: tuple[str, ...] = ()

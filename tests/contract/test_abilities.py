@@ -19,8 +19,8 @@ from services.orchestrator.seams import Environment
 from shared.errors import BadRequest
 from shared.host.processes import free_port
 from shared.http.service import Service
-from shared.model.check import CPU_HEAD_SIZES, cpu_limit
 from shared.settings import Settings
+from shared.weights.model_folder import CPU_HEAD_SIZES, cpu_limit
 from shared.wire import EnvironmentValidated, Prompt
 from tests.support.running import serve
 from tests.support.scored_batches import make_job

@@ -21,7 +21,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from services.orchestrator.app import create_service as create_orchestrator
 from services.orchestrator.store.store import Store
 from services.reward.app import create_service as create_reward
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Fetcher
 from services.trainer.app import create_service as create_trainer
 from shared.http.client import Client
 from shared.job import Job

@@ -39,8 +39,8 @@ def tiny(job: Job) -> Job:
 OURS = (
     "services.orchestrator.",
     "shared.http.client",
-    "shared.http.polling",
-    "shared.http.presence",
+    "shared.http.connecting",
+    "shared.http.connecting",
     "httpx",
 )
 """Modules of what only the orchestrator makes, and not the fake services beside it."""

@@ -18,8 +18,8 @@ from services.orchestrator.extensions.openai.calling import Calls
 from services.orchestrator.extensions.openai.fine_tuning import add_grader_routes
 from services.orchestrator.store import keys
 from shared.errors import BadRequest, Failed, Unavailable
+from shared.http.operations import client_gone
 from shared.http.service import Service
-from shared.http.streams import client_gone
 from shared.settings import Settings
 from shared.wire import Checkpoint
 from tests.support import orchestrator_stack

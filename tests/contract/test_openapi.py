@@ -17,7 +17,7 @@ from services.rollout.sampler import Sampler
 from services.trainer.app import create_service as create_trainer
 from shared import wire
 from shared.errors import KINDS, HoneError
-from shared.http.openapi import Problem
+from shared.http.rendering import Problem
 from shared.http.service import Service
 from shared.settings import Settings
 

@@ -22,7 +22,7 @@ from services.orchestrator.data.uploads import Uploads
 from services.orchestrator.store.store import Store
 from shared.errors import MEDIA_TYPE, BadRequest
 from shared.job import Job
-from shared.plan.cpu import CoreRates, CpuRates
+from shared.plan.gpus import CoreRates, CpuRates
 from shared.settings import Settings
 from shared.wire import DryRun, JobList, Plan, SubmitRequest
 from tests.support.in_process import in_process

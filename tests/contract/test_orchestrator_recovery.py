@@ -14,7 +14,7 @@ from services.orchestrator.jobs import attempt as run
 from services.orchestrator.jobs import job_loading
 from services.orchestrator.samplers import services as services_module
 from shared.errors import BadRequest, Failed, Unavailable
-from shared.http import presence
+from shared.http import connecting
 from shared.job import CheckpointSpec, Job
 from shared.wire import Event, ServingWeights
 from tests.support import orchestrator_stack
@@ -204,7 +204,7 @@ async def test_a_job_whose_service_stays_away_pauses_once_the_operator_says_so(
 async def test_a_reward_service_that_stays_away_is_waited_for_once_as_long_as_may_be(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    monkeypatch.setattr(connecting, "AWAY_S", 0.2)
     stack.settings.__dict__.update(patience_s=0.1, wait_limit_s=8.0)
     stack.fakes.fault["score"] = away(stack, "score", 1_000_000)
     job_id = (await stack.submit()).id
@@ -235,7 +235,7 @@ async def test_a_reward_service_that_is_away_in_the_middle_costs_nothing_but_tim
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than a call is patient: what was sampled is graded then."""
-    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    monkeypatch.setattr(connecting, "AWAY_S", 0.2)
     stack.settings.__dict__["patience_s"] = 0.1
     stack.fakes.fault["score"] = away(stack, "score", 40)
     job_id = (await stack.submit()).id
@@ -250,7 +250,7 @@ async def test_a_reward_service_that_is_away_in_the_middle_costs_nothing_but_tim
 async def test_followers_are_told_who_is_away_since_when_and_who_is_back(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    monkeypatch.setattr(connecting, "AWAY_S", 0.2)
     stack.fakes.fault["train_step"] = away(stack, "train_step", 3)
     record = await stack.until((await stack.submit()).id)
     assert (record.status, record.recoveries) == ("succeeded", 0)
@@ -265,7 +265,7 @@ async def test_followers_are_told_who_is_away_since_when_and_who_is_back(
 async def test_a_hub_that_is_away_is_named_and_not_the_service_that_asks_it(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    monkeypatch.setattr(connecting, "AWAY_S", 0.2)
 
     async def fault(_: Any) -> None:
         raise Unavailable("'task/modell' is no folder, and no Hub", code="hub_away")

@@ -21,12 +21,13 @@ from shared.wire import (
     Canary,
     CheckedWeights,
     FolderWeights,
+    Logprobs,
     Published,
     PublishRequest,
     ServingWeights,
+    TokenIds,
     WeightsRef,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.contract.test_orchestrator_faults import warnings
 from tests.support import orchestrator_stack
 from tests.support.fake_services import WHERE, logprobs_of

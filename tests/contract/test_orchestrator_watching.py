@@ -18,7 +18,7 @@ from services.orchestrator.samplers import services as services_module
 from services.orchestrator.samplers.services import Services
 from shared.errors import HoneError
 from shared.host.processes import free_port
-from shared.http import presence
+from shared.http import connecting
 from shared.job import Job
 from shared.settings import Settings
 from shared.wire import TERMINAL, EventList, JobRecord, SubmitRequest
@@ -96,7 +96,7 @@ async def test_a_loop_that_waits_for_nothing_is_begun_again(
 async def test_a_service_that_died_while_it_had_nothing_to_do_is_told_within_seconds(
     settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    monkeypatch.setattr(connecting, "AWAY_S", 0.2)
     monkeypatch.setattr(services_module, "PRESENCE_DEADLINE_S", 0.6)
     told: list[str] = []
 
@@ -142,7 +142,7 @@ class Redis:
 async def test_a_redis_that_is_killed_in_mid_job_and_comes_back_needs_nobody(
     settings: Settings, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "AWAY_S", 0.2)
+    monkeypatch.setattr(connecting, "AWAY_S", 0.2)
     monkeypatch.setattr(worker, "PAUSE_S", 0.1)
     redis, fakes = Redis(tmp_path / "redis"), FakeServices(settings)
     reached = asyncio.Event()

@@ -21,7 +21,7 @@ from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http.gate import caller
 from shared.job import Job, LoraSpec
 from shared.settings import Settings
-from shared.weights.checkpoints import MANIFEST, STATE
+from shared.weights.folders import MANIFEST, STATE
 from shared.wire import ApiKey
 from tests.support import orchestrator_stack
 from tests.support.job_records import JOB

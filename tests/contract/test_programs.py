@@ -25,7 +25,7 @@ from services.orchestrator.extensions.tinker import (
 )
 from services.orchestrator.extensions.tinker.saved import Saved
 from shared.errors import Conflict, Failed, StateLost
-from shared.weights.checkpoints import MANIFEST, STATE
+from shared.weights.folders import MANIFEST, STATE
 from shared.wire import (
     GenerateRequest,
     LogStart,
@@ -34,8 +34,8 @@ from shared.wire import (
     SampleOrder,
     Sampling,
     SamplingSession,
+    TokenIds,
 )
-from shared.wire.packed import TokenIds
 from tests.support import orchestrator_stack
 from tests.support.orchestrator_stack import Stack
 

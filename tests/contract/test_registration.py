@@ -21,13 +21,13 @@ from services.orchestrator.store import registrations
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.leases import resource
 from services.orchestrator.store.store import Store
-from services.rollout import registration
-from services.rollout.registration import registered
+from services.rollout import app as sampler_app
+from services.rollout.app import registered
 from shared.errors import BadRequest, Conflict, HoneError
 from shared.host.processes import free_port
 from shared.http.client import Client
-from shared.http.health import Draining
-from shared.http.presence import tell_nobody
+from shared.http.connecting import tell_nobody
+from shared.http.operations import Draining
 from shared.job import Job
 from shared.settings import Settings
 from shared.wire import (
@@ -192,7 +192,7 @@ async def test_a_sampler_renews_its_lease_and_unregisters_when_it_drains(
     settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins before the orchestrator does, and is there once that is."""
-    monkeypatch.setattr(registration, "RETRY_S", 0.05)
+    monkeypatch.setattr(sampler_app, "RETRY_S", 0.05)
     monkeypatch.setattr(registrations, "SAMPLER_REGISTRATION_S", 0.6)
     port = free_port()
     own = settings.model_copy(
@@ -248,7 +248,7 @@ async def serving_orchestrator(settings: Settings, store: Store) -> AsyncGenerat
 async def test_whatever_goes_wrong_at_a_renewal_the_next_one_comes(
     settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "RETRY_S", 0.05)
+    monkeypatch.setattr(sampler_app, "RETRY_S", 0.05)
     monkeypatch.setattr(registrations, "SAMPLER_REGISTRATION_S", 0.6)
     store, version, faults = Store(redis_url), 1, [RuntimeError("of no kind that is known")]
 
@@ -272,7 +272,7 @@ async def test_whatever_goes_wrong_at_a_renewal_the_next_one_comes(
 async def test_a_sampler_that_was_refused_leaves_the_other_one_of_its_name_registered(
     settings: Settings, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registration, "RETRY_S", 0.05)
+    monkeypatch.setattr(sampler_app, "RETRY_S", 0.05)
     store = Store(redis_url)
     asked: list[str] = []
 

@@ -438,7 +438,7 @@ async def test_a_host_that_cannot_isolate_refuses_code_and_grades_the_rest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "services.reward.sandbox.visible.links", lambda: {"/usr": "never"}
+        "services.reward.sandbox.host.links", lambda: {"/usr": "never"}
     )  # one step of the setup must fail
     service = create_service(Settings(sandbox_slots=1))
     async with (

@@ -14,7 +14,7 @@ import pytest
 
 from services.rollout.weights.adapters import one_call
 from shared.errors import Conflict, Failed, HoneError, StateLost
-from shared.weights.checkpoints import CONFIG, WEIGHTS
+from shared.weights.folders import CONFIG, WEIGHTS
 from shared.wire import (
     AdapterWeights,
     Canary,

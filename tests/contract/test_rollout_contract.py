@@ -15,16 +15,16 @@ import pytest
 
 from services.rollout.app import create_service
 from services.rollout.engine import failed_rollout
+from services.rollout.rl_routes import PauseState
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.settings import Settings
-from shared.weights.digest import stored_tensors, tensor_digests
+from shared.weights.folders import stored_tensors, tensor_digests
 from shared.wire import (
     Canary,
     CheckedWeights,
     FolderWeights,
     ModelRequest,
     NoBody,
-    PauseState,
     Sampling,
     ServingWeights,
 )

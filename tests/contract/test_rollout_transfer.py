@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shared.errors import Failed, StateLost
-from shared.weights.digest import digest, stored_tensors, tensor_digests
+from shared.weights.folders import digest, stored_tensors, tensor_digests
 from shared.wire import BroadcastWeights, SentTensor
 from tests.support.rollout_bench import RolloutBench
 

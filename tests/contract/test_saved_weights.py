@@ -15,7 +15,7 @@ from services.orchestrator.extensions.tinker import saved
 from services.orchestrator.extensions.tinker.downloads import is_public
 from services.orchestrator.extensions.tinker.managing import Management
 from services.orchestrator.extensions.tinker.saved import Saved
-from shared.weights.checkpoints import MANIFEST, StoredFile
+from shared.weights.folders import MANIFEST, StoredFile
 from shared.wire import SavedKind, SavedWeights
 from tests.contract.test_programs import ADAM, call, created, job, post, result, session_on, stack
 from tests.support.orchestrator_stack import Stack

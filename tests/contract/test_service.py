@@ -29,12 +29,13 @@ from shared.wire import (
     Checkpoint,
     CheckpointRequest,
     GenerateRequest,
+    Logprobs,
     Rollout,
     RolloutGroup,
     Sampling,
+    TokenIds,
     VersionInfo,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.support.in_process import in_process
 
 
@@ -145,7 +146,7 @@ async def test_a_large_body_arrives_whole_again_when_it_is_retried(
 async def test_a_single_operation_is_asked_for_without_waiting_for_others(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.http.polling.GATHER_S", 60.0)
+    monkeypatch.setattr("shared.http.connecting.GATHER_S", 60.0)
     counter = Counter(settings)
     counter.seconds = 0.05
     answer = await counter.client().call(

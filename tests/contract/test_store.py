@@ -26,7 +26,7 @@ from services.orchestrator.store.registrations import RegisteredTrainer
 from services.orchestrator.store.store import Store
 from services.orchestrator.store.worker_side import MAX_TRIES
 from shared.errors import BadRequest, Conflict, NotFound
-from shared.http.presence import Presence, tell_nobody
+from shared.http.connecting import Presence, tell_nobody
 from shared.job import DataSpec, EvaluationSpec, HeldOutSpec
 from shared.wire import JobSummary, Obstacle, UploadedFile
 from tests.support import orchestrator_stack

@@ -12,7 +12,7 @@ import pytest
 from services.orchestrator.samplers import pool as pool_module
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Push
-from shared.http.presence import tell_nobody
+from shared.http.connecting import tell_nobody
 from shared.http.service import request_key
 from shared.settings import Settings
 from shared.wire import FolderWeights, GenerateRequest, ModelRequest, Sampling, WeightsRef

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.extensions.tinker.saved import Saved
-from shared.weights.digest import stored_tensors, tensor_digests
+from shared.weights.folders import stored_tensors, tensor_digests
 from tests.compat.packages import ROOT, python_with
 from tests.faults.__main__ import made_job
 from tests.faults.kills import Kills, kills_from_arguments

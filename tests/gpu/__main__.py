@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from shared.settings.environment import secret_variables
+from shared.settings import secret_variables
 
 ROOT = Path(__file__).parents[2]
 REPORT = Path("gpu_report.txt")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from services.rollout.on_vllm.starter import VllmStarter
+from services.rollout.on_vllm.processes import VllmStarter
 from shared.settings import Settings
 from shared.wire import EngineSpec, Sampling
 from tests.support.sampler_on_device import (

@@ -18,8 +18,7 @@ from services.trainer.learning.batch import Layout, MicroBatch, collate
 from services.trainer.learning.model_checks import choose_layout
 from services.trainer.learning.policy import Policy
 from shared.job.running import MemorySpec
-from shared.wire import Example
-from shared.wire.packed import TokenIds
+from shared.wire import Example, TokenIds
 
 DEVICE = torch.device("cuda:0")
 SIZES: dict[str, Any] = {

@@ -15,16 +15,22 @@ import numpy as np
 from services.orchestrator.samplers import canary
 from services.rollout.app import create_service
 from services.rollout.engine import Adapter
-from services.rollout.on_vllm.starter import VllmStarter
+from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Copies, Fetcher
 from services.trainer.disk.weights import Publisher
 from shared.job import LoraSpec, SyncMethod
 from shared.settings import Settings
-from shared.weights.digest import stored_tensors, tensor_digests
-from shared.wire import Canary, ModelRequest, PublishRequest, ServingWeights, WeightsRef
-from shared.wire.packed import Logprobs, TokenIds
+from shared.weights.folders import stored_tensors, tensor_digests
+from shared.wire import (
+    Canary,
+    Logprobs,
+    ModelRequest,
+    PublishRequest,
+    ServingWeights,
+    TokenIds,
+    WeightsRef,
+)
 from tests.support.fuzzing import served
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.system.test_rollout_engine import make_model

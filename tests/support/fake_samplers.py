@@ -20,14 +20,15 @@ from shared.wire import (
     Fence,
     Fencing,
     GenerateRequest,
+    Logprobs,
     ModelRequest,
     Rollout,
     RolloutGroup,
     ServingWeights,
     Span,
+    TokenIds,
     WeightsRef,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.support.running import serve
 
 

@@ -35,6 +35,7 @@ from shared.wire import (
     ForwardRequest,
     ForwardResult,
     GenerateRequest,
+    Logprobs,
     Message,
     ModelRequest,
     NoBody,
@@ -54,6 +55,7 @@ from shared.wire import (
     SleepRequest,
     Span,
     StepResult,
+    TokenIds,
     TrainerJob,
     TrainerState,
     TrainStepRequest,
@@ -64,7 +66,6 @@ from shared.wire import (
     ValidateRequest,
     WeightsRef,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.support.running import serve
 
 TAKES_OVER = frozenset({"job", "model", "reload"})

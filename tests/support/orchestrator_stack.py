@@ -26,7 +26,7 @@ from services.orchestrator.store.note import Note
 from services.orchestrator.store.store import Store
 from shared.http.client import Client
 from shared.job import Job
-from shared.plan.cpu import CpuRates
+from shared.plan.gpus import CpuRates
 from shared.settings import Settings
 from shared.wire import TERMINAL, Event, EventList, JobRecord, JobState, SubmitRequest
 from tests.support.fake_services import FakeServices

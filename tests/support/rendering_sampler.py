@@ -22,13 +22,14 @@ from shared.wire import (
     ChatRequest,
     FinishReason,
     GenerateRequest,
+    Logprobs,
     Message,
     Rollout,
     RolloutGroup,
     Sampling,
     Span,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, TokenIds
 
 CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 

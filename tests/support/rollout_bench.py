@@ -19,16 +19,22 @@ from starlette.types import ASGIApp
 
 from services.rollout.app import create_service
 from services.rollout.engine import Adapter, BadPrompt, PauseMode
-from services.rollout.fencing import label, spans
+from services.rollout.running import label, spans
 from services.rollout.sampler import Sampler
 from services.rollout.weights.adapters import LoadedAdapters
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Copies, Fetcher
 from shared.errors import BadRequest, StateLost
 from shared.http.client import Client
 from shared.settings import Settings
-from shared.weights.checkpoints import CONFIG, WEIGHTS, adapter_digests
-from shared.weights.digest import digest, digest_of, stored_tensors, tensor_digests
+from shared.weights.folders import (
+    CONFIG,
+    WEIGHTS,
+    adapter_digests,
+    digest,
+    digest_of,
+    stored_tensors,
+    tensor_digests,
+)
 from shared.wire import (
     Aborted,
     AbortRequest,
@@ -37,6 +43,7 @@ from shared.wire import (
     EngineSpec,
     FolderWeights,
     GenerateRequest,
+    Logprobs,
     Message,
     ModelRequest,
     Published,
@@ -46,8 +53,8 @@ from shared.wire import (
     ServingWeights,
     SharedWeights,
     Span,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.support.fake_chat import FakeChat
 
 SPEC = ModelRequest(model="tiny")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shared.weights.digest import stored_tensors, tensor_digests
+from shared.weights.folders import stored_tensors, tensor_digests
 
 
 def hashing(save: Callable[[Path], Any]) -> Callable[[Path], dict[str, str]]:

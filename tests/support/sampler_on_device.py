@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from services.rollout.engine import Engine
-from services.rollout.on_vllm.starter import VllmStarter
+from services.rollout.on_vllm.processes import VllmStarter
 from shared.job import SyncMethod
 from shared.settings import Settings
 from shared.wire import EngineSpec, Example, Rollout, Sampling

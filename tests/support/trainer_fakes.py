@@ -17,18 +17,17 @@ from shared.errors import BadRequest, Unavailable
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.settings import Settings
-from shared.weights.checkpoints import CONFIG, WEIGHTS
-from shared.weights.digest import stored_tensors, tensor_digests
+from shared.weights.folders import CONFIG, WEIGHTS, stored_tensors, tensor_digests
 from shared.wire import (
     Canary,
     Example,
+    Logprobs,
     Optimization,
     StepTotals,
     TokenLoss,
     TrainerJob,
     TrainStepRequest,
 )
-from shared.wire.packed import Logprobs
 from tests.support.safetensors_files import safetensors
 
 EXAMPLE = Example(

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from services.rollout.conversations.continuing import prompt_tokens, tokens_after
+from services.rollout.groups import prompt_tokens, tokens_after
 from shared.errors import BadRequest
 from shared.settings import Settings
-from shared.wire import ChatRequest, EngineSpec, Message, Rollout
-from shared.wire.packed import TokenIds
+from shared.wire import ChatRequest, EngineSpec, Message, Rollout, TokenIds
 
 if TYPE_CHECKING:
-    from services.rollout.on_vllm.chat import VllmChat
+    from services.rollout.on_vllm.completions import VllmChat
 
 TEMPLATE = """\
 {%- if tools %}{{ '<|im_start|>system\\n# Tools' }}
@@ -136,7 +135,7 @@ def engine(folder: Path) -> Scripted:
 
 
 def chat_of(engine: Scripted, tool_parser: str | None = "hermes") -> VllmChat:
-    from services.rollout.on_vllm.chat import VllmChat
+    from services.rollout.on_vllm.completions import VllmChat
     from services.rollout.on_vllm.openai_routes import openai_app
 
     app = openai_app(cast(Any, engine), "tiny", tool_parser=tool_parser)

@@ -21,13 +21,13 @@ from services.orchestrator.samplers import canary
 from services.rollout.engine import Adapter
 from services.rollout.weights.adapters import one_call
 from shared.errors import Failed
-from shared.weights.checkpoints import WEIGHTS
+from shared.weights.folders import WEIGHTS
 from shared.wire import (
     GenerateRequest,
     Sampling,
+    TokenIds,
     WeightsRef,
 )
-from shared.wire.packed import TokenIds
 from tests.support.adapter_bench import SEQUENCES, Bench, Trainer, a_bench
 from tests.support.in_process import in_process
 from tests.support.trl_server import AdapterRollouts, grpo_trainer, vllm_client

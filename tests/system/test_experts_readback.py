@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.on_vllm.starter import VllmStarter
+from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Copies, Fetcher
 from services.rollout.weights.proofs import differing, given_tensors
 from shared.settings import Settings
 from shared.wire import ModelRequest, WeightsRef

@@ -20,8 +20,7 @@ import pytest
 
 from services.orchestrator.store.folder import RunFolder
 from shared.http.client import Client
-from shared.wire import GenerateRequest, Known, Message, Rollout, RolloutGroup, Sampling
-from shared.wire.packed import TokenIds
+from shared.wire import GenerateRequest, Known, Message, Rollout, RolloutGroup, Sampling, TokenIds
 from tests.support.hone_stack import HoneStack, own_environment
 from tests.support.real_model import real_model
 

@@ -19,10 +19,9 @@ import pytest
 import pytest_asyncio
 
 from services.orchestrator.samplers import canary
-from services.rollout.on_vllm.starter import VllmStarter
+from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Copies, Fetcher
 from shared.job import Job
 from shared.settings import Settings
 from shared.wire import Canary, Example, GenerateRequest, ModelRequest, Sampling, WeightsRef

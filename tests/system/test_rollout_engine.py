@@ -30,10 +30,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from services.rollout.rl_routes import PauseState
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.host.processes import free_port
 from shared.http.client import Client
-from shared.http.health import own_metrics
+from shared.http.operations import own_metrics
 from shared.wire import (
     Aborted,
     AbortRequest,
@@ -43,17 +44,17 @@ from shared.wire import (
     FolderWeights,
     GenerateRequest,
     Known,
+    Logprobs,
     Message,
     ModelRequest,
     NoBody,
-    PauseState,
     Rollout,
     RolloutGroup,
     Sampling,
     ServingWeights,
     Span,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.support.rollout_bench import folder_weights
 from tests.support.running import lives
 from tests.support.tiny_models import save_tiny_qwen2

@@ -22,10 +22,9 @@ import pytest
 import pytest_asyncio
 
 from services.orchestrator.samplers import canary
-from services.rollout.on_vllm.starter import VllmStarter
+from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.weights.copies import Copies, Fetcher
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import Failed, StateLost, Unavailable
 from shared.job import SyncMethod
@@ -33,6 +32,7 @@ from shared.settings import Settings
 from shared.wire import (
     AnyWeights,
     Canary,
+    Logprobs,
     ModelRequest,
     PublishRequest,
     Sampling,
@@ -41,9 +41,9 @@ from shared.wire import (
     SharedTensor,
     SharedWeights,
     SleepRequest,
+    TokenIds,
     WeightsRef,
 )
-from shared.wire.packed import Logprobs, TokenIds
 from tests.support.cut_server import CutServer
 from tests.support.safetensors_files import hashing
 from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
@@ -412,7 +412,7 @@ async def test_where_a_tensor_lies_is_said_as_torch_takes_it() -> None:
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    from services.rollout.on_vllm.inside.transfer import arguments
+    from services.rollout.on_vllm.inside_transfer import arguments
 
     given = arguments(SHARED.model_dump(mode="json"), 1)
     assert inspect.signature(rebuild_cuda_tensor).bind(*given).arguments == {

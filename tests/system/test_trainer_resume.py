@@ -13,8 +13,7 @@ import pytest
 
 from services.trainer.disk import checkpoints
 from shared.errors import Conflict, HoneError
-from shared.wire import Example, StepResult, TrainerState
-from shared.wire.packed import Logprobs
+from shared.wire import Example, Logprobs, StepResult, TrainerState
 from tests.support.trainer_reference import some_examples
 from tests.support.trainer_service import Service, a_job
 

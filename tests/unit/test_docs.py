@@ -14,8 +14,7 @@ from deploy import migrating, pages
 from hone import cli
 from hone.commands.explain import find
 from shared.job.file import parse_job
-from shared.settings import PREFIX, Settings
-from shared.settings.environment import FILE, REWARD_FILE, ROW, secret_variables
+from shared.settings import FILE, PREFIX, REWARD_FILE, ROW, Settings, secret_variables
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md"]

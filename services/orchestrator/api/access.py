@@ -37,7 +37,7 @@ from shared.errors import (
 )
 from shared.host import disk
 from shared.host.logs import API_KEY, get_logger
-from shared.http import codec, openapi
+from shared.http import codec, rendering
 from shared.http.gate import READING, caller
 from shared.http.rendering import Made, media_type, render
 from shared.http.service import Service
@@ -208,7 +208,7 @@ def _digest(secret: str) -> str:
 def add_routes(service: Service, settings: Settings, keys: Keys) -> None:
     app = service.app
 
-    @app.post(PATH, dependencies=[TOKEN_ONLY], responses=openapi.answers(Made[CreatedKey]))
+    @app.post(PATH, dependencies=[TOKEN_ONLY], responses=rendering.answers(Made[CreatedKey]))
     async def create_key(request: Request) -> Response:
         """Makes a key. Only this answer has its secret, and no operation keeps it: a caller that
         misses the answer revokes the key."""

@@ -27,11 +27,10 @@ from shared.errors import Failed, HoneError
 from shared.host.processes import in_own_thread
 from shared.http.gate import caller
 from shared.job import Job
-from shared.model.names import hub_is_offline
-from shared.plan.cpu import CpuRates
-from shared.plan.gpus import GpuGroup
+from shared.plan.gpus import CpuRates, GpuGroup
 from shared.plan.planning import planned_gpus
 from shared.settings import Settings
+from shared.weights.model_folder import hub_is_offline
 from shared.wire import PromptLengths
 
 NUM_THREADS = 4

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from services.orchestrator.api.history import Step
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.reading import Readable
-from shared.http import openapi
+from shared.http import rendering
 from shared.http.rendering import render
 from shared.http.service import Service
 from shared.wire import MetricsColumns, MetricsRow, Sync, SyncList
@@ -30,7 +30,9 @@ def add_routes(service: Service, store: Readable) -> None:
 
 
 def _add_columns(service: Service, store: Readable) -> None:
-    @service.app.get("/v1/jobs/{job_id}/metrics/columns", responses=openapi.answers(MetricsColumns))
+    @service.app.get(
+        "/v1/jobs/{job_id}/metrics/columns", responses=rendering.answers(MetricsColumns)
+    )
     async def metrics_columns(
         job_id: str,
         request: Request,

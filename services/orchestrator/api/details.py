@@ -9,17 +9,18 @@ from collections.abc import Sequence
 
 from services.orchestrator.data.fitting import reader_of
 from shared.job import Job
-from shared.prompts.reading import CannotCount, PromptReader
+from shared.templates import CannotCount, PromptReader
 from shared.wire import (
     Batch,
     GradedRollout,
+    Logprobs,
+    Mask,
     Rollout,
     RolloutDetail,
     Score,
     TokenColumns,
     TrainedTokens,
 )
-from shared.wire.packed import Logprobs, Mask
 
 NO_LOGPROBS = Logprobs()
 

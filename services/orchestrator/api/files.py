@@ -20,8 +20,8 @@ from shared.errors import BadRequest, HoneError, NotFound, TooLarge
 from shared.explain import nearest
 from shared.host.logs import get_logger
 from shared.host.processes import in_own_thread
+from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.service import Service
-from shared.http.streams import DOWNLOADED, DownloadedFile
 from shared.job import UPLOADED
 from shared.settings import Settings
 from shared.wire import FileDeleted, FileList, Purpose, UploadedFile

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 from services.orchestrator.api.history import MAX_STEP, Step, graded
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.reading import Readable
-from shared.http import openapi
+from shared.http import rendering
 from shared.http.rendering import render
 from shared.http.service import Service
 from shared.job import Job
@@ -41,7 +41,7 @@ LOOK_S = 2.0
 
 
 def add_routes(service: Service, store: Readable) -> None:
-    @service.app.get("/v1/jobs/{job_id}/rollouts/groups", responses=openapi.answers(GroupList))
+    @service.app.get("/v1/jobs/{job_id}/rollouts/groups", responses=rendering.answers(GroupList))
     async def groups(
         job_id: str,
         request: Request,

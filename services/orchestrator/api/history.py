@@ -21,9 +21,9 @@ from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.reading import Readable
 from services.orchestrator.store.records import check_event_id
 from shared.errors import Busy, NotFound
-from shared.http import openapi
+from shared.http import rendering
+from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.service import Service
-from shared.http.streams import DOWNLOADED, DownloadedFile
 from shared.job import Job
 from shared.wire import (
     TERMINAL,
@@ -64,8 +64,10 @@ def add_routes(service: Service, store: Readable) -> None:
 
 def _add_events(service: Service, store: Readable) -> None:
     followers = Followers(store)
-    either: openapi.Responses = {
-        200: {"content": openapi.without_model("", EVENT_STREAM, schema=openapi.TEXT)["content"]}
+    either: rendering.Responses = {
+        200: {
+            "content": rendering.without_model("", EVENT_STREAM, schema=rendering.TEXT)["content"]
+        }
     }
 
     @service.app.get("/v1/jobs/{job_id}/events", response_model=EventList, responses=either)

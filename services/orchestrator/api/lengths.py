@@ -14,9 +14,8 @@ from shared.errors import HoneError
 from shared.http import codec
 from shared.job import Job
 from shared.job.running import EvaluationSpec
-from shared.prompts.reading import CannotCount
-from shared.settings import Settings
-from shared.settings.environment import load_settings
+from shared.settings import Settings, load_settings
+from shared.templates import CannotCount
 from shared.wire import PromptLengths
 
 MAX_COUNTED = 256

@@ -19,15 +19,15 @@ from services.orchestrator.store.checkpoint_files import check_start
 from shared.errors import Failed, Unavailable
 from shared.http.gate import caller, own_jobs_of
 from shared.job import Job
-from shared.model.architectures import cannot_reload_on_cpu, not_tried
-from shared.model.check import (
+from shared.settings import Settings
+from shared.weights.architectures import cannot_reload_on_cpu, not_tried
+from shared.weights.model_folder import (
     check_config,
     check_model_folder,
     check_rope,
     cpu_limit,
     read_config,
 )
-from shared.settings import Settings
 from shared.wire import ApiKey, PreviewedPrompt, Prompt, PromptLengths
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import all_of
 from shared.errors import BadRequest
-from shared.http import openapi
+from shared.http import rendering
 from shared.http.service import Service
 from shared.job import Job
 from shared.settings import Settings
@@ -36,7 +36,7 @@ TOLERANCE = 1e-6
 
 
 def add_route(service: Service, settings: Settings, store: Store, extensions: Extensions) -> None:
-    given = openapi.answers(RegradeReport) | openapi.accepted()
+    given = rendering.answers(RegradeReport) | rendering.accepted()
 
     @service.app.post("/v1/jobs/{job_id}/regrade", response_model=None, responses=given)
     async def regrade_job(job_id: str, body: RegradeRequest, request: Request) -> Response:

@@ -18,7 +18,7 @@ from services.orchestrator.grpo.supervised import lessons
 from shared.errors import BadRequest
 from shared.http import codec
 from shared.job import Job
-from shared.prompts.templates import ROWS_PER_REQUEST
+from shared.templates import ROWS_PER_REQUEST
 from shared.wire import Prompt
 
 MAX_PASSED = 1000

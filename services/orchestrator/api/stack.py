@@ -13,7 +13,7 @@ from services.orchestrator.jobs.needs import ASKED
 from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.store import Store
 from shared.http.connecting import proxy_headers, trusted_by
-from shared.http.health import own_metrics
+from shared.http.operations import own_metrics
 from shared.http.service import Service
 from shared.http.urls import is_direct, without_password
 from shared.settings import Settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from shared.errors import BadRequest
-from shared.http.folders import other_folders
-from shared.model.names import EXPECTED, HUB_ID, may_be_on_hub, model_folder
+from shared.http.gate import other_folders
 from shared.settings import Settings
+from shared.weights.model_folder import EXPECTED, HUB_ID, may_be_on_hub, model_folder
 
 
 def named_model_folder(model: str, settings: Settings) -> Path | None:

@@ -13,7 +13,7 @@ from services.orchestrator.data.tables import ROWS_LOOKED_AT, Row, Rows, Table, 
 from shared.errors import BadRequest
 from shared.explain import nearest
 from shared.job import DataSpec
-from shared.prompts.templates import RENDERER, ROWS_PER_REQUEST, CannotRender
+from shared.templates import RENDERER, ROWS_PER_REQUEST, CannotRender
 
 PROMPT = "prompt"
 """The column with the prompt, if no template makes it."""

@@ -11,9 +11,8 @@ from services.orchestrator.data.choosing import BadRow
 from services.orchestrator.data.hub import cached_model
 from shared.errors import BadRequest
 from shared.job import Job
-from shared.model.check import read_config, window_of
-from shared.model.names import model_folder
-from shared.prompts.reading import CannotCount, PromptReader, prompt_reader
+from shared.templates import CannotCount, PromptReader, prompt_reader
+from shared.weights.model_folder import model_folder, read_config, window_of
 from shared.wire import PreviewedPrompt, Prompt
 
 REMEDIES = (

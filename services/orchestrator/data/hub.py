@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from services.orchestrator.data.tables import ArrowTable
 from shared.errors import BadRequest, Unavailable, first_line
-from shared.model.check import TOKENIZERS
-from shared.model.names import may_be_on_hub
+from shared.weights.model_folder import TOKENIZERS, may_be_on_hub
 
 FETCHED = ("config.json", *TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
 

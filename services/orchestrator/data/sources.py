@@ -24,11 +24,11 @@ from services.orchestrator.data.tables import (
 from services.orchestrator.data.uploads import Uploads
 from shared.errors import BadRequest, NotFound, Unavailable
 from shared.host.disk import run_for_volume
-from shared.http.folders import may_name
+from shared.http.gate import may_name
 from shared.job import UPLOADED, DataSpec, Job, Source
-from shared.model.names import HUB_ID, hub_is_offline
 from shared.settings import Settings
-from shared.weights.digest import digest_of_file
+from shared.weights.folders import digest_of_file
+from shared.weights.model_folder import HUB_ID, hub_is_offline
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 COMMIT = re.compile(r"[0-9a-f]{40}")

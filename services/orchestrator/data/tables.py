@@ -19,7 +19,7 @@ import httpx2 as httpx
 
 from services.orchestrator.errors import MustPause
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
-from shared.weights.digest import digest_of_file
+from shared.weights.folders import digest_of_file
 
 Row = dict[str, Any]
 

@@ -27,14 +27,12 @@ from services.orchestrator.data.fitting import reader_of
 from services.orchestrator.grpo.distilling import mean_log_ratio, sampled_of
 from services.orchestrator.tasks import all_of
 from shared.errors import BadRequest, Unavailable
-from shared.http.connecting import trusted_by
-from shared.http.presence import Presence, Tell, tell_nobody
+from shared.http.connecting import Presence, Tell, tell_nobody, trusted_by
 from shared.http.urls import is_direct, without_password
 from shared.job import Job, TeacherSpec
-from shared.prompts.reading import CannotCount
 from shared.settings import Settings
-from shared.wire import Part, Rollout, RolloutGroup, Score
-from shared.wire.packed import Logprobs
+from shared.templates import CannotCount
+from shared.wire import Logprobs, Part, Rollout, RolloutGroup, Score
 
 TEACHER = "teacher"
 """The name of the teacher's part of a score."""

@@ -23,8 +23,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from shared.job import Job, TeacherSpec
-from shared.wire import Batch, Branch, Rollout, Score
-from shared.wire.packed import Logprobs
+from shared.wire import Batch, Branch, Logprobs, Rollout, Score
 
 V = TypeVar("V")
 

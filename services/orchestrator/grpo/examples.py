@@ -15,14 +15,16 @@ from shared.job import Job
 from shared.wire import (
     Batch,
     Example,
+    Logprobs,
+    Mask,
     Rollout,
     RolloutGroup,
     Score,
     StepResult,
     StepTotals,
+    TokenIds,
     TrainedTokens,
 )
-from shared.wire.packed import Logprobs, Mask, TokenIds
 
 Placed = tuple[tuple[int, int] | None, Example]
 """An example with its prompt and rollout; without them if it is a branch."""

@@ -29,8 +29,8 @@ from services.orchestrator.grpo.groups import num_rounds
 from shared.errors import BadRequest
 from shared.job import DataSpec, Job, TemplateMessage
 from shared.job.checks import all_warm_up
-from shared.prompts.templates import RENDERER, CannotRender
 from shared.settings import Settings
+from shared.templates import RENDERER, CannotRender
 from shared.wire import Prompt
 
 Content = str | tuple[dict[str, Any], ...]

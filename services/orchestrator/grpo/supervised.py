@@ -19,9 +19,8 @@ from services.orchestrator.grpo.prompts import Content, Prompts
 from services.orchestrator.samplers.services import NOT_GRADED, Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job
-from shared.prompts.templates import RENDERER, CannotRender
-from shared.wire import Message, Prompt, Rollout, RolloutGroup, ScoredGroup
-from shared.wire.packed import Logprobs, TokenIds
+from shared.templates import RENDERER, CannotRender
+from shared.wire import Logprobs, Message, Prompt, Rollout, RolloutGroup, ScoredGroup, TokenIds
 
 ANSWER = "answer"
 """The column with the answer, if neither a template nor a chat gives it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from services.orchestrator.samplers.waits import Waits
-from shared.http.presence import since
+from shared.http.connecting import since
 
 
 @dataclass

@@ -30,7 +30,7 @@ from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
 from shared.errors import HoneError, NotFound, Unavailable
 from shared.host.logs import get_logger
-from shared.http.presence import Presence
+from shared.http.connecting import Presence
 from shared.settings import Settings
 
 POLL_S = 0.2

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from shared.errors import Unavailable
 from shared.host.logs import get_logger
-from shared.http.presence import Tell
+from shared.http.connecting import Tell
 from shared.http.urls import REGISTERED, is_loopback
 from shared.settings import Settings
 

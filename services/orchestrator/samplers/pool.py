@@ -28,7 +28,7 @@ from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.http.client import Client
-from shared.http.presence import Tell, tell_nobody
+from shared.http.connecting import Tell, tell_nobody
 from shared.job import SyncMethod
 from shared.settings import Settings
 from shared.wire import (

@@ -14,7 +14,7 @@ from services.orchestrator.tasks import all_of
 from shared.errors import HoneError, StateLost
 from shared.host.logs import get_logger
 from shared.http.client import Client
-from shared.http.presence import Tell
+from shared.http.connecting import Tell
 from shared.settings import Settings
 from shared.wire import (
     Aborted,

@@ -28,8 +28,7 @@ from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.http import ownership
 from shared.http.client import Client
-from shared.http.polling import MAX_PAUSE_S
-from shared.http.presence import Tell, tell_nobody
+from shared.http.connecting import MAX_PAUSE_S, Tell, tell_nobody
 from shared.job import EvaluatedModel, Job, SyncMethod
 from shared.settings import Settings
 from shared.wire import (
@@ -66,6 +65,7 @@ from shared.wire import (
     SleepRequest,
     StepResult,
     StepTotals,
+    TokenIds,
     TokenLoss,
     TrainerJob,
     TrainerState,
@@ -77,7 +77,6 @@ from shared.wire import (
     VersionInfo,
     WeightsRef,
 )
-from shared.wire.packed import TokenIds
 
 MAX_PROMPTS_TRIED = 8
 """How many rows are looked at before a job begins: enough to see that a column is another one than

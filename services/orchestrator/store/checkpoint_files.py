@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from shared.errors import BadRequest, Failed, NotFound
 from shared.job import Job
-from shared.weights.checkpoints import MANIFEST, STATE, StoredFile, step_of
+from shared.weights.folders import MANIFEST, STATE, StoredFile, step_of
 from shared.wire import CheckpointFile
 
 _FILES = TypeAdapter(dict[str, StoredFile])

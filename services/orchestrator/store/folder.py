@@ -58,7 +58,7 @@ from shared.host import disk
 from shared.http import codec
 from shared.job import Job
 from shared.job.job import differences
-from shared.weights.checkpoints import CHECKPOINTS
+from shared.weights.folders import CHECKPOINTS
 from shared.wire import Batch, Canary, GradedRollout, MetricsRow, RolloutList, TrainedTokens, Wire
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")

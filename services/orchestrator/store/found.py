@@ -14,7 +14,7 @@ from services.orchestrator.store.note import OF_SUBMISSION, Note
 from shared.errors import HoneError
 from shared.http import codec
 from shared.job import JOB_ID, Job
-from shared.weights.checkpoints import CHECKPOINTS, step_of
+from shared.weights.folders import CHECKPOINTS, step_of
 from shared.wire import Checkpoint
 
 End = Literal["succeeded", "failed", "cancelled"]

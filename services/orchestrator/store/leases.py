@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from services.orchestrator.store.connection import StoreUnavailable
 from shared.host.logs import get_logger
-from shared.http.presence import Presence
+from shared.http.connecting import Presence
 from shared.http.urls import REGISTERED, is_loopback
 
 Asked = Literal["cancel", "pause"]

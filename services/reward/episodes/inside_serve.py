@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.reward.episodes.inside_play import play
-from services.reward.job_code.inside_children import Child, fork
-from services.reward.job_code.inside_file import explain, run_file
+from services.reward.job_code.inside_file import Child, explain, fork, run_file
 from services.reward.sandbox.inside import frames, kernel
 
 MAX_ANSWER_BYTES = 8 << 20

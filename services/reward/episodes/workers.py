@@ -19,7 +19,7 @@ from pathlib import PurePath
 from typing import Any
 
 from services.reward.job_code.workers import LOAD_DEADLINE_S, MAX_WORKERS
-from services.reward.sandbox import visible
+from services.reward.sandbox import host
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
 from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER
 from services.reward.sandbox.slots import CannotIsolate
@@ -244,7 +244,7 @@ def _opening(file: JobFile) -> dict[str, Any]:
     return {
         "source": file.environment.source,
         "file": file.name,
-        "paths": visible.package_paths(),
+        "paths": host.package_paths(),
         "folder": f"{UNSAFE_FOLDER}{os.getpid()}-",
     }
 

@@ -20,8 +20,7 @@ from typing import Any
 from services.reward.grading import registry
 from services.reward.grading.failures import ErrorName
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
-from services.reward.sandbox.base import waiting
-from services.reward.sandbox.turns import Turns, asking
+from services.reward.sandbox.base import Turns, asking, waiting
 from shared.errors import BadRequest, HoneError
 from shared.host.logs import get_logger
 from shared.job import RewardSpec

@@ -31,7 +31,7 @@ from shared.wire import (
     ScoreResult,
     TriedReward,
 )
-from shared.wire.graders import reward_of
+from shared.wire.rewards import reward_of
 
 SAMPLER_FAILED = Part(
     value=None,

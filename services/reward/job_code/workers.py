@@ -4,7 +4,8 @@ sandbox of its own.
 Importing numpy takes longer than most steps have, so a worker stays until `MAX_WORKERS` others were
 used after it. Jobs never share a worker, because it remembers what it was given. Calls of one
 worker run in turn, and between them all its processes are stopped. A function that cannot be loaded
-is the job's mistake (BadRequest); a call that fails gives no reward (GradingFailed).
+is the job's mistake (BadRequest); a call that fails gives no reward (GradingFailed). The answers
+of a worker are untrusted: they are checked, and parts and programs are made of them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -19,15 +21,108 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from services.reward.grading.failures import GradingFailed
-from services.reward.job_code import answers
-from services.reward.sandbox import visible
+from pydantic import ValidationError
+
+from services.reward.grading.failures import ErrorName, GradingFailed
+from services.reward.job_code.inside_serve import KEEP_CHARS
+from services.reward.sandbox import host
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
 from services.reward.sandbox.slots import CannotIsolate
 from shared.errors import BadRequest, Failed
+from shared.explain import sentences
 from shared.host.logs import get_logger
 from shared.job import RewardSpec
 from shared.wire import ExecuteRequest, Part
+
+MAX_PROGRAMS = 4096
+MAX_PROGRAMS_IN_ALL = 16 * MAX_PROGRAMS
+MAX_DETAIL_CHARS = 1000
+
+
+class WrongCount(GradingFailed):
+    """A function returned more or fewer values than there are completions, so that none can be told
+    whose it is."""
+
+
+def parts(answer: Any, count: int, named: str) -> list[Part]:
+    """Returns a part for each of `count` completions. Raises GradingFailed, whose sentence begins
+    with `named`, if the whole answer is an error or cannot be read, WrongCount of them if it has
+    another number of values."""
+    if not isinstance(answer, dict):
+        raise _failed(f"{named} answered with something that is not a table")
+    printed = _text(answer.get("stdout", ""), KEEP_CHARS)
+    if "error" in answer:
+        raise _failed(
+            f"{named} failed: {_text(answer['error'], MAX_DETAIL_CHARS)}"
+            + (f"; it printed {printed!r}" if printed else "")
+        )
+    results = answer.get("results")
+    if not isinstance(results, list):
+        raise _failed(f"{named} answered with something that is not a list of numbers")
+    if len(results) != count:
+        raise WrongCount(
+            f"{named} returned {len(results)} values for {count} completions; expected one for "
+            "each, in their order",
+            "python_grader_runtime_error",
+        )
+    return [_part(result, position, named, printed) for position, result in enumerate(results)]
+
+
+def programs(asked: Any, named: str) -> list[list[ExecuteRequest] | str]:
+    """Returns each list of programs that a worker asks to run, or a sentence saying what is wrong
+    with the list. Raises GradingFailed for too many programs."""
+    asked = asked if isinstance(asked, list) else [asked]
+    total = len(asked) + sum(len(one) for one in asked if isinstance(one, list))
+    if total > MAX_PROGRAMS_IN_ALL:
+        raise _failed(
+            f"{named} asked for {total} programs at once from all its threads; at most "
+            f"{MAX_PROGRAMS_IN_ALL} are run"
+        )
+    return [_programs(one) for one in asked]
+
+
+def _programs(asked: Any) -> list[ExecuteRequest] | str:
+    if not isinstance(asked, list) or len(asked) > MAX_PROGRAMS:
+        given = len(asked) if isinstance(asked, list) else "no"
+        return f"{given} programs at once; at most {MAX_PROGRAMS} are taken"
+    try:
+        return [ExecuteRequest.model_validate(program) for program in asked]
+    except ValidationError as error:
+        return "; ".join(
+            fault["detail"] for fault in sentences(error, ExecuteRequest, "execute_in_sandbox")
+        )
+
+
+def _part(result: Any, position: int, named: str, printed: str) -> Part:
+    result = result if isinstance(result, dict) else {"value": result}
+    value, detail, error = (
+        result.get("value"),
+        _text(result.get("detail", ""), MAX_DETAIL_CHARS),
+        result.get("error"),
+    )
+    if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+        error = f"it returned {value!r:.40} for completion {position}, expected a number or None"
+    if error is not None:
+        name: ErrorName = (
+            "unresponsive_reward_error"
+            if result.get("late") is True
+            else "python_grader_runtime_error"
+        )
+        detail = f"{named} failed: {_text(error, MAX_DETAIL_CHARS)}"
+        return Part(value=None, verdict="error", detail=detail, stdout=printed, errors=(name,))
+    if value is None:
+        return Part(value=None, verdict="skipped", detail=detail, stdout=printed)
+    return Part(value=float(value), detail=detail, stdout=printed)
+
+
+def _text(value: Any, limit: int) -> str:
+    """Returns the end of a text, with lone surrogates replaced."""
+    return str(value)[-limit:].encode("utf-8", "replace").decode()
+
+
+def _failed(detail: str) -> GradingFailed:
+    return GradingFailed(detail, "python_grader_runtime_error")
+
 
 SERVE = "services.reward.job_code.inside_serve"
 """The module whose `serve` a worker runs."""
@@ -134,7 +229,7 @@ class FunctionWorkers:
                 return await self._one_by_one(entry, own, taken, count, timeout_s)
             try:
                 return await self._call(entry, own, taken, count, timeout_s)
-            except answers.WrongCount:  # of one completion alone a mean of all would be right
+            except WrongCount:  # of one completion alone a mean of all would be right
                 raise
             except GradingFailed as error:
                 if count == 1:
@@ -230,7 +325,7 @@ class FunctionWorkers:
                 )
                 answered = True
                 worker.pause()
-                return answers.parts(answer, count, own.named)
+                return parts(answer, count, own.named)
             except TimeoutError as error:
                 late = f"{own.named} did not return within {timeout_s:g} s for {count} completions"
                 raise GradingFailed(late, "unresponsive_reward_error") from error
@@ -261,9 +356,7 @@ class FunctionWorkers:
             if not isinstance(answer, dict) or "execute" not in answer:
                 return answer
             async with asyncio.timeout_at(end):
-                message = {
-                    "executions": await self._executed(answers.programs(answer["execute"], named))
-                }
+                message = {"executions": await self._executed(programs(answer["execute"], named))}
 
     async def _executed(
         self, lists: Sequence[Sequence[ExecuteRequest] | str]
@@ -291,7 +384,7 @@ class FunctionWorkers:
             "source": own.spec.source,
             "file": own.file,
             "function": own.spec.function,
-            "paths": visible.package_paths(),
+            "paths": host.package_paths(),
         }
         try:
             answer = await _asked(worker, opening, LOAD_DEADLINE_S)

@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.reward.sandbox import verdicts
-from services.reward.sandbox.base import WORKER_PROCESSES, Sandbox, SlotDied, Worker, waiting
-from services.reward.sandbox.cgroups import Groups
+from services.reward.sandbox.base import (
+    WORKER_PROCESSES,
+    Sandbox,
+    SlotDied,
+    Turns,
+    Worker,
+    asking,
+    waiting,
+)
+from services.reward.sandbox.host import NO_PACKAGES, Groups, Packages
 from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES
 from services.reward.sandbox.slots import CannotImport, CannotIsolate, Slot
-from services.reward.sandbox.turns import Turns, asking
-from services.reward.sandbox.visible import NO_PACKAGES, Packages
 from shared.host.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
 

@@ -18,12 +18,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.reward.sandbox import visible
+from services.reward.sandbox import host
 from services.reward.sandbox.base import WORKER_PROCESSES, SlotDied, Worker
-from services.reward.sandbox.cgroups import Group
+from services.reward.sandbox.host import INSIDE, NO_PACKAGES, Group, Packages
 from services.reward.sandbox.inside import child, frames, zygote
 from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
-from services.reward.sandbox.visible import INSIDE, NO_PACKAGES, Packages
 from shared.wire import ExecuteRequest
 
 T = TypeVar("T")
@@ -109,7 +108,7 @@ class Slot(Worker):
         except OSError as error:
             ours.close()
             raise CannotIsolate(
-                f"starting {visible.interpreter()}: {error.strerror or error}"
+                f"starting {host.interpreter()}: {error.strerror or error}"
             ) from error
         finally:
             theirs.close()
@@ -231,8 +230,8 @@ class Slot(Worker):
             "control_fd": theirs.fileno(),
             "switch_fd": switched,
             "uid": _outside_uid(self._number),
-            "binds": visible.binds(packages=self._worker is not None) | self._packages.binds,
-            "links": visible.links(),
+            "binds": host.binds(packages=self._worker is not None) | self._packages.binds,
+            "links": host.links(),
             "entrances": self._group.entrances() if self._group else [],
             "meters": self._group.meters() if self._group else [None, None],
             "package_paths": self._package_paths(),
@@ -240,7 +239,7 @@ class Slot(Worker):
         }
         flags = ["-P", "-s", "-S", "-X", "utf8"]
         command = [
-            visible.interpreter(),
+            host.interpreter(),
             *flags,
             "-c",
             _BOOT.format(home=_HOME, module=self.module),
@@ -262,7 +261,7 @@ class Slot(Worker):
     def _package_paths(self) -> list[str]:
         if not self._packages.modules:
             return []
-        return [INSIDE] if self._isolated else visible.package_folders()
+        return [INSIDE] if self._isolated else host.package_folders()
 
     async def _wait_until_ready(self, log: int) -> None:
         try:

@@ -15,15 +15,15 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from services.rollout.on_vllm.inside.executors import (
+from services.rollout.on_vllm.inside_executors import (
     InProcessExecutor,
     MaskingScheduler,
     ProcessPerDeviceExecutor,
 )
 from shared.errors import BadRequest
-from shared.model import architectures
-from shared.model.names import model_folder
 from shared.settings import Settings
+from shared.weights import architectures
+from shared.weights.model_folder import model_folder
 from shared.wire import (
     EngineSpec,
 )
@@ -69,7 +69,7 @@ def engine_args(
         distributed_executor_backend=InProcessExecutor
         if settings.tensor_parallel_size == 1
         else ProcessPerDeviceExecutor,
-        worker_extension_cls="services.rollout.on_vllm.inside.worker.WorkerExtension",
+        worker_extension_cls="services.rollout.on_vllm.inside_worker.WorkerExtension",
         logprobs_mode="processed_logprobs",
         max_logprobs=-1,  # distillation by TRL asks for the 100 likeliest tokens
         # Else the model's own defaults would silently set temperature and top_p.
@@ -107,7 +107,7 @@ def start(args: AsyncEngineArgs) -> AsyncLLM:
     llm = AsyncLLM.from_engine_args(args, usage_context=context)
     if args.return_sampling_mask:
         # With masks vLLM refuses greedy requests and requests without top_k, because their masks
-        # would be large. Here these masks are empty (inside/executors.py).
+        # would be large. Here these masks are empty (inside_executors.py).
         checks = copy.copy(llm.model_config)
         checks.return_sampling_mask = False
         llm.input_processor.model_config = checks
@@ -157,7 +157,7 @@ def ask_for_masks(args: AsyncEngineArgs) -> None:
 
 def choose_dtype(asked: Dtype) -> Dtype:
     """Returns the dtype to serve in on this hardware, by the same rule as the trainer
-    (`shared/model/architectures.py`)."""
+    (`shared/weights/architectures.py`)."""
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
     chosen = architectures.choose_dtype(
         asked,

@@ -24,9 +24,8 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from services.rollout.conversations.given import answer_ids
 from services.rollout.engine import Adapter, BadPrompt, Chat, PauseMode
-from services.rollout.fencing import label
+from services.rollout.groups import answer_ids
 from services.rollout.on_vllm.arguments import (
     can_sleep,
     end_ids,
@@ -34,8 +33,8 @@ from services.rollout.on_vllm.arguments import (
     load_tokenizer,
     start,
 )
-from services.rollout.on_vllm.chat import VllmChat
 from services.rollout.on_vllm.completions import (
+    VllmChat,
     lora_request,
     own_logprobs,
     rollout,
@@ -43,9 +42,10 @@ from services.rollout.on_vllm.completions import (
     text_of,
     top,
 )
-from services.rollout.on_vllm.inside.transfer import told
+from services.rollout.on_vllm.inside_transfer import told
 from services.rollout.on_vllm.openai_routes import openai_app
 from services.rollout.on_vllm.processes import freeze_heap, root_cause, stop_children
+from services.rollout.running import label
 from services.rollout.weights.adapters import LoadedAdapters
 from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost
 from shared.host.processes import in_own_thread
@@ -54,12 +54,13 @@ from shared.weights.meeting import LOADING_DEADLINES, MEETING_DEADLINES
 from shared.wire import (
     BroadcastWeights,
     EngineSpec,
+    Logprobs,
     Message,
     Rollout,
     Sampling,
     SharedWeights,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, TokenIds
 
 R = TypeVar("R")
 

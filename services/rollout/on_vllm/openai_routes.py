@@ -31,8 +31,7 @@ from vllm.lora.request import LoRARequest
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tool_parsers import ToolParserManager
 
-from services.rollout.on_vllm.chat import ALIAS
-from services.rollout.on_vllm.completions import NUMBER, lora_request
+from services.rollout.on_vllm.completions import ALIAS, NUMBER, lora_request
 from services.rollout.weights.adapters import LoadedAdapters
 from shared.errors import BadRequest
 

@@ -16,10 +16,17 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError
 
 from shared.errors import Conflict, Failed
-from shared.weights.checkpoints import CONFIG, PREFIX, adapter_digests
-from shared.weights.digest import KIND, StoredTensor, digest, stored_tensors, tensor_digests
-from shared.wire import AdapterWeights, Canary, Published
-from shared.wire.packed import Logprobs
+from shared.weights.folders import (
+    CONFIG,
+    KIND,
+    PREFIX,
+    StoredTensor,
+    adapter_digests,
+    digest,
+    stored_tensors,
+    tensor_digests,
+)
+from shared.wire import AdapterWeights, Canary, Logprobs, Published
 
 TIED = "lm_head.weight"
 

@@ -34,7 +34,7 @@ from shared.errors import Conflict, Failed
 from shared.host.logs import get_logger
 from shared.job import CheckpointSpec, Job
 from shared.job.job import differences, same_learning
-from shared.weights.checkpoints import CHECKPOINTS, MANIFEST, StoredFile, folder_name, step_of
+from shared.weights.folders import CHECKPOINTS, MANIFEST, StoredFile, folder_name, step_of
 from shared.wire import Checkpoint, JobId, OptimStepResult, StepResult, TrainerJob, Wire
 
 DAMAGED = "damaged-"

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from services.trainer.disk.folders import written_aside
 from shared.weights import delta
-from shared.weights.digest import StoredTensor, stored_tensors
+from shared.weights.folders import StoredTensor, stored_tensors
 
 KEEP_STEPS = 4
 """The most versions that a sampler may miss and still catch up by deltas."""

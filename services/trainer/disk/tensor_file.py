@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from shared.weights.digest import BLOCK_BYTES, Digest, in_parallel
+from shared.weights.folders import BLOCK_BYTES, Digest, in_parallel
 
 DTYPES = {
     torch.float64: "F64",

@@ -32,8 +32,8 @@ from shared.errors import Failed, NotFound
 from shared.host.disk import run_for_volume, write_file
 from shared.job import JOB_ID, SyncMethod
 from shared.settings import Settings
-from shared.weights import digest
-from shared.weights.checkpoints import CONFIG, FILES, SNAPSHOT, SNAPSHOTS, adapter_digests
+from shared.weights import folders
+from shared.weights.folders import CONFIG, FILES, SNAPSHOT, SNAPSHOTS, adapter_digests
 from shared.wire import (
     AdapterWeights,
     AnyWeights,
@@ -58,7 +58,7 @@ Save = Callable[[Path], dict[str, str]]
 
 
 def model_digests(folder: Path) -> dict[str, str]:
-    return digest.tensor_digests(digest.stored_tensors(folder))
+    return folders.tensor_digests(folders.stored_tensors(folder))
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Sealed:
 
     @property
     def digest(self) -> str:
-        return digest.digest(self.tensors)
+        return folders.digest(self.tensors)
 
     def proof(self) -> dict[str, Any]:
         return {"digest": self.digest, "tensors": self.tensors, "size_bytes": self.size_bytes}

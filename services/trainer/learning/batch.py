@@ -64,8 +64,7 @@ from services.trainer.learning.loss import Denominators
 from services.trainer.learning.packing import MicroBatches, pack_padded, pack_shared
 from shared.errors import BadRequest
 from shared.job import Job
-from shared.wire import Example, StepTotals
-from shared.wire.packed import TokenIds
+from shared.wire import Example, StepTotals, TokenIds
 
 E = TypeVar("E")
 

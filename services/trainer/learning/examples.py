@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import BadRequest
-from shared.wire import Example
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import Example, Logprobs, TokenIds
 
 UNKNOWN = -1
 """The version of unknown weights."""

@@ -77,7 +77,7 @@ from services.trainer.learning.examples import UNKNOWN
 from services.trainer.learning.loss import KL, LossInputs, importance_ratios, loss_of
 from services.trainer.learning.preference import Preferences
 from shared.job import TrainingSpec
-from shared.wire.packed import Logprobs
+from shared.wire import Logprobs
 
 MAX_RAW_LOG_RATIO = 300.0
 """Raw log ratios are clamped to this, so that the squared ratio, summed over any batch, is finite

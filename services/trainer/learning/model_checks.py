@@ -26,8 +26,7 @@ from services.trainer.learning.head import rule_of
 from services.trainer.learning.policy import causal_lm, hidden_states
 from shared.errors import BadRequest, first_line
 from shared.job.running import MemorySpec
-from shared.wire import Example
-from shared.wire.packed import TokenIds
+from shared.wire import Example, TokenIds
 
 LOUD_LOGIT = 60.0
 """Magnitude of the logits with which a model's `LogitRule` is checked: a cap of 30 hardly changes a

@@ -19,7 +19,7 @@ from torch.distributed.run import main
 
 from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import Place
-from shared.settings.environment import load_settings
+from shared.settings import load_settings
 
 ON_SIGTERM = 128 + signal.SIGTERM
 """The exit code of rank 0 after SIGTERM: it first ends HTTP in order."""

@@ -27,7 +27,7 @@ from services.trainer.trainer import Trainer
 from shared.errors import HoneError, Unavailable, from_problem
 from shared.host.logs import get_logger, of_request, request_id
 from shared.http import codec
-from shared.http.health import Starting
+from shared.http.operations import Starting
 from shared.wire import (
     CheckpointRequest,
     Fenced,

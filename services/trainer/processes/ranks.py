@@ -54,8 +54,7 @@ from shared.host import logs, nvidia, tracing
 from shared.host.logs import get_logger
 from shared.host.processes import end_with_parent
 from shared.job import Job
-from shared.settings import Settings
-from shared.settings.environment import load_settings
+from shared.settings import Settings, load_settings
 
 STOP_S = 8.0
 FLUSH_S = 1.0

@@ -36,8 +36,7 @@ from services.trainer.zero.internals import (
 from services.trainer.zero.lora import set_dropout
 from services.trainer.zero.update import Progress, Updater
 from shared.errors import Failed
-from shared.wire import Example, Optimization, TokenLoss
-from shared.wire.packed import Logprobs
+from shared.wire import Example, Logprobs, Optimization, TokenLoss
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,10 @@ from services.trainer.zero.models import (
 from services.trainer.zero.update import Updater
 from shared.errors import BadRequest, Failed
 from shared.job import Job
-from shared.model.check import window_of
 from shared.plan.memory import Ranks
 from shared.plan.model import CannotPlan, of_config
-from shared.wire import Canary, Example, Optimization, StepTotals, TokenLoss
-from shared.wire.packed import Logprobs, TokenIds
+from shared.weights.model_folder import window_of
+from shared.wire import Canary, Example, Logprobs, Optimization, StepTotals, TokenIds, TokenLoss
 
 CANARY_TOKENS = 64
 """Enough that any matrix of the model shows in some log-prob, few enough to cost nothing."""

@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 from shared.errors import BadRequest
 from shared.job import LoraSpec
-from shared.model.architectures import has_experts
 from shared.plan.model import ATTENTION
-from shared.weights.checkpoints import PREFIX, WEIGHTS
+from shared.weights.architectures import has_experts
+from shared.weights.folders import PREFIX, WEIGHTS
 
 ADAPTER = "default"
 BASE = ".base_layer."

@@ -24,9 +24,8 @@ from transformers.utils.hub import cached_file, cached_files
 from services.trainer.zero.host_memory import as_bytes
 from shared.errors import BadRequest, Conflict, HoneError, first_line, from_problem
 from shared.job import Job
-from shared.model import architectures
-from shared.model.check import check_rope, read_config
-from shared.model.names import EXPECTED, check_hub, model_folder
+from shared.weights import architectures
+from shared.weights.model_folder import EXPECTED, check_hub, check_rope, model_folder, read_config
 
 SAVED_AS = (
     *("model.safetensors", "model.safetensors.index.json"),
@@ -236,7 +235,8 @@ def _in_checkpoint(model: Any, weights: dict[str, Tensor]) -> tuple[list[str], l
 
 
 def choose_dtype(asked: str) -> torch.dtype:
-    """Returns the dtype of weights and products on this rank (`shared/model/architectures.py`)."""
+    """Returns the dtype of weights and products on this rank, by
+    `shared/weights/architectures.py`."""
     chosen = architectures.choose_dtype(
         asked,
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,

@@ -66,8 +66,7 @@ from shared.host.logs import get_logger
 from shared.job import Job, TrainingSpec
 from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import is_worth_giving_back
-from shared.wire import Example, Optimization, StepTotals
-from shared.wire.packed import Logprobs
+from shared.wire import Example, Logprobs, Optimization, StepTotals
 
 
 @dataclass(frozen=True)

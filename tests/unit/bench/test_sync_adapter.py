@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from bench.sync_adapter import ATTENTION, EVERY, saving, share_by_shapes
 from services.rollout.weights.proofs import adapter_shapes, read_config, shapes
-from shared.weights.digest import stored_tensors
+from shared.weights.folders import stored_tensors
 
 
 def test_an_adapter_has_32_bytes_for_each_row_and_column_of_its_layers(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_command_finds_the_model_and_the_row_and_says_its_reward(
     assert played(shell(f"cat >/dev/null; {said}")) == {"reward": 7, "metrics": {}}
     assert played(shell('read row; echo "$row" | tr -dc 0-9')) == 7
     assert played(shell("echo nothing; echo 0.5 >$HONE_REWARD_FILE")) == 0.5
-    load = "from shared.settings.environment import load_settings; load_settings(); print(7)"
+    load = "from shared.settings import load_settings; load_settings(); print(7)"
     assert played(shell(f"cd {ROOT} && {sys.executable} -c '{load}'")) == 7, "they are no settings"
     names = "$OPENAI_BASE_URL $OPENAI_API_KEY $ANTHROPIC_BASE_URL $ANTHROPIC_API_KEY [$HONE_TOKEN]"
     with pytest.raises(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hone import stack
-from shared.settings.environment import load_settings
+from shared.settings import load_settings
 
 
 def test_the_environment_comes_before_the_stack_of_this_folder(

@@ -27,8 +27,8 @@ from shared.wire import (
     Rollout,
     RolloutGroup,
     Sampling,
+    TokenIds,
 )
-from shared.wire.packed import TokenIds
 
 PROMPT = Prompt(index=0, content="Guess.", row={"secret": 7})
 

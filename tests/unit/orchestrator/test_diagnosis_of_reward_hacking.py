@@ -17,8 +17,7 @@ from services.orchestrator.extensions.diagnosis.facts import Facts
 from services.orchestrator.extensions.diagnosis.reward_hacking import has_number, plain_number
 from services.orchestrator.store.folder import codec
 from shared.job import Job
-from shared.wire import Batch, Finding, Part, Prompt, RolloutGroup, Score
-from shared.wire.packed import TokenIds
+from shared.wire import Batch, Finding, Part, Prompt, RolloutGroup, Score, TokenIds
 from tests.support.run_facts import facts, job_with, rollout
 
 ROOT = Path(__file__).parents[3]

@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from hone.commands.explain import find
-from shared.wire.findings import FindingCode
+from shared.wire.jobs import FindingCode
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/diagnosis.md").read_text()

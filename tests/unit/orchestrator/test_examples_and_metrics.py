@@ -16,6 +16,7 @@ from services.orchestrator.samplers.services import NOT_GRADED, score_item
 from shared.job import Job
 from shared.wire import (
     Batch,
+    Mask,
     Part,
     Prompt,
     Rollout,
@@ -25,7 +26,6 @@ from shared.wire import (
     StepResult,
     StepTotals,
 )
-from shared.wire.packed import Mask
 
 
 def rollout(length: int, reason: str = "stop") -> Rollout:

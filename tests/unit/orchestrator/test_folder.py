@@ -20,6 +20,7 @@ from shared.job import CheckpointSpec, RolloutsSpec
 from shared.wire import (
     Batch,
     GradedRollout,
+    Logprobs,
     MetricsRow,
     Prompt,
     Rollout,
@@ -28,7 +29,6 @@ from shared.wire import (
     Span,
     TrainedTokens,
 )
-from shared.wire.packed import Logprobs
 from tests.support.job_records import JOB
 
 

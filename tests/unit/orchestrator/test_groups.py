@@ -15,8 +15,7 @@ from services.orchestrator.grpo.groups import (
 from services.orchestrator.samplers.services import NOT_GRADED
 from shared.errors import Failed
 from shared.job import Job
-from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span
-from shared.wire.packed import TokenIds
+from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span, TokenIds
 from tests.support.scored_batches import make_job, score
 
 

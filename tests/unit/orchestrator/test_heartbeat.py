@@ -10,8 +10,8 @@ import pytest
 from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.leases import Asked, Lease
-from shared.http import presence
-from shared.http.presence import Presence
+from shared.http import connecting
+from shared.http.connecting import Presence
 
 
 class Beats:
@@ -30,7 +30,7 @@ class Beats:
 async def test_saying_that_redis_is_back_does_not_keep_the_next_heartbeat_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(presence, "AWAY_S", 0.0)
+    monkeypatch.setattr(connecting, "AWAY_S", 0.0)
     said: list[bool] = []
 
     async def tell(_message: str, away: bool) -> None:

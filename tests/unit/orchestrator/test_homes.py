@@ -8,8 +8,7 @@ import pytest
 
 from services.orchestrator.samplers.homes import Homes
 from services.orchestrator.samplers.sampler import Sampler
-from shared.wire import GenerateRequest, Known, Rollout, RolloutGroup, Span, WeightsRef
-from shared.wire.packed import TokenIds
+from shared.wire import GenerateRequest, Known, Rollout, RolloutGroup, Span, TokenIds, WeightsRef
 
 NEXT = GenerateRequest(
     prompt=({"role": "user", "content": "a"},),

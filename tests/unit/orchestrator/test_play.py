@@ -21,14 +21,15 @@ from shared.wire import (
     EpisodeClosed,
     EpisodeOpened,
     EpisodeStepped,
+    Logprobs,
     Prompt,
     Rollout,
     RolloutGroup,
     Sampling,
     Span,
+    TokenIds,
     ToolResult,
 )
-from shared.wire.packed import Logprobs, TokenIds
 
 PROMPT = Prompt(index=0, content=({"role": "user", "content": "Guess."},), row={"secret": 7})
 CALL = {"id": "c1", "type": "function", "function": {"name": "guess", "arguments": '{"n": 5}'}}

@@ -14,10 +14,17 @@ from services.orchestrator.samplers.admission import choose
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Sampler
 from shared.errors import Failed, HoneError, StateLost, Unavailable
-from shared.http.presence import tell_nobody
+from shared.http.connecting import tell_nobody
 from shared.settings import Settings
-from shared.wire import Aborted, AbortRequest, GenerateRequest, Rollout, RolloutGroup, Sampling
-from shared.wire.packed import TokenIds
+from shared.wire import (
+    Aborted,
+    AbortRequest,
+    GenerateRequest,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    TokenIds,
+)
 
 BODY = GenerateRequest(
     job_id="demo-1", attempt=1, epoch=1, prompt="a", sampling=Sampling(n=4, max_tokens=2)

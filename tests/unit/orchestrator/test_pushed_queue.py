@@ -14,8 +14,7 @@ from services.orchestrator.extensions.pushed.queue import (
 from services.orchestrator.seams import Round
 from services.orchestrator.store.folder import forget_pushed
 from shared.errors import Failed
-from shared.wire import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span
-from shared.wire.packed import TokenIds
+from shared.wire import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span, TokenIds
 
 
 def scored(version: int | None = None) -> ScoredGroup:

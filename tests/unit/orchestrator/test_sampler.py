@@ -15,8 +15,7 @@ from shared.errors import Failed
 from shared.http.client import Client
 from shared.job import SYNC_METHODS, SyncMethod
 from shared.settings import Settings
-from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, ServingWeights
-from shared.wire.packed import TokenIds
+from shared.wire import GenerateRequest, Rollout, RolloutGroup, Sampling, ServingWeights, TokenIds
 
 
 def group(num_prompt: int, *lengths: int) -> RolloutGroup:

@@ -20,8 +20,7 @@ from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.settings import Settings
-from shared.wire import Prompt, Rollout, RolloutGroup, ScoredGroup, StepResult
-from shared.wire.packed import TokenIds
+from shared.wire import Prompt, Rollout, RolloutGroup, ScoredGroup, StepResult, TokenIds
 
 
 def job(rows: list[dict[str, Any]] | None = None, **changes: Any) -> Job:

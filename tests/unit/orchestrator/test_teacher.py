@@ -201,7 +201,7 @@ def test_a_completion_whose_log_probs_are_not_known_is_missing(endpoint: Endpoin
 def test_a_teacher_that_is_away_is_waited_for_and_the_job_hears_of_it(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shared.http.presence.AWAY_S", 0.0)
+    monkeypatch.setattr("shared.http.connecting.AWAY_S", 0.0)
     told: list[str] = []
 
     async def tell(message: str, _away: bool) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from services.orchestrator.extensions.tinker import messages, requests, results
 from shared.errors import BadRequest
-from shared.wire import OperationOutcome, ProgramOperation
-from shared.wire.packed import Logprobs
+from shared.wire import Logprobs, OperationOutcome, ProgramOperation
 
 
 def call(loss: str, *data: dict[str, Any], **config: float) -> bytes:

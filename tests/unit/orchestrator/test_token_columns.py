@@ -9,9 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from services.orchestrator.api.details import token_columns
-from shared.prompts.reading import PromptReader
-from shared.wire import Rollout, Score
-from shared.wire.packed import Logprobs, Mask, TokenIds
+from shared.templates import PromptReader
+from shared.wire import Logprobs, Mask, Rollout, Score, TokenIds
 
 VOCABULARY = {"[UNK]": 0, "one": 1, "two": 2, "three": 3}
 

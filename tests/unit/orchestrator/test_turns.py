@@ -27,6 +27,7 @@ from shared.http import codec
 from shared.job import Job
 from shared.wire import (
     Batch,
+    Logprobs,
     Part,
     Prompt,
     Rollout,
@@ -36,8 +37,8 @@ from shared.wire import (
     ScoreItem,
     Span,
     StepResult,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, TokenIds
 
 ENVIRONMENT = {"source": "class Game: ...", "name": "Game"}
 

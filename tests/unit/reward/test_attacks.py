@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from services.reward.sandbox.cgroups import Groups
+from services.reward.sandbox.host import Groups
 from services.reward.sandbox.local import LocalSandbox
 from shared.wire import ExecuteRequest
 from tests.support import sandbox_attacks

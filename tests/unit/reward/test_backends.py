@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 
 from services.reward.app import sandbox_of
+from services.reward.sandbox import host as packages
 from services.reward.sandbox import on_modal
-from services.reward.sandbox import visible as packages
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.on_modal import ModalSandbox
 from shared.errors import BadRequest, Failed
-from shared.settings import Settings
-from shared.settings.environment import load_settings
+from shared.settings import Settings, load_settings
 from shared.wire import ExecuteRequest, Execution
 
 ROOT = Path(__file__).parents[3]

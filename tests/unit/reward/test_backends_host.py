@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hone.host import missing_primitive
-from services.reward.sandbox.cgroups import MAX_PROCESSES, Group, Groups
+from services.reward.sandbox.host import MAX_PROCESSES, Group, Groups
 from services.reward.sandbox.local import SHORT_S, LocalSandbox
 from shared.wire import ExecuteRequest
 

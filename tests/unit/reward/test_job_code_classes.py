@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from services.reward.grading.failures import GradingFailed
-from services.reward.job_code import answers
+from services.reward.job_code import workers as job_workers
 from services.reward.job_code.workers import FunctionWorkers, Own
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
@@ -290,8 +290,8 @@ async def test_more_programs_than_can_be_answered_fail_the_call() -> None:
         GradingFailed,
         match="own asked for 69649 programs at once from all its threads; at most 65536 are run",
     ):
-        answers.programs([[{}] * 4096] * 17, "own")
-    assert answers.programs([[{"code": "1"}], 7], "own") == [
+        job_workers.programs([[{}] * 4096] * 17, "own")
+    assert job_workers.programs([[{"code": "1"}], 7], "own") == [
         [ExecuteRequest(code="1")],
         "no programs at once; at most 4096 are taken",
     ]

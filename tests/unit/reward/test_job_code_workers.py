@@ -18,7 +18,7 @@ from services.reward.grading.failures import GradingFailed
 from services.reward.grading.scoring import Scorer
 from services.reward.job_code.workers import FunctionWorkers, Own
 from services.reward.sandbox.base import WORKER_PROCESSES, SlotDied, Worker
-from services.reward.sandbox.cgroups import Groups
+from services.reward.sandbox.host import Groups
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
 from shared.job import RewardSpec

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.reward.sandbox.cgroups import Groups
+from services.reward.sandbox.host import Groups
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import Failed
 from shared.wire import ExecuteRequest, Execution

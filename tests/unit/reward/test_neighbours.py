@@ -8,7 +8,7 @@ import pytest
 from services.reward.grading import registry
 from services.reward.grading.calling import Caller, VerdictCache
 from services.reward.grading.registry import GraderTools
-from services.reward.sandbox.cgroups import Groups
+from services.reward.sandbox.host import Groups
 from shared.job import RewardSpec
 from shared.wire import Part, ScoreItem
 from tests.support.hung_programs import HUNG

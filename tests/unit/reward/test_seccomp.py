@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from services.reward.sandbox.inside import seccomp
+from services.reward.sandbox.inside import isolation
 
 ROOT = Path(__file__).parents[3]
 PROFILE: dict[str, Any] = json.loads((ROOT / "docker" / "seccomp-reward.json").read_text())
@@ -118,7 +118,7 @@ def test_the_profile_allows_what_the_sandbox_allows_and_what_builds_it() -> None
         for name in rule["names"]
     }
     assert (
-        set(seccomp.numbers("x86_64")) | set(seccomp.numbers("aarch64")) | BUILDING | {"clone"}
+        set(isolation.numbers("x86_64")) | set(isolation.numbers("aarch64")) | BUILDING | {"clone"}
         <= allowed
     )
     assert set(PROFILE["syscalls"][3]["names"]) >= BUILDING and len(

@@ -12,20 +12,20 @@ import pytest_asyncio
 
 from services.reward.grading.calling import Caller, VerdictCache
 from services.reward.grading.registry import Grader, GraderTools, Params
+from services.reward.sandbox.base import TurnPath, Turns, asking
 from services.reward.sandbox.local import LocalSandbox
-from services.reward.sandbox.turns import Path, Turns, asking
 from shared.job import RewardSpec
 from shared.wire import ExecuteRequest, Execution, ScoreItem
 
 HOLD_S = 0.02
 
 
-async def order_of(turns: Turns, paths: list[tuple[Path, int]]) -> list[str]:
+async def order_of(turns: Turns, paths: list[tuple[TurnPath, int]]) -> list[str]:
     """Returns the last name of each path in the order in which their turns came, of paths that ask
     so many times, one after the other."""
     order: list[str] = []
 
-    async def ask(path: Path, times: int) -> None:
+    async def ask(path: TurnPath, times: int) -> None:
         for _ in range(times):
             async with turns.one(path):
                 order.append(str(path[-1]))

@@ -17,7 +17,7 @@ import pytest
 import shared
 from services.reward import job_code
 from services.reward.sandbox import inside, verdicts
-from services.reward.sandbox.inside import child, seccomp
+from services.reward.sandbox.inside import child, isolation
 from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
 from shared.wire import ExecuteRequest
 
@@ -167,19 +167,23 @@ def header_numbers(machine: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_allows_its_table_and_nothing_else(machine: str) -> None:
-    program, arch = seccomp.build(machine), ARCHITECTURES[machine]
+    program, arch = isolation.build(machine), ARCHITECTURES[machine]
     known = header_numbers(machine)
     allowed = {number for number in known.values() if answer(program, arch, number) == ALLOW}
     by_argument = {
         known[name] for name in ("clone", "ioctl", "fcntl", "madvise", "preadv2", "pwritev2")
     }  # with all arguments 0; the next test has others
-    assert allowed == set(seccomp.numbers(machine).values()) | by_argument
-    assert {name: known[name] for name in seccomp.numbers(machine)} == seccomp.numbers(machine)
+    assert allowed == set(isolation.numbers(machine).values()) | by_argument
+    assert {name: known[name] for name in isolation.numbers(machine)} == isolation.numbers(machine)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_reads_the_arguments_that_matter(machine: str) -> None:
-    program, arch, number = seccomp.build(machine), ARCHITECTURES[machine], header_numbers(machine)
+    program, arch, number = (
+        isolation.build(machine),
+        ARCHITECTURES[machine],
+        header_numbers(machine),
+    )
     assert answer(program, arch, number["clone"], 0x11) == ALLOW
     assert answer(program, arch, number["clone"], 0x10000011) == EPERM
     assert answer(program, arch, number["clone3"]) == ENOSYS
@@ -297,7 +301,7 @@ def test_a_forged_reason_that_is_no_text_can_be_sent_on() -> None:
 
 def test_a_machine_without_a_table_is_named() -> None:
     with pytest.raises(OSError, match="no table of system calls for 'ppc64le'"):
-        seccomp.build("ppc64le")
+        isolation.build("ppc64le")
 
 
 INSIDE = ("services.reward.sandbox.inside", "services.reward.job_code.inside_", "shared.rewards")

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import ProvenAdapter, prove
+from services.rollout.weights.copies import Copies, Fetcher
+from services.rollout.weights.loading import ProvenAdapter, prove
 from services.rollout.weights.proofs import AdapterConfig, Expected, adapter_shapes
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import BadRequest
 from shared.settings import Settings
-from shared.weights.checkpoints import CONFIG, FILES, WEIGHTS, adapter_digests
+from shared.weights.folders import CONFIG, FILES, WEIGHTS, adapter_digests
 from shared.wire import AdapterWeights, PublishRequest, WeightFile
 from tests.support.cut_server import CutServer
 

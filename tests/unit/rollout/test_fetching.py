@@ -10,12 +10,11 @@ import pydantic
 import pytest
 from safetensors.numpy import save
 
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import prove
+from services.rollout.weights.copies import Copies, Fetcher
+from services.rollout.weights.loading import prove
 from services.rollout.weights.proofs import Expected
 from shared.errors import Failed, Unavailable
-from shared.weights.digest import digest, stored_tensors, tensor_digests
+from shared.weights.folders import digest, stored_tensors, tensor_digests
 from shared.wire import HttpWeights, WeightFile
 from tests.support.cut_server import CutServer
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from deploy.tool_model import END, make_tokenizer
-from services.rollout.conversations.given import answer_ids
 from services.rollout.engine import BadPrompt
+from services.rollout.groups import answer_ids
 from tests.support.rendering_sampler import THINKING_TEMPLATE
 
 ASKED = ({"role": "user", "content": "look"},)

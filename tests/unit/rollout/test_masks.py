@@ -38,7 +38,7 @@ def vllm_masks(counts: list[int], kept: list[list[int]], vocab_size: int) -> Any
 def test_on_a_gpu_a_token_drawn_from_the_whole_vocabulary_has_an_empty_mask(monkeypatch):
     from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
 
-    from services.rollout.on_vllm.inside.executors import leave_out_whole_rows
+    from services.rollout.on_vllm.inside_executors import leave_out_whole_rows
 
     monkeypatch.setattr(SamplingMaskTensors, "tolists", SamplingMaskTensors.tolists)
     leave_out_whole_rows()

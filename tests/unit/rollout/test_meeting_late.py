@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 if TYPE_CHECKING:
-    from services.rollout.on_vllm.inside.transfer import Incoming
+    from services.rollout.on_vllm.inside_transfer import Incoming
 
 
 class Engine:
@@ -32,16 +32,16 @@ class Engine:
 
 
 def incoming(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Incoming:
-    from services.rollout.on_vllm.inside import transfer
+    from services.rollout.on_vllm import inside_transfer
 
-    monkeypatch.setattr(transfer, "WeightTransferConfig", SimpleNamespace)
+    monkeypatch.setattr(inside_transfer, "WeightTransferConfig", SimpleNamespace)
     monkeypatch.setattr(
-        transfer,
+        inside_transfer,
         "WeightTransferEngineFactory",
         SimpleNamespace(create_engine=lambda *_: engine),
     )
     worker = SimpleNamespace(vllm_config=None, device=None, get_model=lambda: None)
-    return transfer.Incoming(cast(Any, worker), transfer.SHARED, {}, [])
+    return inside_transfer.Incoming(cast(Any, worker), inside_transfer.SHARED, {}, [])
 
 
 def test_one_that_meets_too_late_gives_back_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

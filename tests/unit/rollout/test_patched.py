@@ -12,14 +12,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from services.rollout.engine import Engine
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import Proven, prove
+from services.rollout.weights.copies import Copies, Fetcher
+from services.rollout.weights.loading import Proven, prove
 from services.rollout.weights.proofs import Expected
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import Failed, Unavailable
 from shared.settings import Settings
-from shared.weights.digest import digest_of
+from shared.weights.folders import digest_of
 from shared.wire import DeltaWeights, PublishRequest
 from tests.support.cut_server import CutServer
 from tests.support.safetensors_files import hashing

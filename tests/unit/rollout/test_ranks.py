@@ -11,7 +11,7 @@ import torch
 def test_a_rank_counts_the_tokens_that_are_as_likely_or_more(
     monkeypatch: pytest.MonkeyPatch, row_by_row: bool
 ) -> None:
-    from services.rollout.on_vllm.inside import executors as ranks
+    from services.rollout.on_vllm import inside_executors as ranks
 
     monkeypatch.setattr(ranks, "FEW", 0 if row_by_row else ranks.FEW)
     logprobs_BV = torch.tensor([[-1.0, -3.0, -2.0, -2.0], [-torch.inf, -0.5, -4.0, -1.5]])

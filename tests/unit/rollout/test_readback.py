@@ -105,7 +105,7 @@ def split(whole: dict[str, Any], rank: int, size: int, kv_heads: int) -> Any:
 def test_each_device_reads_the_whole_tensors_back(size: int, kv_heads: int) -> None:
     import torch
 
-    from services.rollout.on_vllm.inside import readback
+    from services.rollout.on_vllm import inside_worker
 
     def tensor(*shape: int) -> Any:
         return torch.randn(shape)
@@ -133,7 +133,7 @@ def test_each_device_reads_the_whole_tensors_back(size: int, kv_heads: int) -> N
 
     def read(rank: int) -> None:
         model = split(whole, rank, size, kv_heads)
-        found[rank] = dict(readback.tensors(model, packed, devices.gather_of(rank)))
+        found[rank] = dict(inside_worker.tensors(model, packed, devices.gather_of(rank)))
 
     threads = [threading.Thread(target=read, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -206,14 +206,14 @@ def some_experts() -> dict[str, Any]:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kernel", ["TRITON", "FLASHINFER_CUTLASS"])
 def test_each_expert_is_read_back_whole_from_all_devices(size: int, kernel: str) -> None:
-    from services.rollout.on_vllm.inside import readback
+    from services.rollout.on_vllm import inside_worker
 
     whole, devices = some_experts(), Devices(size)
     found: list[dict[str, Any]] = [{} for _ in range(size)]
 
     def read(rank: int) -> None:
         model = experts_of(whole, rank, size, kernel)
-        found[rank] = dict(readback.tensors(model, {}, devices.gather_of(rank)))
+        found[rank] = dict(inside_worker.tensors(model, {}, devices.gather_of(rank)))
 
     threads = [threading.Thread(target=read, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -227,13 +227,13 @@ def test_each_expert_is_read_back_whole_from_all_devices(size: int, kernel: str)
 
 
 def test_experts_that_a_kernel_reorders_or_devices_share_are_not_read_back() -> None:
-    from services.rollout.on_vllm.inside import readback
+    from services.rollout.on_vllm import inside_worker
 
     model = experts_of(some_experts(), 0, 1, "FLASHINFER_TRTLLM")
-    assert dict(readback.tensors(model, {})) == {}
+    assert dict(inside_worker.tensors(model, {})) == {}
     model = experts_of(some_experts(), 0, 1, "TRITON")
     model.mlp.experts.routed_experts.moe_config.num_local_experts = 1
-    assert dict(readback.tensors(model, {})) == {}
+    assert dict(inside_worker.tensors(model, {})) == {}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -242,31 +242,31 @@ def test_experts_that_vllm_packs_for_a_cpu_are_unpacked_to_the_bit(dtype: str) -
     from vllm import _custom_ops
     from vllm.platforms import current_platform
 
-    from services.rollout.on_vllm.inside import readback
+    from services.rollout.on_vllm import inside_worker
 
     if not current_platform.is_cpu():
         pytest.skip("vLLM packs experts on a CPU only")
     plain = torch.randn(3, 128, 192).to(getattr(torch, dtype))  # 24,576 elements: 15 bits
     packed = _custom_ops.cpu_prepack_moe_weight(plain, "vec")
     assert not packed.equal(plain)
-    assert readback.unpacked(packed, "vec").equal(plain)
+    assert inside_worker.unpacked(packed, "vec").equal(plain)
 
 
 def test_weights_are_read_back_in_turns_and_hashed_on_one_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from services.rollout.on_vllm.inside import readback
+    from services.rollout.on_vllm import inside_worker
 
     whole = some_experts()
     model = experts_of(whole, 0, 1, "TRITON")
     model.mlp.first, model.mlp.last = (layer_norm(number) for number in (1.0, 2.0))
-    expected, end = readback.digests(model)
+    expected, end = inside_worker.digests(model)
     assert end is None and expected.keys() == {*whole, "mlp.first.weight", "mlp.last.weight"}
-    monkeypatch.setattr(readback, "TURN_BYTES", 1)
+    monkeypatch.setattr(inside_worker, "TURN_BYTES", 1)
     begin, turns = 0, []
     while begin is not None:
-        found, begin = readback.digests(model, begin)
-        assert readback.digests(model, 0, hashes=False)[0] == {}
+        found, begin = inside_worker.digests(model, begin)
+        assert inside_worker.digests(model, 0, hashes=False)[0] == {}
         turns.append(found)
     assert [len(found) for found in turns] == [6, 1, 1]
     assert {name: digest for found in turns for name, digest in found.items()} == expected

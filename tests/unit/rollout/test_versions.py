@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.rollout.fencing import label, spans
+from services.rollout.running import label, spans
 from shared.errors import Conflict
 from shared.wire import Span
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from services.rollout.weights.copies import Copies
-from services.rollout.weights.fetching import Fetcher
-from services.rollout.weights.methods import LOADERS, prove, published_folder
+from services.rollout.weights.copies import Copies, Fetcher
+from services.rollout.weights.loading import LOADERS, prove, published_folder
 from services.rollout.weights.proofs import (
     Expected,
     compare,
@@ -23,7 +22,7 @@ from services.rollout.weights.proofs import (
 from shared.errors import BadRequest, Failed
 from shared.host.disk import run_for_volume
 from shared.job import SyncMethod
-from shared.weights.digest import digest_of, stored_tensors, tensor_digests
+from shared.weights.folders import digest_of, stored_tensors, tensor_digests
 from shared.wire import FolderWeights
 
 MODEL = {"embed": (4, 2), "norm": (2,)}

@@ -11,13 +11,14 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 
-from services.rollout.weights.fetching import Fetcher
+from services.rollout.rl_routes import PauseState
+from services.rollout.weights.copies import Fetcher
 from shared.errors import Busy, HoneError, NotFound, Unavailable
 from shared.host.logs import of_job, of_request
 from shared.http import codec
 from shared.http.client import Client
 from shared.http.rendering import problem
-from shared.wire import WAIT_PATH, NoBody, PauseState, WaitRequest, WaitResult, WeightFile
+from shared.wire import WAIT_PATH, NoBody, WaitRequest, WaitResult, WeightFile
 
 
 async def test_an_answer_that_cannot_be_decompressed_is_asked_for_again_after_a_pause() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import BadRequest
-from shared.settings import Settings
-from shared.settings.environment import load_settings
+from shared.settings import Settings, load_settings
 
 
 def test_a_misspelt_setting_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import xxhash
 from safetensors.numpy import save_file
 
 from shared.errors import Failed
-from shared.weights.digest import digest, digest_of, digest_of_file, stored_tensors, tensor_digests
+from shared.weights.folders import digest, digest_of, digest_of_file, stored_tensors, tensor_digests
 from tests.support.safetensors_files import safetensors
 
 

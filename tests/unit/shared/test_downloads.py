@@ -9,8 +9,8 @@ import httpx2 as httpx
 import pytest
 
 from shared.errors import MEDIA_TYPE
+from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.service import Service
-from shared.http.streams import DOWNLOADED, DownloadedFile
 from shared.settings import Settings
 from tests.support.in_process import in_process
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.model.architectures import choose_dtype
+from shared.weights.architectures import choose_dtype
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.model.architectures import TRIED, Experts, cannot_reload_on_cpu, experts_of, not_tried
+from shared.weights.architectures import TRIED, Experts, cannot_reload_on_cpu, experts_of, not_tried
 
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 100}
 

@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire.graders import reward_of
+from shared.wire.rewards import reward_of
 
 
 @pytest.mark.parametrize("kind", [None, 3, "function"])

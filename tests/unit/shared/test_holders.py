@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.http.holders import Holders
+from shared.http.ownership import Holders
 
 
 def let_in(*calls: tuple[int, int, tuple[int, ...]]) -> Holders:

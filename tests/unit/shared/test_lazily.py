@@ -26,7 +26,7 @@ def test_a_package_has_all_that_it_names(package: object) -> None:
 def test_a_body_is_imported_without_those_of_other_services() -> None:
     found = modules_after("from shared.wire import WaitRequest")
     assert "shared.wire.base" in found
-    assert not {"shared.wire.weights", "shared.wire.jobs", "shared.job.job"} & found
+    assert not {"shared.wire.rollouts", "shared.wire.jobs", "shared.job.job"} & found
 
 
 def test_what_a_package_lacks_is_an_import_error() -> None:

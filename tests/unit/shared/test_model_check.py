@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shared.errors import BadRequest
-from shared.model.architectures import ARCHITECTURES
-from shared.model.check import check_model_folder, check_rope, plain_shapes
+from shared.weights.architectures import ARCHITECTURES
+from shared.weights.model_folder import check_model_folder, check_rope, plain_shapes
 from tests.support.model_folders import CONFIG, make_model_folder, shapes
 
 WEIGHTS = "model.safetensors"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import BadRequest
-from shared.model.names import model_folder
+from shared.weights.model_folder import model_folder
 from tests.support.safetensors_files import safetensors
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from shared.errors import NotFound
 from shared.http import operations
-from shared.http.health import Draining
-from shared.http.operations import Operation, Operations
+from shared.http.operations import Draining, Operation, Operations
 from shared.wire import Checkpoint
 
 

@@ -12,7 +12,7 @@ from shared.explain import sections
 from shared.http import codec
 from shared.job import Job
 from shared.job.file import load_job, make_job, parse_job
-from shared.job.other_names import NOTES, OTHER_NAMES
+from shared.job.job import NOTES, OTHER_NAMES
 from shared.wire import SubmitRequest
 
 JOB: dict[str, Any] = {

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from shared.wire.packed import Logprobs, Mask, TokenIds
+from shared.wire import Logprobs, Mask, TokenIds
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 

@@ -10,9 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from shared.plan import cpu
-from shared.plan.cpu import CoreRates, CpuRates, count_cores, measure_in_process, with_rates
-from shared.plan.gpus import Gpu, GpuGroup, parse_gpus
+from shared.plan import gpus
+from shared.plan.gpus import (
+    CoreRates,
+    CpuRates,
+    Gpu,
+    GpuGroup,
+    count_cores,
+    measure_in_process,
+    parse_gpus,
+    with_rates,
+)
 from shared.plan.planning import Known, make_plan
 from shared.settings import Settings
 from tests.support.plan_models import job, model
@@ -81,7 +89,7 @@ def test_a_failed_measurement_leaves_plans_without_times_and_is_tried_again_late
     pools = rates.pools(POOLS)
     assert pools == rates.pools(POOLS), "a measurement may take 20 s"
     assert not pools[0].gpu.has_rates
-    monkeypatch.setattr(cpu, "RETRY_S", 0.0)
+    monkeypatch.setattr(gpus, "RETRY_S", 0.0)
     assert rates.pools(POOLS)[0].gpu.has_rates
 
 
@@ -96,7 +104,7 @@ def test_a_failed_measurement_leaves_plans_without_times_and_is_tried_again_late
         ),
         (
             subprocess.CalledProcessError(-9, "python", stderr=""),
-            "Command 'python' died with <Signals.SIGKILL: 9>. Run `python -m shared.plan.cpu` to "
+            "Command 'python' died with <Signals.SIGKILL: 9>. Run `python -m shared.plan.gpus` to "
             "see it fail, or plan with --measured RUN",
         ),
         (

@@ -8,7 +8,7 @@ import pytest
 
 from shared.errors import BadRequest
 from shared.plan.gpus import parse_gpus
-from shared.plan.prices import price_of_jobs, price_per_hour, read_prices
+from shared.plan.planning import price_of_jobs, price_per_hour, read_prices
 from shared.settings import Settings
 
 TABLE = """

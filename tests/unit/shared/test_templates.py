@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.prompts.templates import CannotRender, Renderer
+from shared.templates import CannotRender, Renderer
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from shared.errors import HoneError
 from shared.job import Job
-from shared.wire import Example, Optimization, TokenLoss
-from shared.wire.packed import Logprobs, Mask, TokenIds
+from shared.wire import Example, Logprobs, Mask, Optimization, TokenIds, TokenLoss
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import (

@@ -26,8 +26,7 @@ from services.trainer.learning.batch import plan
 from services.trainer.learning.correction import correction_weights, resolve
 from services.trainer.learning.loss import Denominators, LossInputs
 from shared.job import CorrectionSpec, Job, TrainingSpec
-from shared.wire import Batch
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import Batch, Logprobs, TokenIds
 from tests.support.engine_ranks import a_job
 from tests.support.loss_batches import loss_and_gradient, loss_inputs, part, random_batch
 from tests.support.scored_batches import make_batch, make_job, score

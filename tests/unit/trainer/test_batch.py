@@ -9,8 +9,7 @@ import torch
 from services.trainer.learning.batch import collate, plan
 from services.trainer.learning.examples import UNKNOWN, allowed_versions, check
 from shared.errors import BadRequest
-from shared.wire import Example, Span
-from shared.wire.packed import Logprobs, TokenIds
+from shared.wire import Example, Logprobs, Span, TokenIds
 from tests.support.engine_ranks import a_job
 
 

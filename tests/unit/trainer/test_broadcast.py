@@ -27,7 +27,7 @@ from services.trainer.transfer import Broadcast, Member, chunks, joined, locatio
 from services.trainer.zero.models import as_kept, as_saved
 from shared.errors import BadRequest, Conflict
 from shared.settings import Settings
-from shared.weights.digest import stored_tensors, tensor_digests
+from shared.weights.folders import stored_tensors, tensor_digests
 from shared.wire import BroadcastWeights, PublishRequest
 from tests.support.tiny_experts import KINDS, make_tiny_experts
 from tests.support.tiny_models import make_tiny_model

@@ -10,10 +10,8 @@ import pytest
 
 from shared.errors import BadRequest, Failed
 from shared.job import Job
-from shared.weights.checkpoints import adapter_digests
-from shared.weights.digest import digest_of
-from shared.wire import Canary, Example, Span
-from shared.wire.packed import TokenIds
+from shared.weights.folders import adapter_digests, digest_of
+from shared.wire import Canary, Example, Span, TokenIds
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model, save_tokenizer
 from tests.support.trainer_reference import (

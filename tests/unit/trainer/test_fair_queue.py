@@ -17,10 +17,10 @@ from shared.wire import (
     Optimization,
     OptimStepRequest,
     PublishRequest,
+    TokenIds,
     TokenLoss,
     TrainStepRequest,
 )
-from shared.wire.packed import TokenIds
 from tests.support.trainer_fakes import job_request
 
 LOSS = TokenLoss(name="cross_entropy")

@@ -16,8 +16,7 @@ from services.trainer.learning.forest import Node, build_forest, sorted_by_token
 from services.trainer.learning.model_checks import check_head, checkpoint_body, choose_layout
 from services.trainer.learning.policy import Policy
 from shared.job.running import MemorySpec
-from shared.wire import Example
-from shared.wire.packed import TokenIds
+from shared.wire import Example, TokenIds
 
 SIZES = {
     "vocab_size": 64,

@@ -14,8 +14,7 @@ from services.trainer.zero.internals import whole_weights
 from shared.errors import BadRequest
 from shared.job import LoraSpec
 from shared.plan.model import find_model
-from shared.weights.checkpoints import CONFIG
-from shared.weights.digest import stored_tensors
+from shared.weights.folders import CONFIG, stored_tensors
 from tests.support.tiny_experts import KINDS, make_tiny_experts
 from tests.support.tiny_models import make_tiny_model
 

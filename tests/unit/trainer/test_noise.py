@@ -15,8 +15,7 @@ LENGTH = 64
 
 def batch() -> Any:
     from services.trainer.learning.batch import collate
-    from shared.wire import Example
-    from shared.wire.packed import TokenIds
+    from shared.wire import Example, TokenIds
 
     ids = [(7919 * position + 11) % 1024 for position in range(LENGTH)]
     return collate(

@@ -12,7 +12,7 @@ import pytest
 from services.trainer.trainer import Trainer
 from shared.errors import BadRequest, Conflict, StateLost
 from shared.job import LoraSpec
-from shared.weights.checkpoints import MANIFEST, STATE
+from shared.weights.folders import MANIFEST, STATE
 from shared.wire import CheckpointRequest, PublishRequest, TrainerJob
 from tests.support.trainer_fakes import (
     Engines,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.weights.digest import stored_tensors, tensor_digests
+from shared.weights.folders import stored_tensors, tensor_digests
 
 torch = pytest.importorskip("torch")
 

@@ -15,8 +15,7 @@ from services.trainer.learning.policy import Policy
 from services.trainer.zero.update import refusable
 from shared.job import CorrectionSpec, TrainingSpec
 from shared.job.running import MemorySpec
-from shared.wire import Example
-from shared.wire.packed import TokenIds
+from shared.wire import Example, TokenIds
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,7 @@ from services.trainer.disk.weights import METHODS, Publisher, published_file
 from shared.errors import Failed
 from shared.job import SyncMethod
 from shared.settings import Settings
-from shared.weights.checkpoints import CONFIG, FILES, WEIGHTS
-from shared.weights.digest import digest_of, stored_tensors, tensor_digests
+from shared.weights.folders import CONFIG, FILES, WEIGHTS, digest_of, stored_tensors, tensor_digests
 from shared.wire import PublishRequest
 from tests.support.safetensors_files import hashing, safetensors
 

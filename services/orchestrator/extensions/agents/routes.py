@@ -29,12 +29,11 @@ from services.orchestrator.extensions.agents.sessions import (
 from services.orchestrator.extensions.agents.tokens import TOKENS
 from services.orchestrator.extensions.environments.recording import Asked
 from shared.errors import BadRequest, Forbidden, NotFound
-from shared.http import codec, openapi
+from shared.http import codec, rendering
 from shared.http.gate import AcceptedKeys, given_token
-from shared.http.operations import client_went_away, done_or
+from shared.http.operations import client_gone, client_went_away, done_or
 from shared.http.rendering import body_of, media_type, reading, render
 from shared.http.service import Service
-from shared.http.streams import client_gone
 from shared.wire import ApiKey, CallAnswer, CallRequest, SessionRecord
 
 DIALECTS = {each.path: each for each in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENS)}
@@ -48,8 +47,8 @@ STREAM = "text/event-stream"
 RETRY = "x-stainless-retry-count"
 """How often the clients of OpenAI and Anthropic have sent this request before."""
 
-ANSWERS: openapi.Responses = {
-    200: {"content": openapi.without_model("", STREAM, schema=openapi.TEXT)["content"]}
+ANSWERS: rendering.Responses = {
+    200: {"content": rendering.without_model("", STREAM, schema=rendering.TEXT)["content"]}
 }
 
 
@@ -170,7 +169,7 @@ def _add_record(service: Service, sessions: Sessions) -> None:
         get_session,
         methods=["GET"],
         description=get_session.__doc__ or "",
-        responses=openapi.answers(SessionRecord),
+        responses=rendering.answers(SessionRecord),
     )
 
 

@@ -38,8 +38,7 @@ from services.orchestrator.samplers.services import Services
 from shared.errors import BadRequest, Conflict, Failed, Gone, HoneError, Malformed
 from shared.host.logs import get_logger
 from shared.job import Job
-from shared.wire import ChatRequest, Known, Message, Rollout, RolloutGroup, Sampling
-from shared.wire.packed import TokenIds
+from shared.wire import ChatRequest, Known, Message, Rollout, RolloutGroup, Sampling, TokenIds
 
 KEY = "sk-hone-"
 """What the keys of sessions begin with."""

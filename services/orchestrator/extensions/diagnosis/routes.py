@@ -17,7 +17,7 @@ from services.orchestrator.store.reading import Readable
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import all_of
 from shared.errors import Conflict
-from shared.http import openapi
+from shared.http import rendering
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import ExperimentReport, FindingList
@@ -33,7 +33,7 @@ def add_reading(service: Service, store: Readable) -> None:
 
 
 def add_experiments(service: Service, settings: Settings, store: Store) -> None:
-    given = openapi.answers(ExperimentReport) | openapi.accepted()
+    given = rendering.answers(ExperimentReport) | rendering.accepted()
 
     @service.app.post("/v1/jobs/{job_id}/experiments", response_model=None, responses=given)
     async def experiments(job_id: str, request: Request) -> Response:

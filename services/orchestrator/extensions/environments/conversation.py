@@ -39,9 +39,9 @@ from shared.wire import (
     Rollout,
     RolloutGroup,
     Sampling,
+    TokenIds,
     ToolCall,
 )
-from shared.wire.packed import TokenIds
 
 MAX_PLAYED = 3
 """How often an episode is played whose environment fails."""

@@ -10,8 +10,7 @@ from services.orchestrator.samplers.services import Services
 from services.orchestrator.seams import Player
 from services.orchestrator.tasks import all_of
 from shared.job import Job
-from shared.wire import Prompt, RolloutGroup, Sampling
-from shared.wire.packed import TokenIds
+from shared.wire import Prompt, RolloutGroup, Sampling, TokenIds
 
 
 async def play_group(

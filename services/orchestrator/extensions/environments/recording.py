@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from services.orchestrator.extensions.environments.token_row import TokenRow
-from shared.wire import Branch, Message, Rollout, RolloutGroup
-from shared.wire.packed import TokenIds
+from shared.wire import Branch, Message, Rollout, RolloutGroup, TokenIds
 
 COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id")
 """The fields in which two equal messages agree. Clients add and drop other fields."""

@@ -6,8 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from shared.wire import FinishReason, Message, Rollout, Span
-from shared.wire.packed import Logprobs, Mask, TokenIds
+from shared.wire import FinishReason, Logprobs, Mask, Message, Rollout, Span, TokenIds
 
 
 class TokenRow:

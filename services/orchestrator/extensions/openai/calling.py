@@ -23,11 +23,10 @@ from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable, from_problem
 from shared.host.logs import get_logger, request_id
-from shared.http import codec, openapi
+from shared.http import codec, rendering
 from shared.http.connecting import proxy_headers, trusted
-from shared.http.operations import client_went_away, done_or
+from shared.http.operations import client_gone, client_went_away, done_or
 from shared.http.service import Service
-from shared.http.streams import client_gone
 from shared.http.urls import is_direct
 from shared.settings import Settings
 from shared.wire import CallAnswer, CallRequest, ServedModel, ServedModelList
@@ -49,10 +48,10 @@ PASSED_ON = ("content-type",)
 
 PASSED_BACK = ("content-type", "retry-after")
 
-_STREAM = openapi.without_model("", "text/event-stream", schema=openapi.TEXT)
-ANSWERS: openapi.Responses = {
+_STREAM = rendering.without_model("", "text/event-stream", schema=rendering.TEXT)
+ANSWERS: rendering.Responses = {
     200: {"content": _STREAM["content"]},
-    "default": openapi.without_model(
+    "default": rendering.without_model(
         "an error of the sampler's, in OpenAI's shape", codec.JSON, schema={}
     ),
 }

@@ -44,8 +44,8 @@ from shared.wire import (
     ValidateGraderRequest,
     ValidateRequest,
 )
-from shared.wire.graders import reward_of
 from shared.wire.openai import PREFIX
+from shared.wire.rewards import reward_of
 
 ROOT = "/v1/fine_tuning/jobs"
 GRADERS = "/v1/fine_tuning/alpha/graders"

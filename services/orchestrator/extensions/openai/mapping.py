@@ -19,8 +19,8 @@ from shared.wire import (
     JobRecord,
     Reinforcement,
 )
-from shared.wire.graders import reward_of
 from shared.wire.openai import PREFIX
+from shared.wire.rewards import reward_of
 
 OBJECTIVES = {"reinforcement": "rl", "supervised": "sft", "dpo": "dpo"}
 """What a job learns, by OpenAI's method."""

@@ -19,8 +19,7 @@ from shared.host import logs
 from shared.host.processes import free_port
 from shared.http.service import Service
 from shared.http.urls import url_at
-from shared.settings import Settings
-from shared.settings.environment import load_settings
+from shared.settings import Settings, load_settings
 
 READ_ONLY = {"read_only": True}
 """What `/version` says beside, so that the page offers no change."""

@@ -22,7 +22,7 @@ from fastapi.responses import Response
 from services.orchestrator.extensions.pushed.groups import Pushing
 from services.orchestrator.store.folder import RunFolder
 from shared.errors import BadRequest, Busy, Conflict, TooLarge, Unavailable
-from shared.http import codec, openapi, rendering
+from shared.http import codec, rendering
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import (
@@ -35,6 +35,8 @@ from shared.wire import (
     EnvRegistered,
     EnvStatus,
     JobRecord,
+    Logprobs,
+    Mask,
     Message,
     NoBody,
     PushedGroup,
@@ -42,8 +44,8 @@ from shared.wire import (
     RegisterEnv,
     ScoredData,
     ScoredDataList,
+    TokenIds,
 )
-from shared.wire.packed import Logprobs, Mask, TokenIds
 
 PREFIX = "/v1/jobs/{job_id}/atropos"
 
@@ -117,7 +119,7 @@ def add_routes(service: Service, settings: Settings, pushing: Pushing) -> None:
         if body and method == "POST":
             service.body(body, method, PREFIX + path)
         service.app.add_api_route(
-            PREFIX + path, handler, methods=[method], responses=openapi.answers(answer)
+            PREFIX + path, handler, methods=[method], responses=rendering.answers(answer)
         )
 
     _add_reads(service, api, pushing)

@@ -12,9 +12,10 @@ from typing import Any
 from services.orchestrator.data.fitting import tokenizer_folder
 from shared.errors import BadRequest, Unavailable
 from shared.job import Job, TrainingSpec
-from shared.model.check import read_config, window_of
-from shared.prompts.reading import CannotCount, PromptReader, prompt_reader
+from shared.templates import CannotCount, PromptReader, prompt_reader
+from shared.weights.model_folder import read_config, window_of
 from shared.wire import (
+    Packed,
     Part,
     Prompt,
     PushedGroup,
@@ -24,8 +25,8 @@ from shared.wire import (
     Score,
     ScoredGroup,
     Span,
+    TokenIds,
 )
-from shared.wire.packed import Packed, TokenIds
 
 REWARD = "environment"
 """The name of a pushed reward in metrics, as of every reward that no grader gave."""

@@ -25,7 +25,7 @@ from services.orchestrator.extensions.pushed.queue import Ledger, PushedQueue, S
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
 from shared.errors import Busy, Conflict
-from shared.http import codec, openapi, rendering
+from shared.http import codec, rendering
 from shared.http.service import Service
 from shared.job import Job
 from shared.wire import (
@@ -58,7 +58,7 @@ def add_routes(service: Service, pushing: Pushing) -> None:
 
     service.body(PushedGroup, "POST", path)
     service.app.add_api_route(
-        path, push, methods=["POST"], responses=openapi.answers(GroupAccepted)
+        path, push, methods=["POST"], responses=rendering.answers(GroupAccepted)
     )
 
     @service.app.get(path)

@@ -23,13 +23,15 @@ from shared.wire import (
     MAX_TOP,
     RATIO_BOUNDS,
     Example,
+    Logprobs,
+    Mask,
     Optimization,
     ProgramOperation,
     Sampling,
+    TokenIds,
     TokenLoss,
     TokenLossName,
 )
-from shared.wire.packed import Logprobs, Mask, TokenIds
 
 LOSSES: tuple[str, ...] = get_args(TokenLossName)
 

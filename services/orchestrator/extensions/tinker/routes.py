@@ -24,8 +24,8 @@ from services.orchestrator.extensions.tinker.sampling import SampleOrders
 from services.orchestrator.extensions.tinker.sampling_sessions import SamplingSessions
 from services.orchestrator.store.store import Store
 from services.orchestrator.store.writable import Writable
+from shared.http.operations import DownloadedFile
 from shared.http.service import Service
-from shared.http.streams import DownloadedFile
 from shared.settings import Settings
 from shared.wire import SavedKind
 

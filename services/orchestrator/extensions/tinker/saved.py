@@ -20,7 +20,7 @@ from shared.errors import BadRequest
 from shared.host import disk
 from shared.host.logs import get_logger
 from shared.http import codec
-from shared.weights.checkpoints import CHECKPOINTS, SNAPSHOT, SNAPSHOTS, step_of
+from shared.weights.folders import CHECKPOINTS, SNAPSHOT, SNAPSHOTS, step_of
 from shared.wire import SavedKind, SavedWeights
 
 FOLDER = "saved"

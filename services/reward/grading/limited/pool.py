@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.reward.grading.failures import GradingFailed
-from services.reward.sandbox.base import waiting
-from services.reward.sandbox.turns import Turns, asking
+from services.reward.sandbox.base import Turns, asking, waiting
 from shared.wire import Part
 
 MAX_WORKERS = 4

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from services.reward.sandbox.inside import frames, isolation, kernel, program, seccomp
+from services.reward.sandbox.inside import frames, isolation, kernel, program
 from services.reward.sandbox.inside.child import Child, ServiceGone, Surroundings
 
 WARM = """
@@ -107,7 +107,7 @@ class Zygote:
         surroundings = Surroundings(
             control=control,
             isolated=isolated,
-            system_calls=kernel.Filter(seccomp.build()) if isolated else None,
+            system_calls=kernel.Filter(isolation.build()) if isolated else None,
             own_bytes=_own_bytes(
                 inside.statm if inside else os.open("/proc/self/statm", os.O_RDONLY)
             ),

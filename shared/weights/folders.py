@@ -1,5 +1,12 @@
-"""The canonical digest of weights. It depends on the tensors alone, not on how files hold them.
+"""The folders that a trainer writes: a checkpoint (its name, and the list of its own files) and a
+LoRA adapter. The orchestrator serves a checkpoint's files, and a download is compared with the
+list. The sampler reads adapters as PEFT writes them:
 
+    adapter_model.safetensors   base_model.model.<layer>.lora_A.weight [rank, in]
+                                base_model.model.<layer>.lora_B.weight [out, rank]
+    adapter_config.json         rank, alpha and the names of the layers, among others
+
+And the canonical digest of weights, which depends on the tensors alone, not on how files hold them.
 A tensor's digest is XXH3 (128 bits) over its dtype, shape and bytes. The digest of all tensors is
 XXH3 over their sorted names and digests. The trainer computes it over the bytes that it writes, the
 sampler over the safetensors files that it reads. Neither torch nor the safetensors library is
@@ -14,8 +21,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +34,7 @@ from typing import Any, TypeVar, cast
 import xxhash
 
 from shared.errors import Failed
+from shared.wire import Wire
 
 KIND = "xxh3-"
 """Prefix of every digest. Other versions of Hone have another prefix."""
@@ -184,3 +194,68 @@ def digest_of_file(path: Path) -> str:
         while block := file.read(BLOCK_BYTES):
             state.update(block)
     return KIND + state.hexdigest()
+
+
+STATE = "trainer"
+"""The subfolder that training resumes from. The files that plain `transformers` loads are beside
+it."""
+
+MANIFEST = f"{STATE}/manifest.json"
+
+_NAME = re.compile(r"step-(\d+)")
+
+
+def folder_name(step: int) -> str:
+    """Returns the name of the folder with the checkpoint of `step`."""
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """Returns the step of the checkpoint in a folder of that name; None for any other folder."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+class StoredFile(Wire):
+    """A file of a checkpoint as it was written. `crc32` is zlib's checksum."""
+
+    size_bytes: int
+    crc32: int
+
+    @classmethod
+    def of(cls, path: Path) -> StoredFile:
+        """Returns the entry of the file at `path` as it is now."""
+        size_bytes = crc32 = 0
+        with path.open("rb") as stream:
+            while block := stream.read(BLOCK_BYTES):
+                size_bytes += len(block)
+                crc32 = zlib.crc32(block, crc32)
+        return cls(size_bytes=size_bytes, crc32=crc32)
+
+
+CHECKPOINTS = "checkpoints"
+"""The folder, in a run folder, of checkpoints."""
+
+SNAPSHOTS = "snapshots"
+"""The folder, in a run folder, of adapters that stay for samplers."""
+
+SNAPSHOT = "s"
+"""What the name of a snapshot's folder begins with; the operation's number follows."""
+
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+FILES = (CONFIG, WEIGHTS)
+
+PREFIX = "base_model.model."
+"""Prefix of a base model layer's name in the adapter's tensors."""
+
+
+def adapter_digests(folder: Path) -> dict[str, str]:
+    """Returns the digest of each tensor and, under its file's name, of the configuration: without
+    its alpha the tensors say nothing. Raises Failed for files that cannot be read."""
+    try:
+        config = (folder / CONFIG).read_bytes()
+        digests = tensor_digests(stored_tensors(folder))
+    except OSError as error:
+        raise Failed(f"no adapter can be read from {str(folder)!r}: {error}") from error
+    return {**digests, CONFIG: digest_of_bytes("json", (len(config),), config)}
