@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from shared.http.presence import Tell
-
 from shared.errors import BadRequest, Conflict, Unavailable
 from shared.http.client import Client
+from shared.http.connecting import Tell
 from shared.job import Job, TeacherSpec
 from shared.settings import Settings
 from shared.wire import (

@@ -74,9 +74,9 @@ class BatchSource(Protocol):
 
 
 class Trainer(Protocol):
-    async def train_step(
+    def train_step(
         self, step: int, examples: tuple[Example, ...], totals: StepTotals
-    ) -> StepResult: ...
+    ) -> Awaitable[StepResult]: ...
 
 
 class RunLog(Protocol):
