@@ -343,7 +343,7 @@ async def in_turn(
 
 async def measure(run: Run, at_once: int, seconds: float) -> Measured:
     latencies: list[float] = []
-    start, cpu_before_s = time.perf_counter(), cpu_s()
+    cpu_before_s, start = cpu_s(), time.perf_counter()
 
     async def client() -> None:
         while (before := time.perf_counter()) < start + seconds:
