@@ -15,9 +15,8 @@ from pathlib import Path
 
 from deploy import migrating
 from hone.commands.explain import Explanation, find
-from hone.trainer.joint import JOINT
-from hone.trainer.single import CONVERTED, SAME
-from hone.trainer.training_arguments import REFUSED, WITHOUT_EFFECT
+from hone.trainer.parameters import JOINT
+from hone.trainer.single import CONVERTED, REFUSED, SAME, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[1]
 ORCHESTRATOR = ROOT / "services/orchestrator"

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from hone import stack
 from hone.async_client import AsyncClient
-from hone.background import Background
+from hone.client import Background
 from shared.errors import (
     BadRequest,
     Forbidden,

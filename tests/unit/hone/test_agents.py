@@ -14,7 +14,7 @@ import pytest
 
 from hone.agents.loading import Command, agent_of
 from hone.agents.working import Agent, AgentFailed, Worker, called_with, failure, result_of
-from hone.background import Background
+from hone.client import Background
 from shared.errors import BadRequest, Failed, Forbidden, HoneError, NotFound
 from shared.job import EnvironmentSpec
 from shared.wire import EpisodeResult, JobRecord, LeasedEpisode, LeasesRenewed, ResultTaken
