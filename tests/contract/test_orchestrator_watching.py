@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy.child import redis_command, redis_socket
+from deploy.supervisor import redis_command, redis_socket
 from services.orchestrator.pool import services as services_module
 from services.orchestrator.pool.services import Services
 from services.orchestrator.run import run, worker
