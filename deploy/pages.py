@@ -175,6 +175,8 @@ def with_metrics(page: str) -> str:
     return _between(page, BEGIN_METRICS, END_METRICS, "\n".join(["", *rows, "", ""]))
 
 
+# --- docs/migrating.md ---------------------------------------------------------------------------
+
 MIGRATING = ROOT / "docs/migrating.md"
 HEADS = {
     2: ("| their key | here |", "|---|---|"),

@@ -164,6 +164,8 @@ def redis_command(folder: Path, socket: Path | None = None) -> list[str]:
     ]
 
 
+# --- the supervisor ------------------------------------------------------------------------------
+
 START_DEADLINE_S = 180.0
 STOP_DEADLINE_S = 30.0
 TRAINER_STOP_DEADLINE_S = 300.0

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from hone.async_client import AsyncClient
     from shared.job import Job
 
-
 URL = "http://127.0.0.1:8000"
 PING_DEADLINE_S = 10.0
 
@@ -134,6 +133,8 @@ def body_of(kind: type[M], **fields: Any) -> M:
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
 
 
+# --- events --------------------------------------------------------------------------------------
+
 RECONNECT_S = 60.0
 """Most seconds without any answer."""
 
@@ -186,6 +187,9 @@ async def follow(
                 away = f"the orchestrator does not answer, {away_s:.0f} s"
                 progress(wire.JobProgress(message=away, time=time.time()))
             await asyncio.sleep(PAUSE_S)
+
+
+# --- all paused jobs -----------------------------------------------------------------------------
 
 
 class Resumed(BaseModel):

@@ -112,6 +112,9 @@ class Background:
         self._loop.close()
 
 
+# --- the client ----------------------------------------------------------------------------------
+
+
 def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:

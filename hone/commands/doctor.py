@@ -35,7 +35,6 @@ from shared.wire import CheckedWeights, FindingList, NoBody, RegisteredSampler, 
 if TYPE_CHECKING:
     from shared.wire import Evidence, ExperimentReport, Finding, FindingList
 
-
 MIN_FREE_GIB = 2.0
 
 JOB_FILE = "job.json"
@@ -388,6 +387,8 @@ async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
     starts = bool(waiting) and all(said.get("starting") for said in waiting)
     return Check(name, "starting" if starts else "fault", detail)
 
+
+# --- findings ------------------------------------------------------------------------------------
 
 LEVELS = {"problem": "bold red", "warning": "yellow", "notice": "cyan"}
 

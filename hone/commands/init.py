@@ -22,7 +22,6 @@ from shared.job.file import load_job
 if TYPE_CHECKING:
     from shared.prompts.reading import Content, PromptReader
 
-
 REWARDS: tuple[Reward, ...] = get_args(Reward)
 
 JUDGE_MODEL = "gpt-4.1-mini"
@@ -237,6 +236,8 @@ def _next(written: Written) -> list[str]:
         f"  hone submit --dry-run {written.job}    only checks the job, on a stack that runs",
     ]
 
+
+# --- the text of the job -------------------------------------------------------------------------
 
 WIDTH = 44
 """Columns of a line before its comment."""

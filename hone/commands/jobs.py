@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from hone.client import Client
     from shared.wire import JobRecord
 
-
 NO_JOBS = "no jobs yet; `hone submit JOB.toml` starts one"
 NONE_PAUSED = "no job is paused"
 
@@ -149,6 +148,9 @@ def rm(
         deleted = client.delete(job, files=files)
     what = "and its run folder are" if files else "is"
     show(output, deleted, lambda: f"job {deleted.id} {what} removed")
+
+
+# --- what a job does and did ---------------------------------------------------------------------
 
 
 @command

@@ -21,7 +21,6 @@ from shared.wire import MetricsList
 if TYPE_CHECKING:
     from shared.wire import MetricsRow
 
-
 COMPARED = ["reward", "eval/reward"]
 
 
@@ -75,6 +74,9 @@ def _names(keys: str, rows: tuple[MetricsRow, ...]) -> list[str]:
 def _only(row: MetricsRow, names: list[str]) -> MetricsRow:
     kept = {name: row.metrics[name] for name in names if name in row.metrics}
     return row.model_copy(update={"metrics": kept})
+
+
+# --- curves --------------------------------------------------------------------------------------
 
 
 @command

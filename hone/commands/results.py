@@ -58,6 +58,9 @@ def rollouts(
     show(output, listed, lambda: reports.rollout_table(listed, held_out=held_out))
 
 
+# --- other rewards -------------------------------------------------------------------------------
+
+
 @command
 def regrade(
     job: JobArgument,
@@ -91,6 +94,8 @@ def steps_of(text: str) -> tuple[int, int]:
         )
     return int(first), int(last or first)
 
+
+# --- checkpoints ---------------------------------------------------------------------------------
 
 MIB = 1 << 20
 

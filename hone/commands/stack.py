@@ -40,6 +40,8 @@ def down(folder: FolderOption = stack.FOLDER, output: OutputOption = Output.tabl
         raise typer.Exit(code)
 
 
+# --- the page ------------------------------------------------------------------------------------
+
 VIEW = "services.orchestrator.page.view"
 
 
@@ -77,6 +79,8 @@ def view(
     raise typer.Exit(code)
 
 
+# --- records -------------------------------------------------------------------------------------
+
 NO_RUNS = "no run folders in HONE_RUNS_DIR of the orchestrator; there was nothing to rebuild"
 
 
@@ -98,6 +102,8 @@ def _recovered_table(recovered: Recovered) -> Table:
         table.add_row(job.id, job.status or "", done, escape(job.problem or what))
     return table
 
+
+# --- keys ----------------------------------------------------------------------------------------
 
 MAY: dict[Access, str] = {
     "read": "read",

@@ -39,7 +39,6 @@ from shared.wire import JobRecord
 if TYPE_CHECKING:
     from shared.job import Job
 
-
 CHECKING = "checking the job's data, model and rewards"
 
 
@@ -140,6 +139,9 @@ def _say_more(client: Client, record: JobRecord, job: Job) -> None:
         estimate = f"not planned: {error.detail}"
     for line in (*(f"warning: {each}" for each in record.warnings), estimate):
         out.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+# --- from submission to end ----------------------------------------------------------------------
 
 
 @command

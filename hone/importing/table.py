@@ -394,6 +394,8 @@ def warmup_share(value: Any, steps: Any) -> Any:
     return int(value * steps) if steps else FillIn(f"{value:g} of the steps there; {why}")
 
 
+# --- configurations as values by dotted keys -----------------------------------------------------
+
 MAX_BYTES, MAX_VALUES = 1 << 20, 10_000
 """The longest file, and the most values of a YAML file; a configuration is far below both."""
 

@@ -430,6 +430,8 @@ JOINT: dict[Callable[[Values, Translation], None], tuple[tuple[str, ...], str]] 
 JOINT_NAMES = {name: text for names, text in JOINT.values() for name in names}
 
 
+# --- all names -----------------------------------------------------------------------------------
+
 SECTIONS_AND_KEYS = frozenset(Job.model_fields) - {"request"}
 """Keys of the job itself, and its sections as dicts."""
 

@@ -135,6 +135,9 @@ def _named_apart(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return tables
 
 
+# --- environments and tools ----------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Played:
     """The table of `[environment]`; `rewards`: a class of it has `get_reward`."""

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from hone.client import Client
     from shared.wire import Event, GradedRollout, JobProgress, JobRecord, MetricsRow
 
-
 POLICY = "policy"
 """What samplers call the weights that serve now."""
 
@@ -247,6 +246,8 @@ async def _policy(client: AsyncClient, job: str) -> str:
         )
     return POLICY
 
+
+# --- what a person sees --------------------------------------------------------------------------
 
 ROWS = 12
 """Steps in the notebook's table: the newest."""

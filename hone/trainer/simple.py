@@ -188,6 +188,8 @@ class SimpleRun(Measured):
         return self._read("record.json").get("error") or f"its output ends: {said}"
 
 
+# --- a job as parameters of TRL ------------------------------------------------------------------
+
 NAMES = (
     *("num_generations", "max_completion_length", "temperature", "chat_template_kwargs"),
     *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "beta"),

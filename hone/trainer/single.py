@@ -148,6 +148,8 @@ def set_alone(name: str, value: Any, job: Translation) -> None:
         raise BadRequest(f"{name} is {shown(value)}; {wanted}") from error
 
 
+# --- names without a key -------------------------------------------------------------------------
+
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "optim_target_modules": ((None,), "the optimizer is AdamW, for all trained weights"),
     "prediction_loss_only": ((False,), "evaluations always say their rewards"),

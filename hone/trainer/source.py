@@ -402,6 +402,8 @@ def instance_source(instance: Any, name: str) -> str:
     )
 
 
+# --- plain data as text --------------------------------------------------------------------------
+
 MANY = 20
 """Least entries of a dict that may be the list of installed packages, which takes long to make."""
 
