@@ -1,37 +1,33 @@
 """Conversations with an environment, beside their sampling alone.
 
-    python -m bench.agents [--quick] [--repeats 3]
+    python -m bench.agents [--repeats 3]
 
 64 conversations of 6 turns: an answer is 36 to 99 tokens that end with a call of a tool, and the
 tool takes 50 ms. They are played as a job's are: the turns go to the sampler over HTTP, the calls
 to the job's own class in the sandbox, all conversations at once. A real vLLM samples.
 
-Beside it stands the time that sampling alone would take with everything in cache: each
-conversation's answers are sampled again after the same tokens, one after the other, all
-conversations at once, without environment and without rendering. A first replay, which is not
-counted, fills the prefix cache. A ratio is taken within a repeat.
+Sampling alone is each conversation's answers sampled again after the same tokens, one after the
+other, all conversations at once, without environment and rendering. A first replay, which is not
+counted, fills the prefix cache. What `sampling.keep_prefixes` saves is the seconds to the next
+token of all conversations at once, with their cache and without it, as after a sync.
 
-What `sampling.keep_prefixes` saves stands beside it: the seconds to the next token of all
-conversations at once, with their cache and without it, as after a sync.
-
-The model is as small as `deploy.tool_model` makes it, so everything beside the model's own work has
-the largest share that it can have. An answer follows from its first token, but for a few; so a
-replay begins after that token and has about the same length. Seconds are per sampled token.
+The smaller the model, the larger the share of everything beside its own work; this one is
+`deploy.tool_model`'s. An answer follows from its first token, with few exceptions, so a replay
+begins after that token and has about the same length. Seconds are per sampled token.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from bench.report import Figure, count, finish, ratios, repeated
+from bench.report import Figure, finish, options, ratios, repeated
 from deploy import local, tool_model
 from deploy.machine import on_free_ports
 from services.orchestrator.app import run_extensions
@@ -45,6 +41,10 @@ from services.rollout.rl_routes import CacheReset
 from shared.job import EvaluatedModel, Job
 from shared.settings import Settings
 from shared.wire import GenerateRequest, NoBody, Prompt, Rollout, RolloutGroup, Sampling, TokenIds
+
+Result = TypeVar("Result")
+Spans = Sequence[tuple[int, int]]
+"""Tokens of a rollout: the first of each span, and the end."""
 
 GROUPS, GROUP_SIZE, TURNS = 8, 8, 6
 NUM_STARTS = 64
@@ -101,72 +101,54 @@ def job_of(model: Path) -> Job:
             "model": str(model),
             "steps": 1,
             "data": {"train": "rows.jsonl"},
-            "sampling": {
-                "prompts_per_step": GROUPS,
-                "group_size": GROUP_SIZE,
-                "max_tokens": MAX_LENGTH - 64,
-            },
+            "sampling": {"group_size": GROUP_SIZE, "max_tokens": MAX_LENGTH - 64},
             "training": {"dtype": "float32"},
             "environment": {"source": ENVIRONMENT, "name": "Slow", "max_turns": TURNS},
         }
     )
 
 
-async def played(services: Services, job: Job, name: str) -> tuple[list[RolloutGroup], float]:
-    """Returns the groups, and the seconds that they took."""
-    prompts = [
-        Prompt(index=index, content=f"{index}: find the number.", row={}) for index in range(GROUPS)
-    ]
+async def timed(calls: Iterable[Coroutine[Any, Any, Result]]) -> tuple[list[Result], float]:
+    """Returns the results of calls that are made at once, and the seconds that they took."""
     began = time.perf_counter()
-    groups = await all_of(
-        sample_group(services, job, prompt, 0, key=f"{name}:{prompt.index}", seed=prompt.index)
-        for prompt in prompts
-    )
-    return groups, time.perf_counter() - began
+    return await all_of(calls), time.perf_counter() - began
 
 
-async def replayed(
-    services: Services, groups: Sequence[RolloutGroup], name: str
-) -> tuple[int, float]:
-    """Samples the answers again after the same tokens; returns the number of tokens, and the
-    seconds that they took."""
-    began = time.perf_counter()
-    counts = await all_of(
-        _replayed(services, group, rollout, f"{name}:{at}:{number}")
-        for at, group in enumerate(groups)
-        for number, rollout in enumerate(group.rollouts)
-    )
-    return sum(counts), time.perf_counter() - began
+def played(services: Services, job: Job, name: str) -> Iterator[Coroutine[Any, Any, RolloutGroup]]:
+    for at in range(GROUPS):
+        prompt = Prompt(index=at, content=f"{at}: find the number.", row={})
+        yield sample_group(services, job, prompt, 0, key=f"{name}:{at}", seed=at)
 
 
-async def _replayed(services: Services, group: RolloutGroup, rollout: Rollout, key: str) -> int:
-    whole = [*group.prompt_token_ids, *rollout.token_ids]
-    num_sampled = 0
-    for start, end in answers(rollout):
+def again(
+    services: Services, groups: Sequence[RolloutGroup], name: str, spans: Callable[[Rollout], Spans]
+) -> Iterator[Coroutine[Any, Any, int]]:
+    """The conversations, of which the spans of tokens are sampled again."""
+    for at, group in enumerate(groups):
+        for number, rollout in enumerate(group.rollouts):
+            key = f"{name}:{at}:{number}"
+            yield sampled(services, group.prompt_token_ids, rollout, spans(rollout), key)
+
+
+def next_token(rollout: Rollout) -> Spans:
+    end = len(rollout.token_ids)
+    return [(end, end + 1)]
+
+
+async def sampled(
+    services: Services, prompt: TokenIds, rollout: Rollout, spans: Spans, key: str
+) -> int:
+    """Samples the spans one after the other, each after the same tokens; returns the number of
+    tokens."""
+    whole, num_sampled = [*prompt, *rollout.token_ids], 0
+    for start, end in spans:
         body = GenerateRequest(
-            prompt_token_ids=TokenIds(whole[: len(group.prompt_token_ids) + start + 1]),
-            sampling=Sampling(n=1, max_tokens=end - start - 1),
+            prompt_token_ids=TokenIds(whole[: len(prompt) + start]),
+            sampling=Sampling(n=1, max_tokens=end - start),
         )
-        again = await services.pool.generate(body, f"{key}:{start}", conversation=key)
-        num_sampled += again.rollouts[0].num_sampled
+        group = await services.pool.generate(body, f"{key}:{start}", conversation=key)
+        num_sampled += group.rollouts[0].num_sampled
     return num_sampled
-
-
-async def next_tokens(services: Services, groups: Sequence[RolloutGroup], name: str) -> float:
-    """Returns the seconds that a token after each conversation takes."""
-    began = time.perf_counter()
-    await all_of(
-        services.pool.generate(
-            GenerateRequest(
-                prompt_token_ids=TokenIds([*group.prompt_token_ids, *rollout.token_ids]),
-                sampling=Sampling(n=1, max_tokens=1),
-            ),
-            f"{name}:{at}:{number}",
-        )
-        for at, group in enumerate(groups)
-        for number, rollout in enumerate(group.rollouts)
-    )
-    return time.perf_counter() - began
 
 
 async def forget(services: Services) -> None:
@@ -175,11 +157,11 @@ async def forget(services: Services) -> None:
     )
 
 
-def answers(rollout: Rollout) -> list[tuple[int, int]]:
-    """Returns where each answer begins and ends."""
+def answers(rollout: Rollout) -> Spans:
+    """Returns the tokens of each answer without its first."""
     sampled = [0, *rollout.sampled, 0]
     edges = [at for at in range(1, len(sampled)) if sampled[at] != sampled[at - 1]]
-    return [(start - 1, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    return [(start, end - 1) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figure]:
@@ -194,17 +176,17 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
     try:
         await services.serve_own_weights(EvaluatedModel(model=job.model))
         for repeat in range(repeats + 1):
-            groups, seconds = await played(services, job, f"played{repeat}")
+            groups, seconds = await timed(played(services, job, f"played{repeat}"))
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             check(rollouts)
-            await replayed(services, groups, f"warm{repeat}")
-            num_again, alone_s = await replayed(services, groups, f"alone{repeat}")
-            num_tokens = sum(rollout.num_sampled for rollout in rollouts)
+            await timed(again(services, groups, f"warm{repeat}", answers))
+            counts, alone_s = await timed(again(services, groups, f"alone{repeat}", answers))
+            num_tokens, num_again = sum(each.num_sampled for each in rollouts), sum(counts)
             if num_again < SAME * num_tokens:
                 raise RuntimeError(f"{num_again} tokens were sampled again of {num_tokens}")
-            cached_s = await next_tokens(services, groups, f"cached{repeat}")
+            _, cached_s = await timed(again(services, groups, f"cached{repeat}", next_token))
             await forget(services)
-            anew_s = await next_tokens(services, groups, f"anew{repeat}")
+            _, anew_s = await timed(again(services, groups, f"anew{repeat}", next_token))
             if repeat:  # the first requests of an engine are slow
                 found["next, cached"].append(cached_s)
                 found["next, anew"].append(anew_s)
@@ -214,6 +196,7 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
     finally:
         await services.close()
     times = ratios(found["played"], found["sampling alone"])
+    anew_to_cached = ratios(found["next, anew"], found["next, cached"])
     return [
         repeated("64 conversations to their sampling alone", times, "x", MOST_RATIO, "max"),
         repeated("played", found["played"], "us/token"),
@@ -221,11 +204,7 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
         repeated("tokens per second, played", found["tokens"], "/s"),
         repeated("next token of all, from the cache", found["next, cached"], "s"),
         repeated("next token of all, computed again", found["next, anew"], "s"),
-        repeated(
-            "computed again to the cache",
-            ratios(found["next, anew"], found["next, cached"]),
-            "x",
-        ),
+        repeated("computed again to the cache", anew_to_cached, "x"),
     ]
 
 
@@ -237,13 +216,7 @@ def check(rollouts: Sequence[Rollout]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one repeat")
-    parser.add_argument("--repeats", type=count, default=3, help="default: 3")
-    args = parser.parse_args()
-    repeats = 1 if args.quick else args.repeats
+    repeats = options(__doc__, repeats=3).parse_args().repeats
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "model")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.curve_model import Warmup
-from bench.recipe import Recipe
+from bench.trl_side import Recipe
 
 NUM_HELD_OUT = 64
 

@@ -14,38 +14,35 @@ that samples with transformers, or with vLLM colocated (`--sides trl-vllm`). The
 numbers, so curves agree in distribution only, and three seeds, each with other rows, say how far.
 
 A curve is the mean reward of each step's rollouts. Held-out reward is measured for all sides by one
-program: transformers decodes 64 problems that no training row contains, greedily, with the weights
-before training and each side's weights after it. Curves agree at the end if the means over the
-seeds of the last quarter of the steps differ by at most the larger of the two sides' standard
-deviations over the seeds, or by 0.05. Two flat curves agree too, so each seed of each side must
-also gain 0.1 from the first quarter of the steps to the last. Greedy answers may gain less: they
-are often right before rollouts at temperature 1 are.
+program: transformers decodes 64 problems that no training row contains, greedily, before and after
+training. Curves agree at the end if the means over the seeds of the last quarter of the steps
+differ by at most the larger of the two sides' standard deviations over the seeds, or by 0.05. Two
+flat curves agree too, so each seed of each side must also gain 0.1 from the first quarter of the
+steps to the last. Greedy answers may gain less: they are often right before rollouts at temperature
+1 are.
 
-Each finished run is a file in `--results`, so an interrupted benchmark continues, and the figures
-are of all files there, and so is the picture (`--picture`).
+Each finished run is a file in `--results`, so an interrupted benchmark continues; the figures and
+the picture (`--picture`) are of all files there.
 
-The time of a step is measured apart, with `--times`: all sides are started, and take turns of a few
-steps. The learning rate is almost 0 there, so that all sides sample from the same weights, and
-completions of one length, for as long as they run. A step is all of Hone's, with groups and batch
-on disk, against the faster of TRL's two. Hone does not train on groups whose rewards are equal, and
-TRL does, with a gradient of zero: that is part of the ratio. Where all groups of a step are equal,
-Hone makes no optimizer step, and TRL one by Adam's momentum alone. TRL's vLLM has no oneDNN, which
-TRL's weight sync cannot load (`trl_side.py`).
+With `--times` all sides take turns of a few steps. The learning rate is almost 0 there, so that all
+sample from the same weights, and completions of one length. A step is all of Hone's, with groups
+and batch on disk, against the faster of TRL's two. Hone does not train on groups whose rewards are
+equal, and TRL does, with a gradient of zero: that is part of the ratio. TRL's vLLM has no oneDNN,
+which TRL's weight sync cannot load (`trl_side.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import hone
@@ -54,7 +51,6 @@ from bench.curve_tasks import TASKS, Task, write_rows
 from bench.grpo import (
     GENERATIONS,
     HONE,
-    STAGES,
     HoneSide,
     Step,
     Turn,
@@ -63,11 +59,12 @@ from bench.grpo import (
     breakdown,
     running_trl,
     stack,
+    stage_medians,
     take_turns,
 )
-from bench.recipe import Recipe
-from bench.report import Figure, count, finish, ratios, repeated
+from bench.report import Figure, count, finish, names, options, ratios, repeated
 from bench.side import run
+from bench.trl_side import Recipe
 from deploy.machine import exit_on_signals
 from deploy.plot import running_mean
 from deploy.real_model import fetch
@@ -132,18 +129,15 @@ Curves = dict[str, list[Curve]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tasks", type=parse_names(TASKS), default=[*TASKS], help="default: all")
-    parser.add_argument("--sides", type=parse_names(SIDES), default=["hone", "trl"])
+    parser = options(__doc__, repeats=3)
+    parser.add_argument("--tasks", type=names(TASKS), default=[*TASKS], help="default: all")
+    parser.add_argument("--sides", type=names(SIDES), default=["hone", "trl"])
     parser.add_argument("--seeds", type=parse_seeds, default=[0, 1, 2], help="default: 0,1,2")
     parser.add_argument("--steps", type=count, help="of a run (default: the task's)")
     parser.add_argument("--results", type=Path, default=Path(".hone/curves"))
     parser.add_argument("--picture", type=Path, default=Path("docs/curves.png"))
     parser.add_argument("--times", action="store_true", help="measure the time of a step instead")
     parser.add_argument("--turn-steps", type=count, default=3, help="with --times (default: 3)")
-    parser.add_argument("--repeats", type=count, default=3, help="turns of each (default: 3)")
     args = parser.parse_args()
     exit_on_signals(signal.SIGTERM)  # the stack ends too
     tasks = [TASKS[name] for name in args.tasks]
@@ -159,16 +153,6 @@ def main() -> int:
         for side in args.sides:
             train_missing(results, side, [(task, seed) for task in tasks for seed in args.seeds])
     return report(results, tasks, args.seeds, args.picture)
-
-
-def parse_names(known: dict[str, Any]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        found = text.split(",")
-        if unknown := [name for name in found if name not in known]:
-            raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, expected some of {[*known]}")
-        return found
-
-    return parse
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -193,7 +177,7 @@ class Results:
         if self.start(task):
             return
         model = self.model(task)
-        self._log(f"{task.name}: {task.warmup.steps} supervised steps")
+        log(f"{task.name}: {task.warmup.steps} supervised steps")
         with tempfile.TemporaryDirectory() as folder:
             rows = Path(folder, "warmup.jsonl")
             write_rows(rows, task.warmup_rows())
@@ -202,7 +186,7 @@ class Results:
             run("bench.curve_model", *arguments, limit_s=LIMIT_S)
         found = asdict(held_out(task, model))
         self._write(f"{task.name}-start", task.settings, found)
-        self._log(f"{task.name}: held-out reward {found['reward']:.3f} before training")
+        log(f"{task.name}: held-out reward {found['reward']:.3f} before training")
 
     def start(self, task: Task) -> HeldOut | None:
         found = self._read(f"{task.name}-start", task.settings)
@@ -216,7 +200,7 @@ class Results:
 
     def store(self, task: Task, side: str, seed: int, curve: Curve) -> None:
         self._write(f"{task.name}-{side}-{seed}", task.run_settings(seed), asdict(curve))
-        self._log(
+        log(
             f"{task.name}, {SIDES[side]}, seed {seed}: reward {curve.rewards[0]:.3f} -> "
             f"{curve.last_quarter:.3f}, held-out {curve.held_out.reward:.3f}, "
             f"{curve.seconds:.0f} s"
@@ -259,8 +243,9 @@ class Results:
         part.write_text(json.dumps({"settings": settings, "found": found}, indent=1))
         part.replace(part.with_suffix(".json"))
 
-    def _log(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def held_out(task: Task, model: Path) -> HeldOut:
@@ -312,10 +297,10 @@ def hone_curve(client: hone.Client, folder: Path, task: Task, recipe: Recipe) ->
 
 def trl_curve(generation: str, folder: Path, task: Task, recipe: Recipe) -> Curve:
     trained = folder / "trained"
-    with running_trl(generation, folder, recipe, save=trained) as side:
-        side.begin()
-        steps = side.train(task.steps)
-        side.finish()
+    with running_trl(generation, folder, recipe, save=trained) as trl:
+        trl.side.told()  # it is ready
+        steps = trl.train(task.steps)
+        trl.side.finish()
     return Curve(steps, held_out(task, trained))
 
 
@@ -374,7 +359,7 @@ def report(results: Results, tasks: Sequence[Task], seeds: Sequence[int], pictur
                 ]
                 for side, of_side in curves.items()
             },
-            "stages": {side: stages(of_side) for side, of_side in turns.items()},
+            "stages": {side: stage_medians(of_side) for side, of_side in turns.items()},
             "missing": missing,
         }
         for side, why in missing.items():
@@ -453,13 +438,6 @@ def compare_times(task: str, turns: Turns) -> list[Figure]:
             0, repeated(f"{task}: a step of the better TRL to Hone's", ratio, "x", LEAST_RATIO)
         )
     return figures
-
-
-def stages(of_side: Sequence[Turn]) -> dict[str, float]:
-    """Returns the median seconds of each stage that the side measures, and of the step."""
-    found = {stage: median(turn.stage_s(stage) for turn in of_side) for stage in STAGES}
-    measured = {stage: seconds for stage, seconds in found.items() if seconds == seconds}
-    return measured | {"step": median(turn.step_s for turn in of_side)}
 
 
 def plot(drawn: dict[str, tuple[float, Curves]], path: Path) -> None:

@@ -6,18 +6,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from math import isnan
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import hone
-from bench.recipe import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, Recipe
-from bench.report import table
-from bench.side import start, told
+from bench.report import in_turns, table
+from bench.side import Side, running
+from bench.trl_side import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, Recipe
 from deploy import local
 from deploy.machine import on_free_ports
 from shared.wire import JobRecord
@@ -74,31 +74,28 @@ def take_turns(
     from one repeat to the next. `staleness`: Hone's sides, and the `max_staleness` of their
     jobs."""
     missing: dict[str, str] = {}
-    with contextlib.ExitStack() as running:
+    with contextlib.ExitStack() as stacks:
         starting = {
-            side: running.enter_context(running_trl(generation, folder, recipe))
+            side: stacks.enter_context(running_trl(generation, folder, recipe))
             for side, generation in GENERATIONS.items()
         }
-        client = running.enter_context(stack(folder, samplers=samplers))
+        client = stacks.enter_context(stack(folder, samplers=samplers))
         sides: dict[str, HoneSide | TrlSide] = {
             side: HoneSide(client, folder, recipe, max_stale)
             for side, max_stale in staleness.items()
         }
         for side, one in starting.items():
             try:
-                one.begin()
+                one.side.told()  # it is ready
                 one.turn(0)
                 sides[side] = one
             except RuntimeError as error:
                 missing[side] = str(error)
         turns: Turns = {side: [] for side in sides}
-        names = [*sides]
-        for repeat in range(repeats):
-            first = repeat % len(names)
-            for side in names[first:] + names[:first]:
-                turn = sides[side].turn(steps)
-                turns[side].append(turn)
-                print(f"{side}: {turn.step_s:.3f} s a step", file=sys.stderr, flush=True)
+        for side in in_turns(sides, repeats):
+            turn = sides[side].turn(steps)
+            turns[side].append(turn)
+            print(f"{side}: {turn.step_s:.3f} s a step", file=sys.stderr, flush=True)
         return turns, missing
 
 
@@ -110,31 +107,33 @@ def better_trl(turns: Turns) -> list[float]:
 
 def breakdown(turns: Turns) -> str:
     """Returns the table of where the time goes. TRL's training is all that no other stage is."""
-    rows: list[Sequence[str]] = []
-    for side, of_side in turns.items():
-        stages = [
-            median(turn.stage_s(stage) for turn in of_side)
-            for stage in (*STAGES, "keep", "store", "record")
-        ]
-        shown = ["" if seconds != seconds else f"{seconds:.3f}" for seconds in stages]
-        step_s = median(turn.step_s for turn in of_side)
-        rows.append((side, f"{step_s:.3f}", *shown))
-    return table(rows, ("side", "step", *STAGES, "keep", "store", "record"))
+    header = ("step", *STAGES, "keep", "store", "record")
+    found = {side: stage_medians(of_side, header[1:]) for side, of_side in turns.items()}
+    rows = [
+        (side, *(f"{of_side[name]:.3f}" if name in of_side else "" for name in header))
+        for side, of_side in found.items()
+    ]
+    return table(rows, ("side", *header))
+
+
+def stage_medians(turns: Sequence[Turn], stages: Sequence[str] = STAGES) -> dict[str, float]:
+    """Returns the median seconds of a step, and of each stage that the side measures."""
+    found = {stage: median(turn.stage_s(stage) for turn in turns) for stage in stages}
+    measured = {stage: seconds for stage, seconds in found.items() if not isnan(seconds)}
+    return {"step": median(turn.step_s for turn in turns)} | measured
 
 
 # --- Hone ----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class HoneSide:
     """A running stack, which trains a job for each turn."""
 
-    def __init__(
-        self, client: hone.Client, folder: Path, recipe: Recipe, max_staleness: int = 0
-    ) -> None:
-        self._client = client
-        self._folder = folder
-        self._recipe = recipe
-        self._max_staleness = max_staleness
+    client: hone.Client
+    folder: Path
+    recipe: Recipe
+    max_staleness: int = 0
 
     def turn(self, steps: int) -> Turn:
         """Returns the steps of a job without its first, in which engines start, and its last, which
@@ -144,10 +143,10 @@ class HoneSide:
 
     def train(self, steps: int) -> tuple[JobRecord, list[Step]]:
         """Returns the record and all steps of a job that has succeeded."""
-        document = document_of(self._folder, self._recipe, steps)
-        document["max_staleness"] = self._max_staleness
-        record = finished(self._client, self._client.submit(document).id)
-        rows = [row.metrics for row in self._client.metrics(record.id).rows if row.step > 0]
+        document = document_of(self.folder, self.recipe, steps)
+        document["max_staleness"] = self.max_staleness
+        record = finished(self.client, self.client.submit(document).id)
+        rows = [row.metrics for row in self.client.metrics(record.id).rows if row.step > 0]
         if len(rows) != steps:
             raise RuntimeError(f"got {len(rows)} steps of metrics, expected {steps}")
         return record, [_step_of(row) for row in rows]
@@ -225,17 +224,11 @@ def stack(folder: Path, *, samplers: int, **variables: str) -> Generator[hone.Cl
 # --- TRL -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class TrlSide:
-    """A process of TRL's, which waits between its turns."""
+    """A process of TRL's, which says that it is ready, and then waits between its turns."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self._process = process
-        self._log = log
-
-    def begin(self) -> None:
-        """Waits until it is ready. Raises RuntimeError with the last line that it logged if it
-        ends."""
-        self._told()
+    side: Side
 
     def turn(self, steps: int) -> Turn:
         """Returns the steps of a turn without its first."""
@@ -243,26 +236,7 @@ class TrlSide:
         return Turn(found[1:] or found)
 
     def train(self, steps: int) -> list[Step]:
-        assert self._process.stdin
-        self._process.stdin.write(f"{steps}\n")
-        self._process.stdin.flush()
-        return [Step(**step) for step in self._told()["steps"]]
-
-    def finish(self) -> None:
-        """Ends training and waits until the weights are saved."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        if code := self._process.wait():
-            raise RuntimeError(f"TRL ended with exit code {code}: {self._last_line()}")
-
-    def _told(self) -> dict[str, Any]:
-        """Returns what it prints next. Raises RuntimeError at its end."""
-        if (found := told(self._process)) is not None:
-            return found
-        raise RuntimeError(self._last_line() or f"it ended with {self._process.wait()}")
-
-    def _last_line(self) -> str:
-        return (self._log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+        return [Step(**step) for step in self.side.ask(steps)["steps"]]
 
 
 @contextlib.contextmanager
@@ -271,12 +245,6 @@ def running_trl(
 ) -> Generator[TrlSide]:
     settings = {field.name: asdict(recipe)[field.name] for field in fields(Recipe)}
     arguments = [generation, str(folder), json.dumps(settings), *([str(save)] if save else [])]
-    log = folder / f"{generation}.log"
-    with log.open("w") as stderr:
-        environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
-        process = start("bench.trl_side", *arguments, env=environment, stderr=stderr)
-    try:
-        yield TrlSide(process, log)
-    finally:
-        process.terminate()
-        process.wait()
+    log, env = folder / f"{generation}.log", os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    with running("bench.trl_side", *arguments, log=log, env=env) as side:
+        yield TrlSide(side)

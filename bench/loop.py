@@ -5,42 +5,37 @@
 (TRL is in the extra `dev`.)
 
 A figure is samples per second over whole steps: sampling, grading, the update, and the new weights
-where the next step samples. Hone is a job on the stack that `hone up` starts: four services over
-HTTP, each group and batch on disk before it is trained on, weights proven by digest and canary, a
-row and an event per step. It has two samplers, as `HONE_ROLLOUT_REPLICAS=2 hone up` starts them: on
-two cores they sample faster than one with two threads. TRL is one process that keeps nothing. It
-runs twice: with the generation of transformers, and with vLLM colocated (`vllm_mode="colocate"`),
-the same wheel that Hone has.
+where the next step samples. Hone is a job on the stack that `hone up` starts, with two samplers: on
+two cores they sample faster than one with two threads. It writes each group and batch to disk
+before it trains on them and verifies weights by digest and canary. TRL is one process that keeps
+nothing. It runs twice: with the generation of transformers, and with vLLM colocated
+(`vllm_mode="colocate"`), the same wheel that Hone has.
 
 Both sides have the same random model, prompts, groups of 8 and completions of 64 tokens exactly
 (nothing ends them, and prompts have one length, so TRL pads nothing), float32, loss "dapo" with the
-same bounds, no reference model, AdamW at a constant learning rate, one optimizer step per batch,
-all of it in one micro-batch, no gradient checkpointing, the same Python reward. Hone trains with
-`max_staleness` 0, in turns as TRL does, and calls its reward in the sandbox. TRL's correction for
-vLLM's log-probs is off, which saves it a forward pass: Hone's is off too at staleness 0. Beside it
-Hone trains with `max_staleness` 1, where the next step is sampled while this one trains, with its
-correction on; TRL has nothing like it.
+same bounds, no reference model, AdamW at a constant learning rate, one optimizer step per batch in
+one micro-batch, no gradient checkpointing, the same Python reward. Hone trains with `max_staleness`
+0 and calls its reward in the sandbox. TRL's correction for vLLM's log-probs is off, which saves it
+a forward pass: Hone's is off too at staleness 0. Hone also trains with `max_staleness` 1, where the
+next step is sampled while this one trains, with its correction on; TRL has nothing like it.
 
-The sides take turns, in another order each time, and only one works at a time; none spins while it
-waits (`OMP_WAIT_POLICY=PASSIVE`). Of each turn the first step is not counted, and of Hone's nor is
-the last one, which writes a checkpoint. A ratio is taken within a repeat, and the figure is the
-median of the repeats. From Hone's own step metrics is the share of its steps that is neither
-generation, grading, training nor sync: groups and batch onto the disk, the step's row and event,
-and what is between them. A side of TRL's that cannot run is left out, with its last line.
+The sides take turns, and only one works at a time; none spins while it waits
+(`OMP_WAIT_POLICY=PASSIVE`). The first step of a turn is not counted, nor is Hone's last one, which
+writes a checkpoint. A ratio is taken within a repeat, and the figure is the median of the repeats.
+From Hone's own step metrics is the share of its steps that is neither generation, grading, training
+nor sync. A side of TRL's that cannot run is left out, with its last line.
 
 The tasks `few-...` have prompts as long as GSM8K's questions behind four worked examples: in words
 and marks a question of its training rows has 53 in the mean and its answer 99, so 608 tokens come
 before a question. Hone computes them once for all prompts, and each question once for its group.
 TRL has micro-batches of 8 sequences there, its default, because all of them would not fit.
 
-Beside the ratio stands the most that it could be here: as if a step were nothing but the products
-of its tokens with the model's weights, at the rate of one such product alone. On a CPU a model of
-40 million parameters is near that: the cores do the same work on both sides.
+The upper bound of the ratio is shown too: as if a step were only the products of its tokens with
+the model's weights, at the rate of one such product alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import signal
@@ -52,8 +47,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.grpo import GENERATIONS, HONE, STAGES, Turn, Turns, better_trl, breakdown, take_turns
-from bench.recipe import Recipe
-from bench.report import Figure, count, finish, ratios, repeated
+from bench.report import Figure, count, finish, names, options, ratios, repeated
+from bench.side import random_model
+from bench.trl_side import Recipe
 from deploy.machine import exit_on_signals
 
 NUM_PROBLEMS = 2048
@@ -102,18 +98,16 @@ LEAST_RATIO = {"0.6M": 2.0, "40M": 2.0, "few-0.6M": 1.5, "few-40M": 3.0}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--models", default="0.6M,40M", help="default: 0.6M,40M")
+    parser = options(__doc__, repeats=3)
+    models = ["0.6M", "40M"]
+    parser.add_argument("--models", type=names(TASKS), default=models, help="default: 0.6M,40M")
     parser.add_argument("--steps", type=count, default=4, help="that count, in a turn (default: 4)")
-    parser.add_argument("--repeats", type=count, default=3, help="turns of each side (default: 3)")
     args = parser.parse_args()
     exit_on_signals(signal.SIGTERM)  # the stack ends too
     figures: list[Figure] = []
     facts: dict[str, Any] = {"steps": args.steps, "repeats": args.repeats}
     facts |= {"tasks": {}, "turns": {}, "missing": {}}
-    for name in args.models.split(","):
+    for name in args.models:
         task = TASKS[name]
         with tempfile.TemporaryDirectory() as folder:
             num_parameters = write_task(Path(folder), task)
@@ -126,10 +120,8 @@ def main() -> int:
             print(f"{name}: {side} could not run: {why}")
         print(f"\n{name}: seconds of a step (medians of {args.repeats})\n{breakdown(turns)}\n")
         figures += compare(name, task, turns, least_s)
-        facts["tasks"][name] = asdict(task) | {
-            "num_parameters": num_parameters,
-            "products_s": least_s,
-        }
+        sizes = {"num_parameters": num_parameters, "products_s": least_s}
+        facts["tasks"][name] = asdict(task) | sizes
         facts["missing"] |= missing
         facts["turns"][name] = {side: [asdict(one) for one in turns[side]] for side in turns}
     return finish("loop", figures, **facts)
@@ -153,8 +145,7 @@ def check(task: Task, turns: Turns) -> None:
 def write_task(folder: Path, task: Task) -> int:
     """Writes the model, with random weights in float32, `train.jsonl` and `reward.py`. Returns how
     many parameters the model has."""
-    import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import GenerationConfig
 
     from deploy.tiny_model import PAD_ID, make_tokenizer
 
@@ -162,20 +153,15 @@ def write_task(folder: Path, task: Task) -> int:
     tokenizer.model_max_length = task.longest
     tokenizer.add_special_tokens({"eos_token": "<never>"})
     ends = {"pad_token_id": PAD_ID, "eos_token_id": tokenizer.eos_token_id}
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    model = random_model(
+        task.hidden_size,
         vocab_size=tokenizer.eos_token_id,
-        hidden_size=task.hidden_size,
         intermediate_size=task.intermediate_size,
         num_hidden_layers=task.num_layers,
-        num_attention_heads=task.hidden_size // 64,
-        num_key_value_heads=max(task.hidden_size // 128, 1),
         max_position_embeddings=task.longest,
         tie_word_embeddings=False,
-        dtype="float32",
         **ends,
     )
-    model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(**ends)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -209,21 +195,15 @@ def compare(name: str, task: Task, turns: Turns, least_s: float) -> list[Figure]
     }
     trls = [side for side in GENERATIONS if side in rates]
     better = [task.num_samples / step_s for step_s in better_trl(turns)]
+    to_trl, ahead = ratios(rates[HONE], better), ratios(rates[AHEAD], better)
+    most = [task.num_samples / least_s / rate for rate in better]
+    least = LEAST_RATIO[name]
     overheads = [overhead(turn) for turn in turns[HONE]]
     return [
-        repeated(
-            f"{name}: samples per second, Hone to the better TRL",
-            ratios(rates[HONE], better),
-            "x",
-            LEAST_RATIO.get(name, 0.0),
-        ),
+        repeated(f"{name}: samples per second, Hone to the better TRL", to_trl, "x", least),
         repeated(f"{name}: share of a step beside its work", overheads, "", MOST_OVERHEAD, "max"),
-        repeated(f"{name}: {AHEAD}, to the better TRL", ratios(rates[AHEAD], better), "x"),
-        repeated(
-            f"{name}: nothing but the products of a step, to the better TRL",
-            [task.num_samples / least_s / rate for rate in better],
-            "x",
-        ),
+        repeated(f"{name}: {AHEAD}, to the better TRL", ahead, "x"),
+        repeated(f"{name}: only the products of a step, to the better TRL", most, "x"),
         *[
             repeated(f"{name}: Hone to {side}", ratios(rates[HONE], rates[side]), "x")
             for side in trls

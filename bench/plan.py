@@ -19,7 +19,6 @@ measurement of this processor and as measured: on a busy machine these are longe
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -27,14 +26,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.plan_side import AS_SET, STEP, TOKENS, write_model
-from bench.report import Figure, finish, table
+from bench.report import Figure, finish, options, table
 from bench.side import run
 from deploy.real_model import fetch
 
+PLAIN = {"gradient_checkpointing": False}
 CASES: dict[str, dict[str, Any]] = {
     "ZeRO-2, float32": {},
     "ZeRO-2, bfloat16": {"training": {"dtype": "bfloat16"}},
-    "without gradient checkpointing": {"memory": {"gradient_checkpointing": False}},
+    "without gradient checkpointing": {"memory": PLAIN},
     "ZeRO-0": {"memory": {"zero_stage": 0}},
     "ZeRO-0, a sequence at a time": {
         "memory": {"zero_stage": 0, "micro_batch_tokens": TOKENS // 4}
@@ -42,10 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"memory": {"zero_stage": 3}},
     "reference model": {"training": {"beta": 0.01}},
     "LoRA": {"lora": {"rank": 16}},
-    "LoRA without gradient checkpointing": {
-        "lora": {"rank": 16},
-        "memory": {"gradient_checkpointing": False},
-    },
+    "LoRA without gradient checkpointing": {"lora": {"rank": 16}, "memory": PLAIN},
 }
 """What each changes of a job with ZeRO-2 in float32. In small micro-batches the update decides."""
 
@@ -71,13 +68,18 @@ LIMIT_S = 1200.0
 
 PARTS = ("weights", "reference", "gradients", "optimizer", "activations", "logits", "update")
 PARTS += ("buffers", "overhead")
+COLUMNS = {
+    "planned_mib": "planned",
+    "measured_mib": "measured",
+    "loaded_mib": "loaded",
+    "settled_mib": "after a step",
+    "planned_s": "planned, s",
+    "train_s": "update, s",
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="only the first two: about a minute")
+    parser = options(__doc__, quick="only the first two: about a minute")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--real", action="store_true", help="jobs of SmolLM2-135M-Instruct")
     which.add_argument("--only", choices=[*CASES, *REAL], metavar="JOB", help="this job alone")
@@ -116,26 +118,11 @@ def rows(results: dict[str, dict[str, Any]]) -> str:
         (
             name,
             *(f"{found['parts'][part]:.0f}" for part in PARTS),
-            f"{found['planned_mib']:.0f}",
-            f"{found['measured_mib']:.0f}",
-            f"{found['loaded_mib']:.0f}",
-            f"{found['settled_mib']:.0f}",
-            f"{found['planned_s']:.1f}",
-            f"{found['train_s']:.1f}",
+            *(f"{found[key]:.{key.endswith('_s'):d}f}" for key in COLUMNS),
         )
         for name, found in results.items()
     ]
-    header = (
-        "job",
-        *PARTS,
-        "planned",
-        "measured",
-        "loaded",
-        "after a step",
-        "planned, s",
-        "update, s",
-    )
-    return table(cells, header)
+    return table(cells, ("job", *PARTS, *COLUMNS.values()))
 
 
 if __name__ == "__main__":

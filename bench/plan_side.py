@@ -15,11 +15,12 @@ import sys
 import tempfile
 import time
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.trainer_side import resident_bytes, settle
+from bench.side import random_model
+from bench.trainer_side import Task, make_examples, resident_bytes, settle
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.plan.gpus import CpuRates, GpuGroup, cpu, host_memory_bytes
@@ -27,7 +28,6 @@ from shared.plan.memory import Ranks, trainer_memory
 from shared.plan.model import find_model
 from shared.plan.planning import Known, make_plan
 from shared.settings import Settings
-from shared.wire import Example, Logprobs, TokenIds
 
 MIB = 1 << 20
 STEP, AS_SET = "step", "as_set"
@@ -40,45 +40,42 @@ TOKENS = 2048
 VOCABULARY = 32_000
 
 
-@dataclass(frozen=True)
-class Step:
-    """The sizes of a step: groups that share a prompt, and the tokens of each prompt and of each
+def step_of(
+    groups: int = 8, group_size: int = 1, prompt: int = 64, completion: int = TOKENS // 4 - 64
+) -> Task:
+    """Returns a step of groups that share a prompt, with these tokens in each prompt and each
     completion."""
+    return Task(
+        vocab_size=VOCABULARY,
+        num_prompts=groups,
+        group_size=group_size,
+        prompt=(prompt, prompt),
+        completion=completion,
+        max_tokens=completion,
+        spread=0,
+    )
 
-    groups: int = 8
-    group_size: int = 1
-    prompt: int = 64
-    completion: int = TOKENS // 4 - 64
 
-    @property
-    def tokens(self) -> int:
-        """Returns the tokens of the step, with each prompt once. The last token of a completion is
-        only a target."""
-        return self.groups * (self.prompt + self.group_size * self.completion)
+def num_tokens(step: Task) -> int:
+    """Returns the tokens of the step, with each prompt once. The last token of a completion is only
+    a target."""
+    return step.num_prompts * (step.prompt[0] + step.group_size * step.completion)
 
 
 def write_model(folder: Path) -> None:
     """Writes a random model of 39 million parameters into `folder`."""
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
+    model = random_model(
+        512,
         vocab_size=VOCABULARY,
-        hidden_size=512,
         intermediate_size=2048,
         num_hidden_layers=6,
-        num_attention_heads=8,
         num_key_value_heads=2,
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
-def make_job(folder: Path, case: dict[str, Any], step: Step) -> Job:
+def make_job(folder: Path, case: dict[str, Any], step: Task) -> Job:
     """Returns the job whose sections `case` has, of float32 unless it says another dtype."""
     return parse_job(
         {
@@ -88,9 +85,9 @@ def make_job(folder: Path, case: dict[str, Any], step: Step) -> Job:
             "data": {"train": "none"},
             "rewards": [{"grader": "none"}],
             "sampling": {
-                "prompts_per_step": step.groups,
+                "prompts_per_step": step.num_prompts,
                 "group_size": max(step.group_size, 2),
-                "max_tokens": step.completion,
+                "max_tokens": step.max_tokens,
             },
             **case,
             "training": {"dtype": "float32", **case.get("training", {})},
@@ -98,24 +95,7 @@ def make_job(folder: Path, case: dict[str, Any], step: Step) -> Job:
     )
 
 
-def make_examples(step: Step, vocabulary: int = VOCABULARY) -> tuple[Example, ...]:
-    """Returns the sequences of a step."""
-
-    def ids(count: int, start: int) -> TokenIds:
-        return TokenIds([2 + (7919 * at) % (vocabulary - 2) for at in range(start, start + count)])
-
-    return tuple(
-        Example(
-            prompt_token_ids=ids(step.prompt, 97 * (number // step.group_size)),
-            token_ids=ids(step.completion, 1009 * (number + 1)),
-            old_logprobs=Logprobs([-10.0] * step.completion),
-            advantage=1.0 if number % 2 else -1.0,
-        )
-        for number in range(step.groups * step.group_size)
-    )
-
-
-def measure(job: Job, store: Path, step: Step, *, as_set: bool) -> dict[str, Any]:
+def measure(job: Job, store: Path, step: Task, *, as_set: bool) -> dict[str, Any]:
     """Returns the memory of a rank that is alone, and the seconds of its last step. The first
     step, of one group with short completions, makes Adam's moments."""
     import torch
@@ -129,8 +109,9 @@ def measure(job: Job, store: Path, step: Step, *, as_set: bool) -> dict[str, Any
     if not as_set:
         update.host_memory_bytes = lambda: 0  # as where memory is short
     model = find_model(job.model)
-    first = make_examples(replace(step, groups=1, completion=8), model.vocabulary)
-    whole = make_examples(step, model.vocabulary)
+    step = replace(step, vocab_size=model.vocabulary)
+    first = tuple(make_examples(replace(step, num_prompts=1, completion=8)))
+    whole = tuple(make_examples(step))
     settle()
     before = resident_bytes("VmRSS")
     engine = start_engine(job, torch.device("cpu"))
@@ -144,13 +125,13 @@ def measure(job: Job, store: Path, step: Step, *, as_set: bool) -> dict[str, Any
     settle()
     settled = resident_bytes("VmRSS") - before
     itemsize = 2 if job.training.dtype == "bfloat16" else 4
-    longest = step.prompt + step.completion
+    longest = step.prompt[0] + step.completion
     host_bytes = host_memory_bytes() if as_set else None
     ranks = Ranks(1, itemsize, "cpu", host_bytes=host_bytes)
-    planned = trainer_memory(model, job, ranks, longest, step.tokens)
+    planned = trainer_memory(model, job, ranks, longest, num_tokens(step))
     sizes = {name.removesuffix("_gib"): 1024 * gib for name, gib in planned.model_dump().items()}
     pools = CpuRates().pools((GpuGroup(1, cpu()),))
-    time_s = make_plan(job, model, Settings(), pools, Known(step.prompt)).placement.time
+    time_s = make_plan(job, model, Settings(), pools, Known(step.prompt[0])).placement.time
     return {
         "measured_mib": peak / MIB,
         "loaded_mib": loaded / MIB,
@@ -167,7 +148,7 @@ def measure(job: Job, store: Path, step: Step, *, as_set: bool) -> dict[str, Any
 def main() -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
     case: dict[str, Any] = json.loads(sys.argv[2])
-    step, as_set = Step(**case.pop(STEP, {})), case.pop(AS_SET, False)
+    step, as_set = step_of(**case.pop(STEP, {})), case.pop(AS_SET, False)
     if not as_set:
         case["memory"] = {"micro_batch_tokens": TOKENS, **case.get("memory", {})}
     job = make_job(Path(sys.argv[1]), case, step)

@@ -1,8 +1,8 @@
-"""What every bench prints: a table for people, and as its last line one JSON object for programs.
+"""What every bench takes and prints: the options, the order of its sides, a table for people, and
+as its last line one JSON object for programs.
 
-A `Figure` with a goal decides `ok`; one without is only shown. All figures are
-measured before any is compared, so a run prints whole whatever it finds; the exit status says
-whether every goal was met.
+A `Figure` with a goal decides `ok`; one without is only shown. All figures are measured before any
+is compared, so a run prints all of them; the exit status says whether every goal was met.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
@@ -85,6 +85,22 @@ def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
     )
 
 
+def options(
+    description: str | None, *, repeats: int | None = None, quick: str | None = None
+) -> argparse.ArgumentParser:
+    """Returns the parser of a bench. It has `--repeats` if there is a default, and `--quick` if
+    there is a help text for it."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    if repeats:
+        help_text = f"measurements of each side (default: {repeats})"
+        parser.add_argument("--repeats", type=count, default=repeats, help=help_text)
+    return parser
+
+
 def count(text: str) -> int:
     """Returns an option's value that counts something. Raises ArgumentTypeError below 1: the median
     of no repeat is no figure."""
@@ -95,6 +111,27 @@ def count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
     return number
+
+
+def names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Returns the type of an option that takes some of the names, with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        found = text.split(",")
+        if unknown := [name for name in found if name not in known]:
+            raise argparse.ArgumentTypeError(f"got {unknown[0]!r}, expected some of {[*known]}")
+        return found
+
+    return parse
+
+
+def in_turns(sides: Iterable[str], repeats: int) -> Iterator[str]:
+    """Yields every side once per repeat; each repeat begins with another one, so that what the
+    machine does meanwhile is shared by all."""
+    order = [*sides]
+    for _ in range(repeats):
+        yield from order
+        order = [*order[1:], order[0]]
 
 
 def finish(bench: str, figures: Sequence[Figure], **facts: Any) -> int:

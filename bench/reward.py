@@ -1,6 +1,6 @@
 """The sandbox side by side with other ways to run a short program and its tests, in one run.
 
-    python -m bench.reward [--quick] [--rounds 9]
+    python -m bench.reward [--quick] [--repeats 9]
 
     sandbox       `LocalSandbox.execute`, as the service has it
     fork alone    the same warm parent, driven by the same code, that only forks and runs the
@@ -12,37 +12,40 @@
     bubblewrap    `bwrap --unshare-all` around that process, the isolation that people would
                   otherwise reach for
 
-Each way runs the same program with the same tests and gives the same values back. A round has each
-way in turn, at 1, 2 and 8 programs at once; rates are medians over the rounds, and a ratio is the
-median of the rounds' own ratios, so that whatever else the machine does bears on both sides.
-The CPU time of a program is the sum over all processes, this one included: it is what a busy
-host has to share, and depends less than a rate on what else runs.
+Each way runs the same program with the same tests and gives the same values back, at 1, 2 and 8
+programs at once. Rates are medians over the rounds, and a ratio is the median of the rounds' own
+ratios: a busy machine slows both sides. The CPU time of a program is the sum over all processes,
+this one included, and depends less than a rate on what else runs.
 `imports` is a program with the twenty imports that solutions of programming problems begin with,
 which the sandbox has made already. `/score` is 512 completions over HTTP to a service of its own,
 against the same programs given to a sandbox here. The pairs of `tests/data/answer_pairs.jsonl` are
 right or wrong by construction; the two error rates say how many `math` takes for the other. The
-last figures are what hostile completions do to others (`reward_stalls.py`).
+last figures are what hostile completions do to others: a group of 16 hostile completions, which
+return what costs most to judge or are fences and nothing else, and 4 honest ones is graded over
+HTTP while `/healthz` is asked again and again.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import httpx2 as httpx
 import structlog
 
-from bench.report import Figure, count, finish, table
-from bench.reward_stalls import running_service, stalls
+from bench.report import Figure, finish, options, ratios, repeated
 from services.reward import graders
 from services.reward.grading import registry
 from services.reward.grading.limited.pool import LimitedPool
@@ -51,6 +54,7 @@ from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox import host
 from services.reward.sandbox.local import LocalSandbox
 from services.reward.sandbox.slots import Slot
+from shared.host.processes import free_port
 from shared.http.client import Client
 from shared.job import RewardSpec
 from shared.settings import Settings
@@ -79,6 +83,19 @@ VALUES = ["bcd", "", "same", 40]
 NUM_ITEMS = 512
 ANSWER_PAIRS = Path(__file__).parents[1] / "tests" / "data" / "answer_pairs.jsonl"
 
+STALL_GOAL_S = 0.5
+HONEST_GOAL_S = 30.0
+NUM_HOSTILE, NUM_HONEST = 16, 4
+HOSTILE = {
+    "a power of a fraction": (
+        "assert 2 ** f(8) == 8",
+        "from fractions import Fraction\nf = lambda x: Fraction(10**10)",
+    ),
+    "a long number": ("assert int(str(f(7)) * 5) == 1", "f = lambda x: 7**230000"),
+    "a long list": ("assert sorted(f(7)) == 1", "f = lambda x: [[i] for i in range(15000)]"),
+    "260 kB of fences": ("assert f(7) == 1", "```\n" * 65_000),
+}
+
 Run = Callable[[], Awaitable[None]]
 """Runs the program once, and raises AssertionError if it gave other values."""
 
@@ -96,15 +113,8 @@ class ForkAlone(Slot):
 
 
 async def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="three short rounds: about half a minute"
-    )
-    parser.add_argument("--rounds", type=count, default=9)
-    args = parser.parse_args()
-    rounds, seconds = (3, 0.4) if args.quick else (args.rounds, 1.0)
+    args = options(__doc__, repeats=9, quick="three short rounds: half a minute").parse_args()
+    rounds, seconds = (3, 0.4) if args.quick else (args.repeats, 1.0)
     structlog.configure(processors=[lambda *_: (_ for _ in ()).throw(structlog.DropEvent)])
     sandbox = LocalSandbox(isolated=True, num_slots=max(AT_ONCE))
     await sandbox.start()
@@ -143,7 +153,6 @@ async def short_program(
     if shutil.which("bwrap"):
         ways["bubblewrap"] = in_process(bubblewrap(CODE))
     figures: list[Figure] = []
-    rows: list[list[str]] = []
     for at_once in AT_ONCE:
         measured = await in_turn(ways, at_once, rounds, seconds)
         for way, runs in measured.items():
@@ -151,30 +160,19 @@ async def short_program(
             latencies = [latency for run in runs for latency in run.latencies_s]
             p50, p99 = (1000 * quantile(latencies, share) for share in (0.5, 0.99))
             cpu = 1000 * median(run.cpu_s for run in runs)
-            rows.append(
-                [way, str(at_once), f"{rate:.0f}", f"{p50:.1f}", f"{p99:.1f}", f"{cpu:.2f}"]
-            )
             figures += [
                 Figure(f"{way}, {at_once} at once", rate, "1/s"),
                 Figure(f"{way}, {at_once} at once, p50", p50, "ms"),
                 Figure(f"{way}, {at_once} at once, p99", p99, "ms"),
                 Figure(f"{way}, {at_once} at once, CPU", cpu, "ms"),
             ]
-        for way in set(measured) - {"sandbox"}:
-            figures.append(
-                Figure(
-                    f"sandbox / {way}, {at_once} at once", ratio(measured, way), "x", GOALS.get(way)
-                )
-            )
-        fork, own = measured["fork alone"], measured["sandbox"]
+        for way in [*measured][1:]:
+            name = f"sandbox / {way}, {at_once} at once"
+            figures.append(repeated(name, rate_ratios(measured, way), "x", GOALS.get(way)))
+        cpu = [[run.cpu_s for run in measured[way]] for way in ("fork alone", "sandbox")]
         figures.append(
-            Figure(
-                f"sandbox / fork alone, {at_once} at once, by CPU",
-                median(a.cpu_s / b.cpu_s for a, b in zip(fork, own, strict=True)),
-                "x",
-            )
+            repeated(f"sandbox / fork alone, {at_once} at once, by CPU", ratios(*cpu), "x")
         )
-    print(table(rows, ("way", "at once", "runs/s", "p50 ms", "p99 ms", "CPU ms")), "\n")
     return figures
 
 
@@ -189,8 +187,11 @@ async def with_imports(sandbox: LocalSandbox, rounds: int, seconds: float) -> li
     rates = {way: median(run.per_s for run in runs) for way, runs in measured.items()}
     return [
         *(Figure(f"{way}, twenty imports, 2 at once", rate, "1/s") for way, rate in rates.items()),
-        Figure(
-            "sandbox / bubblewrap, twenty imports", ratio(measured, "bubblewrap"), "x", IMPORTS_GOAL
+        repeated(
+            "sandbox / bubblewrap, twenty imports",
+            rate_ratios(measured, "bubblewrap"),
+            "x",
+            IMPORTS_GOAL,
         ),
     ]
 
@@ -207,12 +208,7 @@ async def score_end_to_end(sandbox: LocalSandbox, rounds: int) -> list[Figure]:
     return [
         Figure("/score, 512 items", median(scored[1:]), "1/s"),
         Figure("the same programs in the sandbox", median(ran[1:]), "1/s"),
-        Figure(
-            "/score / sandbox",
-            median(a / b for a, b in zip(scored[1:], ran[1:], strict=True)),
-            "x",
-            SCORE_GOAL,
-        ),
+        repeated("/score / sandbox", ratios(scored[1:], ran[1:]), "x", SCORE_GOAL),
     ]
 
 
@@ -236,23 +232,86 @@ async def answer_errors(sandbox: LocalSandbox) -> list[Figure]:
     ]
 
 
-async def score_once(client: Client, number: int) -> float:
-    items = tuple(
-        ScoreItem(prompt="", completion=program(number, index), row={"target": [*VALUES, index]})
-        for index in range(NUM_ITEMS)
+@contextlib.asynccontextmanager
+async def running_service(num_slots: int) -> AsyncGenerator[tuple[Client, str]]:
+    """Yields a client of a reward service of its own, and its URL."""
+    url = f"http://127.0.0.1:{free_port()}"
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HONE_REWARD_PORT": url.rpartition(":")[2],
+        "HONE_SANDBOX_SLOTS": str(num_slots),
+    }
+    service = subprocess.Popen(
+        [sys.executable, "-m", "services.reward"], env=environment, stderr=subprocess.DEVNULL
     )
-    request = ScoreRequest(items=items, rewards=(RewardSpec(grader="python_value"),))
+    try:
+        async with Client("reward", url) as client:
+            yield client, url
+    finally:
+        service.terminate()
+        service.wait()
+
+
+async def stalls() -> list[Figure]:
+    """Returns the longest that `/healthz` took, and that honest completions waited."""
+    answers_s: list[float] = []
+    waits_s: list[float] = []
+    async with running_service(num_slots=4) as (client, url):
+        await grade(client, "code_tests", ["f = int"], [{"tests": "assert f(1) == 1"}], 1.0)
+        for tests, program in HOSTILE.values():
+            asking = asyncio.create_task(_ask(url, answers_s))
+            programs = [f"{program}\n# {number}" for number in range(NUM_HOSTILE)]
+            rows = [{"tests": tests}] * NUM_HOSTILE
+            hostile = asyncio.create_task(grade(client, "code_tests", programs, rows, 0.0))
+            await asyncio.sleep(0.1)
+            right = [f"f = lambda x: x\n# {number}, {tests}" for number in range(NUM_HONEST)]
+            rows = [{"tests": "assert f(7) == 7"}] * NUM_HONEST
+            waits_s.append(await grade(client, "code_tests", right, rows, 1.0))
+            await hostile
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+    honest = f"{NUM_HONEST} honest completions beside {NUM_HOSTILE} hostile ones, longest"
+    return [
+        Figure("/healthz beside these, longest", max(answers_s), "s", STALL_GOAL_S, "max"),
+        Figure(honest, max(waits_s), "s", HONEST_GOAL_S, "max"),
+    ]
+
+
+async def _ask(url: str, answers_s: list[float]) -> None:
+    """Adds how long each answer of `/healthz` took, until it is cancelled."""
+    async with httpx.AsyncClient(timeout=600) as client:
+        while True:
+            start = time.perf_counter()
+            (await client.get(f"{url}/healthz")).raise_for_status()
+            answers_s.append(time.perf_counter() - start)
+            await asyncio.sleep(0.01)
+
+
+async def grade(
+    client: Client, grader: str, programs: list[str], rows: list[dict[str, Any]], wanted: float
+) -> float:
+    """Returns the seconds that grading takes. Raises AssertionError for another reward."""
+    items = tuple(
+        ScoreItem(prompt="", completion=text, row=row)
+        for text, row in zip(programs, rows, strict=True)
+    )
+    request = ScoreRequest(items=items, rewards=(RewardSpec(grader=grader),))
     start = time.perf_counter()
     result = await client.call("POST", "/score", request, ScoreResult, deadline_s=600)
     seconds = time.perf_counter() - start
-    assert all(score.value == 1.0 for score in result.scores), result.scores[0]
-    return NUM_ITEMS / seconds
+    assert all(score.value == wanted for score in result.scores), result.scores[0]
+    return seconds
+
+
+async def score_once(client: Client, number: int) -> float:
+    """Returns how many completions per second the service grades."""
+    programs = [program(number, index) for index in range(NUM_ITEMS)]
+    rows = [{"target": [*VALUES, index]} for index in range(NUM_ITEMS)]
+    return NUM_ITEMS / await grade(client, "python_value", programs, rows, 1.0)
 
 
 async def run_once(sandbox: LocalSandbox, number: int) -> float:
-    from services.reward.graders.python_value import (
-        LAST_VALUE,  # the grader's own way to a last value
-    )
+    from services.reward.graders.python_value import LAST_VALUE  # as the grader itself
 
     last = 'eval(compile(_last, "program.py", "eval"))'
     requests = [
@@ -284,7 +343,7 @@ async def in_turn(
 
 async def measure(run: Run, at_once: int, seconds: float) -> Measured:
     latencies: list[float] = []
-    start, cpu_before_s = time.perf_counter(), cpu_s()
+    cpu_before_s, start = cpu_s(), time.perf_counter()
 
     async def client() -> None:
         while (before := time.perf_counter()) < start + seconds:
@@ -311,10 +370,9 @@ def cpu_s() -> float:
     return sum(ticks.get(pid, 0) for pid in own) / os.sysconf("SC_CLK_TCK")
 
 
-def ratio(measured: dict[str, list[Measured]], other: str) -> float:
-    return median(
-        a.per_s / b.per_s for a, b in zip(measured["sandbox"], measured[other], strict=True)
-    )
+def rate_ratios(measured: dict[str, list[Measured]], other: str) -> list[float]:
+    own, others = ([run.per_s for run in measured[way]] for way in ("sandbox", other))
+    return ratios(own, others)
 
 
 def quantile(values: list[float], share: float) -> float:

@@ -1,45 +1,38 @@
 """Tokens per second through `POST /generate`, beside vLLM called directly.
 
-    python -m bench.rollout [--quick] [--repeats 5]
+    python -m bench.rollout [--repeats 5]
 
 Both sides use the same engine, in one process: the service's requests reach it over HTTP from this
-process, by the client that the orchestrator has; the direct ones are made beside it, with the text
-that vLLM makes. Each repeat measures both, in turns the one first and the other, and what counts is
-the median of the repeats' ratios: a busy machine slows both. The CPU seconds of the service's
-process, without the engine's, are told of both too. The model of `make demo-tiny`, untrained: with
-so small a model the service's own work is the largest share that it can be. Groups are of 8
-completions of 64 or 256 tokens, all groups asked for at once.
+process, by the orchestrator's client; the direct ones are made beside it, with the text that vLLM
+makes. A figure is the median of the repeats' ratios: a busy machine slows both. The CPU seconds of
+the service's process, without the engine's, are reported too. The model is `bench.loop`'s of 0.6
+million parameters: the smaller it is, the larger the share of the service's own work. Groups are of
+8 completions of 64 or 256 tokens, all requested at once.
 
 Wire bytes count all bodies as sent, requests and polls included, per sampled token. Before
-compression 8 of them are the token's id and log-prob, the others its text (about 1 for each token
-of this model, whose tokens are characters) and what is around it. Ids of 64 tokens become smaller
-than ids of a real vocabulary, so the bytes of a made-up answer are shown too: ids of 151,936
-tokens, as frequent as words are by Zipf's law, and four characters of text for each."""
+compression 8 of them are the token's id and log-prob, the others its text (1 for each token of this
+model) and its envelope. The ids of so small a vocabulary compress better than a real one's.
+"""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
-import random
-import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from string import ascii_lowercase
 from typing import Any
 
 import httpx2 as httpx
 
-from bench.report import Figure, count, finish, ratios, repeated
-from bench.rollout_side import PROMPT, write_model
-from bench.side import quiet, start, told
-from shared.http import codec, rendering
+from bench.loop import TASKS, write_task
+from bench.report import Figure, finish, in_turns, options, ratios, repeated
+from bench.rollout_side import PROMPT
+from bench.side import Side, quiet, running
 from shared.http.client import Client
-from shared.wire import GenerateRequest, Logprobs, Rollout, RolloutGroup, Sampling, Span, TokenIds
+from shared.wire import GenerateRequest, RolloutGroup, Sampling, TokenIds
 
 LOADS = {64: (1, 8, 64), 256: (1, 8)}
 """Numbers of groups, by the tokens of each completion."""
@@ -48,7 +41,6 @@ LEAST_TOKENS = 4096
 """So many are sampled for each measurement, in as many rounds as that takes."""
 
 MOST_BYTES = 9.0
-VOCABULARY = 151_936
 
 
 @dataclass(frozen=True)
@@ -81,27 +73,17 @@ class Counted(httpx.AsyncHTTPTransport):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="two repeats")
-    parser.add_argument("--repeats", type=count, default=5, help="default: 5")
-    args = parser.parse_args()
-    repeats = 2 if args.quick else args.repeats
+    repeats = options(__doc__, repeats=5).parse_args().repeats
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder / "model")
-        side = start("bench.rollout_side", str(folder))
-        try:
+        write_task(folder, TASKS["0.6M"])
+        with running("bench.rollout_side", str(folder)) as side:
             figures = asyncio.run(measure(side, repeats))
-        finally:
-            side.terminate()
-            side.wait()
     return finish("rollout", figures, repeats=repeats, loads=LOADS)
 
 
-async def measure(side: subprocess.Popen[str], repeats: int) -> list[Figure]:
-    url = await _told(side)
+async def measure(side: Side, repeats: int) -> list[Figure]:
+    url = await asyncio.to_thread(side.told)
     transport = Counted()
     figures: list[Figure] = []
     async with Client("rollout", url, binary=True, transport=transport) as client:
@@ -113,11 +95,11 @@ async def measure(side: subprocess.Popen[str], repeats: int) -> list[Figure]:
                 tokens = sum(one.num_tokens for one in found["/generate"])
                 label = f"{num_groups} group{'s' * (num_groups > 1)} of 8 x {num_tokens} tokens"
                 figures += figures_of(label, found, transport.num_bytes / tokens)
-    return [*figures, *made_up()]
+    return figures
 
 
 async def compare(
-    side: subprocess.Popen[str], client: Client, num_groups: int, num_tokens: int, repeats: int
+    side: Side, client: Client, num_groups: int, num_tokens: int, repeats: int
 ) -> dict[str, list[Measured]]:
     """Returns what was measured of both, by name, once per repeat."""
     ways = {
@@ -126,12 +108,11 @@ async def compare(
     }
     rounds = max(LEAST_TOKENS // (num_groups * 8 * num_tokens), 1)
     found: dict[str, list[Measured]] = {name: [] for name in ways}
-    for repeat in range(repeats):
-        for name in sorted(ways, reverse=repeat % 2 == 1):
-            cpu_before = cpu_s(side.pid)
-            counts = [await ways[name]() for _ in range(rounds)]
-            tokens, seconds = map(sum, zip(*counts, strict=True))
-            found[name].append(Measured(int(tokens), seconds, cpu_s(side.pid) - cpu_before))
+    for name in in_turns(ways, repeats):
+        cpu_before = cpu_s(side.process.pid)
+        counts = [await ways[name]() for _ in range(rounds)]
+        tokens, seconds = map(sum, zip(*counts, strict=True))
+        found[name].append(Measured(int(tokens), seconds, cpu_s(side.process.pid) - cpu_before))
     return found
 
 
@@ -155,34 +136,6 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def made_up() -> list[Figure]:
-    """Returns the bytes per token of an answer with a large vocabulary, before and after
-    compression."""
-    rng = random.Random(0)
-    words = ["".join(rng.choices(ascii_lowercase, k=3)) + " " for _ in range(VOCABULARY)]
-    shares = [1 / rank for rank in range(1, VOCABULARY + 1)]
-
-    def rollout() -> Rollout:
-        ids = rng.choices(range(VOCABULARY), shares, k=512)
-        return Rollout(
-            text="".join(words[id] for id in ids),
-            token_ids=TokenIds(ids),
-            logprobs=Logprobs(-rng.expovariate(1.0) for _ in ids),
-            finish_reason="length",
-            spans=(Span(version=1, start=0),),
-        )
-
-    rollouts = tuple(rollout() for _ in range(8))
-    group = RolloutGroup(prompt_token_ids=TokenIds(PROMPT), rollouts=rollouts)
-    plain = codec.encode(group, codec.MSGPACK)
-    tokens, label = 8 * 512, "made up, 8 x 512 tokens"
-    packed_bytes = len(rendering.compressed(plain))
-    return [
-        Figure(f"{label}: bytes per token", len(plain) / tokens, "B"),
-        Figure(f"{label}: as sent", packed_bytes / tokens, "B", MOST_BYTES, "max"),
-    ]
-
-
 async def over_http(client: Client, num_groups: int, num_tokens: int) -> tuple[int, float]:
     """Returns the tokens and seconds of all groups, asked for at once."""
 
@@ -201,22 +154,11 @@ def sampling(num_tokens: int) -> Sampling:
     return Sampling(n=8, max_tokens=num_tokens)
 
 
-async def directly(
-    side: subprocess.Popen[str], num_groups: int, num_tokens: int
-) -> tuple[int, float]:
+async def directly(side: Side, num_groups: int, num_tokens: int) -> tuple[int, float]:
     """Returns the same of vLLM alone."""
-    assert side.stdin
     asked = {"num_groups": num_groups, "sampling": sampling(num_tokens).model_dump()}
-    side.stdin.write(json.dumps(asked) + "\n")
-    side.stdin.flush()
-    measured: dict[str, Any] = await _told(side)
+    measured: dict[str, Any] = await asyncio.to_thread(side.ask, asked)
     return measured["tokens"], measured["seconds"]
-
-
-async def _told(side: subprocess.Popen[str]) -> Any:
-    if (found := await asyncio.to_thread(told, side)) is None:
-        raise RuntimeError(f"the sampler's process ended with {side.wait()}")
-    return found
 
 
 if __name__ == "__main__":

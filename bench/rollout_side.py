@@ -13,24 +13,9 @@ from typing import Any
 
 from bench.side import quiet, serving
 from shared.settings import Settings
-from shared.wire import EngineSpec, ModelRequest, Sampling
+from shared.wire import ModelRequest, Sampling
 
 PROMPT = [4, 5, 6, 7, 8, 9, 10, 11]
-
-
-def write_model(folder: Path) -> None:
-    """Writes the model of `make demo-tiny`, untrained and for longer texts, which continue to their
-    limit: the token that would end them is beyond the model's vocabulary."""
-    from deploy.tiny_model import make_model, make_tokenizer
-
-    model: Any = make_model(0)
-    tokenizer: Any = make_tokenizer()
-    model.config.max_position_embeddings = 512  # its positions are rotary: no weight changes
-    tokenizer.add_special_tokens({"eos_token": "<never>"})
-    for config in (model.config, model.generation_config):  # vLLM stops by both
-        config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 async def direct(engine: Any, num_groups: int, sampling: Sampling) -> dict[str, float]:
@@ -66,7 +51,7 @@ async def serve(folder: Path) -> None:
     sampler = Sampler(VllmStarter(settings), (settings.runs_dir,), copies)
     service = create_service(settings, sampler)
     async with serving([service]) as (url,):
-        await sampler.put_model(ModelRequest(**_spec(folder).model_dump()))
+        await sampler.put_model(ModelRequest(model=str(folder / "model")))
         engine: Any = await sampler.ready_engine()
         print(json.dumps(url), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
@@ -74,10 +59,6 @@ async def serve(folder: Path) -> None:
             sampling = Sampling.model_validate(asked["sampling"])
             told = await direct(engine._llm, asked["num_groups"], sampling)
             print(json.dumps(told), flush=True)
-
-
-def _spec(folder: Path) -> EngineSpec:
-    return EngineSpec(model=str(folder / "model"))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The sides of a bench, each in a process of its own, which says what it measured as JSON: a line
-for each thing. And the services that a bench serves on free ports."""
+"""The sides of a bench: each in a process of its own, which says what it measured as JSON, a line
+for each thing; the services that a bench serves on free ports; and the random models."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -19,25 +21,61 @@ from shared.http.service import Service
 BEGINNINGS = ('{"', '["', '"')
 
 
-def start(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-    """Starts a side, with its stdin and stdout here."""
-    return subprocess.Popen(
-        command(module, *arguments),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        bufsize=1,
-        **options,
-    )
+@dataclass(frozen=True)
+class Side:
+    """A running side. `log` has its stderr, which is this process's without."""
+
+    process: subprocess.Popen[str]
+    log: Path | None
+
+    def told(self) -> Any:
+        """Returns what the side says next; vLLM may print other lines. Raises RuntimeError at its
+        end, with the last line of its log."""
+        assert self.process.stdout
+        for line in iter(self.process.stdout.readline, ""):
+            if line.startswith(BEGINNINGS):
+                return json.loads(line)
+        raise RuntimeError(self.last_line() or f"it ended with {self.process.wait()}")
+
+    def ask(self, question: Any) -> Any:
+        """Writes a line of JSON to the side's stdin; returns what it says next."""
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(question) + "\n")
+        self.process.stdin.flush()
+        return self.told()
+
+    def finish(self) -> None:
+        """Closes its stdin and waits for its end. Raises RuntimeError if it fails."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        if code := self.process.wait():
+            raise RuntimeError(f"it ended with exit code {code}: {self.last_line()}")
+
+    def last_line(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines() if self.log else []
+        return lines[-1] if lines else ""
 
 
-def told(side: subprocess.Popen[str]) -> Any | None:
-    """Returns what the side says next, None at its end. vLLM may print other lines."""
-    assert side.stdout
-    for line in iter(side.stdout.readline, ""):
-        if line.startswith(BEGINNINGS):
-            return json.loads(line)
-    return None
+@contextlib.contextmanager
+def running(
+    module: str, *arguments: str, log: Path | None = None, env: dict[str, str] | None = None
+) -> Generator[Side]:
+    """A side, which is terminated at the end."""
+    with contextlib.ExitStack() as files:
+        process = subprocess.Popen(
+            command(module, *arguments),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=files.enter_context(log.open("w")) if log else None,
+            text=True,
+            bufsize=1,
+            env=env,
+        )
+    try:
+        yield Side(process, log)
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def run(module: str, *arguments: str, limit_s: float) -> dict[str, Any]:
@@ -77,3 +115,22 @@ async def _serve(server: uvicorn.Server) -> None:
 def quiet() -> None:
     """Errors are logged, and nothing else."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+
+
+def random_model(hidden_size: int, *, seed: int = 0, **config: Any) -> Any:
+    """Returns a float32 model of Qwen2's architecture with random weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    shape = {
+        "hidden_size": hidden_size,
+        "num_attention_heads": hidden_size // 64,
+        "num_key_value_heads": max(1, hidden_size // 128),
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.Qwen2Config(**shape | config), attn_implementation="sdpa"
+    )

@@ -4,29 +4,23 @@
 
 A figure is the time of a step of all jobs, at once to one after the other: how many steps all jobs
 do per second between the moment when each has done its first step and the moment when the first has
-done its last, against a job alone. So loading a model is in neither; beside it stands the whole
-time from the first submission to the last end, with loading, as a user waits for it.
+done its last, against a job alone. Loading a model is in neither; beside it stands the whole time
+from the first submission to the last end.
 
-The jobs are like the job of `bench.loop` (random model, 16 prompts in groups of 8, 64 tokens
-exactly, a Python reward in the sandbox, float32) with an adapter of rank 8, on the stack that `hone
-up` starts with one sampler. A job trains with `max_staleness` 0, in turns with its sampling: where
-it trains the sampler is idle, and where it samples the trainer is. Shared, they work for the others
-then. On two cores, which both use, what is won is what one job alone leaves of them: waits of a
-request, of a disk, of a program that runs on one core, and that the sampler computes a token of
-three jobs in little more time than of one.
+The jobs are like the job of `bench.loop` with an adapter of rank 8, on a stack with one sampler. A
+job trains with `max_staleness` 0: while it trains, its sampler is idle, and the reverse; shared,
+they work for the other jobs then. On two cores, which both use, the gain is what one job leaves
+unused: the waits for requests, the disk and programs on one core, and that the sampler computes a
+token of three jobs in little more time than of one.
 
-The cost of a turn is the time in which the trainer exchanges one job's adapter, optimizer and
-random numbers for another's (`time/turn`), to the time of a step of one job alone.
-
-The last figures are no measurement here: they say what to expect of a GPU for sampling and one for
-training, where neither slows the other down, from the shares of a step measured here. The trainer
-is busy for at most all of the time, and so is the sampler, which takes `--batch-cost` of a job's
-time more for each further job.
+A turn is the time in which the trainer exchanges one job's adapter, optimizer and random numbers
+for another's (`time/turn`). The last figure is arithmetic: the time to expect of a GPU for sampling
+and one for training, from the shares of a step measured here, if the sampler takes `--batch-cost`
+of a job's time more for each further job.
 """
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 import tempfile
@@ -38,7 +32,7 @@ from statistics import fmean, median
 import hone
 from bench.grpo import document_of, finished, stack
 from bench.loop import TASKS, Task, write_task
-from bench.report import Figure, count, finish, ratios, repeated
+from bench.report import Figure, count, finish, in_turns, options, ratios, repeated
 from deploy.machine import exit_on_signals
 
 MOST_TIME = 0.7
@@ -62,44 +56,33 @@ class Turn:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__, repeats=3)
     parser.add_argument("--model", default="0.6M", choices=TASKS, help="default: 0.6M")
     parser.add_argument("--steps", type=count, default=12, help="of each job (default: 12)")
     parser.add_argument("--jobs", type=count, default=3, help="default: 3")
-    parser.add_argument("--repeats", type=count, default=3, help="default: 3")
     parser.add_argument("--batch-cost", type=float, default=BATCH_COST, help="default: 0.2")
     args = parser.parse_args()
     exit_on_signals(signal.SIGTERM)  # the stack ends too
-    task, apart, shared = TASKS[args.model], list[Turn](), list[Turn]()
+    task = TASKS[args.model]
+    ways = {way.__name__: way for way in (one_after_the_other, at_once)}
+    turns: dict[str, list[Turn]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as folder:
         write_task(Path(folder), task)
         adapters = {"HONE_ROLLOUT_ADAPTERS": str(args.jobs)}
         with stack(Path(folder), samplers=1, **adapters) as client:
             jobs = [job_of(Path(folder), task, args.steps, seed) for seed in range(args.jobs)]
             one_after_the_other(client, jobs[:1])  # the sampler's engine starts
-            for repeat in range(args.repeats):
-                ways = [(apart, one_after_the_other), (shared, at_once)]
-                for found, way in ways[:: 1 if repeat % 2 == 0 else -1]:
-                    found.append(way(client, jobs))
-                    print(f"{way.__name__}: {found[-1].whole_s:.1f} s", file=sys.stderr, flush=True)
-    return finish(
-        "tenants",
-        compare(apart, shared, args.jobs, args.batch_cost),
-        task=asdict(task),
-        jobs=args.jobs,
-        steps=args.steps,
-        repeats=args.repeats,
-        batch_cost=args.batch_cost,
-    )
+            for name in in_turns(ways, args.repeats):
+                turns[name].append(ways[name](client, jobs))
+                print(f"{name}: {turns[name][-1].whole_s:.1f} s", file=sys.stderr, flush=True)
+    figures = compare(turns, args.jobs, args.batch_cost)
+    return finish("tenants", figures, task=asdict(task), **vars(args))
 
 
-def compare(
-    apart: list[Turn], shared: list[Turn], num_jobs: int, batch_cost: float
-) -> list[Figure]:
+def compare(turns: dict[str, list[Turn]], num_jobs: int, batch_cost: float) -> list[Figure]:
+    apart, shared = turns.values()
     step_s = [1 / turn.steps_per_s for turn in apart]
-    turns = [turn.mean("time/turn") for turn in shared]
+    turn_s = [turn.mean("time/turn") for turn in shared]
     on_gpus = [expected(turn, num_jobs, batch_cost) for turn in apart]
     return [
         repeated(
@@ -109,7 +92,7 @@ def compare(
             MOST_TIME,
             "max",
         ),
-        repeated("a turn, to a step of one job", ratios(turns, step_s), "", MOST_TURN, "max"),
+        repeated("a turn, to a step of one job", ratios(turn_s, step_s), "", MOST_TURN, "max"),
         repeated(
             "with loading, from submission to end",
             ratios([turn.whole_s for turn in shared], [turn.whole_s for turn in apart]),
@@ -118,7 +101,7 @@ def compare(
         repeated("one after the other: step", step_s, "s"),
         repeated("of it generation", [turn.mean("time/generate") for turn in apart], "s"),
         repeated("of it training", [turn.mean("time/train") for turn in apart], "s"),
-        repeated("a turn", turns, "s"),
+        repeated("a turn", turn_s, "s"),
         repeated("expected with a GPU for each side: time of a step", on_gpus, "x"),
     ]
 

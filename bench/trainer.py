@@ -5,43 +5,38 @@ sequences.
 
 One measurement is a step without its optimizer: the passes over the batch, as each side cuts it
 into micro-batches, up to the gradient of every weight. The model is random, in float32, on this
-machine's CPU. It has the architecture of Qwen2.5 with a small body, so that most of the time goes
-to the output head, the loss and the batching, in which the sides differ. Tokens per second count
-prompt and completion tokens, without padding.
+machine's CPU, with the architecture of Qwen2.5. Tokens per second count prompt and completion
+tokens, without padding.
 
-The first task, `equal lengths`, needs no padding: the sides differ in the head, the shared prompt
-and the passes. In the next two tasks groups of 8 share a prompt and completions have log-normal
-lengths, so much of the difference is TRL's padding.
+In the first three tasks most of the time goes to the output head, the loss and the batching.
+`equal lengths` needs no padding: the sides differ in the head, the shared prompt and the passes. In
+the next two, groups of 8 share a prompt and completions have log-normal lengths, so much of the
+difference is TRL's padding. A third of the measured speed, or more than half of TRL's peak memory,
+misses a goal.
 
-The next four tasks are like what people train on: mathematics, code after a long prompt, few-shot
-prompts, conversations. Their model has 40 M parameters and a small vocabulary, so that the body
-takes most of the time. Hone is also compared with itself under `memory.shared_prefix = "off"`,
-which packs the same sequences without padding. The goal is 0.85 of the ratio of computed tokens.
-In the last task nothing is shared, and sharing may cost 3 % at most.
+The workloads are like what people train on: mathematics, code after a long prompt, few-shot
+prompts, conversations, with 40 M parameters and a small vocabulary, so that most of the time goes
+to the body. Hone is also compared with itself under `memory.shared_prefix = "off"`, which packs the
+same sequences without padding. The goal is 0.85 of the ratio of computed tokens. In the last one
+nothing is shared, and sharing may cost 3 % at most.
 
 What each side is given:
 
-- TRL: `GRPOTrainer` with its defaults of 8 sequences per micro-batch, its own `_compute_loss`,
-  entropies and metrics included. Padded as it pads: the whole batch to its longest prompt and
-  longest completion. Its head is `ChunkedLogProbFunction` on its path without Triton, plain torch
-  tiles over every position of the padded rows, which it takes wherever there is no GPU. With
-  Triton it runs other kernels, so these ratios say nothing about GPUs.
+- TRL: `GRPOTrainer` with its default of 8 sequences per micro-batch, its own `_compute_loss`,
+  entropies and metrics included, padded as it pads. Its head is `ChunkedLogProbFunction` on its
+  path without Triton, which it takes wherever there is no GPU: these ratios say nothing about GPUs.
 - Hone: a token budget equal to one such micro-batch; `Policy`, loss and metrics as an update
   calls them, `chunk_tokens` and `shared_prefix` at their defaults.
 - Neither: gradient checkpointing (TRL's default is on), bfloat16, a reference model.
 
-The last table is a simulation of how long ranks wait for one another (`trainer_ranks.py`).
-
-Each measurement is a process of its own, and the sides alternate. A figure is the median of the
-repeats, with the lowest and the highest; a ratio is taken within each repeat. Peak memory is the
-process's largest resident size during the step less its size before the step. All sides compute the
-same step, so losses are compared too, and gradients with TRL's. In the first three tasks, a third
-of the measured speed, or more than half of TRL's peak memory, misses a goal.
+Each measurement is a process of its own, and a ratio is taken within a repeat. Peak memory is the
+process's largest resident size during the step less its size before. All sides compute the same
+step, so losses are compared too, and gradients with TRL's. The last figures simulate how long
+ranks wait for one another (`trainer_ranks.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict, replace
@@ -49,7 +44,7 @@ from statistics import median
 from typing import Any
 
 from bench import trainer_ranks
-from bench.report import Figure, count, finish, ratios, repeated, table
+from bench.report import Figure, finish, in_turns, options, ratios, repeated, table
 from bench.side import run
 from bench.trainer_side import Task
 
@@ -68,10 +63,11 @@ def workload(prompt: int, completion: int, group_size: int, **others: Any) -> Ta
     return replace(BASE, **(given | others))
 
 
+VARIED = Task(vocab_size=32_000, num_prompts=2)
 TASKS = {
-    "equal lengths": Task(vocab_size=32_000, num_prompts=2, same_length=True),
-    "32k": Task(vocab_size=32_000, num_prompts=2),
-    "152k": Task(vocab_size=152_000, num_prompts=2),
+    "equal lengths": replace(VARIED, prompt=(64, 64), completion=128, spread=0),
+    "32k": VARIED,
+    "152k": replace(VARIED, vocab_size=152_000),
 }
 WORKLOADS = {
     "math 128/512 x 16": workload(128, 512, 16),
@@ -82,16 +78,24 @@ WORKLOADS = {
 }
 """Tasks in which Hone is also compared with itself: prompt / completion x group."""
 
-GOALS = {
-    "equal lengths": {"speed": 1.5, "memory": 0.5},
-    "32k": {"speed": 3.5, "memory": 0.5},
-    "152k": {"speed": 4.0, "memory": 0.5},
-}
+GOALS = {"equal lengths": (1.5, 0.5), "32k": (3.5, 0.5), "152k": (4.0, 0.5)}
 """Hone relative to TRL: least tokens per second, and most peak memory."""
 
 MIN_OF_PROMISED, MIN_UNSHARED = 0.85, 0.97
 """Least speed relative to `off`, divided by the ratio of computed tokens: with shared prefixes, and
 without any."""
+
+COLUMNS = {
+    "seconds": "step s",
+    "head_forward_s": "head forward",
+    "head_backward_s": "head backward",
+    "micro_batches": "micro-batches",
+    "body_tokens": "tokens run",
+    "num_tokens": "of them real",
+    "head_positions": "positions scored",
+    "num_completion_tokens": "completion tokens",
+}
+"""Of the table of where the time goes, by the key of a measurement."""
 
 LIMIT_S = 1800.0
 SIDES = ("hone", "trl")
@@ -99,14 +103,8 @@ Runs = dict[str, list[dict[str, Any]]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="only `equal lengths`: about four minutes"
-    )
-    parser.add_argument("--repeats", type=count, default=5, help="default: 5")
-    args = parser.parse_args()
+    quick = "only `equal lengths`: about four minutes"
+    args = options(__doc__, repeats=5, quick=quick).parse_args()
     tasks = dict(list(TASKS.items())[:1]) if args.quick else TASKS | WORKLOADS
     results = {
         name: alternate(task, args.repeats, ("hone", "off", "trl") if name in WORKLOADS else SIDES)
@@ -114,7 +112,6 @@ def main() -> int:
     }
     for name, runs in results.items():
         print(f"\n{name}: where the time goes (medians of {args.repeats})\n{breakdown(runs)}\n")
-    print(f"\n{trainer_ranks.shown()}\n")
     figures = [figure for name, runs in results.items() for figure in compare(name, runs)]
     figures += trainer_ranks.figures()
     sizes = {name: asdict(task) for name, task in tasks.items()}
@@ -122,38 +119,27 @@ def main() -> int:
 
 
 def alternate(task: Task, repeats: int, sides: tuple[str, ...]) -> Runs:
-    """Returns each side's measurements. Each repeat reverses the order of the sides."""
+    """Returns each side's measurements."""
     runs: Runs = {side: [] for side in sides}
-    for repeat in range(repeats):
-        for side in sorted(runs, reverse=bool(repeat % 2)):
-            given = json.dumps(asdict(task))
-            runs[side].append(run("bench.trainer_side", side, given, limit_s=LIMIT_S))
+    given = json.dumps(asdict(task))
+    for side in in_turns(sides, repeats):
+        runs[side].append(run("bench.trainer_side", side, given, limit_s=LIMIT_S))
     return runs
 
 
 def compare(name: str, runs: Runs) -> list[Figure]:
     """Returns the figures of one task; figures with a goal come first."""
-    goals = GOALS.get(name, {})
+    min_speed, max_memory = GOALS.get(name, (None, None))
     rates = {side: [run["num_tokens"] / run["seconds"] for run in runs[side]] for side in runs}
     memory = {side: [run["peak_bytes"] / 2**20 for run in runs[side]] for side in runs}
     cpu = {side: [run["cpu_s"] for run in runs[side]] for side in runs}
     pairs = list(zip(runs["hone"], runs["trl"], strict=True))
+    speeds, sizes = ratios(rates["hone"], rates["trl"]), ratios(memory["hone"], memory["trl"])
     losses = [abs(hone["loss"] - trl["loss"]) for hone, trl in pairs]
     norms = [abs(hone["grad_norm"] / trl["grad_norm"] - 1) for hone, trl in pairs]
     return [
-        repeated(
-            f"{name}: tokens per second, Hone to TRL",
-            ratios(rates["hone"], rates["trl"]),
-            "x",
-            goals.get("speed"),
-        ),
-        repeated(
-            f"{name}: peak memory, Hone to TRL",
-            ratios(memory["hone"], memory["trl"]),
-            "x",
-            goals.get("memory"),
-            "max",
-        ),
+        repeated(f"{name}: tokens per second, Hone to TRL", speeds, "x", min_speed),
+        repeated(f"{name}: peak memory, Hone to TRL", sizes, "x", max_memory, "max"),
         *(compare_off(name, rates, memory, runs) if "off" in runs else ()),
         repeated(f"{name}: difference of the losses", losses, "", 1e-5, "max"),
         repeated(f"{name}: difference of the gradients' norms", norms, "", 1e-5, "max"),
@@ -170,14 +156,12 @@ def compare_off(
     speeds = ratios(rates["hone"], rates["off"])
     promised = middle(runs["off"], "body_tokens") / middle(runs["hone"], "body_tokens")
     of_promise = [speed / promised for speed in speeds]
-    losses = [
-        abs(on["loss"] - off["loss"]) for on, off in zip(runs["hone"], runs["off"], strict=True)
-    ]
+    pairs = zip(runs["hone"], runs["off"], strict=True)
+    losses = [abs(on["loss"] - off["loss"]) for on, off in pairs]
+    share = f"{name}: speed, Hone to off, as a share of {promised:.2f} x"
     goal = MIN_UNSHARED if promised < 1.01 else MIN_OF_PROMISED
     return [
-        repeated(
-            f"{name}: speed, Hone to off, as a share of {promised:.2f} x", of_promise, "", goal
-        ),
+        repeated(share, of_promise, "", goal),
         repeated(f"{name}: speed, Hone to off", speeds, "x"),
         repeated(f"{name}: peak memory, Hone to off", ratios(memory["hone"], memory["off"]), "x"),
         repeated(f"{name}: difference of the losses, Hone to off", losses, "", 1e-5, "max"),
@@ -186,31 +170,11 @@ def compare_off(
 
 def breakdown(runs: Runs) -> str:
     """Returns the table of seconds by part of the step, and of the tokens of each kind."""
-    rows = []
-    for side, all_runs in runs.items():
-        m = {key: middle(all_runs, key) for key in all_runs[0]}
-        rest_s = m["seconds"] - m["head_forward_s"] - m["head_backward_s"]
-        seconds = (m["seconds"], m["head_forward_s"], m["head_backward_s"], rest_s)
-        counts = (
-            m["micro_batches"],
-            m["body_tokens"],
-            m["num_tokens"],
-            m["head_positions"],
-            m["num_completion_tokens"],
-        )
-        rows.append(
-            (side, *(f"{value:.2f}" for value in seconds), *(f"{value:.0f}" for value in counts))
-        )
-    header = (
-        "side",
-        "step s",
-        "head forward",
-        "head backward",
-        "body, loss",
-        "micro-batches",
-        "tokens run",
-    )
-    return table(rows, (*header, "of them real", "positions scored", "completion tokens"))
+    rows = [
+        (side, *(f"{middle(of_side, key):.6g}" for key in COLUMNS))
+        for side, of_side in runs.items()
+    ]
+    return table(rows, ("side", *COLUMNS.values()))
 
 
 def middle(runs: list[dict[str, Any]], key: str) -> float:

@@ -12,10 +12,10 @@ import sys
 from dataclasses import dataclass
 from math import log
 
-from bench.report import Figure, finish, table
+from bench.report import Figure, finish, options
 from services.trainer.learning.packing import MicroBatches, cost, pack_shared
 
-NUM_RANKS = (1, 2, 4, 8)
+NUM_RANKS = 8
 BUDGET_TOKENS = 16384
 MIN_USEFUL = 0.93
 
@@ -77,30 +77,18 @@ def _time(ranks: MicroBatches, lengths: list[int], shared: list[int]) -> float:
 def figures() -> list[Figure]:
     return [
         Figure(
-            f"{name}: useful share of {NUM_RANKS[-1]} ranks' time",
-            useful_share(batch, NUM_RANKS[-1]),
+            f"{name}{'' if share else ', off'}: useful share of {NUM_RANKS} ranks' time",
+            useful_share(batch, NUM_RANKS, share=share),
             "",
             MIN_USEFUL,
         )
         for name, batch in BATCHES.items()
-    ]
-
-
-def shown() -> str:
-    """Returns the table by number of ranks, with and without shared prefixes."""
-    rows = [
-        (
-            f"{name}{'' if share else ', off'}",
-            *(f"{useful_share(batch, num, share=share):.3f}" for num in NUM_RANKS),
-        )
-        for name, batch in BATCHES.items()
         for share in (True, False)
     ]
-    return table(rows, ("useful share of the ranks' time", *(f"{num} ranks" for num in NUM_RANKS)))
 
 
 def main() -> int:
-    print(f"{shown()}\n")
+    options(__doc__).parse_args()
     return finish("trainer_ranks", figures(), num_ranks=NUM_RANKS, budget_tokens=BUDGET_TOKENS)
 
 

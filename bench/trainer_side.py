@@ -26,6 +26,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from bench.side import random_model
+from bench.trl_side import CLIP_HIGH, CLIP_LOW, CONFIG
 from shared.job import Job
 from shared.wire import Example, Logprobs, TokenIds
 
@@ -34,11 +36,11 @@ PAD, EOS = 0, 1
 
 @dataclass(frozen=True)
 class Task:
-    """What all sides get. `rows` sequences are one of TRL's micro-batches (its default is 8). With
-    `same_length` nothing needs padding. The own part of a prompt has `prompt` tokens, from the
-    least to the most; before it stand `in_common` tokens, the same in all prompts. Completions have
-    a log-normal length of median `completion`, at most `max_tokens`. `shared`: Hone computes a
-    shared prefix once."""
+    """What all sides get. `rows` sequences are one of TRL's micro-batches (its default is 8). The
+    own part of a prompt has `prompt` tokens, from the least to the most; before it stand
+    `in_common` tokens, the same in all prompts. Completions have a log-normal length of median
+    `completion` and this `spread`, at most `max_tokens`. `shared`: Hone computes a shared prefix
+    once."""
 
     vocab_size: int
     num_prompts: int
@@ -46,10 +48,10 @@ class Task:
     rows: int = 8
     hidden_size: int = 256
     num_layers: int = 4
-    same_length: bool = False
     prompt: tuple[int, int] = (32, 96)
     in_common: int = 0
     completion: int = 90
+    spread: float = 0.7
     max_tokens: int = 256
     shared: bool = False
     seed: int = 0
@@ -79,20 +81,14 @@ class Step:
 def make_model(task: Task) -> Any:
     """Returns a random float32 model of Qwen2.5's architecture, with tied embeddings and a small
     body."""
-    torch.manual_seed(task.seed)
-    config = transformers.Qwen2Config(
+    return random_model(
+        task.hidden_size,
+        seed=task.seed,
         vocab_size=task.vocab_size,
-        hidden_size=task.hidden_size,
         intermediate_size=task.hidden_size * 11 // 2,
         num_hidden_layers=task.num_layers,
-        num_attention_heads=task.hidden_size // 64,
-        num_key_value_heads=max(1, task.hidden_size // 128),
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    ).eval()
 
 
 def make_examples(task: Task) -> list[Example]:
@@ -108,10 +104,10 @@ def make_examples(task: Task) -> list[Example]:
     in_common = [*ids(task.in_common)]
     for _ in range(task.num_prompts):
         drawn = int(torch.randint(least, most + 1, (1,), generator=random))
-        prompt = TokenIds([*in_common, *ids(64 if task.same_length else drawn)])
+        prompt = TokenIds([*in_common, *ids(drawn)])
         for _ in range(task.group_size):
-            drawn = task.completion * math.exp(0.7 * float(torch.randn((), generator=random)))
-            length = 128 if task.same_length else int(min(max(drawn, 8), task.max_tokens))
+            normal = task.spread * float(torch.randn((), generator=random))
+            length = int(min(max(task.completion * math.exp(normal), 8), task.max_tokens))
             noise = 0.1 * torch.randn(length, generator=random)
             examples.append(
                 Example(
@@ -144,7 +140,7 @@ def hone_step(task: Task, model: Any, examples: list[Example]) -> Step:
             "data": {"train": "none"},
             "rewards": [{"grader": "none"}],
             "sampling": {"max_tokens": task.max_tokens},
-            "training": {"loss": "dapo", "clip_low": 0.2, "clip_high": 0.28},
+            "training": {"loss": "dapo", "clip_low": CLIP_LOW, "clip_high": CLIP_HIGH},
             "correction": {"ratio_base": "sampler"},
             "memory": {
                 "micro_batch_tokens": budget,
@@ -206,16 +202,8 @@ def trl_step(task: Task, model: Any, examples: list[Example]) -> Step:
                 per_device_train_batch_size=task.rows,
                 gradient_accumulation_steps=num_steps,
                 num_generations=max(2, task.group_size),  # TRL takes no groups of one
-                epsilon=0.2,
-                epsilon_high=0.28,
-                loss_type="dapo",
-                temperature=1.0,
-                beta=0.0,
                 max_completion_length=task.max_tokens,
-                gradient_checkpointing=False,
-                bf16=False,
-                use_cpu=True,
-                report_to=[],
+                **CONFIG,
             ),
             train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * len(examples)}),
             processing_class=transformers.PreTrainedTokenizerFast(
@@ -305,16 +293,8 @@ def measure(side: str, task: Task) -> dict[str, Any]:
     model = make_model(task)
     make_step = trl_step if side == "trl" else hone_step
     task = replace(task, shared=side == "hone")
-    short = [
-        e.model_copy(
-            update={
-                "token_ids": TokenIds(e.token_ids[:8]),
-                "old_logprobs": Logprobs(e.old_logprobs[:8]),
-            }
-        )
-        for e in make_examples(task)
-    ]
-    make_step(task, model, short[: max(task.rows, task.group_size)]).run()
+    few = max(task.rows, task.group_size)
+    make_step(task, model, make_examples(replace(task, max_tokens=8))[:few]).run()
     if side != "trl":
         model.set_attn_implementation("sdpa")  # the next step chooses its layout again
     model.zero_grad(set_to_none=True)

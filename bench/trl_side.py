@@ -1,6 +1,6 @@
 """TRL's side of a comparison: a process that trains by TRL's `GRPOTrainer` as many steps as a line
-on stdin asks for, prints what they took, and waits for the next line. `Recipe` (`recipe.py`) has
-the settings that Hone's side (`grpo.py`) gets too.
+on stdin asks for, prints what they took, and waits for the next line. `Recipe` has the settings of
+all sides.
 
     python -m bench.trl_side transformers|vllm FOLDER '{"num_prompts": 16, ...}' [SAVE]
 
@@ -16,11 +16,46 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TextIO
 
-from bench.recipe import CLIP_HIGH, CLIP_LOW, KV_CACHE_GIB, Recipe
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+KV_CACHE_GIB = 1
+CONFIG: dict[str, Any] = {
+    "temperature": 1.0,
+    "loss_type": "dapo",
+    "epsilon": CLIP_LOW,
+    "epsilon_high": CLIP_HIGH,
+    "beta": 0.0,
+    "gradient_checkpointing": False,
+    "bf16": False,
+    "use_cpu": True,
+    "report_to": [],
+}
+"""What every `GRPOConfig` has here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The settings of a training run, the same for every side. A step samples `group_size`
+    completions of at most `max_tokens` for each of `num_prompts` rows, in the order of the file,
+    and makes one optimizer step on all of them. `reward` is the function's name in `reward.py`.
+    TRL's micro-batch has `rows` sequences; 0: all of a step."""
+
+    num_prompts: int
+    group_size: int = 8
+    max_tokens: int = 64
+    learning_rate: float = 1e-6
+    seed: int = 0
+    reward: str = "reward"
+    rows: int = 0
+
+    @property
+    def num_samples(self) -> int:
+        """Completions of a step."""
+        return self.num_prompts * self.group_size
 
 
 class Measured:
@@ -153,21 +188,13 @@ def train(generation: str, folder: Path, recipe: Recipe, save: Path | None, out:
             gradient_accumulation_steps=recipe.num_samples // (recipe.rows or recipe.num_samples),
             num_generations=recipe.group_size,
             max_completion_length=recipe.max_tokens,
-            temperature=1.0,
             learning_rate=recipe.learning_rate,
             lr_scheduler_type="constant",
-            loss_type="dapo",
-            epsilon=CLIP_LOW,
-            epsilon_high=CLIP_HIGH,
-            beta=0.0,
             use_vllm=generation == "vllm",
             vllm_importance_sampling_correction=False,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=True,
             save_strategy="no",
             disable_tqdm=True,
-            report_to=[],
+            **CONFIG,
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,

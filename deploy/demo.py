@@ -30,7 +30,7 @@ from rich.table import Table
 from deploy import local, machine, supervisor
 from deploy.plot import plot_learning_curve
 from hone import Client, Job, load_job
-from hone.rollout_view import prompt_text, shown
+from hone.reports import prompt_text, shown
 from hone.view import Follower, duration
 from shared.errors import BadRequest, Failed, HoneError
 from shared.host import nvidia

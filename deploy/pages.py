@@ -1,5 +1,5 @@
 """The parts of the documentation that `make docs` writes: docs/graders.md, from the texts of `hone
-explain` for each grader; docs/migrating.md; the rooms of the orchestrator in docs/architecture.md,
+explain` for each grader; docs/pages.md; the rooms of the orchestrator in docs/architecture.md,
 with what each imports (`tests/unit/test_imports.py` holds their order); the parameters of
 `hone.Trainer` in docs/trainer.md; and the metrics of a step in docs/observability.md, from the file
 that the page reads."""
@@ -10,14 +10,15 @@ import ast
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from deploy import migrating
 from hone.commands.explain import Explanation, find
-from hone.trainer.joint import JOINT
-from hone.trainer.single import CONVERTED, SAME
-from hone.trainer.training_arguments import REFUSED, WITHOUT_EFFECT
+from hone.importing import trl
+from hone.importing.importing import FRAMEWORKS
+from hone.importing.table import Framework, Row
+from hone.trainer.parameters import JOINT
+from hone.trainer.single import CONVERTED, REFUSED, SAME, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[1]
 ORCHESTRATOR = ROOT / "services/orchestrator"
@@ -156,9 +157,96 @@ def with_metrics(page: str) -> str:
     return _between(page, BEGIN_METRICS, END_METRICS, "\n".join(["", *rows, "", ""]))
 
 
+# --- docs/migrating.md ---------------------------------------------------------------------------
+
+MIGRATING = ROOT / "docs/migrating.md"
+HEADS = {
+    2: ("| their key | here |", "|---|---|"),
+    3: ("| their key | here | why |", "|---|---|---|"),
+}
+
+MIGRATING_BEGINNING = """# From another trainer
+
+`hone import` makes a job of a configuration of TRL, OpenRLHF, verl or prime-rl, and lists what has
+no counterpart. `make docs` writes this page from the tables that it uses.
+
+    .venv/bin/hone import config.yaml --to job.toml  # YAML, TOML or JSON, of any of them
+    .venv/bin/hone import -- trl grpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name a/b
+    .venv/bin/hone import -- python3 -m verl.trainer.main_ppo data.train_batch_size=256
+    .venv/bin/hone import -o json config.yaml        # the job, and every key that has none, as data
+
+Scripts are not read. Of a shell script, paste the command that starts the trainer after `--`, with
+its variables replaced; a variable that is left is listed. A Python script that calls TRL runs with
+`from hone import Trainer as GRPOTrainer` ([`trainer.md`](trainer.md)), or its arguments go after
+`--`.
+
+Comments before the job say which name each key had, and what differs. A value that the trainer
+has by default, and a job has not, is written too. What the user must say is a comment, "fill in":
+rewards that are code of another signature, a number that depends on the data. A key that is in no
+table below is listed as "not translated", as is a value without a counterpart. The exit code is 0
+as long as the configuration can be read.
+
+- **Batches.** TRL and prime-rl count completions, verl and a job count prompts, OpenRLHF's rollout
+  batch counts prompts and its training batch completions. TRL's is multiplied by the processes:
+  `--processes 8`, unless the command line says it. A step of a job is a batch of
+  `prompts_per_step * group_size` completions, and `minibatches * epochs` optimizer steps.
+- **Ranges.** `clip_low` and `clip_high` are distances from 1. A trainer with one range has both.
+- **Averages.** A mean over tokens of an optimizer step is "dapo", with several minibatches "bnpo";
+  a mean of sequences' means is "grpo"; a sum over a constant length is "dr_grpo".
+- **KL in the reward** becomes a part of the loss, "k3_true". In the reward a token answers for the
+  divergence of all later tokens too, in the loss for its own alone.
+- **Where it runs** (GPUs, memory of samplers) is a setting of the stack: `hone import` says which.
+"""
+
+TRL_NAMES = """What surrounds a GRPOConfig. Its own names are
+[the parameters of `hone.Trainer`](trainer.md#parameters)."""
+
+
+def migrating_page() -> str:
+    """Returns docs/migrating.md, made of the tables of hone/importing/."""
+    return "\n".join(
+        [MIGRATING_BEGINNING, *(_trainer_section(each) for each in FRAMEWORKS.values())]
+    )
+
+
+def _trainer_section(framework: Framework) -> str:
+    parts = [f"## {framework.title}", *([TRL_NAMES] if framework is trl.TRL else [])]
+    parts += [_rows(2, _counterparts(framework.rows))]
+    parts += ["No counterpart, unless the value changes nothing:", _rows(3, _lacking(framework))]
+    ignored = ", ".join(f"`{name}`" for name in framework.ignored)
+    return "\n\n".join([*parts, f"Not needed here:\n\n| names |\n|---|\n| {ignored} |"]) + "\n"
+
+
+def _rows(width: int, rows: Iterator[tuple[str, ...]]) -> str:
+    return "\n".join(
+        [*HEADS[width], *(f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in rows)]
+    )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _counterparts(rows: Mapping[str, Row]) -> Iterator[tuple[str, ...]]:
+    for name, row in rows.items():
+        if row.here:
+            here = ", ".join(f"`{key}`" for key in row.here.split(","))
+            yield f"`{name}`", here
+
+
+def _lacking(framework: Framework) -> Iterator[tuple[str, ...]]:
+    for name, row in framework.rows.items():
+        if not row.here:
+            yield f"`{name}`", _neutral(row.neutral), row.why
+
+
+def _neutral(values: tuple[object, ...]) -> str:
+    return f"none but {json.dumps(values[0])}" if values else "none"
+
+
 if __name__ == "__main__":
     GRADERS.write_text(page())
-    migrating.PAGE.write_text(migrating.page())
+    MIGRATING.write_text(migrating_page())
     ARCHITECTURE.write_text(drawn(ARCHITECTURE.read_text()))
     TRAINER.write_text(with_parameters(TRAINER.read_text()))
     OBSERVABILITY.write_text(with_metrics(OBSERVABILITY.read_text()))

@@ -23,7 +23,7 @@ from pydantic import SecretStr
 
 from deploy.machine import exit_on_signals
 from hone.reward_service import reward_service
-from hone.trainer import to_trl
+from hone.trainer import simple
 from services.orchestrator.api.rows import check_rows
 from services.orchestrator.grpo.estimates import problem_metrics
 from services.orchestrator.grpo.held_out import Answers, prefixed_metrics
@@ -308,7 +308,7 @@ def _trainer(job: Job, run: SimpleRun) -> Any:
         """Has the job's learning rates."""
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            peak, updates = job.learning_rate or 1.0, to_trl.updates(job)
+            peak, updates = job.learning_rate or 1.0, simple.updates(job)
             trained: Any = optimizer or self.optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
                 trained,
@@ -322,16 +322,16 @@ def _trainer(job: Job, run: SimpleRun) -> Any:
 
         def on_log(self, _: Any, state: Any, *__: Any, logs: Any, **___: Any) -> None:
             if "loss" in logs:
-                run.end_step(state.global_step // to_trl.updates(job), logs)
+                run.end_step(state.global_step // simple.updates(job), logs)
 
-    arguments = to_trl.grpo_arguments(job)
+    arguments = simple.grpo_arguments(job)
     arguments["bf16"] &= torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     config = GRPOConfig(
         **arguments,
         output_dir=str(run.folder.path / "trl"),
         reward_weights=[each.weight for each in job.rewards],
         shuffle_dataset=False,  # the rows are in the job's order
-        logging_steps=to_trl.updates(job),
+        logging_steps=simple.updates(job),
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

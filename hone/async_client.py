@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel
 
-from hone import following
+from hone import calling
 from hone.calling import URL, Calls, body_of, check_text, job_of
 from shared import wire
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable
@@ -22,8 +22,8 @@ from shared.explain import shown
 from shared.wire.pages import MAX_ROWS
 
 if TYPE_CHECKING:  # imported where they are used, because most calls do not need them
-    from hone.downloading import Downloaded, Progress
-    from hone.resuming import Resumed
+    from hone.calling import Resumed
+    from hone.long_calls import Downloaded, Progress
     from shared.job import EvaluatedModel, Job, RewardSpec
 
 SUBMIT_DEADLINE_S = 1800.0
@@ -153,9 +153,9 @@ class AsyncClient:
     async def resume_all(self) -> tuple[Resumed, ...]:
         """Queues every paused job again, oldest first, jobs that a person paused included. Returns
         the result for each: a job that cannot be resumed does not hold up the others."""
-        from hone import resuming
+        from hone import calling
 
-        return await resuming.resume_all(self)
+        return await calling.resume_all(self)
 
     async def delete(self, job: str, *, files: bool = False) -> wire.JobDeleted:
         """Forgets a job that has ended, with its events. `files` removes its run folder and the
@@ -263,12 +263,12 @@ class AsyncClient:
         and its `[evaluation]`. A model is a dict of `model` and perhaps `revision` and `name`, as
         in `evaluation.models` of a job. Submits a job of 0 steps, and waits for its end. `progress`
         is called every two seconds with the state. If the call is interrupted, the job is
-        cancelled. Raises Failed if the job fails or is cancelled, and `hone.evaluating.Paused` if
+        cancelled. Raises Failed if the job fails or is cancelled, and `hone.long_calls.Paused` if
         it is paused."""
-        from hone import evaluating
+        from hone import long_calls
 
-        submitted = await self.submit(evaluating.evaluation_of(job_of(job), models))
-        return await evaluating.follow(self, submitted.id, progress)
+        submitted = await self.submit(long_calls.evaluation_of(job_of(job), models))
+        return await long_calls.follow(self, submitted.id, progress)
 
     async def push(
         self, job: str, rollouts: Sequence[Mapping[str, Any]], **group: Any
@@ -310,7 +310,7 @@ class AsyncClient:
         after job and step: the files that plain `transformers` loads, and with `state` the training
         state. After an interruption another call resumes. `progress` is called with each file's
         bytes so far."""
-        from hone.downloading import download
+        from hone.long_calls import download
         from shared.weights.folders import folder_name
 
         job_id = await self._id(job)
@@ -368,7 +368,7 @@ class AsyncClient:
             after = page[-1].id if page else after
             if not follow:
                 return
-        goes_on = following.follow if follow else following.pages
+        goes_on = calling.follow if follow else calling.pages
         async with contextlib.aclosing(
             goes_on(self._calls.client, job_id, after, progress)
         ) as stream:
@@ -471,7 +471,7 @@ class AsyncClient:
         after = newest[-1].id if newest else "0"
         while not _is_at_rest(record := await self.get(job_id)):
             async with contextlib.aclosing(
-                following.follow(self._calls.client, job_id, after)
+                calling.follow(self._calls.client, job_id, after)
             ) as stream:
                 async for _ in stream:
                     pass

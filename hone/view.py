@@ -174,7 +174,7 @@ def _status(record: JobSummary) -> str:
 
 def job_details(record: JobRecord) -> Group:
     """Returns the job's record as a table, and below it the report of a job of 0 steps."""
-    from hone import evaluating, evaluation_view
+    from hone import long_calls, reports
 
     table = Table("", "", box=None, show_header=False, pad_edge=False)
     rows: dict[str, Any] = {
@@ -204,8 +204,8 @@ def job_details(record: JobRecord) -> Group:
     for name, value in rows.items():
         if value is not None:
             table.add_row(name, escape(str(value)))
-    report = evaluating.report_in(record)
-    return Group(table, *(["", evaluation_view.report(report)] if report else []))
+    report = long_calls.report_in(record)
+    return Group(table, *(["", reports.evaluation_report(report)] if report else []))
 
 
 def what_next(record: JobRecord) -> Text:
@@ -234,7 +234,7 @@ def what_next(record: JobRecord) -> Text:
 def dry_run(tried: DryRun) -> Text:
     """Returns the text of a dry run: the job's data, and its first prompts as the model would read
     them."""
-    from hone.plan_view import plan_lines
+    from hone.reports import plan_lines
 
     train = "a stream of problems" if tried.num_train is None else f"{tried.num_train} problems"
     if not tried.job.trains:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Generator
 from typing import Any
 
-from hone.agents.results import AgentFailed
+from hone.agents.working import AgentFailed
 from shared.errors import BadRequest
 
 MODEL = "policy"

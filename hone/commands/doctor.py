@@ -13,7 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import httpx2 as httpx
 import typer
@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from rich.text import Text
 
 from hone import host, stack
-from hone.installed import ENGINES, check_installed, engines_of, version_of
 from hone.shell import FAILED, Output, OutputOption, command, connect, job_names, saying, show
+from hone.stack import ENGINES, check_installed, engines_of, version_of
 from shared.errors import BadRequest, HoneError, how_to_install
 from shared.host import nvidia
 from shared.http.client import Client
@@ -30,6 +30,9 @@ from shared.http.connecting import proxy_headers
 from shared.http.urls import REGISTERED
 from shared.settings import Settings, load_settings
 from shared.wire import CheckedWeights, FindingList, NoBody, RegisteredSampler, SamplerList
+
+if TYPE_CHECKING:
+    from shared.wire import Evidence, ExperimentReport, Finding, FindingList
 
 MIN_FREE_GIB = 2.0
 
@@ -107,7 +110,7 @@ def doctor(
 
 
 def _diagnose(job: str, weights: bool, output: Output) -> None:
-    from hone.finding_view import findings_text
+    from hone.commands.doctor import findings_text
 
     if weights:
         raise BadRequest("--weights checks the samplers of this stack; leave the job out")
@@ -122,7 +125,7 @@ def _diagnose(job: str, weights: bool, output: Output) -> None:
 
 
 def _experiment(job: str | None, output: Output) -> None:
-    from hone.finding_view import experiments_text
+    from hone.commands.doctor import experiments_text
 
     if job is None:
         raise BadRequest("--experiments are with a job's samplers; name the job")
@@ -382,3 +385,67 @@ async def _service(client: httpx.AsyncClient, name: str, url: str) -> Check:
     waiting = [said for said in dependencies.values() if not said.get("ok")]
     starts = bool(waiting) and all(said.get("starting") for said in waiting)
     return Check(name, "starting" if starts else "fault", detail)
+
+
+# --- findings ------------------------------------------------------------------------------------
+
+LEVELS = {"problem": "bold red", "warning": "yellow", "notice": "cyan"}
+
+SHOWN_VALUES = 5
+"""Values of a metric that are shown, the newest ones; `-o json` has all."""
+
+
+def findings_text(listed: FindingList) -> Text:
+    """Returns the findings, the worst first, each with its cause, remedy and evidence."""
+    at = f"{listed.job_id}: {listed.status}, step {listed.step}"
+    if not listed.findings:
+        return Text(f"{at}: nothing is wrong")
+    head = "well, and worth knowing:" if listed.well else "not well:"
+    blocks = [Text(f"{at}: {head}"), *map(_finding, listed.findings)]
+    return Text("\n\n").join(blocks)
+
+
+def _finding(finding: Finding) -> Text:
+    since = "" if finding.since_step is None else f" since step {finding.since_step}"
+    lines = [
+        Text.assemble((finding.level.upper(), LEVELS[finding.level]), f" {finding.code}{since}"),
+        Text(f"  {printable(finding.title)}", style="bold"),
+        Text(f"  cause: {printable(finding.cause)}"),
+        Text(f"  do:    {printable(finding.remedy)}"),
+        *(Text(f"  seen:  {_evidence(each)}", style="dim") for each in finding.evidence),
+    ]
+    return Text("\n").join(lines)
+
+
+def _evidence(evidence: Evidence) -> str:
+    values = ", ".join(f"{value:.4g}" for value in evidence.values[-SHOWN_VALUES:])
+    steps = evidence.steps[-SHOWN_VALUES:]
+    where = "" if not steps else f" of step {steps[-1]}"
+    if len(steps) > 1:
+        where = f" of steps {steps[0]} to {steps[-1]}"
+    told = [part for part in (values, printable(evidence.text)) if part]
+    return f"{evidence.metric}{where}: {'; '.join(told)}"
+
+
+def experiments_text(report: ExperimentReport) -> Text:
+    """Returns each experiment with its result, and the causes that are left."""
+    told = {True: ("agrees", "green"), False: ("DIFFERS", "bold red"), None: ("not known", "dim")}
+    lines = [Text(f"{report.job_id}, version {report.version}:")]
+    for one in report:
+        word, style = told[one.agrees]
+        nats = ""
+        if one.difference is not None and one.allowed is not None:
+            nats = f" by {one.difference:.3g} nats of {one.allowed:.3g} that rounding may make"
+        detail = f" ({printable(one.detail)})" if one.detail else ""
+        at = f" at {printable(one.sampler)}" if one.sampler else ""
+        lines.append(
+            Text.assemble((f"{word:10}", style), (one.name, "bold"), f"{at}{nats}{detail}")
+        )
+    causes = report.causes or ("the experiments do not tell",)
+    lines += [Text(f"cause: {printable(cause)}") for cause in causes]
+    return Text("\n").join(lines)
+
+
+def printable(text: str) -> str:
+    """Returns the text in one line, with control characters as escapes such as `\\x1b`."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

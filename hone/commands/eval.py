@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from hone import evaluating, evaluation_view
+from hone import long_calls, reports
 from hone.client import Client
 from hone.commands.submit import accepted
 from hone.shell import (
@@ -30,7 +30,7 @@ from shared.job import JOB_ID, EvaluatedModel, Job
 from shared.job.file import make_job
 from shared.wire import EvaluationReport
 
-ANY = {"name": evaluating.NAME, "model": "any/model", "steps": 0}
+ANY = {"name": long_calls.NAME, "model": "any/model", "steps": 0}
 """Keys of a job without a file. Its model is replaced."""
 
 
@@ -88,25 +88,25 @@ def eval(
     with connect() as client:
         job = _job(client, file, data, grader, changes)
         found = [_model(client, model) for model in models]
-        record = accepted(client, evaluating.evaluation_of(job, found), None, None)
+        record = accepted(client, long_calls.evaluation_of(job, found), None, None)
         for line in (*(f"warning: {each}" for each in record.warnings), f"job {record.id}"):
             say(line)
         report = _followed(client, record.id)
-    show(output, report, lambda: evaluation_view.report(report))
+    show(output, report, lambda: reports.evaluation_report(report))
 
 
 def _followed(client: Client, job_id: str) -> EvaluationReport:
     try:
         with err.status("evaluating") as status:
             return client.run(
-                lambda asynchronous: evaluating.follow(
+                lambda asynchronous: long_calls.follow(
                     asynchronous, job_id, lambda told: status.update(escape(told.message))
                 )
             )
     except KeyboardInterrupt as error:
         say(f"interrupted: job {job_id} is being cancelled")
         raise typer.Exit(INTERRUPTED) from error
-    except evaluating.Paused as error:
+    except long_calls.Paused as error:
         say(f"hone: {error.detail}")
         raise typer.Exit(PAUSED) from error
 

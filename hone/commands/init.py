@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 from pydantic import BaseModel
 from rich.text import Text
 
-from hone.first_job.lengths import Lengths, fitted
-from hone.first_job.looking import READERS, Reward, Row, Source, look
-from hone.first_job.writing import Draft, content, job_text, own_text
+from hone.first_job import READERS, Layout, Lengths, Reward, Row, Source, fitted, look
 from hone.shell import Output, OutputOption, command, say, show
 from shared.errors import BadRequest
 from shared.job import name_of
 from shared.job.file import load_job
 
 if TYPE_CHECKING:
-    from shared.templates import PromptReader
+    from shared.templates import Content, PromptReader
 
 REWARDS: tuple[Reward, ...] = get_args(Reward)
 
@@ -236,3 +235,288 @@ def _next(written: Written) -> list[str]:
         f"  hone run {written.job}                 starts a stack if there is none, and trains",
         f"  hone submit --dry-run {written.job}    only checks the job, on a stack that runs",
     ]
+
+
+# --- the text of the job -------------------------------------------------------------------------
+
+WIDTH = 44
+"""Columns of a line before its comment."""
+
+STEPS, PROMPTS, GROUP, HELD_OUT = 200, 32, 8, 200
+
+NO_EVAL = '# eval = "..."'
+
+OF_HUB = {
+    "config": "which part of the data set",
+    "train_split": "the rows to train on",
+    "eval_split": "the held-out rows",
+}
+"""Purpose of the keys that a Hub data set needs besides its name."""
+
+TASKS: dict[Reward, str] = {
+    "math": "Think step by step. Put the final answer into \\boxed{}.",
+    "code": "Answer with one Python code block that has the whole solution.",
+}
+"""The instruction on the form of the answer, if the grader needs one."""
+
+RUBRIC = "Is this a good answer to the question? 10 for right, complete and clear; 0 for useless."
+
+OWN = '''"""The reward of the job beside this file. It is tried on one completion by
+
+    hone grade --file {file} --completion "..." --row '{row}'
+"""
+
+
+def reward(completions, {column}**columns):
+    """Returns a number for each completion: the more, the better. None: does not apply."""
+    return [{call} for {names}]
+
+
+def score(text{argument}):
+    {body}
+
+
+def text_of(completion):
+    """A completion of a chat is a list of messages, else it is text."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+'''
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A first job: findings and choices. `has_template` None: it is not known here whether the
+    model has a chat template. `lengths` None: nothing was measured."""
+
+    name: str
+    model: str
+    source: Source
+    reward: Reward
+    has_template: bool | None = None
+    lengths: Lengths | None = None
+    judge_model: str = ""
+    own_file: str = ""
+
+    @property
+    def is_chat(self) -> bool:
+        return self.has_template is not False
+
+    @property
+    def task(self) -> str | None:
+        """The instruction to the model beside the problem."""
+        return None if self.source.layout.has_system else TASKS.get(self.reward)
+
+
+def content(draft: Draft, row: Mapping[str, object]) -> Content:
+    """Returns the prompt that the job makes of a row."""
+    layout = draft.source.layout
+    value = row.get(layout.prompt)
+    said = [*_said(value, layout)]
+    if not draft.is_chat:
+        return f"{said[-1]['content']}{_ending(draft)}"
+    if draft.task:
+        return [{"role": "system", "content": draft.task}, *said]
+    return said if layout.is_chat else str(value)
+
+
+def _said(value: object, layout: Layout) -> Sequence[Mapping[str, object]]:
+    """Returns the messages of a prompt. If the conversation ends with its answer, the same messages
+    as `_messages` takes."""
+    if not layout.is_chat or not isinstance(value, list):
+        return [{"role": "user", "content": str(value)}]
+    messages = cast(list[Mapping[str, object]], value)
+    if not layout.is_answered:
+        return messages
+    return [*(messages[:1] if layout.has_system else []), *messages[-2:-1]]
+
+
+def job_text(draft: Draft) -> str:
+    """Returns the job file."""
+    lines = [
+        "# Made by `hone init`. `hone explain KEY` says what a key means, and which others there",
+        "# are; `hone submit --dry-run` checks the job and shows its first prompts.",
+        "",
+        _line("name", draft.name, "of the run folder"),
+        _line("model", draft.model, "a folder, or a Hugging Face id"),
+        _line("steps", STEPS, "batches to train on; data.epochs counts passes instead"),
+        *(
+            [_line("max_model_len", found.max_model_len, f"the model holds {found.window} tokens")]
+            if (found := draft.lengths)
+            else []
+        ),
+        "",
+        "[data]",
+        *_data(draft),
+        "",
+        "[sampling]",
+        *_sampling(draft),
+        "",
+        "[[rewards]]",
+        *TABLES[draft.reward](draft),
+        "",
+        "[training]",
+        _beside("# learning_rate = 1e-6", "the default; 1e-5 with a section [lora]"),
+    ]
+    if draft.source.eval:
+        count = len(draft.source.held_out)
+        lines += [
+            "",
+            "[evaluation]",
+            _line("every", 25, "steps; also before the first and after the last"),
+            _line("num_prompts", min(count or HELD_OUT, HELD_OUT), "held-out problems, the first"),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def own_text(draft: Draft) -> str:
+    """Returns the text of the user's own reward file."""
+    if draft.source.layout.answer is None:
+        return OWN.format(
+            file=draft.own_file,
+            row="{}",
+            column="",
+            call="score(text_of(completion))",
+            names="completion in completions",
+            argument="",
+            body="return 1 / (1 + len(text) / 1000)  # the shorter the better: say what you want",
+        )
+    return OWN.format(
+        file=draft.own_file,
+        row='{"answer": "42"}',
+        column="answer, ",
+        call="score(text_of(completion), wanted)",
+        names="completion, wanted in zip(completions, answer)",
+        argument=", wanted",
+        body='return float(str(wanted).rpartition("####")[2].strip() in text)',
+    )
+
+
+def _data(draft: Draft) -> list[str]:
+    source, layout = draft.source, draft.source.layout
+    lines = [_line("train", source.train, "a row per problem")]
+    if source.eval:
+        lines.append(_line("eval", source.eval, "held-out problems, never trained on"))
+    else:
+        lines.append(_beside(NO_EVAL, "held-out problems, never trained on"))
+    lines += [_line(key, value, OF_HUB[key]) for key, value in source.more.items()]
+    renamed = _renamed(draft)
+    if renamed:
+        shown = ", ".join(f"{new} = {_toml(old)}" for new, old in renamed.items())
+        lines.append(_beside(f"columns = {{ {shown} }}", "name in the job = column in the data"))
+    if not draft.is_chat:
+        text = f"{{{{ {_last_said(layout)} }}}}{_ending(draft)}"
+        lines.append(_line("template", text, "the model has no chat template"))
+    elif draft.task:
+        lines.append(_line("system_prompt", draft.task, "said to the model before each problem"))
+    if draft.is_chat and layout.is_answered:
+        lines += _messages(layout)
+    return lines
+
+
+def _renamed(draft: Draft) -> dict[str, str]:
+    """Returns the job's names for columns with other names."""
+    layout = draft.source.layout
+    wanted = {"prompt": layout.prompt} if draft.is_chat and not layout.is_answered else {}
+    if draft.reward in ("math", "function") and layout.answer:
+        wanted["answer"] = layout.answer
+    if draft.reward == "code" and layout.tests:
+        wanted["tests"] = layout.tests
+    return {new: old for new, old in wanted.items() if new != old}
+
+
+def _messages(layout: Layout) -> list[str]:
+    """Returns the lines that make a prompt from a conversation that ends with its answer."""
+    roles = {"system": f'row["{layout.prompt}"][0].content'} if layout.has_system else {}
+    roles["user"] = f'row["{layout.prompt}"][-2].content'
+    lines: list[str] = []
+    for role, said in roles.items():
+        text = "{{ " + said + " }}"
+        lines += [
+            "",
+            _beside("[[data.messages]]", "one message of the prompt, in order"),
+            _line("role", role, "who says it"),
+            _line("content", text, "what is said, from columns of the row"),
+        ]
+    return lines
+
+
+def _last_said(layout: Layout) -> str:
+    column = f'row["{layout.prompt}"]'
+    if not layout.is_chat:
+        return column
+    return f"{column}[{-2 if layout.is_answered else -1}].content"
+
+
+def _ending(draft: Draft) -> str:
+    return f"\n\n{draft.task}\n\n" if draft.task else "\n"
+
+
+def _sampling(draft: Draft) -> list[str]:
+    count, found = len(draft.source.rows), draft.lengths
+    lines = [
+        _line("prompts_per_step", min(count or PROMPTS, PROMPTS), "problems per step"),
+        _line("group_size", GROUP, "completions of each, compared with each other"),
+    ]
+    if found is None:
+        most = 1024 if draft.reward == "code" else 512
+        return [*lines, _line("max_tokens", most, "of a completion; nothing was measured")]
+    answers = f"; right answers have up to {found.answer}" if found.answer else ""
+    lines.append(_line("max_tokens", found.max_tokens, f"of a completion{answers}"))
+    if found.num_overlong:
+        why = f"{found.num_overlong} of {found.num_prompts} prompts leave no room for max_tokens"
+        lines.append(_line("overlong_prompts", "drop", why))
+    return lines
+
+
+def _math(draft: Draft) -> list[str]:
+    return [_line("grader", "math", "1 for an answer equal to the row's, else 0")]
+
+
+def _code(draft: Draft) -> list[str]:
+    lines = [_line("grader", "code_tests", "1 for a program that passes the row's tests, else 0")]
+    layout = draft.source.layout
+    if layout.entry_point:
+        prompt = next((new for new, old in _renamed(draft).items() if old == layout.prompt), None)
+        named = {"entry_point": layout.entry_point, "prefix": prompt or layout.prompt}
+        shown = ", ".join(f"{key} = {_toml(column)}" for key, column in named.items())
+        lines.append(_beside(f"params = {{ {shown} }}", "columns that the tests need"))
+    return lines
+
+
+def _judge(draft: Draft) -> list[str]:
+    column = "prompt" if "prompt" in _renamed(draft) else draft.source.layout.prompt
+    question = "{{ item." + column + " }}"
+    rubric = f"{RUBRIC}\n\nQuestion: {question}\n\nAnswer: {{{{ sample.output_text }}}}"
+    return [
+        _line("grader", "llm_judge", "what a language model thinks of it, 0 to 1"),
+        "",
+        _beside("[rewards.params]", "HONE_JUDGE_URL and HONE_JUDGE_API_KEY say where it is"),
+        _line("model", draft.judge_model, "which one judges"),
+        _line("rubric", rubric, "what it is asked"),
+    ]
+
+
+def _function(draft: Draft) -> list[str]:
+    return [
+        _line("file", draft.own_file, "your own code; it travels with the job"),
+        _line("function", "reward", "in that file"),
+    ]
+
+
+TABLES: dict[Reward, Callable[[Draft], list[str]]] = {
+    "math": _math,
+    "code": _code,
+    "judge": _judge,
+    "function": _function,
+}
+
+
+def _line(key: str, value: object, comment: str) -> str:
+    return _beside(f"{key} = {_toml(value)}", comment)
+
+
+def _beside(text: str, comment: str) -> str:
+    return f"{text:<{WIDTH - 2}}  # {comment}"
+
+
+def _toml(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)

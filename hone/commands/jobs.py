@@ -1,27 +1,39 @@
-"""Listing and changing jobs: `hone ls`, `get`, `cancel`, `pause`, `resume`, `rm`."""
+"""Jobs: `hone ls`, `get`, `cancel`, `pause`, `resume`, `rm`; what a job does and did: `hone logs`;
+and `hone wait`, for scripts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from hone import view
+from hone.async_client import NotEnded
 from hone.shell import (
     FAILED,
+    INTERRUPTED,
+    PAUSED,
+    TIMED_OUT,
     JobArgument,
     Output,
     OutputOption,
+    as_json,
     command,
     connect,
+    err,
+    out,
     say,
     show,
 )
 from shared.errors import BadRequest
 from shared.wire import TERMINAL, JobStatus
+from shared.wire.pages import MAX_LAST
 
 if TYPE_CHECKING:
-    from hone.resuming import Resumed
+    from hone.calling import Resumed
+    from hone.client import Client
+    from shared.wire import JobRecord
 
 NO_JOBS = "no jobs yet; `hone submit JOB.toml` starts one"
 NONE_PAUSED = "no job is paused"
@@ -136,3 +148,86 @@ def rm(
         deleted = client.delete(job, files=files)
     what = "and its run folder are" if files else "is"
     show(output, deleted, lambda: f"job {deleted.id} {what} removed")
+
+
+# --- what a job does and did ---------------------------------------------------------------------
+
+
+@command
+def logs(
+    job: JobArgument,
+    following: Annotated[
+        bool, typer.Option("-f", "--follow", help="continue until the job ends or pauses")
+    ] = False,
+    last: Annotated[
+        int | None, typer.Option("-n", min=1, max=MAX_LAST, help="only the last so many")
+    ] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Show what happened to a job.
+
+    With -f it exits 0 if the job succeeded, 1 if not, and 3 if it is paused."""
+    with connect() as client:
+        if following:
+            follow(client, job, output, last)
+            return
+        events = list(client.events(job, last=last))
+    if output is Output.json:
+        as_json(events)
+        return
+    follower = view.Follower(Console(force_terminal=False))
+    for event in events:
+        follower.show(event)
+
+
+def follow(client: Client, job: str, output: Output, last: int | None = None) -> None:
+    """Shows a job's events, or the last ones and what follows, until it has ended or is paused, and
+    exits as `show_end` does. Ctrl-C leaves it running."""
+    job = client.get(job).id
+    try:
+        if output is Output.json:
+            for event in client.events(job, last=last, follow=True):
+                as_json(event)
+        else:
+            with view.Follower(out) as follower:
+                told = client.events(job, last=last, follow=True, progress=follower.progress)
+                for event in told:
+                    follower.show(event)
+    except KeyboardInterrupt as error:
+        hint = f"`hone logs -f {job}` watches it again, `hone cancel {job}` stops it"
+        err.print(f"\ndetached; job {job} continues. {hint}.", highlight=False)
+        raise typer.Exit(INTERRUPTED) from error
+    show_end(client.get(job), output)
+
+
+def show_end(record: JobRecord, output: Output) -> None:
+    """Shows how a job ended, and what the user can do next; exits 1 if it did not succeed, and 3 if
+    it is paused."""
+    if output is Output.table:
+        out.print(view.job_details(record))
+        out.print(view.what_next(record), soft_wrap=True, highlight=False)
+    if record.status != "succeeded":
+        raise typer.Exit(PAUSED if record.status == "paused" else FAILED)
+
+
+@command
+def wait(
+    job: JobArgument,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", min=0, help="seconds, after which it exits 124")
+    ] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Wait for a job to end or pause.
+
+    Shows what became of it. Exits 0 if it succeeded, 1 if not, 3 if it is paused, and 124 if it
+    continues after --timeout seconds."""
+    with connect() as client:
+        try:
+            record = client.wait(job, timeout_s=timeout_s)
+        except NotEnded as error:
+            say(f"hone: {error.detail}")
+            raise typer.Exit(TIMED_OUT) from error
+    if output is Output.json:
+        as_json(record)
+    show_end(record, output)

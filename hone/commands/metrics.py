@@ -1,7 +1,12 @@
-"""`hone metrics`: what was measured at each step, of one job or of several side by side."""
+"""`hone metrics` and `hone plot`: what was measured at each step, of one job or of several side by
+side, as a table, and as curves in the terminal or in a picture."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,12 +14,12 @@ from pydantic import BaseModel
 
 from hone import view
 from hone.shell import JobsArgument, Output, OutputOption, command, connect, show
-from shared.errors import BadRequest
+from hone.view import compared_curves, text_curve
+from shared.errors import BadRequest, Failed
 from shared.wire import MetricsList
 
 if TYPE_CHECKING:
     from shared.wire import MetricsRow
-
 
 COMPARED = ["reward", "eval/reward"]
 
@@ -69,3 +74,41 @@ def _names(keys: str, rows: tuple[MetricsRow, ...]) -> list[str]:
 def _only(row: MetricsRow, names: list[str]) -> MetricsRow:
     kept = {name: row.metrics[name] for name in names if name in row.metrics}
     return row.model_copy(update={"metrics": kept})
+
+
+# --- curves --------------------------------------------------------------------------------------
+
+
+@command
+def plot(
+    job: JobsArgument,
+    png: Annotated[Path | None, typer.Option("--png", help="writes a picture to this file")] = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Show a job's learning curve, or several jobs' in one picture.
+
+    It is the reward of the job's steps, and of held-out problems; of several jobs, one of the
+    two."""
+    with connect() as client:
+        records = [client.get(each) for each in job]
+        metrics = {record.id: client.metrics(record.id) for record in records}
+    if len(metrics) == 1:
+        (own,), title = metrics.values(), records[0].name
+        body, text = own, partial(text_curve, own.rows, records[0].id)
+    else:
+        body, title = Compared(jobs=metrics), ", ".join(record.name for record in records)
+        text = partial(compared_curves, metrics)
+    if png is not None:
+        _draw(body, png, title)
+    show(output, body, lambda: f"wrote {png}" if png else text())
+
+
+def _draw(metrics: BaseModel, png: Path, title: str) -> None:
+    """Draws in a process of its own: the command imports no plotting library."""
+    command = [sys.executable, "-m", "deploy.plot", "-", "--out", str(png), "--title", title]
+    drawn = subprocess.run(
+        command, input=metrics.model_dump_json(), text=True, capture_output=True, check=False
+    )
+    if drawn.returncode:
+        why = (drawn.stderr.strip().splitlines() or ["no reason was given"])[-1]
+        raise Failed(f"{str(png)!r} was not drawn: {why}; without --png it is shown here")

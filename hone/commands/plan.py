@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from hone import reward_service
-from hone.plan_view import plan_lines
+from hone.reports import plan_lines
 from hone.shell import (
     JobFileArgument,
     Output,

@@ -1,17 +1,20 @@
-"""`hone submit`: a job from its file to the queue."""
+"""`hone submit`: a job from its file to the queue. `hone run`: to its end, on a stack that is
+started if there is none."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hone import view
+from hone import stack, view
 from hone.client import Client
-from hone.commands.logs import follow
-from hone.plan_view import estimate_line
+from hone.commands.jobs import follow
+from hone.commands.stack import FolderOption
+from hone.reports import estimate_line
 from hone.shell import (
     INTERRUPTED,
     JobFileArgument,
@@ -21,6 +24,7 @@ from hone.shell import (
     as_json,
     command,
     connect,
+    err,
     job_in,
     out,
     page_of,
@@ -31,6 +35,9 @@ from hone.shell import (
 from shared.errors import HoneError, Unavailable
 from shared.job import Job
 from shared.wire import JobRecord
+
+if TYPE_CHECKING:
+    from shared.job import Job
 
 CHECKING = "checking the job's data, model and rewards"
 
@@ -132,3 +139,43 @@ def _say_more(client: Client, record: JobRecord, job: Job) -> None:
         estimate = f"not planned: {error.detail}"
     for line in (*(f"warning: {each}" for each in record.warnings), estimate):
         out.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
+
+
+# --- from submission to end ----------------------------------------------------------------------
+
+
+@command
+def run(
+    file: JobFileArgument = Path("job.toml"),
+    overrides: OverridesOption = None,
+    folder: FolderOption = stack.FOLDER,
+    simple: Annotated[
+        bool, typer.Option("--simple", help="by TRL's GRPOTrainer, without a stack")
+    ] = False,
+    output: OutputOption = Output.table,
+) -> None:
+    """Submit a job and follow it to its end.
+
+    Starts the stack first if there is none; it stays up. With --simple TRL's GRPOTrainer trains
+    the job here; Ctrl-C ends it."""
+    job = job_in(file, overrides)
+    if simple:
+        _by_trl(job, output)
+        return
+    if started := stack.ensure(folder):
+        err.print(f"the stack in {folder} stays up; `hone down` stops it", highlight=False)
+    with connect(folder if started else stack.FOLDER) as client:
+        submit_and_follow(client, job, output)
+
+
+def _by_trl(job: Job, output: Output) -> None:
+    from hone.trainer.simple import Simple
+
+    run = Simple().start(job, {})
+    if output is Output.json:
+        for event in run.events():
+            as_json(event)
+        run.wait()
+        return
+    run.follow()
+    out.print(f"checkpoint  {run.checkpoint()}", soft_wrap=True, highlight=False)

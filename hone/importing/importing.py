@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from hone.importing import trl
 from hone.importing.openrlhf import OPENRLHF
 from hone.importing.prime_rl import PRIME_RL
-from hone.importing.reading import of_file, of_words
-from hone.importing.table import Draft, Framework, Lacking, convert
+from hone.importing.table import Draft, Framework, Lacking, convert, of_file, of_words
 from hone.importing.verl import VERL
 from shared.errors import BadRequest
 from shared.job import name_of

@@ -8,12 +8,9 @@ from collections.abc import Sequence
 from typing import Any, cast, get_args
 
 from hone.importing import table as t
-from hone.importing.reading import flat
-from hone.importing.table import Draft, LacksError, Values, default
-from hone.trainer.joint import JOINT_NAMES, NO_BOUND
-from hone.trainer.parameters import translate
-from hone.trainer.single import CONVERTED, SAME, key_of
-from hone.trainer.training_arguments import REFUSED, WITHOUT_EFFECT
+from hone.importing.table import Draft, LacksError, Values, default, flat
+from hone.trainer.parameters import JOINT_NAMES, NO_BOUND, translate
+from hone.trainer.single import CONVERTED, REFUSED, SAME, WITHOUT_EFFECT, key_of
 from shared.errors import BadRequest
 from shared.job import TrainingSpec
 

@@ -1,5 +1,6 @@
 """The mode Simple: TRL's `GRPOTrainer` trains the job in a process here, without a stack.
-`deploy/simple.py` is that process."""
+`deploy/simple.py` is that process. The job becomes the parameters of a `trl.GRPOConfig`: the
+inverse of parameters.py. What TRL has no parameter for is refused, a sentence for each key."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Self
 
-from hone.installed import check_installed, version_of
-from hone.trainer import to_trl
+from hone.stack import check_installed, version_of
 from hone.trainer.dataset import Problems
 from hone.trainer.modes import Mode
-from hone.trainer.progress import view_here
-from hone.trainer.run import Measured, TrainOutput
+from hone.trainer.run import Measured, TrainOutput, view_here
+from hone.trainer.single import SAME
 from shared.errors import BadRequest, Failed, how_to_install
 from shared.explain import shown
 from shared.host.processes import ending_with_parent
@@ -47,7 +48,7 @@ class Simple(Mode):
         folder: Any = self.folder
         if folder is not None and (not isinstance(folder, str | Path) or Path(folder).is_file()):
             raise BadRequest(f"folder is {shown(folder)}; expected a folder, or one to be made")
-        to_trl.check(job)
+        check(job)
 
     def start(self, job: Job, sources: Mapping[str, Problems]) -> SimpleRun:
         """Returns the run, as soon as its process has begun. Raises BadRequest for what TRL cannot
@@ -185,3 +186,175 @@ class SimpleRun(Measured):
     def _why(self) -> str:
         said = (self.path / LOG).read_text(errors="replace").strip()[-LOG_SHOWN:]
         return self._read("record.json").get("error") or f"its output ends: {said}"
+
+
+# --- a job as parameters of TRL ------------------------------------------------------------------
+
+NAMES = (
+    *("num_generations", "max_completion_length", "temperature", "chat_template_kwargs"),
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "beta"),
+    *("delta", "sapo_temperature_pos", "sapo_temperature_neg", "importance_sampling_level"),
+    *("mask_truncated_completions", "gradient_checkpointing"),
+)
+"""Names of the table `SAME` that TRL has too."""
+
+ITSELF = "the model that is trained samples, in the same process"
+
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "environment": ((None,), "this mode samples one answer for a prompt"),
+    "teacher": ((None,), "TRL's GRPO has no teacher"),
+    "max_staleness": ((0,), ITSELF),
+    "drain_before_sync": ((False,), ITSELF),
+    "weight_sync": (("auto",), ITSELF),
+    "sync_every": ((1,), ITSELF),
+    "sampling.stop": (((),), "a completion ends at the model's own end tokens"),
+    "sampling.stop_token_ids": (((),), "a completion ends at the model's own end tokens"),
+    "sampling.overlong_prompts": (("error",), "TRL leaves out and cuts no prompts"),
+    "sampling.repeatable": ((False,), "TRL seeds a run, not each completion"),
+    "sampling.keep_prefixes": ((False,), ITSELF),
+    "sampling.refills": ((0,), "TRL replaces no groups"),
+    "difficulty.skip_right": ((0,), "TRL skips no problems"),
+    "difficulty.skip_wrong": ((0,), "TRL skips no problems"),
+    "advantages.baseline": (("mean",), "TRL's baseline is the mean of the group"),
+    "advantages.credit": (("episode",), "TRL gives all tokens of a completion one advantage"),
+    "warmup.steps": ((0,), "each step of TRL's GRPO samples"),
+    "training.objective": (("rl",), "TRL's GRPO learns from rewards"),
+    "training.start_from": ((None,), "TRL begins with the model; name the checkpoint as model"),
+    "training.loss": (
+        ("dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo"),
+        'TRL has it as loss "grpo" with importance "sequence"',
+    ),
+    "training.max_log_ratio": ((20.0,), "TRL does not clamp the ratio's logarithm"),
+    "training.kl": (("k3", "k3_true"), "TRL estimates the divergence by these"),
+    "training.on_nonfinite": (("stop",), "TRL takes the step in any case, and the run then stops"),
+    "training.dtype": (
+        ("auto", "float32"),
+        'TRL would keep the weights themselves in it, which "auto" does not',
+    ),
+    "correction.method": (("auto", "none"), ITSELF),
+    "correction.ratio_base": (("trainer",), ITSELF),
+    "stop.target": ((None,), "TRL trains all steps"),
+    "stop.max_tokens": ((None,), "TRL trains all steps"),
+    "stop.max_hours": ((None,), "TRL trains all steps"),
+    "stop.max_cost": ((None,), "TRL trains all steps"),
+    "wandb": ((None,), "metrics.jsonl of the run folder has all metrics"),
+}
+"""Keys that TRL has no parameter for: the values that it can have, and why no others."""
+
+
+def check(job: Job) -> None:
+    """Raises BadRequest with a sentence for each key that TRL has no parameter for."""
+    faults = [
+        f"{key} is {shown(value)}, expected {' or '.join(map(repr, allowed))}: {why}"
+        for key, (allowed, why) in REFUSED.items()
+        if (value := attrgetter(key)(job)) not in allowed
+    ]
+    if faults := [*faults, *_faults(job)]:
+        raise BadRequest(f"TRL cannot run the job {job.name!r}: {'; '.join(faults)}")
+
+
+def _faults(job: Job) -> list[str]:
+    sampling, training = job.sampling, job.training
+    faults: list[str] = []
+    if not job.trains:
+        faults.append("steps is 0, expected 1 or more: `hone eval` evaluates")
+    if sampling.group_size < 2:
+        faults.append("sampling.group_size is 1, expected 2 or more: TRL compares completions")
+    if job.needs_masks:
+        faults.append(
+            'correction.truncated_sampling is "refuse", expected "accept" with top_p, top_k or '
+            "min_p: TRL's log-probs are over the whole vocabulary"
+        )
+    if job.advantages.combine == "normalize_then_sum" and job.advantages.std != "group":
+        faults.append(
+            f'advantages.std is {job.advantages.std!r}, expected "group" with combine '
+            '"normalize_then_sum": TRL divides each reward by its deviation in the group'
+        )
+    if training.dual_clip is not None and training.dual_clip < 1 + training.clip_high:
+        faults.append(
+            f"training.dual_clip is {training.dual_clip:g}, expected 1 + clip_high or more: TRL "
+            "bounds by it where the advantage is positive too"
+        )
+    if training.beta and training.kl == "k3_true" and training.importance == "sequence":
+        faults.append(
+            'training.kl is "k3_true", expected "k3" with importance "sequence": TRL multiplies '
+            "each token's divergence by its sequence's ratio"
+        )
+    if (completions := sampling.prompts_per_step * sampling.group_size) % training.minibatches:
+        faults.append(
+            f"training.minibatches is {training.minibatches}, expected a divisor of the step's "
+            f"{completions} completions"
+        )
+    elif training.loss == "bnpo" and _batches(job)["gradient_accumulation_steps"] > 1:
+        faults.append(
+            'training.loss is "bnpo", expected "dapo", or memory.micro_batch_tokens for all of an '
+            "update: TRL averages over each micro-batch's tokens"
+        )
+    names = [reward.label for reward in job.rewards if reward.shaping]
+    return faults + [
+        f"shaping of the reward {name!r} is true, expected false: TRL trains on all differences"
+        for name in names
+    ]
+
+
+def grpo_arguments(job: Job) -> dict[str, Any]:
+    """Returns the parameters of a `trl.GRPOConfig` that learns what the job says on one device.
+    `data` and `lora` are none of its parameters, and deploy/simple.py has the schedule of learning
+    rates, since TRL's begins at 0 and ends above the least. The job has passed `check`."""
+    training, sampling = job.training, job.sampling
+    return {
+        **{name: attrgetter(SAME[name])(job) for name in NAMES},
+        **_batches(job),
+        **_clipping(job),
+        "learning_rate": job.learning_rate,
+        "num_iterations": training.epochs,
+        "max_steps": job.steps * updates(job),
+        "multi_objective_aggregation": job.advantages.combine,
+        "scale_rewards": job.advantages.std,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p or None,
+        "use_bias_correction_kl": training.kl == "k3_true",
+        "vllm_importance_sampling_correction": False,
+        "router_aux_loss_coef": 0.0,
+        "disable_dropout": not (job.lora and job.lora.dropout),  # it would disable LoRA's too
+        "bf16": training.dtype == "auto",
+        "model_init_kwargs": _model(job),
+        "seed": job.seed % 2**32,
+    }
+
+
+def updates(job: Job) -> int:
+    """Returns how many optimizer steps a step of the job has."""
+    return job.training.minibatches * job.training.epochs
+
+
+def _batches(job: Job) -> dict[str, int]:
+    """As many completions at a time as `memory.micro_batch_tokens` surely holds."""
+    share = job.sampling.prompts_per_step * job.sampling.group_size // job.training.minibatches
+    longest = job.max_model_len or 2 * job.sampling.max_tokens
+    most = min(max(job.memory.micro_batch_tokens // longest, 1), share)
+    at_a_time = next(size for size in range(most, 0, -1) if share % size == 0)
+    parts = share // at_a_time
+    return {
+        "per_device_train_batch_size": at_a_time,
+        "gradient_accumulation_steps": parts,
+        "steps_per_generation": parts * job.training.minibatches,
+    }
+
+
+def _clipping(job: Job) -> dict[str, Any]:
+    training = job.training
+    high = training.clip_high + (1 if training.loss == "cispo" else 0)
+    return {"loss_type": training.loss, "epsilon": training.clip_low, "epsilon_high": high}
+
+
+def _model(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if job.training.dtype == "float32":
+        found["dtype"] = "float32"
+    if job.model_revision:
+        found["revision"] = job.model_revision
+    if job.memory.attention != "auto":
+        found["attn_implementation"] = job.memory.attention
+    return found

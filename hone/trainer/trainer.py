@@ -23,9 +23,8 @@ from typing import Any, Literal, overload
 
 from hone.trainer import parameters
 from hone.trainer.dataset import Problems, problems
-from hone.trainer.environments import environment_of
 from hone.trainer.modes import Local, Mode
-from hone.trainer.rewards import packages_of, rewards_of
+from hone.trainer.rewards import environment_of, packages_of, rewards_of
 from hone.trainer.run import Run, TrainOutput
 from hone.trainer.simple import Simple, SimpleRun
 from shared.errors import BadRequest

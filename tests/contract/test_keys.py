@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import hone
 from hone.cli import app
-from hone.commands import keys as commands
+from hone.commands import stack
 from services.orchestrator.api.access import Keys
 from services.orchestrator.app import create_service
 from services.orchestrator.store.store import Store
@@ -281,7 +281,7 @@ def test_keys_are_made_listed_and_revoked_by_commands(
         return result.output
 
     logs.to_stderr()
-    monkeypatch.setattr(commands, "connect", lambda: contextlib.nullcontext(client))
+    monkeypatch.setattr(stack, "connect", lambda: contextlib.nullcontext(client))
     assert run("list") == "no keys yet; `hone keys create NAME` makes one\n"
     made = run("create", "dashboard", "--read-only").splitlines()
     assert SECRET.fullmatch(made[0])

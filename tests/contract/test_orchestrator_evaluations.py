@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hone import evaluating
+from hone import long_calls
 from hone.async_client import AsyncClient
 from services.orchestrator.api import history
 from services.orchestrator.store.records import Submission
@@ -346,7 +346,7 @@ async def test_an_interrupted_call_of_the_client_cancels_the_evaluation(
 async def test_the_client_says_that_the_evaluation_is_paused_or_cancelled(
     stack: Stack, client: AsyncClient
 ) -> None:
-    for action, kind in (("pause", evaluating.Paused), ("cancel", Failed)):
+    for action, kind in (("pause", long_calls.Paused), ("cancel", Failed)):
         reached = stops_at(stack.fakes, GOOD, 1, for_ever)
         asked = asyncio.create_task(client.evaluate(stack.job, [{"model": GOOD}]))
         await asyncio.wait_for(reached.wait(), 30)

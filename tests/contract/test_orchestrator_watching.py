@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy.child import redis_command, redis_socket
+from deploy.supervisor import redis_command, redis_socket
 from services.orchestrator.jobs import attempt as run
 from services.orchestrator.jobs import worker
 from services.orchestrator.samplers import services as services_module

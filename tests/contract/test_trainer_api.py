@@ -18,7 +18,7 @@ import pandas
 import pytest
 
 import hone
-from hone.trainer.progress import Notebook
+from hone.trainer.run import Notebook
 from tests.support.model_folders import make_model_folder
 from tests.support.served_stack import ServedStack, served_stack
 

@@ -18,8 +18,7 @@ from pathlib import Path
 import httpx2 as httpx
 import psutil
 
-from deploy.child import Child, redis_command, redis_socket
-from deploy.supervisor import SERVICES
+from deploy.supervisor import SERVICES, Child, redis_command, redis_socket
 from shared.host.processes import free_port
 from shared.http.client import Client
 from tests.support.link import Link, Seen

@@ -10,7 +10,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.child import redis_command, redis_socket
+from deploy.supervisor import redis_command, redis_socket
 
 if TYPE_CHECKING:
     import uvicorn

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.child import find_redis_server
 from deploy.machine import on_free_ports
+from deploy.supervisor import find_redis_server
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Unavailable
 from shared.host.processes import free_port

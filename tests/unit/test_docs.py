@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import migrating, pages
+from deploy import pages
 from hone import cli
 from hone.commands.explain import find
 from shared.job.file import parse_job
@@ -58,7 +58,7 @@ def test_the_page_of_graders_is_what_they_say_of_themselves() -> None:
 
 
 def test_the_page_on_migrating_has_the_tables_of_hone_import() -> None:
-    assert migrating.PAGE.read_text() == migrating.page(), "`make docs` writes it anew"
+    assert pages.MIGRATING.read_text() == pages.migrating_page(), "`make docs` writes it anew"
 
 
 def test_every_page_has_its_place_in_the_site() -> None:

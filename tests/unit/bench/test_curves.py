@@ -19,10 +19,10 @@ from bench.curves import (
     compare,
     compare_times,
     finished_curves,
-    parse_names,
     plot,
 )
 from bench.grpo import Step, Turn
+from bench.report import names
 
 
 def messages(text: str) -> list[dict[str, str]]:
@@ -237,4 +237,4 @@ def test_the_picture_has_a_panel_for_each_task(tmp_path: Path) -> None:
 
 def test_an_unknown_task_is_refused_with_those_there_are() -> None:
     with pytest.raises(Exception, match="got 'sum', expected some of"):
-        parse_names(TASKS)("sums,sum")
+        names(TASKS)("sums,sum")

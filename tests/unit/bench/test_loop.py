@@ -37,7 +37,7 @@ def test_hone_is_compared_with_the_better_trl_of_each_repeat_by_hand() -> None:
     assert figures["0.6M: Hone to TRL with vLLM"].spread == (2.5, 5.0)
     assert figures["0.6M: Hone, a step ahead, to the better TRL"].spread == (2.0, 5.0)
     assert figures["0.6M: TRL"].value == 2.5
-    most = figures["0.6M: nothing but the products of a step, to the better TRL"]
+    most = figures["0.6M: only the products of a step, to the better TRL"]
     assert (most.value, most.spread) == (4.0, (4.0, 5.0)), "10 per second at most"
 
 

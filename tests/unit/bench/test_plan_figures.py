@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.plan import CASES, PARTS, REAL, figures_of, rows
-from bench.plan_side import AS_SET, STEP, TOKENS, Step, make_examples, make_job
+from bench.plan_side import AS_SET, STEP, TOKENS, make_job, num_tokens, step_of
+from bench.trainer_side import make_examples
 
 
 def found(planned: float, measured: float) -> dict[str, object]:
@@ -35,11 +36,11 @@ def test_the_table_has_each_part_beside_the_peak() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_is_a_job_with_full_micro_batches(name: str) -> None:
-    step, memory = Step(), {"micro_batch_tokens": TOKENS, **CASES[name].get("memory", {})}
+    step, memory = step_of(), {"micro_batch_tokens": TOKENS, **CASES[name].get("memory", {})}
     job = make_job(Path("m"), {**CASES[name], "memory": memory}, step)
     examples = make_examples(step)
     lengths = {len(one.prompt_token_ids) + len(one.token_ids) for one in examples}
-    assert lengths == {TOKENS // 4} and step.tokens == 2 * TOKENS
+    assert lengths == {TOKENS // 4} and num_tokens(step) == 2 * TOKENS
     assert job.memory.micro_batch_tokens % (TOKENS // 4) == 0
     assert len({bytes(one.prompt_token_ids.data) for one in examples}) == len(examples) == 8
 
@@ -47,9 +48,9 @@ def test_every_case_is_a_job_with_full_micro_batches(name: str) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_every_case_of_the_real_model_is_a_job_whose_groups_share_a_prompt(name: str) -> None:
     case = dict(REAL[name])
-    step = Step(**case.pop(STEP))
+    step = step_of(**case.pop(STEP))
     assert case.pop(AS_SET)
-    assert make_job(Path("m"), case, step).sampling.prompts_per_step == step.groups
+    assert make_job(Path("m"), case, step).sampling.prompts_per_step == step.num_prompts
     examples = make_examples(step)
-    assert len(examples) == 8 * step.groups
-    assert len({bytes(one.prompt_token_ids.data) for one in examples}) == step.groups
+    assert len(examples) == 8 * step.num_prompts
+    assert len({bytes(one.prompt_token_ids.data) for one in examples}) == step.num_prompts

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench.report import Figure, count, finish, table
+from bench.report import Figure, count, finish, in_turns, options, table
 
 
 def test_goals_are_bounds_from_either_side_and_decide_the_status(capsys):
@@ -52,3 +52,13 @@ def test_a_bench_of_no_repeats_is_refused_before_it_begins(text):
     ):
         count(text)
     assert count("3") == 3
+
+
+def test_each_repeat_begins_with_another_side():
+    assert [*in_turns("abc", 3)] == [*"abc", *"bca", *"cab"]
+
+
+def test_a_bench_has_the_options_that_it_names():
+    given = options("Some.", repeats=3, quick="less").parse_args(["--quick"])
+    assert vars(given) == {"quick": True, "repeats": 3}
+    assert vars(options("Some.").parse_args([])) == {}

@@ -22,7 +22,7 @@ def runs(seconds: list[float], peak_mib: float, loss: float = 0.5) -> list[dict[
 
 
 def test_equal_lengths_come_first():
-    assert next(iter(TASKS)) == "equal lengths" and TASKS["equal lengths"].same_length
+    assert next(iter(TASKS)) == "equal lengths" and TASKS["equal lengths"].spread == 0
     assert set(TASKS) == set(GOALS)
 
 

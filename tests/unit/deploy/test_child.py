@@ -13,8 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from deploy.child import Child
-from deploy.supervisor import Supervisor
+from deploy.supervisor import Child, Supervisor
 from shared.settings import Settings
 
 Make = Callable[[str], Child]

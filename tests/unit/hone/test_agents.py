@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from hone.agents.commands import Command
-from hone.agents.loading import agent_of
-from hone.agents.results import AgentFailed, failure, result_of
-from hone.agents.working import Agent, Worker, called_with
-from hone.background import Background
+from hone.agents.loading import Command, agent_of
+from hone.agents.working import Agent, AgentFailed, Worker, called_with, failure, result_of
+from hone.client import Background
 from shared.errors import BadRequest, Failed, Forbidden, HoneError, NotFound
 from shared.job import EnvironmentSpec
 from shared.wire import EpisodeResult, JobRecord, LeasedEpisode, LeasesRenewed, ResultTaken

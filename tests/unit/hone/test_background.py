@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
-from hone.background import CLOSE_S, Background
+from hone.client import CLOSE_S, Background
 
 
 @pytest.fixture

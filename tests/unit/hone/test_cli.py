@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from hone import cli, commands
 from hone.cli import app
-from hone.commands.regrade import steps_of
+from hone.commands.results import steps_of
 from hone.shell import REWARDS_ONLY
 from hone.stack import control
 from shared.errors import BadRequest

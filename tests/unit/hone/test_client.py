@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from hone import AsyncClient, BadRequest, Client, Conflict, Failed, NotFound, load_job
-from hone.resuming import Resumed
+from hone.calling import Resumed
 from shared.errors import HoneError, Unavailable
 from shared.http import client as shared_client
 from shared.wire import JobDeleted, JobList, JobState, VersionInfo

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.commands import metrics, plot
+from hone.commands import metrics
 from shared.errors import NotFound
 from shared.wire import JobRecord, MetricsList, MetricsRow
 from tests.support.job_records import record
@@ -39,8 +39,7 @@ def orchestrator(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect() -> Iterator[Orchestrator]:
         yield Orchestrator()
 
-    for module in (metrics, plot):
-        monkeypatch.setattr(module, "connect", connect)
+    monkeypatch.setattr(metrics, "connect", connect)
 
 
 def run(*words: str) -> tuple[int, str]:

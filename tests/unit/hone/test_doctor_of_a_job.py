@@ -8,7 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.finding_view import findings_text
+from hone.commands.doctor import findings_text
 from shared.wire import Evidence, Finding, FindingList
 from tests.support.run_facts import job_with
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hone import cli, evaluating, evaluation_view
+from hone import cli, long_calls, reports
 from hone.cli import app
 from hone.commands import eval as command
 from shared.errors import BadRequest, NotFound
@@ -210,7 +210,7 @@ def test_the_job_is_named_at_once_with_what_is_probably_wrong(client: FakeClient
     ("raised", "exit_code", "said"),
     [
         (
-            evaluating.Paused("job eval-demo-1 is paused: x"),
+            long_calls.Paused("job eval-demo-1 is paused: x"),
             3,
             "hone: job eval-demo-1 is paused: x",
         ),
@@ -232,7 +232,7 @@ def printed(shown: object) -> list[str]:
 
 
 def test_each_model_has_a_row_with_intervals_and_its_difference_to_the_first() -> None:
-    lines = printed(evaluation_view.report(REPORT))
+    lines = printed(reports.evaluation_report(REPORT))
     assert lines[0] == (
         "hard: 10 problems of 'test.jsonl', 4 completion(s) each, temperature 0.6, seed 3"
     )
@@ -245,18 +245,18 @@ def test_each_model_has_a_row_with_intervals_and_its_difference_to_the_first() -
 
 def test_a_metric_without_interval_or_value_is_shown_as_such() -> None:
     alone = Estimate(mean=12.34, num_problems=1)
-    assert evaluation_view.shown("completions/mean_length", alone) == "12.3"
-    assert evaluation_view.shown("reward", None) == "none"
+    assert reports.estimate_text("completions/mean_length", alone) == "12.3"
+    assert reports.estimate_text("reward", None) == "none"
     none_of_10 = Estimate(mean=0.0, low=0.0, high=0.27753, num_problems=10)
-    assert evaluation_view.shown("pass@1", none_of_10) == "0.000 [0.000, 0.278]"
+    assert reports.estimate_text("pass@1", none_of_10) == "0.000 [0.000, 0.278]"
     unsure = Estimate(mean=0.1, low=-0.1, high=0.3, num_problems=5)
-    assert evaluation_view.shown("reward", unsure, signed=True) == "+0.100 ± 0.200"
+    assert reports.estimate_text("reward", unsure, signed=True) == "+0.100 ± 0.200"
 
 
 def test_a_star_takes_the_exact_test_too_where_few_problems_differ() -> None:
     def shown(**found: float) -> str:
         estimate = Estimate(mean=0.02, num_problems=200, **found)
-        return evaluation_view.shown("pass@1", estimate, signed=True)
+        return reports.estimate_text("pass@1", estimate, signed=True)
 
     assert shown(low=0.0004, high=0.0396, p_value=2 / 16) == "+0.020 ± 0.020"
     assert shown(low=0.0004, high=0.0396, p_value=2 / 64) == "+0.020 ± 0.020*"

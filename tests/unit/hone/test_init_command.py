@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from hone.cli import app
 from hone.commands import init
-from hone.first_job.lengths import fitted
-from hone.first_job.writing import TASKS
+from hone.commands.init import TASKS
+from hone.first_job import fitted
 from shared.job import Job
 from shared.job.file import load_job
 from tests.support.model_folders import make_model_folder

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.commands import checkpoints, jobs, recover, submit
-from hone.downloading import Downloaded, Progress
+from hone.commands import jobs, results, stack, submit
+from hone.long_calls import Downloaded, Progress
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
 from shared.wire import (
@@ -153,7 +153,7 @@ def run(monkeypatch: pytest.MonkeyPatch, status: str, *arguments: str) -> tuple[
     def connect() -> Iterator[Orchestrator]:
         yield Orchestrator(status)
 
-    for module in (checkpoints, jobs, recover, submit):
+    for module in (jobs, results, stack, submit):
         monkeypatch.setattr(module, "connect", connect)
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     return result.exit_code, result.output

@@ -17,7 +17,7 @@ from hone import reward_service
 from hone.cli import app
 from hone.commands import plan
 from hone.commands.plan import lengths_of
-from hone.plan_view import cost_text
+from hone.reports import cost_text
 from shared.errors import Failed
 from shared.wire import Cost, PromptLengths
 from tests.support.plan_models import LLAMA_8B, QWEN_05B

@@ -11,8 +11,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from hone.cli import app
-from hone.commands import rollouts
-from hone.rollout_view import reasons, regrade_table, rollout_table
+from hone.commands import results
+from hone.reports import reasons, regrade_table, rollout_table
 from shared.wire import (
     GradedRollout,
     Part,
@@ -74,7 +74,7 @@ def orchestrator(monkeypatch: pytest.MonkeyPatch) -> Orchestrator:
     def connect() -> Iterator[Orchestrator]:
         yield fake
 
-    monkeypatch.setattr(rollouts, "connect", connect)
+    monkeypatch.setattr(results, "connect", connect)
     return fake
 
 

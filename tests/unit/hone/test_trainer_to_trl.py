@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import hone
-from hone.trainer import to_trl
+from hone.trainer import simple
 from hone.trainer.parameters import translate
 from hone.trainer.simple import SimpleRun
 from shared.errors import BadRequest
@@ -96,8 +96,8 @@ OF_HONE = (
 @pytest.mark.parametrize("overrides", JOBS.values(), ids=JOBS)
 def test_a_job_comes_back_from_trls_parameters(overrides: tuple[str, ...]) -> None:
     job = job_of(*overrides)
-    to_trl.check(job)
-    back = translate(to_trl.grpo_arguments(job))
+    simple.check(job)
+    back = translate(simple.grpo_arguments(job))
     assert not back.refused and not back.unknown
     for key in OF_HONE:
         back.set(key, attrgetter(key)(job))
@@ -110,7 +110,7 @@ def test_a_job_comes_back_from_trls_parameters(overrides: tuple[str, ...]) -> No
 
 
 def test_batches_and_updates_are_as_trl_counts_them() -> None:
-    found = to_trl.grpo_arguments(job_of(*JOBS["batches"]))
+    found = simple.grpo_arguments(job_of(*JOBS["batches"]))
     # 48 completions of up to 64 tokens, 16 for each of 3 updates; 8 at a time: 8 x 128 < 1100
     assert found["per_device_train_batch_size"] == 8
     assert found["gradient_accumulation_steps"] == 2
@@ -149,7 +149,7 @@ REFUSED = {
 @pytest.mark.parametrize(("override", "said"), REFUSED.items(), ids=REFUSED)
 def test_what_trl_cannot_do_is_refused_by_key(override: str, said: str) -> None:
     with pytest.raises(BadRequest) as refused:
-        to_trl.check(job_of(*override.split(" & ")))
+        simple.check(job_of(*override.split(" & ")))
     assert said in refused.value.detail
     assert refused.value.detail.count(";") == 0
 
@@ -184,7 +184,7 @@ BOUNDS = {
 
 def test_every_key_that_is_learned_is_taken_or_refused() -> None:
     job = job_of()
-    known = {*to_trl.REFUSED, *BOUNDS, *(to_trl.SAME[name] for name in to_trl.NAMES)}
+    known = {*simple.REFUSED, *BOUNDS, *(simple.SAME[name] for name in simple.NAMES)}
     taken = {
         *(f"sampling.{name}" for name in ("prompts_per_step", "top_p", "top_k", "min_p")),
         *(f"training.{name}" for name in ("epochs", "minibatches", "clip_low", "clip_high")),

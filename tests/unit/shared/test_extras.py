@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hone import installed
-from hone.installed import ENGINES, check_installed
+from hone import stack
+from hone.stack import ENGINES, check_installed
 from shared.errors import BadRequest, how_to_install
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +41,6 @@ def test_services_without_their_packages_are_named_with_what_to_install(
 ) -> None:
     check_installed("laptop", *ENGINES)
     absent = {"rollout": ("no-such-package",), "reward": ("no-such-package", "pip")}
-    monkeypatch.setattr(installed, "ENGINES", ENGINES | absent)
+    monkeypatch.setattr(stack, "ENGINES", ENGINES | absent)
     with pytest.raises(BadRequest, match=r"^the packages of rollout are not installed: .*laptop"):
         check_installed("laptop", *ENGINES)
