@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.orchestrator.errors import MustPause
-from services.orchestrator.grpo.distilling import with_teacher_of
+from services.orchestrator.grpo.examples import with_teacher_of
 from services.orchestrator.grpo.groups import (
     environment_failed,
     missing_share,

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.errors import TooDear
-from services.orchestrator.grpo.held_out import ignored, prefixed_metrics, sample_held_out
-from services.orchestrator.grpo.held_out_answers import lessons_of, losses
+from services.orchestrator.grpo.held_out import (
+    ignored,
+    lessons_of,
+    losses,
+    prefixed_metrics,
+    sample_held_out,
+)
 from services.orchestrator.grpo.metrics import WRITTEN, StepClock, passes, step_metrics
 from services.orchestrator.grpo.pipeline import Step
 from services.orchestrator.grpo.prompts import Prompts

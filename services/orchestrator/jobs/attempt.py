@@ -22,7 +22,7 @@ from services.orchestrator.data.difficulty import History
 from services.orchestrator.data.sources import asks_of, fetch
 from services.orchestrator.errors import MustPause, TooDear
 from services.orchestrator.grpo.batches import Batches
-from services.orchestrator.grpo.comparison import Comparison
+from services.orchestrator.grpo.held_out import Comparison
 from services.orchestrator.grpo.pipeline import Pipeline
 from services.orchestrator.grpo.prompts import Prompts, load_prompts
 from services.orchestrator.jobs.after_step import AfterStep, Ended

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from services.orchestrator.grpo import held_out as evaluation
-from services.orchestrator.grpo.comparison import Scores
 from services.orchestrator.grpo.held_out import (
     Answers,
+    Scores,
     bounded_prompt,
     ignored,
     prefixed_metrics,
