@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.store import connection, identity, keys, leases, scripts
+from services.orchestrator.store import connection, identity, keys, leases
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.leases import Lease, LeaseLost, resource
 from services.orchestrator.store.lists import Wanted
@@ -1017,14 +1017,14 @@ async def test_of_the_events_the_newest_are_kept(redis_url: str) -> None:
 
 
 async def test_every_script_compiles(raw: Any) -> None:
-    assert {"take", "beat", "report", "halt"} < scripts.NAMES
-    for name in scripts.NAMES:
-        assert await raw.script_load(scripts.source(name)), name
+    assert {"take", "beat", "report", "halt"} < keys.SCRIPTS
+    for name in keys.SCRIPTS:
+        assert await raw.script_load(keys.source(name)), name
 
 
 def test_scripts_keep_a_calls_answer_longer_than_it_is_retried() -> None:
     attempts = connection.RETRIES + 1
-    assert attempts * (connection.SOCKET_TIMEOUT_S + 5 + 2.0) < scripts.CALL_TTL_S
+    assert attempts * (connection.SOCKET_TIMEOUT_S + 5 + 2.0) < keys.CALL_TTL_S
 
 
 async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.looking import Looked
-from services.orchestrator.data.allowed import named_model_folder
+from services.orchestrator.data.hub import named_model_folder
 from services.orchestrator.grpo.prompts import with_steps
 from services.orchestrator.jobs.needs import check_colocation
 from services.orchestrator.jobs.stopping import price_for

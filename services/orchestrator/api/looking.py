@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 from services.orchestrator.api.lengths import counted
 from services.orchestrator.api.rows import check_rows
-from services.orchestrator.data.allowed import named_model_folder
-from services.orchestrator.data.fitting import MAX_SHOWN, preview
-from services.orchestrator.data.hub import cached_model
+from services.orchestrator.data.choosing import MAX_SHOWN, preview
+from services.orchestrator.data.hub import cached_model, named_model_folder
 from services.orchestrator.grpo.prompts import load_held_out, load_prompts
 from services.orchestrator.grpo.supervised import lessons
 from services.orchestrator.store.checkpoint_files import check_start

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
-from services.orchestrator.data.fitting import reader_of
+from services.orchestrator.data.choosing import reader_of
 from services.orchestrator.grpo.examples import mean_log_ratio, sampled_of
 from services.orchestrator.tasks import all_of
 from shared.errors import BadRequest, Unavailable

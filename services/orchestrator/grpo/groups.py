@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from services.orchestrator.data.difficulty import Verdict
+from services.orchestrator.data.order import Verdict
 from services.orchestrator.errors import MustPause
 from services.orchestrator.grpo.advantages import (
     full_mark,

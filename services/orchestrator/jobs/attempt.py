@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.data.difficulty import History
+from services.orchestrator.data.order import History
 from services.orchestrator.data.sources import asks_of, fetch
 from services.orchestrator.errors import MustPause, TooDear
 from services.orchestrator.grpo.batches import Batches

@@ -1,4 +1,4 @@
-"""Jobs in Redis. A job's hash is the truth. Every change is one atomic script (scripts.py), which a
+"""Jobs in Redis. A job's hash is the truth. Every change is one atomic script (keys.py), which a
 retry does not repeat. The methods for workers are in worker_side.py.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.data.choosing import chosen
-from services.orchestrator.data.difficulty import History, Skipping, Verdict, Verdicts
+from services.orchestrator.data.order import History, Skipping, Verdict, Verdicts
 from services.orchestrator.data.tables import InlineTable
 from services.orchestrator.grpo.groups import verdicts_of
 from services.orchestrator.samplers.services import NOT_GRADED
