@@ -31,8 +31,7 @@ from services.orchestrator.grpo.metrics import WRITTEN, reward_metrics
 from services.orchestrator.grpo.prompts import Prompts, load_prompts, with_steps
 from services.orchestrator.jobs.summary import best_step, summarize
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.note import Note
+from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.tasks import all_of
 from services.trainer.disk.checkpoints import described, path_of, remove_old
 from services.trainer.learning.schedule import learning_rate

@@ -19,12 +19,11 @@ import redis.asyncio as redis
 
 from services.orchestrator.store import connection, identity, keys, leases
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
-from services.orchestrator.store.leases import Lease, LeaseLost, resource
+from services.orchestrator.store.leases import MAX_TRIES, Lease, LeaseLost, resource
 from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.records import Submission, Unreadable, new_job_id
 from services.orchestrator.store.registrations import RegisteredTrainer
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.worker_side import MAX_TRIES
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.http.presence import Presence, tell_nobody
 from shared.job import DataSpec, EvaluationSpec, HeldOutSpec

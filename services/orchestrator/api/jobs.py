@@ -21,7 +21,7 @@ from services.orchestrator.seams import Unreachable
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted, stop
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import Writable
+from services.orchestrator.writable import Writable
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import sentences
 from shared.http.gate import scoped

@@ -27,10 +27,10 @@ from services.orchestrator.jobs.summary import best_step, first_needed
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.seams import Tracker
-from services.orchestrator.store.checkpoint_files import checkpoint_step
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.in_use import Use
 from services.orchestrator.store.journal import Journal
+from services.orchestrator.store.registrations import Use
+from services.orchestrator.store.run_folders import checkpoint_step
 from services.orchestrator.tasks import to_disk
 from shared.host import tracing
 from shared.host.logs import get_logger

@@ -49,8 +49,8 @@ from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import Journal
 from services.orchestrator.store.leases import Lease, LeaseLost
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import ANSWERS_WITHIN_S
 from services.orchestrator.tasks import stop, to_disk, to_the_end
+from services.orchestrator.writable import ANSWERS_WITHIN_S
 from shared.errors import (
     BadRequest,
     Conflict,
