@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.samplers.abilities import on_cpu
+from services.orchestrator.samplers.discovery import on_cpu
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.seams import Environment
 from shared.errors import BadRequest

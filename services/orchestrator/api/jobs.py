@@ -15,7 +15,7 @@ from services.orchestrator.data.hub import named_model_folder
 from services.orchestrator.grpo.prompts import with_steps
 from services.orchestrator.jobs.needs import check_colocation
 from services.orchestrator.jobs.stopping import price_for
-from services.orchestrator.samplers.abilities import on_cpu
+from services.orchestrator.samplers.discovery import on_cpu
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.seams import Unreachable
 from services.orchestrator.store.records import Submission

@@ -19,9 +19,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from services.orchestrator.errors import SyncFailed
-from services.orchestrator.samplers.admission import Queue, Waiting, choose
+from services.orchestrator.samplers.admission import Home, Homes, Queue, Waiting, choose
 from services.orchestrator.samplers.discovery import Discovery, Registered, none_registered
-from services.orchestrator.samplers.homes import Home, Homes
 from services.orchestrator.samplers.sampler import NOT_HERE, Length, Push, Sampler, client_of
 from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, HoneError, Unavailable

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from services.orchestrator.samplers.abilities import check_parsers
 from services.orchestrator.samplers.discovery import (
     Registered,
+    check_parsers,
     is_one_host,
     none_registered,
     sampler_urls,
