@@ -40,6 +40,7 @@ from services.orchestrator.extensions.agents.worker_episodes import Episodes
 from services.orchestrator.extensions.tinker.sampling import SampleOrders
 from services.orchestrator.grpo.groups import sample_group
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.tasks import all_of
 from shared.job import EvaluatedModel, Job
 from shared.settings import Settings
@@ -155,7 +156,7 @@ async def _replayed(services: Services, group: RolloutGroup, rollout: Rollout, k
             prompt_token_ids=TokenIds(whole[: len(group.prompt_token_ids) + start + 1]),
             sampling=Sampling(n=1, max_tokens=end - start - 1),
         )
-        again = await services.pool.generate(body, f"{key}:{start}", conversation=key)
+        again = await services.samplers.generate(body, f"{key}:{start}", conversation=key)
         num_sampled += again.rollouts[0].num_sampled
     return num_sampled
 
@@ -164,7 +165,7 @@ async def next_tokens(services: Services, groups: Sequence[RolloutGroup], name: 
     """Returns the seconds that a token after each conversation takes."""
     began = time.perf_counter()
     await all_of(
-        services.pool.generate(
+        services.samplers.generate(
             GenerateRequest(
                 prompt_token_ids=TokenIds([*group.prompt_token_ids, *rollout.token_ids]),
                 sampling=Sampling(n=1, max_tokens=1),
@@ -178,7 +179,7 @@ async def next_tokens(services: Services, groups: Sequence[RolloutGroup], name: 
 
 
 async def forget(services: Services) -> None:
-    await services.pool.one().call(
+    await services.samplers.one().call(
         "POST", "/reset_prefix_cache", NoBody(), CacheReset, deadline_s=60
     )
 
@@ -196,11 +197,11 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
         rollout_url=urls["rollout"], reward_url=urls["reward"], runs_dir=folder / "runs"
     )
     extensions = run_extensions(Episodes(), Sessions(), SampleOrders())
-    services = Services(job, settings, "agents", extensions=extensions)
+    services = Services.of(Caller(job, settings, "agents"), extensions=extensions)
     names = ("played", "sampling alone", "tokens", "next, cached", "next, anew")
     found: dict[str, list[float]] = {name: [] for name in names}
     try:
-        await services.serve_own_weights(EvaluatedModel(model=job.model))
+        await services.samplers.serve_own_weights(EvaluatedModel(model=job.model))
         for repeat in range(repeats + 1):
             groups, seconds = await played(services, job, f"played{repeat}")
             rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -227,6 +227,7 @@ async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Pat
     from services.orchestrator.grpo.prompts import load_prompts
     from services.orchestrator.samplers.services import Services
     from services.orchestrator.samplers.syncing import sync_weights
+    from services.orchestrator.samplers.waits import Caller
     from services.orchestrator.store.folder import RunFolder
     from services.orchestrator.store.journal import Journal
 
@@ -234,17 +235,17 @@ async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Pat
     run = RunFolder(folder / "run")
     run.create(job)
     prompts = load_prompts(job, settings)
-    services = Services(job, settings.model_copy(update=urls), "scale", 1)
+    services = Services.of(Caller(job, settings.model_copy(update=urls), "scale", 1))
     journal = cast(Journal, Silent())
     services.new_epoch()
-    await asyncio.gather(services.put_job(), services.put_model())
+    await asyncio.gather(services.trainer.load_job(), services.samplers.load_model())
     await sync_weights(services, run, job, 0, journal)
     before_bytes, cpu_before, began_at = _peak_bytes(), time.process_time(), time.monotonic()
     groups = batch_bytes = 0
     steps_s: list[dict[str, float]] = []
     lengths_K: list[list[int]] = []
     pipeline = Pipeline(
-        job, Batches("scale", job, prompts, services, run, 0.5), services, run, journal
+        job, Batches("scale", job, prompts, services, run, 0.5), services.trainer, run, journal
     )
     async with contextlib.aclosing(pipeline.steps(0)) as steps:
         async for step in steps:

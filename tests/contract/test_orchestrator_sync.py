@@ -12,7 +12,7 @@ import pytest
 
 from services.orchestrator.errors import SyncFailed
 from services.orchestrator.samplers import syncing
-from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.clients import TrainerClient
 from services.orchestrator.samplers.syncing import Gpus, candidates
 from shared.errors import Conflict, Failed, Unavailable
 from shared.http.client import Client
@@ -309,7 +309,7 @@ async def test_what_is_sent_is_written_only_for_a_sampler_that_failed_to_take_it
 
 
 class Publishes:
-    """Stands for the services: publishes what is next in `answers`, and notes by which method."""
+    """Stands for the trainer: publishes what is next in `answers`, and notes by which method."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = [*answers]
@@ -330,7 +330,7 @@ class Publishes:
 async def fuller(*answers: Any) -> tuple[Publishes, syncing.Fallback]:
     trainer = Publishes("sent", *answers)
     sent = await trainer.publish_weights(3, "nccl")
-    return trainer, syncing.Fallback(cast(Services, trainer), sent)
+    return trainer, syncing.Fallback(cast(TrainerClient, trainer), sent)
 
 
 async def test_the_files_of_what_was_sent_are_asked_for_once_by_all_who_need_them() -> None:

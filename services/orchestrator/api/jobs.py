@@ -15,8 +15,10 @@ from services.orchestrator.data.hub import named_model_folder
 from services.orchestrator.grpo.prompts import with_steps
 from services.orchestrator.jobs.needs import check_colocation
 from services.orchestrator.jobs.stopping import price_for
+from services.orchestrator.samplers.clients import RewardClient
 from services.orchestrator.samplers.discovery import on_cpu
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.seams import Unreachable
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted, stop
@@ -117,10 +119,9 @@ async def check_job(
     check_colocation(job, settings)
     price_for(job, settings)
     looked = await checks.look(job, showing=showing)
-    services = Services(job, settings.per_trainer[0])
+    services = Services.of(Caller(job, settings.per_trainer[0]))
     try:
-        await services.validate_rewards(looked.columns, looked.first)
-        await services.validate_environment(looked.first)
+        await services.validate(looked.columns, looked.first)
         if not looked.cpu_limit:
             return looked
         said = await on_cpu(job, looked.cpu_limit, settings.per_trainer[0])
@@ -134,11 +135,11 @@ async def check_job(
 
 
 async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tuple[str, ...]:
-    services = Services(job, settings.per_trainer[0])
+    reward = RewardClient(Caller(job, settings.per_trainer[0]))
     try:
-        found = await services.try_rewards(first)
+        found = await reward.try_rewards(first)
     finally:
-        await services.close()
+        await reward.client.close()
     return (found.summary, *found.warnings) if found else ()
 
 

@@ -53,8 +53,10 @@ async def sample_group(
     turn, or with `[environment]` conversations. `sampling` is by default the job's, with `seed`.
     Requests under the same `key` happen once."""
     if job.environment is None or job.is_pushed:
-        return await services.generate(prompt, min_version, key=key, seed=seed, sampling=sampling)
-    chosen = sampling or services.sampling(seed)
+        return await services.samplers.sample(
+            prompt, min_version, key=key, seed=seed, sampling=sampling
+        )
+    chosen = sampling or services.samplers.sampling(seed)
     return await services.extensions.play_group(services, job, prompt, min_version, key, chosen)
 
 

@@ -152,12 +152,12 @@ async def sample_held_out(
     room = asyncio.Semaphore(MAX_PROMPTS)
 
     async def grade(prompt: Prompt, position: int) -> Answers:
-        key = ":".join(map(str, (services.owner, *place, version, position)))
+        key = ":".join(map(str, (services.caller.owner, *place, version, position)))
         seed = group_seed(job, *place, position, prompt.index)
         seeded = sampling.model_copy(update={"seed": seed})
         async with room:
             group = await sample_group(services, job, prompt, version, key=key, sampling=seeded)
-            scores = await services.score(prompt, group, job_id=services.job_id)
+            scores = await services.reward.score(prompt, group, job_id=services.caller.job_id)
         done()
         scored = ScoredGroup(prompt=prompt, group=group, scores=scores)
         stored = _to_store(scored) if position < STORED_PROBLEMS else ()
@@ -242,8 +242,8 @@ async def _examples(
     job: Job, name: str, found: Sequence[Lesson], services: Services
 ) -> tuple[Example, ...]:
     async def group_of(position: int, lesson: Lesson) -> RolloutGroup:
-        key = f"{services.owner}:eval:{name}:given:{position}"
-        return learned(await services.given(lesson.prompt, lesson.answers, key=key), job)
+        key = f"{services.caller.owner}:eval:{name}:given:{position}"
+        return learned(await services.samplers.read(lesson.prompt, lesson.answers, key=key), job)
 
     groups = await all_of(group_of(position, lesson) for position, lesson in enumerate(found))
     whole = [group for group in groups if not any(one.went_wrong for one in group.rollouts)]
@@ -257,7 +257,7 @@ async def _losses(
     sums: list[tuple[float, float, int]] = []
     for start in range(0, len(examples), EXAMPLES_AT_ONCE):
         several = examples[start : start + EXAMPLES_AT_ONCE]
-        result = await services.forward(step, several)
+        result = await services.trainer.forward(step, several)
         at = 0
         for example in several:
             end = at + len(example.token_ids)
@@ -373,7 +373,7 @@ class Comparison:
         """Returns the report, once all scores are known. Raises MustPause if no model has any score
         on a set."""
         return EvaluationReport(
-            id=self.services.job_id,
+            id=self.services.caller.job_id,
             temperature=self.job.evaluation.temperature,
             seed=self.job.seed,
             sets=tuple(self._of_set(held_out) for held_out in self.sets),
@@ -412,7 +412,7 @@ class Comparison:
         self.tell(f"loading {self._named(model)} into the samplers")
         await self.journal.log(f"loading {self._named(model)} into the samplers")
         self.services.new_epoch()
-        await self.services.serve_own_weights(model)
+        await self.services.samplers.serve_own_weights(model)
         self._loaded = model
 
     def _named(self, model: EvaluatedModel) -> str:

@@ -17,7 +17,7 @@ max_staleness steps newer than the weights that sampled it. A batch's sampling s
 weights new enough for it serve: nothing sampled is ever thrown away.
 
 The pipeline imports none of what it drives: a source of batches (`Batches` in batches.py), a
-trainer (`Services` in samplers/services.py), weight sync (samplers/syncing.py) and a run log
+trainer (`TrainerClient` in samplers/clients.py), weight sync (samplers/syncing.py) and a run log
 (`RunFolder` in store/folder.py). `Run._pipeline` in jobs/attempt.py composes them.
 
 Around this: jobs/attempt.py loads the job and continues after failures (jobs/decisions.py), and

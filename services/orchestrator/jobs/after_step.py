@@ -81,7 +81,7 @@ class AfterStep:
 
     async def start(self) -> None:
         """Evaluates the weights that training begins with, as step 0."""
-        trace = tracing.begin("step", job=self.services.job_id, step=0)
+        trace = tracing.begin("step", job=self.services.caller.job_id, step=0)
         with trace.within():
             await self._record(0, await self._evaluate(0), None)
         trace.end()
@@ -156,7 +156,7 @@ class AfterStep:
         await to_disk(self.folder.check_there)  # else the trainer would make the folder
         best = best_step(self.job, await asyncio.to_thread(self.folder.metrics))
         kept = await self._used_by_others() | ({best} if best is not None else set())
-        checkpoint = await self.services.checkpoint(number, tuple(sorted(kept)))
+        checkpoint = await self.services.trainer.checkpoint(number, tuple(sorted(kept)))
         metrics[WRITTEN] = time.monotonic() - start
         await self.journal.checkpoint(checkpoint)
         await to_disk(self.folder.prune_batches, first_needed(self.job, number))

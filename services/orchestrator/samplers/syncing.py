@@ -13,13 +13,12 @@ import asyncio
 import time
 from dataclasses import dataclass
 from statistics import pstdev
-from typing import Any
+from typing import Any, Protocol
 
 from services.orchestrator.errors import SyncFailed
+from services.orchestrator.samplers.clients import TrainerClient
 from services.orchestrator.samplers.sampler import NOT_HERE, Push
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.store.folder import Proof, RunFolder
-from services.orchestrator.store.journal import Journal
 from services.orchestrator.tasks import to_disk
 from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.host.logs import get_logger
@@ -44,6 +43,20 @@ FEW_CHANGE = 1e-5
 
 Candidate = tuple[SyncMethod, str]
 """A method that "auto" tries, and what is known once it works."""
+
+
+class SyncLog(Protocol):
+    def append_sync(self, row: dict[str, Any], published: AnyWeights) -> None:
+        """Notes how a version reached the samplers."""
+        ...
+
+
+class Events(Protocol):
+    """The job's events."""
+
+    async def log(self, message: str, **data: Any) -> None: ...
+
+    async def warn(self, message: str, **data: Any) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -81,55 +94,47 @@ class Synced:
             ],
         }
 
-    @property
-    def proof(self) -> Proof | None:
-        """The version with its canary; None if it has none."""
-        ref = self.published
-        if ref.canary is None:
-            return None
-        return Proof(version=ref.version, digest=ref.digest, canary=ref.canary)
-
 
 async def sync_weights(
-    services: Services, folder: RunFolder, job: Job, version: int, journal: Journal
+    services: Services, log: SyncLog, job: Job, version: int, journal: Events
 ) -> Synced:
     """Makes every sampler serve the trainer's `version`, with the digest of what was published and
     the log-probs of its canary, and records it in the run folder. One sampler of several that does
     not is taken out of the pool. If none does, it is pushed again, by another method if there
     is one; then raises SyncFailed."""
     synced = await _synced(services, job, version, journal)
-    await to_disk(folder.append_sync, synced.row(), synced.proof)
+    await to_disk(log.append_sync, synced.row(), synced.published)
     return synced
 
 
-async def _synced(services: Services, job: Job, version: int, journal: Journal) -> Synced:
+async def _synced(services: Services, job: Job, version: int, journal: Events) -> Synced:
     if job.weight_sync != "auto":
-        method = services.sync_method or job.weight_sync
+        method = services.samplers.sync_method or job.weight_sync
         return await _sync(services, job, version, method, journal)
-    if services.sync_method in services.pool.given_up:
-        services.sync_method = None
-    if services.sync_method is None:
+    if services.samplers.sync_method in services.samplers.given_up:
+        services.samplers.sync_method = None
+    if services.samplers.sync_method is None:
         return await _find_way(services, job, version, journal)
-    return await _sync(services, job, version, services.sync_method, journal)
+    return await _sync(services, job, version, services.samplers.sync_method, journal)
 
 
-async def _find_way(services: Services, job: Job, version: int, journal: Journal) -> Synced:
+async def _find_way(services: Services, job: Job, version: int, journal: Events) -> Synced:
     """The same by the first candidate that every sampler can take, which later versions go by."""
     start = time.monotonic()
-    for method, why in candidates(job, gpus_of(services), one_host=services.one_host):
-        if method in services.pool.given_up:
+    for method, why in candidates(job, gpus_of(services), one_host=services.samplers.one_host):
+        if method in services.samplers.given_up:
             continue
         try:
             synced = await _sync(services, job, version, method, journal)
         except SyncFailed as error:
             if error.code not in NOT_HERE:
                 raise
-            services.pool.given_up.add(method)
+            services.samplers.given_up.add(method)
             if error.code == "not_met":
                 await journal.log(f'{error.detail}; weights do not go by "{method}"')
             continue
-        if method not in services.pool.given_up:
-            services.sync_method = method
+        if method not in services.samplers.given_up:
+            services.samplers.sync_method = method
             seconds = round(time.monotonic() - start, 1)
             how = f'weights go by "{method}": {why}'
             await journal.log(how, weight_sync=method, seconds=seconds)
@@ -152,8 +157,8 @@ class Gpus:
 
 def gpus_of(services: Services) -> Gpus:
     """Returns where weights come from, and where they go to: the samplers that are up."""
-    up = services.pool.up()
-    trainer, space = services.trainer_gpu
+    up = services.samplers.up()
+    trainer, space = services.trainer.gpu, services.trainer.memory_space
     spaces = {space, *(sampler.memory_space for sampler in up)}
     one_space = None not in spaces and len(spaces) == 1
     return Gpus(trainer, tuple(sampler.gpus for sampler in up), one_space)
@@ -199,7 +204,7 @@ def _from_gpu_to_gpu(gpus: Gpus) -> Candidate | None:
 
 
 async def _sync(
-    services: Services, job: Job, version: int, method: SyncMethod, journal: Journal
+    services: Services, job: Job, version: int, method: SyncMethod, journal: Events
 ) -> Synced:
     try:
         return await _push(services, job, version, method, journal)
@@ -210,8 +215,8 @@ async def _sync(
         other = traits.published_again or method
         how = "" if other == method else f' by "{other}"'
         if traits.is_given_up:
-            services.pool.given_up.add(method)
-            services.sync_method = None if job.weight_sync == "auto" else other
+            services.samplers.given_up.add(method)
+            services.samplers.sync_method = None if job.weight_sync == "auto" else other
             how = f'{how}, and later versions do not go by "{method}"'
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
         return await _push(services, job, version, other, journal, again=True)
@@ -222,19 +227,19 @@ async def _push(
     job: Job,
     version: int,
     method: SyncMethod,
-    journal: Journal,
+    journal: Events,
     *,
     again: bool = False,
 ) -> Synced:
     start = time.monotonic()
     published = await _published(services, version, method)
-    fallback = Fallback(services, published)
+    fallback = Fallback(services.trainer, published)
     try:
-        if isinstance(published.root, SentWeights) and services.pool.want_files:
+        if isinstance(published.root, SentWeights) and services.samplers.want_files:
             await _write_files(fallback, journal)
         ref = await fallback() if again else published
         push = Push(ref, fallback, prove, job.drain_before_sync, is_trial=_is_trial(services, job))
-        answers = await services.push_weights(push)
+        answers = await services.samplers.push_weights(push)
     except SyncFailed:
         raise
     except (Failed, Conflict) as error:
@@ -247,21 +252,22 @@ async def _push(
                 f"{serving.replica or 'the sampler'} gave no log-probs for version {version} (it "
                 "is paused): only their digest shows that it holds the trainer's weights"
             )
-    moved, services.published = change(services.published, published.root), published.root
+    moved = change(services.samplers.published, published.root)
+    services.samplers.published = published.root
     return Synced(published.root, answers, time.monotonic() - start, moved)
 
 
 def _is_trial(services: Services, job: Job) -> bool:
-    return job.weight_sync == "auto" and services.sync_method is None
+    return job.weight_sync == "auto" and services.samplers.sync_method is None
 
 
 async def _published(services: Services, version: int, method: SyncMethod) -> WeightsRef:
     """Returns the reference of the version. Raises SyncFailed where it cannot be taken off the
     trainer's device, as files can, or could take longer than it is waited for."""
     try:
-        published = await services.publish_weights(version, method)
+        published = await services.trainer.publish_weights(version, method)
         if isinstance(published.root, SentWeights):
-            _check_transfer(published.root, services.settings.sync_deadline_s)
+            _check_transfer(published.root, services.caller.settings.sync_deadline_s)
         return published
     except (Failed, Conflict) as error:
         if not SYNC_METHODS[method].is_given_up or error.code in NOT_OF_THE_SYNC | {"out_of_order"}:
@@ -280,7 +286,7 @@ def _check_transfer(ref: SentWeights, deadline_s: float) -> None:
         )
 
 
-async def _write_files(fallback: Fallback, journal: Journal) -> None:
+async def _write_files(fallback: Fallback, journal: Events) -> None:
     """Has what is sent written as files too, for samplers that are unreachable, while the trainer
     is at it. They lose a step at most if that fails. Raises SyncFailed if the files are of other
     weights than what was sent."""
@@ -296,8 +302,8 @@ class Fallback:
     """The same version for a sampler that failed to load it, or joins after it was sent: loaded in
     any case, and in another way if its method has one (`SyncTraits.loaded_again`)."""
 
-    def __init__(self, services: Services, published: WeightsRef) -> None:
-        self._services = services
+    def __init__(self, trainer: TrainerClient, published: WeightsRef) -> None:
+        self._trainer = trainer
         self._published = published
         self._files: AnyWeights | None = None
         self._asking = asyncio.Lock()
@@ -319,7 +325,7 @@ class Fallback:
             assert method is not None, (
                 "every method that sends has another method that writes files"
             )
-            files = (await self._services.publish_weights(sent.version, method)).root
+            files = (await self._trainer.publish_weights(sent.version, method)).root
         except Conflict as error:
             if error.code != "out_of_order":
                 raise

@@ -60,6 +60,7 @@ from shared.job.job import differences
 from shared.weights.checkpoints import CHECKPOINTS
 from shared.wire import (
     TERMINAL,
+    AnyWeights,
     Batch,
     Canary,
     GradedRollout,
@@ -347,11 +348,13 @@ class RunFolder:
             f"after each evaluation of {f'the set {name!r}' if name else 'data.eval'}"
         )
 
-    def append_sync(self, row: dict[str, Any], proof: Proof | None = None) -> None:
+    def append_sync(self, row: dict[str, Any], published: AnyWeights | None = None) -> None:
         """Notes in `weights.jsonl` how a version reached the samplers, and replaces `canary.json`
-        by its proof. No run depends on either."""
+        by its proof, if it has a canary. No run depends on either."""
         self._append(SYNCS, _row(row))
-        if proof:
+        if published and published.canary:
+            version, digest = published.version, published.digest
+            proof = Proof(version=version, digest=digest, canary=published.canary)
             self._write(PROOF, _json(proof))
 
     def proof(self) -> Proof | None:
