@@ -109,7 +109,7 @@ def create_service(
     )
     if workers:
         _add_gauges(service, workers)
-    checks = Checks(settings, cpu_rates, trackers.missing_key)
+    checks = Checks(settings, extensions, cpu_rates)
     _add_routes(service, settings, store, named, writable, orders, checks)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
@@ -131,6 +131,7 @@ def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders)
         source_of=pushed_groups,
         drive=functools.partial(drive, orders),
         diagnose=diagnose_run,
+        warn_of=trackers.missing_key,
         attending=episodes.run_of,
         forget=forget,
     )

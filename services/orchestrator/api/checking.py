@@ -21,6 +21,7 @@ from services.orchestrator.data.apart import NotInTime, apart
 from services.orchestrator.data.hub import fetch_model, hub_url, is_cached, named_model_folder
 from services.orchestrator.data.sources import FETCH_S, asks_hub
 from services.orchestrator.data.tables import ended
+from services.orchestrator.seams import Extensions
 from shared.errors import Failed, HoneError
 from shared.host.processes import in_own_thread
 from shared.http.gate import caller
@@ -55,15 +56,15 @@ T = TypeVar("T")
 class Checks:
     """The checks of one orchestrator, and the devices that its plans are for. When its caller has
     gone, a check ends: a process at once, a thread at its next row. Raises Busy if too many checks
-    wait. `warn_of` returns what an extension has to say of a job."""
+    wait."""
 
     def __init__(
         self,
         settings: Settings,
+        extensions: Extensions,
         cpu_rates: CpuRates | None = None,
-        warn_of: Callable[[Job], str | None] = lambda _job: None,
     ) -> None:
-        self._settings, self._warn_of = settings, warn_of
+        self._settings, self.extensions = settings, extensions
         self._cpu_rates, self._measuring = cpu_rates or CpuRates(), asyncio.Lock()
         self._threads = RoundRobin(NUM_THREADS)
         self._fetches = RoundRobin(MAX_FETCHES)
@@ -78,7 +79,7 @@ class Checks:
             await asyncio.to_thread(named_model_folder, each.model, self._settings)
         why_not = [await self._fetched_model(each) for each in jobs]
         found = await self._run(job, looking.look, job, self._settings, why_not, showing)
-        warning = await asyncio.to_thread(self._warn_of, job)
+        warning = await asyncio.to_thread(self.extensions.warn_of, job)
         return replace(found, warnings=(*found.warnings, warning)) if warning else found
 
     async def look_at_held_out(self, job: Job) -> None:

@@ -119,7 +119,8 @@ async def check_job(
     check_colocation(job, settings)
     price_for(job, settings)
     looked = await checks.look(job, showing=showing)
-    services = Services.of(Caller(job, settings.per_trainer[0]))
+    caller = Caller(job, settings.per_trainer[0])
+    services = Services.of(caller, extensions=checks.extensions)
     try:
         await services.validate(looked.columns, looked.first)
         if not looked.cpu_limit:

@@ -55,7 +55,10 @@ def add_route(service: Service, settings: Settings, store: Store) -> None:
 
 
 async def regrade(
-    request: RegradeRequest, job: Job, folder: RunFolder, settings: Settings
+    request: RegradeRequest,
+    job: Job,
+    folder: RunFolder,
+    settings: Settings,
 ) -> RegradeReport:
     """Returns the differences in the requested steps. Raises NotFound for a step without stored
     rollouts, and BadRequest for rewards that the reward service refuses for the job's columns."""

@@ -22,7 +22,7 @@ trainer (`TrainerClient` in samplers/clients.py), weight sync (samplers/syncing.
 
 Around this: jobs/attempt.py loads the job and continues after failures (jobs/decisions.py), and
 jobs/after_step.py records, evaluates and writes checkpoints. groups.py replaces groups without
-signal. pool/ has the samplers, and decides which of them each group waits for.
+signal. samplers/pool.py decides which sampler each group waits for.
 """
 
 from __future__ import annotations
