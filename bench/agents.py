@@ -36,6 +36,7 @@ from services.orchestrator.extensions.agents.worker_episodes import Episodes
 from services.orchestrator.extensions.tinker.sampling import SampleOrders
 from services.orchestrator.grpo.groups import sample_group
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.tasks import all_of
 from services.rollout.rl_routes import CacheReset
 from shared.job import EvaluatedModel, Job
@@ -146,13 +147,13 @@ async def sampled(
             prompt_token_ids=TokenIds(whole[: len(prompt) + start]),
             sampling=Sampling(n=1, max_tokens=end - start),
         )
-        group = await services.pool.generate(body, f"{key}:{start}", conversation=key)
+        group = await services.samplers.generate(body, f"{key}:{start}", conversation=key)
         num_sampled += group.rollouts[0].num_sampled
     return num_sampled
 
 
 async def forget(services: Services) -> None:
-    await services.pool.one().call(
+    await services.samplers.one().call(
         "POST", "/reset_prefix_cache", NoBody(), CacheReset, deadline_s=60
     )
 
@@ -170,11 +171,11 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
         rollout_url=urls["rollout"], reward_url=urls["reward"], runs_dir=folder / "runs"
     )
     extensions = run_extensions(Episodes(), Sessions(), SampleOrders())
-    services = Services(job, settings, "agents", extensions=extensions)
+    services = Services.of(Caller(job, settings, "agents"), extensions=extensions)
     names = ("played", "sampling alone", "tokens", "next, cached", "next, anew")
     found: dict[str, list[float]] = {name: [] for name in names}
     try:
-        await services.serve_own_weights(EvaluatedModel(model=job.model))
+        await services.samplers.serve_own_weights(EvaluatedModel(model=job.model))
         for repeat in range(repeats + 1):
             groups, seconds = await timed(played(services, job, f"played{repeat}"))
             rollouts = [rollout for group in groups for rollout in group.rollouts]

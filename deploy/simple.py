@@ -30,9 +30,9 @@ from services.orchestrator.grpo.held_out import Answers, prefixed_metrics
 from services.orchestrator.grpo.metrics import WRITTEN, reward_metrics
 from services.orchestrator.grpo.prompts import Prompts, load_prompts, with_steps
 from services.orchestrator.jobs.summary import best_step, summarize
-from services.orchestrator.samplers.services import Services
-from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.note import Note
+from services.orchestrator.samplers.clients import RewardClient
+from services.orchestrator.samplers.waits import Caller
+from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.tasks import all_of
 from services.trainer.disk.checkpoints import described, path_of, remove_old
 from services.trainer.learning.schedule import learning_rate
@@ -88,9 +88,9 @@ def train(job: Job, folder: RunFolder, created_at: float) -> None:
     with reward_service(sandbox_slots=None) as (url, token), asyncio.Runner() as loop:
         bearer = SecretStr(token) if token else None
         where = settings.model_copy(update={"reward_url": url, "token": bearer})
-        services = Services(job, where, folder.path.name)
-        loop.run(services.validate_rewards(prompts.columns, first))
-        run = SimpleRun(job, folder, prompts, services, loop)
+        reward = RewardClient(Caller(job, where, folder.path.name))
+        loop.run(reward.validate(prompts.columns, first))
+        run = SimpleRun(job, folder, prompts, reward, loop)
         began = time.monotonic()
         run.trainer.train()
         train_s = time.monotonic() - began
@@ -107,7 +107,7 @@ def train(job: Job, folder: RunFolder, created_at: float) -> None:
         last = described(path_of(folder.checkpoints, job.steps), job.steps)
         versions = {"trl": metadata.version("trl")}
         folder.write_summary(summarize(record, folder.metrics(), last, train_s, versions))
-        loop.run(services.close())
+        loop.run(reward.client.close())
 
 
 class SimpleRun:
@@ -118,14 +118,14 @@ class SimpleRun:
         job: Job,
         folder: RunFolder,
         prompts: Prompts,
-        services: Services,
+        reward: RewardClient,
         loop: asyncio.Runner,
     ) -> None:
         self._job = job
         self.folder = folder
         self._prompts = prompts
         self._held_out = prompts.held_out()
-        self._services = services
+        self._reward = reward
         self._loop = loop
         self._began = time.monotonic()
         self._scores_PG: list[tuple[Score, ...]] = []
@@ -202,7 +202,7 @@ class SimpleRun:
         self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]
     ) -> list[tuple[Score, ...]]:
         pairs = zip(prompts, groups, strict=True)
-        return self._loop.run(all_of(self._services.score(*pair) for pair in pairs))
+        return self._loop.run(all_of(self._reward.score(*pair) for pair in pairs))
 
     def _rollout(self, text: str, ids: Sequence[int], version: int) -> Rollout:
         ended = bool(ids) and ids[-1] in self.trainer.eos_token_ids

@@ -13,7 +13,7 @@ def main(settings: Settings) -> None:
     from services.orchestrator import watchdog
     from services.orchestrator.app import create_service
     from services.orchestrator.store.store import Store
-    from services.orchestrator.store.writable import Writable
+    from services.orchestrator.writable import Writable
 
     if settings.redis_url is None:
         raise BadRequest(

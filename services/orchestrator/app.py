@@ -44,8 +44,8 @@ from services.orchestrator.jobs.worker import SharedTrainer, Worker
 from services.orchestrator.seams import Extensions
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import Writable
 from services.orchestrator.tasks import stop
+from services.orchestrator.writable import Writable
 from shared.errors import HoneError
 from shared.http.operations import Draining
 from shared.http.service import Service

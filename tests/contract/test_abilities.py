@@ -9,12 +9,14 @@ import importlib.util
 import re
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from services.orchestrator.samplers.abilities import on_cpu
+from services.orchestrator.samplers.discovery import on_cpu
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.seams import Environment
 from shared.errors import BadRequest
 from shared.host.processes import free_port
@@ -82,9 +84,9 @@ def offering(settings: Settings, *tools: str, registered: str = "") -> Services:
     async def urls() -> list[str]:
         return [registered]
 
-    found = Services(JOB, settings, registered=urls)
-    found.environment = Offering()  # type: ignore[abstract]
-    return found
+    job = JOB.model_copy(update={"rewards": ()})
+    offering = Offering()  # type: ignore[abstract]
+    return replace(Services.of(Caller(job, settings), urls), environment=offering)
 
 
 async def test_tools_are_refused_where_a_sampler_finds_no_calls(settings: Settings) -> None:
@@ -107,7 +109,7 @@ async def test_tools_are_refused_where_a_sampler_finds_no_calls(settings: Settin
             (offering(elsewhere, "guess", registered=one), False),
         ):
             with pytest.raises(BadRequest, match=refused) if is_refused else nullcontext():
-                await services.validate_environment(row)
+                await services.validate((), row)
             await services.close()
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from services.orchestrator.app import create_service
 from services.orchestrator.data.uploads import Uploads, new_id
-from services.orchestrator.store.in_use import Removals
 from services.orchestrator.store.records import Submission
+from services.orchestrator.store.registrations import Removals
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Failed
 from shared.job import Job

@@ -13,9 +13,9 @@ from unittest.mock import AsyncMock
 import pytest
 
 from services.orchestrator.samplers import discovery, pool
-from services.orchestrator.samplers.canary import prove
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Push
+from services.orchestrator.samplers.syncing import prove
 from shared.settings import Settings
 from shared.wire import (
     EngineSpec,

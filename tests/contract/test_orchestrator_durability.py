@@ -12,10 +12,9 @@ import pytest
 import redis.asyncio as redis
 
 from services.orchestrator.jobs.attempt import Run
-from services.orchestrator.store import keys, worker_side
-from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store import keys, leases
+from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.leases import Lease, resource
-from services.orchestrator.store.note import Note
 from services.orchestrator.store.records import Submission, Unreadable
 from services.orchestrator.store.store import Store
 from shared.errors import Conflict
@@ -212,7 +211,7 @@ async def test_a_job_that_is_superseded_again_and_again_pauses(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another stack has the trainer for good: they would take it from each other."""
-    monkeypatch.setattr(worker_side, "MAX_TRIES", 3)
+    monkeypatch.setattr(leases, "MAX_TRIES", 3)
 
     async def refuse(_: Any) -> None:
         raise Conflict("attempt 1 of job 'a' was superseded by 2", code="stale")

@@ -12,7 +12,7 @@ import pytest
 
 from services.orchestrator.jobs import attempt as run
 from services.orchestrator.jobs import job_loading
-from services.orchestrator.samplers import services as services_module
+from services.orchestrator.samplers import clients
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.http import connecting
 from shared.job import CheckpointSpec, Job
@@ -225,7 +225,7 @@ async def test_a_reward_service_that_is_slow_to_check_a_job_that_begins_is_waite
     async def validate(_: Any) -> None:
         await asyncio.sleep(next(slow, 0.0))
 
-    monkeypatch.setattr(services_module, "VALIDATE_DEADLINE_S", 0.5)
+    monkeypatch.setattr(clients, "VALIDATE_DEADLINE_S", 0.5)
     stack.fakes.fault["validate"] = validate
     done = await stack.until((await stack.submit()).id, "paused", "failed", "succeeded")
     assert (done.status, done.recoveries, done.error) == ("succeeded", 3, None)

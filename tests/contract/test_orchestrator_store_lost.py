@@ -14,9 +14,8 @@ import redis.asyncio as redis
 
 from services.orchestrator.jobs import worker
 from services.orchestrator.store import connection
-from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.found import find_runs
-from services.orchestrator.store.note import Note
+from services.orchestrator.store.folder import Note, RunFolder
+from services.orchestrator.store.records import find_runs
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict, Failed
 from shared.http.client import Client

@@ -11,8 +11,8 @@ import pydantic
 import pytest
 
 from services.orchestrator.errors import SyncFailed
-from services.orchestrator.samplers import canary, syncing
-from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers import syncing
+from services.orchestrator.samplers.clients import TrainerClient
 from services.orchestrator.samplers.syncing import Gpus, candidates
 from shared.errors import Conflict, Failed, Unavailable
 from shared.http.client import Client
@@ -46,9 +46,9 @@ def serving(*logprobs: float, dtype: str = "float32") -> ServingWeights:
 
 
 def test_the_difference_is_the_mean_over_the_canary_or_infinite() -> None:
-    assert canary.difference(OURS, serving(-1.1, -2.3)) == pytest.approx(0.2)
-    assert canary.difference(OURS, serving(-1.0)) == float("inf")
-    assert canary.difference(OURS, serving(float("nan"), -2.0)) == float("inf")
+    assert syncing.difference(OURS, serving(-1.1, -2.3)) == pytest.approx(0.2)
+    assert syncing.difference(OURS, serving(-1.0)) == float("inf")
+    assert syncing.difference(OURS, serving(float("nan"), -2.0)) == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_tolerance_is_twice_the_noise_in_the_looser_dtype(
     trainer: str, noise: float, sampler: str, gap: float, agrees: bool
 ) -> None:
     ours = OURS.model_copy(update={"dtype": trainer, "noise": noise})
-    found = canary.fault(ours, serving(-1.0 - gap, -2.0 - gap, dtype=sampler))
+    found = syncing.fault(ours, serving(-1.0 - gap, -2.0 - gap, dtype=sampler))
     assert (found is None) == agrees
 
 
@@ -85,7 +85,7 @@ def test_rounding_makes_at_most_a_tenth_of_the_spread(
     dtype: str, gap: float, rounding: bool
 ) -> None:
     ours = Canary(token_ids=OURS.token_ids, logprobs=Logprobs((-12.0, -16.0)))  # deviation 2
-    assert canary.may_be_rounding(ours, serving(-12.0 - gap, -16.0 + gap, dtype=dtype)) == rounding
+    assert syncing.may_be_rounding(ours, serving(-12.0 - gap, -16.0 + gap, dtype=dtype)) == rounding
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ async def test_a_canary_off_by_rounding_needs_every_tensor_read_back(
     answer = serving(-12.1, -15.9, dtype="bfloat16").model_copy(
         update={"version": 3, "digest": "d"}
     )
-    proving = canary.prove(cast(Client, Sampler()), WeightsRef(ref), answer)
+    proving = syncing.prove(cast(Client, Sampler()), WeightsRef(ref), answer)
     if served:
         await proving
     else:
@@ -310,7 +310,7 @@ async def test_what_is_sent_is_written_only_for_a_sampler_that_failed_to_take_it
 
 
 class Publishes:
-    """Stands for the services: publishes what is next in `answers`, and notes by which method."""
+    """Stands for the trainer: publishes what is next in `answers`, and notes by which method."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = [*answers]
@@ -331,7 +331,7 @@ class Publishes:
 async def fuller(*answers: Any) -> tuple[Publishes, syncing.Fallback]:
     trainer = Publishes("sent", *answers)
     sent = await trainer.publish_weights(3, "nccl")
-    return trainer, syncing.Fallback(cast(Services, trainer), sent)
+    return trainer, syncing.Fallback(cast(TrainerClient, trainer), sent)
 
 
 async def test_the_files_of_what_was_sent_are_asked_for_once_by_all_who_need_them() -> None:

@@ -51,7 +51,7 @@ async def test_of_two_orchestrators_one_trains_and_the_one_cut_off_has_stopped(
 
     class Noted(Run):
         async def run(self) -> Outcome:
-            attempt = self._services.attempt
+            attempt = self._services.caller.attempt
             began[attempt] = time.monotonic()
             try:
                 return await super().run()

@@ -14,10 +14,9 @@ import pytest
 import redis.asyncio as redis
 
 from services.orchestrator.store import keys
-from services.orchestrator.store.leases import Lease, LeaseLost
+from services.orchestrator.store.leases import MAX_TRIES, Lease, LeaseLost
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.worker_side import MAX_TRIES
 from shared.wire import Obstacle
 from tests.support.job_records import JOB
 

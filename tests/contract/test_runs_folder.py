@@ -18,8 +18,7 @@ from hone.commands.doctor import examine_stack
 from services.orchestrator.app import create_service
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.found import find_runs
-from services.orchestrator.store.records import Submission
+from services.orchestrator.store.records import Submission, find_runs
 from services.orchestrator.store.store import Store
 from shared.errors import Conflict, Failed
 from shared.host.processes import free_port

@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.store import connection, identity, keys, leases, scripts
+from services.orchestrator.store import connection, identity, keys, leases
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
-from services.orchestrator.store.leases import Lease, LeaseLost, resource
+from services.orchestrator.store.leases import MAX_TRIES, Lease, LeaseLost, resource
 from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.records import Submission, Unreadable, new_job_id
 from services.orchestrator.store.registrations import RegisteredTrainer
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.worker_side import MAX_TRIES
 from shared.errors import BadRequest, Conflict, NotFound
 from shared.http.connecting import Presence, tell_nobody
 from shared.job import DataSpec, EvaluationSpec, HeldOutSpec
@@ -1017,14 +1016,14 @@ async def test_of_the_events_the_newest_are_kept(redis_url: str) -> None:
 
 
 async def test_every_script_compiles(raw: Any) -> None:
-    assert {"take", "beat", "report", "halt"} < scripts.NAMES
-    for name in scripts.NAMES:
-        assert await raw.script_load(scripts.source(name)), name
+    assert {"take", "beat", "report", "halt"} < keys.SCRIPTS
+    for name in keys.SCRIPTS:
+        assert await raw.script_load(keys.source(name)), name
 
 
 def test_scripts_keep_a_calls_answer_longer_than_it_is_retried() -> None:
     attempts = connection.RETRIES + 1
-    assert attempts * (connection.SOCKET_TIMEOUT_S + 5 + 2.0) < scripts.CALL_TTL_S
+    assert attempts * (connection.SOCKET_TIMEOUT_S + 5 + 2.0) < keys.CALL_TTL_S
 
 
 async def test_a_redis_that_is_away_is_unavailable(tmp_path: Path) -> None:

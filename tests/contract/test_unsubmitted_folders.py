@@ -11,8 +11,7 @@ import pytest
 
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import SUBMITTED, RunFolder
-from services.orchestrator.store.found import find_runs
-from services.orchestrator.store.records import Submission
+from services.orchestrator.store.records import Submission, find_runs
 from services.orchestrator.store.run_folders import UNSUBMITTED_S, accept, remove_unsubmitted
 from services.orchestrator.store.store import Store
 from shared.job import Job

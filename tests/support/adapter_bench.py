@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from services.orchestrator.samplers import canary
+from services.orchestrator.samplers import syncing
 from services.rollout.app import create_service
 from services.rollout.engine import Adapter
 from services.rollout.on_vllm.processes import VllmStarter
@@ -120,7 +120,7 @@ class Bench:
     async def sync(self, trainer: Trainer, method: SyncMethod = "lora") -> ServingWeights:
         serving = await self.sampler.reload_weights(ref := trainer.publish(method))
         assert (serving.version, serving.digest) == (trainer.version, ref.root.digest)
-        assert ref.root.canary and canary.fault(ref.root.canary, serving) is None
+        assert ref.root.canary and syncing.fault(ref.root.canary, serving) is None
         return serving
 
     def adapter(self, job_id: str | None = None) -> Adapter | None:

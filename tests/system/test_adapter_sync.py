@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.orchestrator.samplers import canary
+from services.orchestrator.samplers import syncing
 from services.rollout.engine import Adapter
 from services.rollout.weights.adapters import one_call
 from shared.errors import Failed
@@ -229,11 +229,11 @@ async def test_an_adapter_that_went_wrong_inside_the_engine_is_caught_by_name(
     finally:
         engine.load_adapter = load
     assert ref.root.canary
-    assert "the log-probs of the canary differ" in str(canary.fault(ref.root.canary, serving))
+    assert "the log-probs of the canary differ" in str(syncing.fault(ref.root.canary, serving))
     assert (await bench.sampler.check_weights()).differing == tuple(sorted(damaged))
     again = ref.root.model_copy(update={"again": True})
     healed = await bench.sampler.reload_weights(WeightsRef(again))
-    assert canary.fault(ref.root.canary, healed) is None
+    assert syncing.fault(ref.root.canary, healed) is None
     assert (await bench.sampler.check_weights()).differing == ()
 
 

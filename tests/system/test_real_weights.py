@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.orchestrator.samplers import canary
+from services.orchestrator.samplers import syncing
 from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies, Fetcher
@@ -88,9 +88,9 @@ class Pair:
         ours = self.trained.canary
         ref = folder_weights(weights, version, "job", (0, 0)).model_copy(update={"canary": ours})
         serving = await self.sampler.reload_weights(WeightsRef(ref))
-        found, allowed = canary.difference(ours, serving), canary.tolerance(ours, serving)
+        found, allowed = syncing.difference(ours, serving), syncing.tolerance(ours, serving)
         print(f"{self.dtype}, {weights.name}: canary differs by {found:.2g}, allowed {allowed:.2g}")
-        return canary.fault(ours, serving)
+        return syncing.fault(ours, serving)
 
 
 def train(job: Job, examples: Sequence[Example], folder: Path) -> Trained:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.orchestrator.samplers import canary
+from services.orchestrator.samplers import syncing
 from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies, Fetcher
@@ -187,7 +187,7 @@ IN_PLACE: tuple[SyncMethod, ...] = ("shm", "disk", "http", "delta", "reload", "n
 async def agree(pair: Pair, method: SyncMethod) -> ServingWeights:
     pair.trainer.step()
     ref, serving = await pair.sync(method)
-    assert ref.canary and canary.fault(ref.canary, serving) is None
+    assert ref.canary and syncing.fault(ref.canary, serving) is None
     assert await pair.largest_gap() < 1e-3
     return serving
 
@@ -268,12 +268,12 @@ async def test_a_load_that_went_wrong_inside_the_engine_is_caught_by_name(
     finally:
         engine.load_files = load  # type: ignore[method-assign]
     assert ref.canary
-    assert "the log-probs of the canary differ" in str(canary.fault(ref.canary, serving))
+    assert "the log-probs of the canary differ" in str(syncing.fault(ref.canary, serving))
     found = (await pair.sampler.check_weights()).differing
     assert found == differing
     again = ref.model_copy(update={"again": True})
     healed = await pair.sampler.reload_weights(WeightsRef(again))
-    assert canary.fault(ref.canary, healed) is None
+    assert syncing.fault(ref.canary, healed) is None
     assert (await pair.sampler.check_weights()).differing == ()
 
 
@@ -360,7 +360,7 @@ async def test_a_trainer_that_dies_while_it_sends_is_healed_by_files(
     files = pair.trainer.publish("http")
     assert files.digest == ref.digest
     healed = await pair.sampler.reload_weights(WeightsRef(files))
-    assert ref.canary and canary.fault(ref.canary, healed) is None
+    assert ref.canary and syncing.fault(ref.canary, healed) is None
     assert (await pair.sampler.check_weights()).differing == ()
     assert await pair.largest_gap() < 1e-3
 
@@ -473,7 +473,7 @@ async def test_a_new_engine_gives_what_the_one_in_place_gave(pair: Pair) -> None
     in_place = [await engine.logprobs(ids) for ids in SEQUENCES]
     ref = pair.trainer.publish("restart").model_copy(update={"again": True})
     serving = await pair.sampler.reload_weights(WeightsRef(ref))
-    assert ref.canary and canary.fault(ref.canary, serving) is None
+    assert ref.canary and syncing.fault(ref.canary, serving) is None
     anew = [await engine.logprobs(ids) for ids in SEQUENCES]
     assert np.abs(np.array(anew) - np.array(in_place)).max() < 1e-4
     await agree(pair, "shm")  # what was started anew is loaded into in place again
@@ -499,7 +499,7 @@ async def test_twenty_steps_agree_with_the_trainer_and_a_new_engine(pair: Pair) 
             await pair.sync(method)
             pair.trainer.load(checkpoints[-1])
             ref, serving = await pair.sync(method)
-            assert ref.canary and canary.fault(ref.canary, serving) is None
+            assert ref.canary and syncing.fault(ref.canary, serving) is None
             if method == "delta":
                 assert 0 < serving.received_bytes < ref.size_bytes
             found = np.array(await asyncio.gather(*(engine.logprobs(ids) for ids in SEQUENCES)))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.orchestrator.samplers import canary
+from services.orchestrator.samplers import syncing
 from services.rollout.engine import Adapter
 from services.rollout.sampler import Sampler
 from shared.job import SyncMethod
@@ -34,7 +34,7 @@ async def test_each_sync_reaches_both_halves_of_a_model(tmp_path: Path) -> None:
         for method in METHODS:
             pair.trainer.step()
             ref, serving = await pair.sync(method)
-            assert ref.canary and canary.fault(ref.canary, serving) is None
+            assert ref.canary and syncing.fault(ref.canary, serving) is None
             checked = await pair.sampler.check_weights()
             assert (checked.differing, checked.unread, checked.num_tensors) == ((), (), 26)
             checkpoints.append(pair.trainer.weights())

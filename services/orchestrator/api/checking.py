@@ -17,9 +17,8 @@ from services.orchestrator.api import looking
 from services.orchestrator.api.lengths import prompt_lengths
 from services.orchestrator.api.looking import ELSEWHERE, Looked
 from services.orchestrator.api.round_robin import RoundRobin
-from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.data.apart import NotInTime, apart
-from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
+from services.orchestrator.data.hub import fetch_model, hub_url, is_cached, named_model_folder
 from services.orchestrator.data.sources import FETCH_S, asks_hub
 from services.orchestrator.data.tables import ended
 from services.orchestrator.seams import Extensions

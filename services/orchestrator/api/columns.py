@@ -13,7 +13,7 @@ from fastapi.responses import Response
 
 from services.orchestrator.api.history import Step
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.reading import Readable
+from services.orchestrator.store.lists import Readable
 from shared.http import rendering
 from shared.http.rendering import render
 from shared.http.service import Service

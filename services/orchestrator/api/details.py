@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from services.orchestrator.data.fitting import reader_of
+from services.orchestrator.data.choosing import reader_of
 from shared.job import Job
 from shared.templates import CannotCount, PromptReader
 from shared.wire import (

@@ -17,7 +17,7 @@ from fastapi.responses import Response
 
 from services.orchestrator.api.history import MAX_STEP, Step, graded
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.reading import Readable
+from services.orchestrator.store.lists import Readable
 from shared.http import rendering
 from shared.http.rendering import render
 from shared.http.service import Service

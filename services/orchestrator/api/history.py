@@ -15,11 +15,11 @@ from fastapi.responses import Response, StreamingResponse
 from services.orchestrator.api.details import MAX_DETAILED, detailed
 from services.orchestrator.grpo.advantages import batch_advantages
 from services.orchestrator.grpo.examples import of_all_tokens
-from services.orchestrator.store.checkpoint_files import files_of, path_of
 from services.orchestrator.store.connection import MAX_FOLLOWERS
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.reading import Readable
+from services.orchestrator.store.lists import Readable
 from services.orchestrator.store.records import check_event_id
+from services.orchestrator.store.run_folders import files_of, path_of
 from shared.errors import Busy, NotFound
 from shared.http import rendering
 from shared.http.operations import DOWNLOADED, DownloadedFile

@@ -11,17 +11,19 @@ from pydantic import ValidationError
 
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.looking import Looked
-from services.orchestrator.data.allowed import named_model_folder
+from services.orchestrator.data.hub import named_model_folder
 from services.orchestrator.grpo.prompts import with_steps
 from services.orchestrator.jobs.needs import check_colocation
 from services.orchestrator.jobs.stopping import price_for
-from services.orchestrator.samplers.abilities import on_cpu
+from services.orchestrator.samplers.clients import RewardClient
+from services.orchestrator.samplers.discovery import on_cpu
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.seams import Extensions, Unreachable
+from services.orchestrator.samplers.waits import Caller
+from services.orchestrator.seams import Unreachable
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted, stop
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import Writable
+from services.orchestrator.writable import Writable
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import sentences
 from shared.http.gate import scoped
@@ -81,9 +83,7 @@ def add_routes(
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
         tried = await asyncio.to_thread(_dry_run, job, looked, plan_of)
-        return tried.model_copy(
-            update={"trial": await _trial(job, looked.first, settings, checks.extensions)}
-        )
+        return tried.model_copy(update={"trial": await _trial(job, looked.first, settings)})
 
     async def plan(request: SubmitRequest) -> Plan:
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
@@ -119,10 +119,10 @@ async def check_job(
     check_colocation(job, settings)
     price_for(job, settings)
     looked = await checks.look(job, showing=showing)
-    services = Services(job, settings.per_trainer[0], extensions=checks.extensions)
+    caller = Caller(job, settings.per_trainer[0])
+    services = Services.of(caller, extensions=checks.extensions)
     try:
-        await services.validate_rewards(looked.columns, looked.first)
-        await services.validate_environment(looked.first)
+        await services.validate(looked.columns, looked.first)
         if not looked.cpu_limit:
             return looked
         said = await on_cpu(job, looked.cpu_limit, settings.per_trainer[0])
@@ -135,14 +135,12 @@ async def check_job(
         await services.close()
 
 
-async def _trial(
-    job: Job, first: tuple[Prompt, ...], settings: Settings, extensions: Extensions
-) -> tuple[str, ...]:
-    services = Services(job, settings.per_trainer[0], extensions=extensions)
+async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tuple[str, ...]:
+    reward = RewardClient(Caller(job, settings.per_trainer[0]))
     try:
-        found = await services.try_rewards(first)
+        found = await reward.try_rewards(first)
     finally:
-        await services.close()
+        await reward.client.close()
     return (found.summary, *found.warnings) if found else ()
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 
-from services.orchestrator.data.fitting import reader_of
+from services.orchestrator.data.choosing import reader_of
 from services.orchestrator.data.sources import is_on_hub
 from services.orchestrator.grpo.prompts import Prompts, load_prompts
 from services.orchestrator.grpo.supervised import lessons

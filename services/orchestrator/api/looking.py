@@ -10,12 +10,11 @@ from typing import Any, TypeVar
 
 from services.orchestrator.api.lengths import counted
 from services.orchestrator.api.rows import check_rows
-from services.orchestrator.data.allowed import named_model_folder
-from services.orchestrator.data.fitting import MAX_SHOWN, preview
-from services.orchestrator.data.hub import cached_model
+from services.orchestrator.data.choosing import MAX_SHOWN, preview
+from services.orchestrator.data.hub import cached_model, named_model_folder
 from services.orchestrator.grpo.prompts import load_held_out, load_prompts
 from services.orchestrator.grpo.supervised import lessons
-from services.orchestrator.store.checkpoint_files import check_start
+from services.orchestrator.store.run_folders import check_start
 from shared.errors import Failed, Unavailable
 from shared.http.gate import caller, own_jobs_of
 from shared.job import Job

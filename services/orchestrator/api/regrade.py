@@ -13,7 +13,8 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.orchestrator.api.history import graded
-from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.clients import RewardClient
+from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.seams import Extensions
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
@@ -46,7 +47,7 @@ def add_route(service: Service, settings: Settings, store: Store, extensions: Ex
         folder = RunFolder(Path(record.run_dir))
         key = request.headers.get("idempotency-key")
         operation = service.operations.start(
-            lambda: regrade(body, record.job, folder, settings, extensions),
+            lambda: regrade(body, record.job, folder, settings),
             f"regrade {job_id} {key}" if key else None,
             body.model_dump_json(),
             f"regrading {job_id}",
@@ -59,22 +60,19 @@ async def regrade(
     job: Job,
     folder: RunFolder,
     settings: Settings,
-    extensions: Extensions,
 ) -> RegradeReport:
     """Returns the differences in the requested steps. Raises NotFound for a step without stored
     rollouts, and BadRequest for rewards that the reward service refuses for the job's columns."""
     check_steps(request, folder)
     changed_job = job.model_copy(update={"rewards": request.rewards, "teacher": None})
-    services = Services(changed_job, settings.per_trainer[0], extensions=extensions)
+    reward = RewardClient(Caller(changed_job, settings.per_trainer[0]))
     steps: list[RegradedStep] = []
     examples: list[RegradedRollout] = []
     try:
-        await services.validate_rewards(
-            _columns(await asyncio.to_thread(folder.batch, request.first_step))
-        )
+        await reward.validate(_columns(await asyncio.to_thread(folder.batch, request.first_step)))
         for step in range(request.first_step, request.last_step + 1):
             batch = await asyncio.to_thread(folder.batch, step)
-            scores_PG = await all_of(map(services.score, batch.prompts, batch.groups))
+            scores_PG = await all_of(map(reward.score, batch.prompts, batch.groups))
             again = batch.model_copy(update={"scores": tuple(scores_PG)})
             pairs = compare(step, graded(batch, job), graded(again, changed_job))
             steps.append(summary(step, pairs))
@@ -82,7 +80,7 @@ async def regrade(
                 request.num_examples, [*examples, *filter(_difference, pairs)], key=_difference
             )
     finally:
-        await services.close()
+        await reward.client.close()
     return RegradeReport(steps=tuple(steps), examples=tuple(examples))
 
 

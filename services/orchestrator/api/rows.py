@@ -10,8 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.orchestrator.data.choosing import BadRow, Problem
-from services.orchestrator.data.fitting import Fit, fit_of, held_out_fit, tokenizer_stamp
+from services.orchestrator.data.choosing import (
+    BadRow,
+    Fit,
+    Problem,
+    fit_of,
+    held_out_fit,
+    tokenizer_stamp,
+)
 from services.orchestrator.data.tables import go_on
 from services.orchestrator.grpo.prompts import Prompts
 from services.orchestrator.grpo.supervised import lessons

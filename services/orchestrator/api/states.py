@@ -12,9 +12,8 @@ from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.jobs.stopping import price_for
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.found import find_runs
-from services.orchestrator.store.lists import Wanted
-from services.orchestrator.store.reading import Readable
+from services.orchestrator.store.lists import Readable, Wanted
+from services.orchestrator.store.records import find_runs
 from services.orchestrator.store.run_folders import cancel
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict

@@ -3,10 +3,10 @@
 | file | what |
 |---|---|
 | `sources.py` | the kinds of sources, one entry each: rows, files, uploads, Hugging Face |
-| `hub.py` | models and data sets of the Hugging Face Hub |
+| `hub.py` | models and data sets of the Hugging Face Hub, and which model folders a job may name |
 | `tables.py` | reading each of them, row by row or as a stream |
-| `choosing.py` | names of columns, filter, how many |
-| `order.py` | which rows a step takes, from a table or a stream |
+| `choosing.py` | names of columns, filter, how many; whether prompts leave room for completions |
+| `order.py` | which rows a step takes, from a table or a stream; skipped problems |
 | `uploads.py` | the files that were uploaded |
-| `fitting.py` | whether prompts leave room for completions, and the first ones for a dry run |
+| `apart.py` | the process that asks the Hub |
 """

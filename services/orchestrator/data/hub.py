@@ -1,6 +1,6 @@
 """The Hugging Face Hub: a model's configuration and tokenizer, to check them; and data sets, each
 at one commit. A commit that this machine has read before comes from its cache, without asking the
-Hub."""
+Hub. And which model folders of the orchestrator's host a job may name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any, cast
 
 from services.orchestrator.data.tables import ArrowTable
 from shared.errors import BadRequest, Unavailable, first_line
-from shared.weights.model_folder import TOKENIZERS, may_be_on_hub
+from shared.http.gate import other_folders
+from shared.settings import Settings
+from shared.weights.model_folder import EXPECTED, HUB_ID, TOKENIZERS, may_be_on_hub, model_folder
 
 FETCHED = ("config.json", *TOKENIZERS, "tokenizer_config.json", "chat_template.jinja")
 
@@ -149,3 +151,30 @@ class HubTable(ArrowTable):
                 f"Face cache here does not have its commit {pinned.commit}"
             )
         return builder
+
+
+# --- folders of models ----------------------------------------------------------------------------
+
+
+def named_model_folder(model: str, settings: Settings) -> Path | None:
+    """Returns the folder that a job's model names, None for a Hugging Face id. Raises BadRequest as
+    `model_folder` does, and for a folder that jobs may not name, whether it exists or not."""
+    if "\0" not in model and not HUB_ID.fullmatch(model):
+        _check_model(model, Path(model).resolve(), settings)
+    folder = model_folder(model)
+    if folder is None and not may_be_on_hub(model):
+        raise BadRequest(
+            f"'model': there is no folder {model!r} here, and ids of the Hugging Face hub have an "
+            f"owner; {EXPECTED}"
+        )
+    if folder:  # a folder in the working directory looks like a Hugging Face id
+        _check_model(model, folder, settings)
+    return folder
+
+
+def _check_model(model: str, path: Path, settings: Settings) -> None:
+    if allowed := other_folders(path, settings):
+        raise BadRequest(
+            f"'model': got {model!r:.80}, and jobs may name model folders below these only: "
+            f"{allowed}; a Hugging Face id may always be named"
+        )

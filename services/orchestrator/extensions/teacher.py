@@ -23,8 +23,8 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
-from services.orchestrator.data.fitting import reader_of
-from services.orchestrator.grpo.distilling import mean_log_ratio, sampled_of
+from services.orchestrator.data.choosing import reader_of
+from services.orchestrator.grpo.examples import mean_log_ratio, sampled_of
 from services.orchestrator.tasks import all_of
 from shared.errors import BadRequest, Unavailable
 from shared.http.connecting import Presence, Tell, tell_nobody, trusted_by

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.orchestrator.errors import MustPause
-from services.orchestrator.grpo.distilling import with_teacher_of
+from services.orchestrator.grpo.examples import with_teacher_of
 from services.orchestrator.grpo.groups import (
     environment_failed,
     missing_share,
@@ -218,7 +218,7 @@ class Batches:
         versions: set[int] = set()
         seed = group_seed(self.job, step, position, prompt.index)
         for again in range(MAX_RESAMPLED + 1):
-            key = f"{self.services.owner}:{step}:{position}:{again}"
+            key = f"{self.services.caller.owner}:{step}:{position}:{again}"
             group = await sample_group(self.services, self.job, prompt, oldest, key=key, seed=seed)
             versions = {version for rollout in group.rollouts for version in rollout.versions}
             if all(oldest <= version <= newest for version in versions):
@@ -233,10 +233,13 @@ class Batches:
         self, prompt: Prompt, group: RolloutGroup, before: Sequence[Score] = ()
     ) -> tuple[Score, ...]:
         """Returns the group's scores. A teacher is not asked again for what it gave `before`."""
-        scores = await self.services.score(prompt, group, job_id=self.job_id)
-        if self.job.teacher is None:
+        scores = await self.services.reward.score(prompt, group, job_id=self.job_id)
+        if (teacher := self.services.teacher) is None:
             return scores
-        return await self.services.taught(group, with_teacher_of(before, scores))
+        scores = with_teacher_of(before, scores)
+        what = "asking the teacher"
+        with self.services.waits.on("teacher", what), tracing.span(what):
+            return await teacher.score(group, scores, alone=not self.job.rewards)
 
 
 class GroupWriter:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from services.orchestrator.data.difficulty import Verdict
+from services.orchestrator.data.order import Verdict
 from services.orchestrator.errors import MustPause
 from services.orchestrator.grpo.advantages import (
     full_mark,
@@ -53,8 +53,10 @@ async def sample_group(
     turn, or with `[environment]` conversations. `sampling` is by default the job's, with `seed`.
     Requests under the same `key` happen once."""
     if job.environment is None or job.is_pushed:
-        return await services.generate(prompt, min_version, key=key, seed=seed, sampling=sampling)
-    chosen = sampling or services.sampling(seed)
+        return await services.samplers.sample(
+            prompt, min_version, key=key, seed=seed, sampling=sampling
+        )
+    chosen = sampling or services.samplers.sampling(seed)
     return await services.extensions.play_group(services, job, prompt, min_version, key, chosen)
 
 

@@ -1,20 +1,56 @@
 """Held-out accuracy: scores on problems that are never trained on, by the job's rewards. Of the
-policy between steps, and of each model of a job of 0 steps (comparison.py)."""
+policy between steps, and of each model of a job of 0 steps (`Comparison`): the samplers load one
+model after the other, unchanged, and each answers the same problems with the same seeds.
+
+Jobs that learn from given answers have the loss on held-out answers instead, of the trainer's
+weights; no sampler needs them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
+import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from services.orchestrator.grpo.estimates import estimate, means, of_all, problem_metrics
+from services.orchestrator.data.choosing import BadRow
+from services.orchestrator.errors import MustPause
+from services.orchestrator.grpo.advantages import Advantages
+from services.orchestrator.grpo.estimates import (
+    differences,
+    estimate,
+    estimates,
+    means,
+    of_all,
+    problem_metrics,
+)
+from services.orchestrator.grpo.examples import to_examples
 from services.orchestrator.grpo.groups import is_graded, sample_group
-from services.orchestrator.grpo.prompts import group_seed
+from services.orchestrator.grpo.prompts import HeldOut, group_seed
+from services.orchestrator.grpo.supervised import Lesson, learned, lessons
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.tasks import all_of
-from shared.job import Job
-from shared.wire import GradedRollout, Message, Prompt, Sampling, Score, ScoredGroup
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.journal import Journal
+from services.orchestrator.tasks import all_of, to_disk
+from shared.job import EvaluatedModel, Job
+from shared.wire import (
+    EvaluationReport,
+    Example,
+    GradedRollout,
+    Message,
+    ModelScores,
+    Prompt,
+    RolloutGroup,
+    Sampling,
+    Score,
+    ScoredGroup,
+    SetReport,
+    Wire,
+)
 
 MAX_PROMPTS = 64
 """Held-out prompts that are sampled or graded at a time: enough to keep a GPU busy, and few enough
@@ -116,12 +152,12 @@ async def sample_held_out(
     room = asyncio.Semaphore(MAX_PROMPTS)
 
     async def grade(prompt: Prompt, position: int) -> Answers:
-        key = ":".join(map(str, (services.owner, *place, version, position)))
+        key = ":".join(map(str, (services.caller.owner, *place, version, position)))
         seed = group_seed(job, *place, position, prompt.index)
         seeded = sampling.model_copy(update={"seed": seed})
         async with room:
             group = await sample_group(services, job, prompt, version, key=key, sampling=seeded)
-            scores = await services.score(prompt, group, job_id=services.job_id)
+            scores = await services.reward.score(prompt, group, job_id=services.caller.job_id)
         done()
         scored = ScoredGroup(prompt=prompt, group=group, scores=scores)
         stored = _to_store(scored) if position < STORED_PROBLEMS else ()
@@ -166,3 +202,245 @@ def bounded_prompt(content: str | tuple[Message, ...]) -> str | tuple[Message, .
         kept.append(whole | {"content": text[:room]} if text else whole)
         room -= len(text)
     return tuple(reversed(kept))
+
+
+# --- the loss on given answers --------------------------------------------------------------------
+
+EXAMPLES_AT_ONCE = 512
+"""Examples of a request to the trainer: some megabytes."""
+
+
+def lessons_of(job: Job, held_out: HeldOut) -> list[Lesson]:
+    """Returns the lessons of a held-out set; none if the job grades completions and not every row
+    has an answer. Raises BadRow for a row without one in a job that grades nothing. Takes as long
+    as the templates."""
+    try:
+        return lessons(held_out.prompts(), job, held_out.where)
+    except BadRow:
+        if job.rewards:
+            return []
+        raise
+
+
+async def losses(
+    job: Job, lessons_of_sets: Mapping[str, Sequence[Lesson]], services: Services, step: int
+) -> dict[str, float]:
+    """Returns `eval/loss` of each held-out set (`eval/<name>/loss` for a named set) by the weights
+    of the last applied step, and of preferences also `rewards/margins` and `rewards/accuracies`. A
+    set without an answer that the model can take has none."""
+    metrics: dict[str, float] = {}
+    for name, found in lessons_of_sets.items():
+        prefix = metric_prefix(name)
+        examples = await _examples(job, name, found, services)
+        if examples:
+            of_set = await _losses(job, examples, services, step)
+            metrics |= {prefix + metric: value for metric, value in of_set.items()}
+    return metrics
+
+
+async def _examples(
+    job: Job, name: str, found: Sequence[Lesson], services: Services
+) -> tuple[Example, ...]:
+    async def group_of(position: int, lesson: Lesson) -> RolloutGroup:
+        key = f"{services.caller.owner}:eval:{name}:given:{position}"
+        return learned(await services.samplers.read(lesson.prompt, lesson.answers, key=key), job)
+
+    groups = await all_of(group_of(position, lesson) for position, lesson in enumerate(found))
+    whole = [group for group in groups if not any(one.went_wrong for one in group.rollouts)]
+    advantages: Advantages = [[one.advantages[0] for one in group.rollouts] for group in whole]
+    return to_examples(whole, advantages)
+
+
+async def _losses(
+    job: Job, examples: tuple[Example, ...], services: Services, step: int
+) -> dict[str, float]:
+    sums: list[tuple[float, float, int]] = []
+    for start in range(0, len(examples), EXAMPLES_AT_ONCE):
+        several = examples[start : start + EXAMPLES_AT_ONCE]
+        result = await services.trainer.forward(step, several)
+        at = 0
+        for example in several:
+            end = at + len(example.token_ids)
+            of_example = math.fsum(result.logprobs[at:end])
+            sums.append((of_example, math.fsum(result.reference_logprobs[at:end]), end - at))
+            at = end
+    if job.training.objective == "dpo":
+        return _preferences(sums, job.training.dpo_beta)
+    num_tokens = sum(length for _, _, length in sums)
+    return {"loss": -math.fsum(logprob for logprob, _, _ in sums) / num_tokens}
+
+
+def _preferences(sums: Sequence[tuple[float, float, int]], dpo_beta: float) -> dict[str, float]:
+    """Returns the metrics of pairs, from the log-probs of each answer by policy and reference:
+    services/trainer/learning/preference.py has the formulas."""
+    rewards = [dpo_beta * (logprob - reference) for logprob, reference, _ in sums]
+    margins = [
+        chosen - rejected for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True)
+    ]
+    # -log sigmoid(m) = log(1 + e^-m), without overflow
+    losses = [max(-m, 0.0) + math.log1p(math.exp(-abs(m))) for m in margins]
+    return {
+        "loss": statistics.fmean(losses),
+        "rewards/margins": statistics.fmean(margins),
+        "rewards/accuracies": statistics.fmean(m > 0 for m in margins),
+    }
+
+
+# --- models compared: a job of 0 steps ------------------------------------------------------------
+
+ASKED = {"num_prompts", "samples", "temperature", "max_tokens", "pass_reward"}
+"""Keys of `[evaluation]` that decide the scores. A paused job may continue with other values."""
+
+
+class Scores(Wire):
+    """The scores of a model on a held-out set, as they are stored: the metrics of each problem
+    `[P]`, and the shares of completions that count nowhere. `key` identifies what was asked."""
+
+    key: str
+    model: str
+    set: str
+    problems: tuple[dict[str, float], ...]
+    missing_rewards: float
+    errored_rollouts: float
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any completion was sampled and graded."""
+        return any("reward" in metrics for metrics in self.problems)
+
+
+@dataclass
+class Comparison:
+    """The comparison in one attempt at the job. `tell` is called with a line that says what the
+    comparison does. Call `begin` first; then `evaluate` what is `next`, until that is None."""
+
+    job: Job
+    sets: Sequence[HeldOut]
+    services: Services
+    folder: RunFolder
+    journal: Journal
+    tell: Callable[[str], None]
+    _found: dict[str, Scores] = field(default_factory=dict[str, Scores], init=False)
+    _prompts: dict[str, tuple[Prompt, ...]] = field(
+        default_factory=dict[str, tuple[Prompt, ...]], init=False
+    )
+    _loaded: EvaluatedModel | None = field(default=None, init=False)
+
+    async def begin(self) -> int:
+        """Reads the scores that earlier attempts stored, and returns their number."""
+        rows = await asyncio.to_thread(self.folder.scores)
+        stored = [Scores.model_validate(row, extra="ignore") for row in rows]
+        self._found = {scores.key: scores for scores in stored}
+        return len(self._found)
+
+    @property
+    def next(self) -> tuple[EvaluatedModel, HeldOut] | None:
+        """The next model and the held-out set on which its scores are not known; None: all are."""
+        pairs = itertools.product(self.job.evaluated_models, self.sets)
+        return next((pair for pair in pairs if self._key(*pair) not in self._found), None)
+
+    async def evaluate(self, model: EvaluatedModel, held_out: HeldOut) -> None:
+        """Samples and grades the set's problems with the model, and stores its scores."""
+        await self._load(model)
+        name = held_out.name
+        if name not in self._prompts:
+            with self.services.waits.on("data", "reading the prompts"):
+                self._prompts[name] = await asyncio.to_thread(held_out.prompts)
+        known = (each for each in self.sets if self._key(model, each) in self._found)
+        num_known, num_done = sum(len(each.problems) for each in known), itertools.count()
+        total = sum(len(each.problems) for each in self.sets)
+
+        def tell() -> None:
+            done = f"{num_known + next(num_done)} of {total} problems"
+            self.tell(f"evaluating {self._named(model)}: {done}")
+
+        tell()
+        sampling = self.job.sampling.model_copy(update={"repeatable": True})
+        seeded = self.job.model_copy(update={"sampling": sampling})  # so only the model differs
+        answers_P = await sample_held_out(
+            seeded, name, self._prompts[name], self.services, 0, done=tell
+        )
+        scores = _scores(self._key(model, held_out), model.label, name, answers_P)
+        if scores.has_any:  # else a later attempt tries again
+            stored = [rollout for answers in answers_P for rollout in answers.stored]
+            number = self.job.evaluated_models.index(model)
+            await to_disk(self.folder.write_held_out, name, number, stored)
+            await to_disk(self.folder.append_scores, scores.model_dump())
+        self._found[scores.key] = scores
+        await self.journal.evaluated(model.label, name, set_metrics(answers_P))
+
+    def report(self) -> EvaluationReport:
+        """Returns the report, once all scores are known. Raises MustPause if no model has any score
+        on a set."""
+        return EvaluationReport(
+            id=self.services.caller.job_id,
+            temperature=self.job.evaluation.temperature,
+            seed=self.job.seed,
+            sets=tuple(self._of_set(held_out) for held_out in self.sets),
+        )
+
+    def _of_set(self, held_out: HeldOut) -> SetReport:
+        models = self.job.evaluated_models
+        scores_M = [self._found[self._key(model, held_out)] for model in models]
+        if not any(scores.has_any for scores in scores_M):
+            raise MustPause(
+                f"no completion on {held_out.where} could be sampled and graded; look into the "
+                "logs of the samplers and of the reward service"
+            )
+        first = scores_M[0].problems
+        reports = (
+            ModelScores(
+                name=model.label,
+                metrics=estimates(scores.problems),
+                differences=differences(scores.problems, first) if number else {},
+                missing_rewards=scores.missing_rewards,
+                errored_rollouts=scores.errored_rollouts,
+            )
+            for number, (model, scores) in enumerate(zip(models, scores_M, strict=True))
+        )
+        return SetReport(
+            name=held_out.name,
+            source=held_out.where,
+            num_problems=len(held_out.problems),
+            num_samples=self.job.evaluation.samples,
+            models=tuple(reports),
+        )
+
+    async def _load(self, model: EvaluatedModel) -> None:
+        if self._loaded == model:
+            return
+        self.tell(f"loading {self._named(model)} into the samplers")
+        await self.journal.log(f"loading {self._named(model)} into the samplers")
+        self.services.new_epoch()
+        await self.services.samplers.serve_own_weights(model)
+        self._loaded = model
+
+    def _named(self, model: EvaluatedModel) -> str:
+        models = self.job.evaluated_models
+        return f"{model.label} ({models.index(model) + 1} of {len(models)})"
+
+    def _key(self, model: EvaluatedModel, held_out: HeldOut) -> str:
+        """Returns a digest of everything that decides the scores and may differ between the models
+        and attempts of this job."""
+        spec = self.job.evaluation
+        of_set = spec.sets.get(held_out.name)
+        asked = (
+            model.model,
+            model.revision,
+            held_out.name,
+            spec.model_dump(mode="json", include=ASKED),
+            of_set.model_dump(mode="json") if of_set else None,
+        )
+        return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+def _scores(key: str, model: str, name: str, answers_P: Sequence[Answers]) -> Scores:
+    metrics = set_metrics(answers_P)
+    return Scores(
+        key=key,
+        model=model,
+        set=name,
+        problems=tuple(of_all([answers.metrics for answers in answers_P])),
+        missing_rewards=metrics["missing_rewards"],
+        errored_rollouts=metrics["errored_rollouts"],
+    )

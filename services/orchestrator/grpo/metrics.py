@@ -68,7 +68,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from services.orchestrator.grpo.advantages import has_signal
-from services.orchestrator.grpo.distilling import teacher_metrics
+from services.orchestrator.grpo.examples import teacher_metrics
 from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED, is_graded, missing_share
 from services.orchestrator.grpo.pipeline import Step
 from services.orchestrator.store.journal import SUPERVISED

@@ -6,7 +6,7 @@
 | prompts      | Prompt                | [P]          | prompts.py: a function of seed, step |
 | rollouts     | RolloutGroup          | [P][G] x [T] | batches.py; services/rollout         |
 | rewards      | Score                 | [P][G]       | batches.py; services/reward/graders  |
-| advantages   | Advantage             | [P][G]       | advantages.py; turns.py: [P][G][K]   |
+| advantages   | Advantage             | [P][G]       | advantages.py; of turns: [P][G][K]   |
 | examples     | Example, StepTotals   | <= P*G       | examples.py                          |
 | batch, loss  | tensors               | [B, T]       | services/trainer/learning            |
 | weights      | WeightsRef            | one version  | samplers/syncing.py; trainer/disk        |
@@ -17,7 +17,7 @@ max_staleness steps newer than the weights that sampled it. A batch's sampling s
 weights new enough for it serve: nothing sampled is ever thrown away.
 
 The pipeline imports none of what it drives: a source of batches (`Batches` in batches.py), a
-trainer (`Services` in samplers/services.py), weight sync (samplers/syncing.py) and a run log
+trainer (`TrainerClient` in samplers/clients.py), weight sync (samplers/syncing.py) and a run log
 (`RunFolder` in store/folder.py). `Run._pipeline` in jobs/attempt.py composes them.
 
 Around this: jobs/attempt.py loads the job and continues after failures (jobs/decisions.py), and
@@ -35,11 +35,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.orchestrator.grpo.advantages import Advantages, batch_advantages
-from services.orchestrator.grpo.distilling import teacher_terms
 from services.orchestrator.grpo.examples import (
     Placed,
     placed_examples,
     step_totals,
+    teacher_terms,
     trained_tokens,
 )
 from services.orchestrator.tasks import stop, to_disk

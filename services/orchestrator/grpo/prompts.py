@@ -21,8 +21,7 @@ from services.orchestrator.data.choosing import (
     streamed,
     unrenderable,
 )
-from services.orchestrator.data.difficulty import History, Skipping
-from services.orchestrator.data.order import InStream, InTable, Order
+from services.orchestrator.data.order import History, InStream, InTable, Order, Skipping
 from services.orchestrator.data.sources import Ask, asks_of, open_source
 from services.orchestrator.data.tables import Table
 from services.orchestrator.grpo.groups import num_rounds

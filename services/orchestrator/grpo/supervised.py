@@ -16,7 +16,8 @@ from typing import Any
 
 from services.orchestrator.data.choosing import BadRow, Problem, unrenderable
 from services.orchestrator.grpo.prompts import Content, Prompts
-from services.orchestrator.samplers.services import NOT_GRADED, Services
+from services.orchestrator.samplers.clients import NOT_GRADED
+from services.orchestrator.samplers.services import Services
 from services.orchestrator.tasks import all_of
 from shared.job import Job
 from shared.templates import RENDERER, CannotRender
@@ -187,8 +188,8 @@ async def given_groups(
         return lessons(prompts.for_step(step), job, prompts.name)
 
     async def group_of(position: int, lesson: Lesson) -> ScoredGroup:
-        key = f"{services.owner}:{step}:given:{position}"
-        group = await services.given(lesson.prompt, lesson.answers, key=key)
+        key = f"{services.caller.owner}:{step}:given:{position}"
+        group = await services.samplers.read(lesson.prompt, lesson.answers, key=key)
         scores = (NOT_GRADED,) * len(lesson.answers)
         return ScoredGroup(prompt=lesson.prompt, group=learned(group, job), scores=scores)
 

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.errors import TooDear
-from services.orchestrator.grpo.held_out import ignored, prefixed_metrics, sample_held_out
-from services.orchestrator.grpo.held_out_answers import lessons_of, losses
+from services.orchestrator.grpo.held_out import (
+    ignored,
+    lessons_of,
+    losses,
+    prefixed_metrics,
+    sample_held_out,
+)
 from services.orchestrator.grpo.metrics import WRITTEN, StepClock, passes, step_metrics
 from services.orchestrator.grpo.pipeline import Step
 from services.orchestrator.grpo.prompts import Prompts
@@ -22,10 +27,10 @@ from services.orchestrator.jobs.summary import best_step, first_needed
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.seams import Tracker
-from services.orchestrator.store.checkpoint_files import checkpoint_step
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.in_use import Use
 from services.orchestrator.store.journal import Journal
+from services.orchestrator.store.registrations import Use
+from services.orchestrator.store.run_folders import checkpoint_step
 from services.orchestrator.tasks import to_disk
 from shared.host import tracing
 from shared.host.logs import get_logger
@@ -76,7 +81,7 @@ class AfterStep:
 
     async def start(self) -> None:
         """Evaluates the weights that training begins with, as step 0."""
-        trace = tracing.begin("step", job=self.services.job_id, step=0)
+        trace = tracing.begin("step", job=self.services.caller.job_id, step=0)
         with trace.within():
             await self._record(0, await self._evaluate(0), None)
         trace.end()
@@ -151,7 +156,7 @@ class AfterStep:
         await to_disk(self.folder.check_there)  # else the trainer would make the folder
         best = best_step(self.job, await asyncio.to_thread(self.folder.metrics))
         kept = await self._used_by_others() | ({best} if best is not None else set())
-        checkpoint = await self.services.checkpoint(number, tuple(sorted(kept)))
+        checkpoint = await self.services.trainer.checkpoint(number, tuple(sorted(kept)))
         metrics[WRITTEN] = time.monotonic() - start
         await self.journal.checkpoint(checkpoint)
         await to_disk(self.folder.prune_batches, first_needed(self.job, number))

@@ -18,11 +18,11 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.data.difficulty import History
+from services.orchestrator.data.order import History
 from services.orchestrator.data.sources import asks_of, fetch
 from services.orchestrator.errors import MustPause, TooDear
 from services.orchestrator.grpo.batches import Batches
-from services.orchestrator.grpo.comparison import Comparison
+from services.orchestrator.grpo.held_out import Comparison
 from services.orchestrator.grpo.pipeline import Pipeline
 from services.orchestrator.grpo.prompts import Prompts, load_prompts
 from services.orchestrator.jobs.after_step import AfterStep, Ended
@@ -42,15 +42,15 @@ from services.orchestrator.jobs.stopping import Spent, price_for, reason_to_stop
 from services.orchestrator.jobs.summary import summarize, summarize_evaluation
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
-from services.orchestrator.samplers.waits import watch
+from services.orchestrator.samplers.waits import Caller, watch
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions, Program
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import Journal
 from services.orchestrator.store.leases import Lease, LeaseLost
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import ANSWERS_WITHIN_S
 from services.orchestrator.tasks import stop, to_disk, to_the_end
+from services.orchestrator.writable import ANSWERS_WITHIN_S
 from shared.errors import (
     BadRequest,
     Conflict,
@@ -99,20 +99,18 @@ class Run:
         self._folder = RunFolder(Path(record.run_dir))
         self._journal = Journal(store, lease)
         self._store = store
-        self._services = Services(
+        caller = Caller(
             record.job,
             settings,
             record.id,
             lease.attempt,
             self._journal.aside,
-            store.samplers.urls,
             identity=store.identity,
-            grading_waits=True,
             beside=lease.beside,
             weight=record.weight,
             key=record.submitted_by,
-            extensions=extensions,
         )
+        self._services = Services.of(caller, store.samplers.urls, extensions, grading_waits=True)
         self._extensions = extensions
         self._num_queued = num_queued
         self._needs = needs
@@ -222,7 +220,7 @@ class Run:
         services.waits.progress_at = time.monotonic()
         work = asyncio.create_task(self._train())
         watching = asyncio.create_task(
-            watch(services.waits, stall_s, services.pool.under_way, tell)
+            watch(services.waits, stall_s, services.samplers.under_way, tell)
         )
         looking = asyncio.create_task(self._look())
         noting = asyncio.create_task(self._keep_spent_noted())
@@ -251,7 +249,7 @@ class Run:
         )
         if self._stuck_since is None:  # grading's wait for the reward service counts
             now = time.time()
-            waited_s = now - (self._services.reward_away_since or now)
+            waited_s = now - (self._services.reward.away_since or now)
             self._stuck_since = time.monotonic() - waited_s
         if outcome := await self._until_there(decision.why):
             return outcome
@@ -352,7 +350,7 @@ class Run:
         )
         last = await self._extensions.drive(program)
         try:
-            checkpoint = (await self._services.checkpoint(last)).path
+            checkpoint = (await self._services.trainer.checkpoint(last)).path
         except Conflict as error:  # a gradient waits for a step that will not come
             checkpoint = None
             await self._journal.warn(f"no last checkpoint: {error.detail}")
@@ -431,8 +429,7 @@ class Run:
                 )
                 first = await asyncio.to_thread(prompts.first)
         with _accepted("rewards"):
-            await self._services.validate_rewards(prompts.columns, first)
-            await self._services.validate_environment(first)
+            await self._services.validate(prompts.columns, first)
         if not self._record.step:
             self._trying = asyncio.create_task(self._try_rewards(first))
         return AfterStep(
@@ -478,7 +475,7 @@ class Run:
 
     async def _try_rewards(self, prompts: tuple[Prompt, ...]) -> None:
         """Reports the rewards' values for known answers, while the model is loaded."""
-        found = await self._services.try_rewards(prompts)
+        found = await self._services.reward.try_rewards(prompts)
         if found is None:
             return
         await self._journal.log(found.summary)
@@ -504,7 +501,7 @@ class Run:
             synced = await sync_weights(services, folder, self._job, step, self._journal)
             return synced.moved
 
-        return Pipeline(self._job, batches, services, sync, folder)
+        return Pipeline(self._job, batches, services.trainer, sync, folder)
 
     async def _keep_spent_noted(self) -> None:
         """Notes hours and cost regularly, so that a killed attempt loses at most NOTE_SPENT_S."""

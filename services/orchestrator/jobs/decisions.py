@@ -17,8 +17,8 @@ from typing import Any, Literal, cast
 from services.orchestrator.errors import MustPause, PutAway, TooDear
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import BatchExists, RunFolder
-from services.orchestrator.store.found import WAS_DELETED, End
 from services.orchestrator.store.leases import LeaseLost
+from services.orchestrator.store.records import WAS_DELETED, End
 from shared.errors import (
     BadRequest,
     Conflict,

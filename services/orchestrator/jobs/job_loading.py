@@ -60,14 +60,16 @@ class Loading:
         """Loads both at once, or one after the other if the trainer is on a GPU. The sampler may be
         on the same GPU: while it starts it measures free memory, and would count memory that the
         trainer takes meanwhile as its own."""
-        in_turn = self.colocate or (await self.services.trainer_state()).gpu is not None
+        in_turn = self.colocate or (await self.services.trainer.state()).gpu is not None
         watching = asyncio.create_task(self._watch())
         try:
             if in_turn:
-                await self.services.put_model()
-                await self.services.free_gpu()
-                return await self.services.put_job()
-            state, _ = await all_of([self.services.put_job(), self.services.put_model()])
+                await self.services.samplers.load_model()
+                await self.services.samplers.free_gpu()
+                return await self.services.trainer.load_job()
+            state, _ = await all_of(
+                [self.services.trainer.load_job(), self.services.samplers.load_model()]
+            )
             assert state is not None, "the first is the trainer's"
             return state
         finally:
@@ -77,9 +79,9 @@ class Loading:
         """Reports in the job's events what takes trainer and sampler long."""
 
         async def trainer_doing() -> str | None:
-            return (await self.services.trainer_state()).doing
+            return (await self.services.trainer.state()).doing
 
-        asked: dict[str, Ask] = {"trainer": trainer_doing, "sampler": self.services.sampler_doing}
+        asked: dict[str, Ask] = {"trainer": trainer_doing, "sampler": self.services.samplers.doing}
         await asyncio.gather(*(self._watch_one(name, ask) for name, ask in asked.items()))
 
     async def _watch_one(self, service: str, ask: Ask) -> None:

@@ -13,7 +13,7 @@ from services.orchestrator.data.sources import files_of
 from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.leases import resource
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import ANSWERS_WITHIN_S, Writable
+from services.orchestrator.writable import ANSWERS_WITHIN_S, Writable
 from shared.errors import BadRequest, HoneError
 from shared.host.logs import get_logger
 from shared.host.processes import Look

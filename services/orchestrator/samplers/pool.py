@@ -19,10 +19,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from services.orchestrator.errors import SyncFailed
-from services.orchestrator.samplers.admission import Queue, Waiting, choose
+from services.orchestrator.samplers.admission import Home, Homes, Queue, Waiting, choose
 from services.orchestrator.samplers.discovery import Discovery, Registered, none_registered
-from services.orchestrator.samplers.homes import Home, Homes
-from services.orchestrator.samplers.sampler import NOT_HERE, Length, Push, Sampler, client_of
+from services.orchestrator.samplers.sampler import NOT_HERE, Length, Push, Sampler
+from services.orchestrator.samplers.transport import client_to
 from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
@@ -329,7 +329,9 @@ class Pool:
         """Returns a sampler that was not asked yet. Of several, the pool says itself which is
         away."""
         tell = self._tell if alone else tell_nobody
-        sampler = Sampler(client_of(url, self._settings, tell, self._headers), self._length)
+        sampler = Sampler(
+            client_to("rollout", url, self._settings, tell, self._headers), self._length
+        )
 
         def hear(busy: int) -> None:
             sampler.hear(busy)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from services.orchestrator.errors import MustPause
-from services.orchestrator.samplers.transport import transport_to
 from services.orchestrator.tasks import all_of
 from shared.errors import HoneError, StateLost
 from shared.host.logs import get_logger
 from shared.http.client import Client
-from shared.http.connecting import Tell
 from shared.settings import Settings
 from shared.wire import (
     Aborted,
@@ -84,22 +82,6 @@ class Length:
         missing = max(FEW - len(self._last), 0)
         total = sum(self._last) + missing * self._bound
         self.tokens = max(1.0, total / (len(self._last) + missing))
-
-
-def client_of(
-    url: str, settings: Settings, tell: Tell, headers: Mapping[str, str] | None = None
-) -> Client:
-    """Returns the client of the sampler at `url`; `tell` hears when it is unreachable."""
-    return Client(
-        "rollout",
-        url,
-        token=settings.bearer(),
-        binary=True,
-        patience_s=settings.patience_s,
-        tell=tell,
-        transport=transport_to(url),
-        headers=headers,
-    )
 
 
 @dataclass(frozen=True)

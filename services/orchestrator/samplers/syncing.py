@@ -1,24 +1,35 @@
 """From the trainer's weights to the samplers', proven by their digest and by what each sampler's
-engine computes with them (canary.py)."""
+engine computes with them.
+
+The digest that a sampler answers is of the files it read. What its engine then computes with is
+another thing: a load that did nothing, that left a tensor out or put it into another's place. So
+trainer and sampler each give log-probs of the same sequence, the canary, which have to agree as far
+as the rounding of their dtypes allows.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
+from statistics import pstdev
+from typing import Any, Protocol
 
 from services.orchestrator.errors import SyncFailed
-from services.orchestrator.samplers.canary import change, difference, prove
+from services.orchestrator.samplers.clients import TrainerClient
 from services.orchestrator.samplers.sampler import NOT_HERE, Push
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.store.folder import Proof, RunFolder
-from services.orchestrator.store.journal import Journal
 from services.orchestrator.tasks import to_disk
-from shared.errors import Conflict, Failed, Unavailable
+from shared.errors import Conflict, Failed, HoneError, Unavailable
+from shared.host.logs import get_logger
+from shared.http.client import Client
 from shared.job import SYNC_METHODS, Job, SyncMethod
 from shared.wire import (
     AnyWeights,
+    Canary,
+    CheckedWeights,
+    NoBody,
+    Published,
     SentWeights,
     ServingWeights,
     WeightsRef,
@@ -34,11 +45,25 @@ Candidate = tuple[SyncMethod, str]
 """A method that "auto" tries, and what is known once it works."""
 
 
+class SyncLog(Protocol):
+    def append_sync(self, row: dict[str, Any], published: AnyWeights) -> None:
+        """Notes how a version reached the samplers."""
+        ...
+
+
+class Events(Protocol):
+    """The job's events."""
+
+    async def log(self, message: str, **data: Any) -> None: ...
+
+    async def warn(self, message: str, **data: Any) -> None: ...
+
+
 @dataclass(frozen=True)
 class Synced:
     """A version that serves: what was published, and what each sampler answered, after `seconds`
-    in all. `moved` is how far a step moved its canary since the version before (`change` in
-    canary.py); None: not known."""
+    in all. `moved` is how far a step moved its canary since the version before (`change`);
+    None: not known."""
 
     published: AnyWeights
     answers: list[ServingWeights]
@@ -69,55 +94,47 @@ class Synced:
             ],
         }
 
-    @property
-    def proof(self) -> Proof | None:
-        """The version with its canary; None if it has none."""
-        ref = self.published
-        if ref.canary is None:
-            return None
-        return Proof(version=ref.version, digest=ref.digest, canary=ref.canary)
-
 
 async def sync_weights(
-    services: Services, folder: RunFolder, job: Job, version: int, journal: Journal
+    services: Services, log: SyncLog, job: Job, version: int, journal: Events
 ) -> Synced:
     """Makes every sampler serve the trainer's `version`, with the digest of what was published and
     the log-probs of its canary, and records it in the run folder. One sampler of several that does
     not is taken out of the pool. If none does, it is pushed again, by another method if there
     is one; then raises SyncFailed."""
     synced = await _synced(services, job, version, journal)
-    await to_disk(folder.append_sync, synced.row(), synced.proof)
+    await to_disk(log.append_sync, synced.row(), synced.published)
     return synced
 
 
-async def _synced(services: Services, job: Job, version: int, journal: Journal) -> Synced:
+async def _synced(services: Services, job: Job, version: int, journal: Events) -> Synced:
     if job.weight_sync != "auto":
-        method = services.sync_method or job.weight_sync
+        method = services.samplers.sync_method or job.weight_sync
         return await _sync(services, job, version, method, journal)
-    if services.sync_method in services.pool.given_up:
-        services.sync_method = None
-    if services.sync_method is None:
+    if services.samplers.sync_method in services.samplers.given_up:
+        services.samplers.sync_method = None
+    if services.samplers.sync_method is None:
         return await _find_way(services, job, version, journal)
-    return await _sync(services, job, version, services.sync_method, journal)
+    return await _sync(services, job, version, services.samplers.sync_method, journal)
 
 
-async def _find_way(services: Services, job: Job, version: int, journal: Journal) -> Synced:
+async def _find_way(services: Services, job: Job, version: int, journal: Events) -> Synced:
     """The same by the first candidate that every sampler can take, which later versions go by."""
     start = time.monotonic()
-    for method, why in candidates(job, gpus_of(services), one_host=services.one_host):
-        if method in services.pool.given_up:
+    for method, why in candidates(job, gpus_of(services), one_host=services.samplers.one_host):
+        if method in services.samplers.given_up:
             continue
         try:
             synced = await _sync(services, job, version, method, journal)
         except SyncFailed as error:
             if error.code not in NOT_HERE:
                 raise
-            services.pool.given_up.add(method)
+            services.samplers.given_up.add(method)
             if error.code == "not_met":
                 await journal.log(f'{error.detail}; weights do not go by "{method}"')
             continue
-        if method not in services.pool.given_up:
-            services.sync_method = method
+        if method not in services.samplers.given_up:
+            services.samplers.sync_method = method
             seconds = round(time.monotonic() - start, 1)
             how = f'weights go by "{method}": {why}'
             await journal.log(how, weight_sync=method, seconds=seconds)
@@ -140,8 +157,8 @@ class Gpus:
 
 def gpus_of(services: Services) -> Gpus:
     """Returns where weights come from, and where they go to: the samplers that are up."""
-    up = services.pool.up()
-    trainer, space = services.trainer_gpu
+    up = services.samplers.up()
+    trainer, space = services.trainer.gpu, services.trainer.memory_space
     spaces = {space, *(sampler.memory_space for sampler in up)}
     one_space = None not in spaces and len(spaces) == 1
     return Gpus(trainer, tuple(sampler.gpus for sampler in up), one_space)
@@ -187,7 +204,7 @@ def _from_gpu_to_gpu(gpus: Gpus) -> Candidate | None:
 
 
 async def _sync(
-    services: Services, job: Job, version: int, method: SyncMethod, journal: Journal
+    services: Services, job: Job, version: int, method: SyncMethod, journal: Events
 ) -> Synced:
     try:
         return await _push(services, job, version, method, journal)
@@ -198,8 +215,8 @@ async def _sync(
         other = traits.published_again or method
         how = "" if other == method else f' by "{other}"'
         if traits.is_given_up:
-            services.pool.given_up.add(method)
-            services.sync_method = None if job.weight_sync == "auto" else other
+            services.samplers.given_up.add(method)
+            services.samplers.sync_method = None if job.weight_sync == "auto" else other
             how = f'{how}, and later versions do not go by "{method}"'
         await journal.warn(f"{error.detail}; the weights are pushed again{how}")
         return await _push(services, job, version, other, journal, again=True)
@@ -210,19 +227,19 @@ async def _push(
     job: Job,
     version: int,
     method: SyncMethod,
-    journal: Journal,
+    journal: Events,
     *,
     again: bool = False,
 ) -> Synced:
     start = time.monotonic()
     published = await _published(services, version, method)
-    fallback = Fallback(services, published)
+    fallback = Fallback(services.trainer, published)
     try:
-        if isinstance(published.root, SentWeights) and services.pool.want_files:
+        if isinstance(published.root, SentWeights) and services.samplers.want_files:
             await _write_files(fallback, journal)
         ref = await fallback() if again else published
         push = Push(ref, fallback, prove, job.drain_before_sync, is_trial=_is_trial(services, job))
-        answers = await services.push_weights(push)
+        answers = await services.samplers.push_weights(push)
     except SyncFailed:
         raise
     except (Failed, Conflict) as error:
@@ -235,21 +252,22 @@ async def _push(
                 f"{serving.replica or 'the sampler'} gave no log-probs for version {version} (it "
                 "is paused): only their digest shows that it holds the trainer's weights"
             )
-    moved, services.published = change(services.published, published.root), published.root
+    moved = change(services.samplers.published, published.root)
+    services.samplers.published = published.root
     return Synced(published.root, answers, time.monotonic() - start, moved)
 
 
 def _is_trial(services: Services, job: Job) -> bool:
-    return job.weight_sync == "auto" and services.sync_method is None
+    return job.weight_sync == "auto" and services.samplers.sync_method is None
 
 
 async def _published(services: Services, version: int, method: SyncMethod) -> WeightsRef:
     """Returns the reference of the version. Raises SyncFailed where it cannot be taken off the
     trainer's device, as files can, or could take longer than it is waited for."""
     try:
-        published = await services.publish_weights(version, method)
+        published = await services.trainer.publish_weights(version, method)
         if isinstance(published.root, SentWeights):
-            _check_transfer(published.root, services.settings.sync_deadline_s)
+            _check_transfer(published.root, services.caller.settings.sync_deadline_s)
         return published
     except (Failed, Conflict) as error:
         if not SYNC_METHODS[method].is_given_up or error.code in NOT_OF_THE_SYNC | {"out_of_order"}:
@@ -268,7 +286,7 @@ def _check_transfer(ref: SentWeights, deadline_s: float) -> None:
         )
 
 
-async def _write_files(fallback: Fallback, journal: Journal) -> None:
+async def _write_files(fallback: Fallback, journal: Events) -> None:
     """Has what is sent written as files too, for samplers that are unreachable, while the trainer
     is at it. They lose a step at most if that fails. Raises SyncFailed if the files are of other
     weights than what was sent."""
@@ -284,8 +302,8 @@ class Fallback:
     """The same version for a sampler that failed to load it, or joins after it was sent: loaded in
     any case, and in another way if its method has one (`SyncTraits.loaded_again`)."""
 
-    def __init__(self, services: Services, published: WeightsRef) -> None:
-        self._services = services
+    def __init__(self, trainer: TrainerClient, published: WeightsRef) -> None:
+        self._trainer = trainer
         self._published = published
         self._files: AnyWeights | None = None
         self._asking = asyncio.Lock()
@@ -307,7 +325,7 @@ class Fallback:
             assert method is not None, (
                 "every method that sends has another method that writes files"
             )
-            files = (await self._services.publish_weights(sent.version, method)).root
+            files = (await self._trainer.publish_weights(sent.version, method)).root
         except Conflict as error:
             if error.code != "out_of_order":
                 raise
@@ -321,3 +339,158 @@ class Fallback:
                 f"{files.digest[:12]}, and what was sent {sent.digest[:12]}"
             )
         return files
+
+
+# --- the canary -----------------------------------------------------------------------------------
+
+EPSILONS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Distance from 1 to the next number: what rounding comes to is a multiple of it."""
+
+LEAST = {"float32": 1e-3, "float16": 0.005, "bfloat16": 0.02}
+"""Nats by which log-probs may differ on average over the sequence in any case. Two right
+implementations differ by about 1e-6 in float32; in bfloat16 by 0.02 in two layers."""
+
+NOISES = 2.0
+"""How many times the trainer's own noise the difference may be. vLLM's was 0.5 to 1.0 times that in
+models of 2 to 48 layers (`services/trainer/learning/noise.py`)."""
+
+MOST = 0.5
+"""Share of the log-probs' standard deviation that a difference may be in any case, whatever the
+noise: an unrelated model's differs by 0.96 to 1.1 times that."""
+
+EXPERTS = ".experts."
+"""What the names of a mixture's experts have in them, as checkpoints call them."""
+
+CHECK_S = 120.0
+"""Seconds for reading an engine's tensors back, which only names what is wrong."""
+
+ROUNDING = 0.1
+"""Share of the log-probs' standard deviation that rounding to 16 bits may make them differ by."""
+
+
+def difference(canary: Canary, serving: ServingWeights) -> float:
+    """Returns the mean absolute difference of the log-probs, in nats; infinity if they are not of
+    the same tokens."""
+    return _mean_gap(list(canary.logprobs), list(serving.canary_logprobs))
+
+
+def _mean_gap(ours: list[float], theirs: list[float]) -> float:
+    if len(ours) != len(theirs):
+        return float("inf")
+    gaps = [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+    mean = sum(gaps) / len(gaps)
+    return mean if mean == mean else float("inf")  # NaN: the sampler's are not finite
+
+
+def change(before: Published | None, after: Published) -> float | None:
+    """Returns how far the steps between two versions moved the trainer's log-probs of the canary:
+    the mean absolute difference in nats, per step. None: it is not known."""
+    if before is None or before.canary is None or after.canary is None:
+        return None
+    num_steps = after.version - before.version
+    if num_steps < 1 or before.canary.token_ids != after.canary.token_ids:
+        return None
+    moved = _mean_gap(list(before.canary.logprobs), list(after.canary.logprobs)) / num_steps
+    return moved if moved < float("inf") else None
+
+
+def tolerance(canary: Canary, serving: ServingWeights) -> float:
+    """Returns the nats that rounding may come to: `NOISES` times the trainer's own noise, in the
+    less precise dtype of the two, but at most `MOST` of the log-probs' standard deviation: where
+    rounding errors grow without bound, as in sharp attention, the noise is no measure. A load that
+    did nothing is detected here if the new weights moved the log-probs by more than this; if the
+    log-probs are the same bits as before, or have hardly moved, the sampler itself detects it."""
+    dtype = max(canary.dtype, serving.dtype, key=_epsilon)
+    coarser = _epsilon(dtype) / _epsilon(canary.dtype)
+    expected = min(NOISES * canary.noise * coarser, MOST * pstdev(canary.logprobs))
+    return max(LEAST.get(dtype, max(LEAST.values())), expected)
+
+
+def _epsilon(dtype: str) -> float:
+    return EPSILONS.get(dtype, max(EPSILONS.values()))
+
+
+def fault(canary: Canary, serving: ServingWeights) -> str | None:
+    """Returns why the sampler cannot hold the trainer's weights, or None."""
+    found, allowed = difference(canary, serving), tolerance(canary, serving)
+    if found <= allowed:
+        return None
+    return (
+        f"the log-probs of the canary differ by {found:.4g} nats on average, expected at most "
+        f"{allowed:.3g} in {canary.dtype}"
+    )
+
+
+def may_be_rounding(canary: Canary, serving: ServingWeights) -> bool:
+    """Returns whether the rounding of 16 bits, which grows with the layers and with the spread of
+    the logits, may alone have made the difference. It says nothing of which weights these are: a
+    query matrix of another layer changes as little."""
+    if canary.dtype == serving.dtype == "float32":
+        return False
+    return difference(canary, serving) <= ROUNDING * pstdev(canary.logprobs)
+
+
+async def prove(sampler: Client, published: WeightsRef, serving: ServingWeights) -> None:
+    """Raises SyncFailed unless the sampler serves what was published."""
+    ref = published.root
+    if (serving.version, serving.digest) != (ref.version, ref.digest):
+        raise SyncFailed(
+            f"weight sync: the trainer published version {ref.version} with digest "
+            f"{ref.digest[:12]}, but the sampler serves version {serving.version} with digest "
+            f"{str(serving.digest)[:12]}"
+        )
+    if not ref.canary or not serving.canary_logprobs:
+        return
+    if problem := fault(ref.canary, serving):
+        checked = await _read_back(sampler)
+        if _holds_all(checked, ref) and may_be_rounding(ref.canary, serving):
+            get_logger().warning(
+                "the canary differs, but no tensor that was read back from the engine does",
+                version=ref.version,
+                unread=0 if isinstance(checked, HoneError) else len(checked.unread),
+                difference=difference(ref.canary, serving),
+            )
+            return
+        raise SyncFailed(
+            f"weight sync: the sampler does not compute with version {ref.version}: {problem} "
+            f"({_describe(checked, ref)})"
+        )
+
+
+async def _read_back(sampler: Client) -> CheckedWeights | HoneError:
+    """Returns which tensors of the engine are wrong, or why they could not be read back."""
+    try:
+        return await sampler.call(
+            "POST", "/weights/check", NoBody(), CheckedWeights, deadline_s=CHECK_S
+        )
+    except HoneError as error:
+        return error
+
+
+def _is_of_another(checked: CheckedWeights, ref: Published) -> bool:
+    """Whether a job that shares the sampler has loaded a version meanwhile, which was read back."""
+    return checked.job_id is not None and checked.job_id != ref.job_id
+
+
+def _holds_all(checked: CheckedWeights | HoneError, ref: Published) -> bool:
+    """Returns whether every tensor of the version was read back, and none differs. A mixture's
+    experts need not be: some kernels keep them in an order that the sampler does not know."""
+    if not isinstance(checked, CheckedWeights) or checked.differing:
+        return False
+    if _is_of_another(checked, ref):
+        return False
+    return all(EXPERTS in name for name in checked.unread)
+
+
+def _describe(checked: CheckedWeights | HoneError, ref: Published) -> str:
+    if isinstance(checked, HoneError):
+        return f"its tensors could not be read back: {checked.detail}"
+    if _is_of_another(checked, ref):
+        return "a job that shares the sampler has loaded a version meanwhile"
+    if not checked.differing:
+        read = checked.num_tensors - len(checked.unread)
+        return f"the {read} tensors of the engine that could be read back are those published"
+    return (
+        f"{len(checked.differing)} of {checked.num_tensors} tensors of the engine are not those "
+        f"published, the first is {checked.differing[0]!r}"
+    )

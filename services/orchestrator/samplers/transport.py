@@ -12,7 +12,7 @@ import contextlib
 import functools
 import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterable, Generator
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Mapping
 from typing import cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -23,8 +23,10 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from shared.host.processes import in_own_thread
-from shared.http.connecting import trusted
+from shared.http.client import Client
+from shared.http.connecting import Tell, trusted
 from shared.http.urls import is_direct
+from shared.settings import Settings
 
 MAX_CONNECTIONS = 256
 """Requests at a time; a further one waits for as long as it takes. They are counted here, because
@@ -50,6 +52,22 @@ def transport_to(url: str) -> Transport | None:
     if not is_direct(host) and {parts.scheme, "all"} & proxies.keys() and not proxy_bypass(host):
         return None
     return Transport(trusted())
+
+
+def client_to(
+    service: str, url: str, settings: Settings, tell: Tell, headers: Mapping[str, str] | None = None
+) -> Client:
+    """Returns the client of the service at `url`; `tell` hears when it is unreachable."""
+    return Client(
+        service,
+        url,
+        token=settings.bearer(),
+        binary=True,
+        patience_s=settings.patience_s,
+        tell=tell,
+        transport=transport_to(url),
+        headers=headers,
+    )
 
 
 class Transport(httpx.AsyncBaseTransport):

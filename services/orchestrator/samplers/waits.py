@@ -1,5 +1,5 @@
-"""Tracks the unanswered calls of a job to its services, and each service's last answer. If no call
-is answered for long, the job's events name the services."""
+"""Who calls a job's services, the unanswered calls, and each service's last answer. If no call is
+answered for long, the job's events name the services."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from shared.errors import Failed
 from shared.host import tracing
-
-if TYPE_CHECKING:
-    from services.orchestrator.samplers.services import Services
+from shared.http import ownership
+from shared.http.connecting import Tell, tell_nobody
+from shared.job import Job
+from shared.settings import Settings
 
 LOOKS = 10
 """How often the watch checks within `HONE_STALL_S`."""
@@ -127,21 +129,63 @@ class Waits:
         return f"it waits for {service}{places}: {what}, the oldest for {oldest_s:.0f} s"
 
 
+@dataclass
+class Caller:
+    """An attempt at a job, as it calls its services. Requests name job, attempt and epoch; those of
+    an older epoch are refused or never joined. `tell` reports to the job's events. `identity` names
+    the orchestrator's Redis, by which trainer and samplers know whose job it is. `beside` are the
+    attempts with which trainer and samplers are shared, and `weight` is the share of the trainer
+    that the job has, with the other jobs of its API `key`."""
+
+    job: Job
+    settings: Settings
+    job_id: str = "unnamed"
+    attempt: int = 0
+    tell: Tell = tell_nobody
+    identity: str | None = None
+    beside: tuple[int, ...] = ()
+    weight: float = 1.0
+    key: str | None = None
+    epoch: int = field(default=0, init=False)
+    waits: Waits = field(default_factory=Waits, init=False)
+
+    @property
+    def fence(self) -> dict[str, Any]:
+        """The fields by which a request says who it is of."""
+        return {"job_id": self.job_id, "attempt": self.attempt, "epoch": self.epoch}
+
+    @property
+    def owner(self) -> str:
+        """Whose weights requests ask for: job, attempt and epoch, with colons between them."""
+        return f"{self.job_id}:{self.attempt}:{self.epoch}"
+
+    @property
+    def headers(self) -> Mapping[str, str] | None:
+        return ownership.headers(self.identity, self.settings, self.job_id)
+
+
+class ServiceClient(Protocol):
+    caller: Caller
+
+
+C = TypeVar("C", bound=ServiceClient)
+
+
 def waits_for(
     service: str, what: str, span: str | None = None
 ) -> Callable[
-    [Callable[Concatenate[Services, P], Coroutine[Any, Any, T]]],
-    Callable[Concatenate[Services, P], Coroutine[Any, Any, T]],
+    [Callable[Concatenate[C, P], Coroutine[Any, Any, T]]],
+    Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
 ]:
-    """Decorates a method: each call is noted as a wait, and as a span of the current trace, called
-    `span` or `what`."""
+    """Decorates a method of a client: each call is noted as a wait, and as a span of the current
+    trace, called `span` or `what`."""
 
     def decorate(
-        method: Callable[Concatenate[Services, P], Coroutine[Any, Any, T]],
-    ) -> Callable[Concatenate[Services, P], Coroutine[Any, Any, T]]:
+        method: Callable[Concatenate[C, P], Coroutine[Any, Any, T]],
+    ) -> Callable[Concatenate[C, P], Coroutine[Any, Any, T]]:
         @functools.wraps(method)
-        async def call(self: Services, *args: P.args, **kwargs: P.kwargs) -> T:
-            with self.waits.on(service, what), tracing.span(span or what):
+        async def call(self: C, *args: P.args, **kwargs: P.kwargs) -> T:
+            with self.caller.waits.on(service, what), tracing.span(span or what):
                 return await method(self, *args, **kwargs)
 
         return call

@@ -18,15 +18,15 @@ from redis.backoff import ExponentialBackoff, NoBackoff
 from redis.exceptions import RedisError
 
 from services.orchestrator.store import keys
+from services.orchestrator.store.keys import SCRIPTS, source
 from services.orchestrator.store.records import Unreadable
-from services.orchestrator.store.scripts import NAMES, source
 from shared.errors import Conflict, Unavailable
 
 SOCKET_TIMEOUT_S = 30.0
 """Longer than a follower waits for events, and longer than a slow disk delays an answer."""
 
 RETRIES = 6
-"""Retries of a command. All attempts together take less than scripts.CALL_TTL_S."""
+"""Retries of a command. All attempts together take less than keys.CALL_TTL_S."""
 
 MAX_CONNECTIONS = 64
 """Connections for everything but heartbeats and followers. A caller waits if none is free."""
@@ -103,7 +103,7 @@ class Connection:
         self.followers = _client(url, MAX_FOLLOWERS, patient)
         self._scripts = {
             name: (self.beats if name in BEATS else self.client).register_script(source(name))
-            for name in NAMES
+            for name in SCRIPTS
         }
 
     async def close(self) -> None:
@@ -122,7 +122,7 @@ class Connection:
         return REPLACED
 
     async def call(self, script: str, **arguments: Any) -> str:
-        """Runs the script of that name (scripts.py). If the connection breaks, Redis's client sends
+        """Runs the script of that name (keys.py). If the connection breaks, Redis's client sends
         the same call again."""
         store = self.identity
         call = _texts({"now": time.time(), "store": store, **self._limits, **arguments})

@@ -2,7 +2,7 @@
 
     runs/<job>/job.json           the job as it was submitted; a folder without it is no job's
                redis              the identity of the Redis that has the job
-               record.json        what a rebuilt record needs besides (note.py): when it was
+               record.json        what a rebuilt record needs besides (`Note`): when it was
                                   submitted, with which key, and how it ended
                .job.json          job.json of a job that is being submitted: Redis may not have it,
                                   and then the folder is removed (run_folders.py)
@@ -51,15 +51,49 @@ from pydantic import BaseModel
 
 from services.orchestrator.store import finished
 from services.orchestrator.store.finished import FinishedGroup, Place
-from services.orchestrator.store.note import Note
-from services.orchestrator.store.writable import writing
+from services.orchestrator.writable import writing
 from shared.errors import Conflict, Failed, HoneError, NotFound
 from shared.host import disk
 from shared.http import codec
 from shared.job import Job
 from shared.job.job import differences
 from shared.weights.folders import CHECKPOINTS
-from shared.wire import Batch, Canary, GradedRollout, MetricsRow, RolloutList, TrainedTokens, Wire
+from shared.wire import (
+    TERMINAL,
+    AnyWeights,
+    Batch,
+    Canary,
+    GradedRollout,
+    JobStatus,
+    MetricsRow,
+    RolloutList,
+    TrainedTokens,
+    Wire,
+)
+
+OF_SUBMISSION = ("created_at", "key", "fingerprint", "submitted_by", "weight")
+"""The fields that do not change after the submission."""
+
+
+class Note(Wire):
+    """The record's state when a worker took the job up, or when the job ended. Times are Unix
+    seconds. `key` is the idempotency key of its submission, `fingerprint` the digest of the
+    submitted job; `submitted_by` and `weight` are as in `JobSummary`."""
+
+    created_at: float
+    finished_at: float | None = None
+    status: JobStatus
+    error: str | None = None
+    key: str | None = None
+    fingerprint: str | None = None
+    submitted_by: str | None = None
+    weight: float = 1.0
+    schema_version: int = 1
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in TERMINAL
+
 
 BATCH_FILE = re.compile(r"(\d+)(\.ungraded)?\.msgpack")
 PUSHED_FOLDER = "pushed"
@@ -314,11 +348,13 @@ class RunFolder:
             f"after each evaluation of {f'the set {name!r}' if name else 'data.eval'}"
         )
 
-    def append_sync(self, row: dict[str, Any], proof: Proof | None = None) -> None:
+    def append_sync(self, row: dict[str, Any], published: AnyWeights | None = None) -> None:
         """Notes in `weights.jsonl` how a version reached the samplers, and replaces `canary.json`
-        by its proof. No run depends on either."""
+        by its proof, if it has a canary. No run depends on either."""
         self._append(SYNCS, _row(row))
-        if proof:
+        if published and published.canary:
+            version, digest = published.version, published.digest
+            proof = Proof(version=version, digest=digest, canary=published.canary)
             self._write(PROOF, _json(proof))
 
     def proof(self) -> Proof | None:

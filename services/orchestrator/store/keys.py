@@ -1,4 +1,4 @@
-"""Every key that the orchestrator has in Redis.
+"""Every key that the orchestrator has in Redis, and the scripts that change them.
 
     hone:store                   string  the identity of this Redis (identity.py)
     hone:jobs                    zset    every job id by creation time
@@ -42,9 +42,27 @@ A job's hash has the fields of `wire.JobRecord`, and besides:
     models            the models that a job of 0 steps evaluates, as a JSON list
     files             the ids of the uploaded files that it names, with blanks between them
     last_<type>       the newest step that has an event of this type (step, eval, checkpoint)
+
+Every change of a job is one atomic script, `lua/<name>.lua`, whose first lines say what it does.
+`lua/shared.lua` has the building blocks.
+
+    queued --take--> running --report--> succeeded, failed, cancelled
+      ^ ^              |
+      | +-----halt-----+----halt
+      |                v
+      +----resume--- paused          cancel: queued and paused at once, running by way of the worker
+
+A running job whose worker is gone waits to be taken again: it is paused and cancelled at once too.
+
+A worker sends its lease: the job, the trainer and the attempt. Once the trainer's lease has expired
+or is another worker's, or the job does not run any more, nothing is changed.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+
+from shared.settings import MAX_PLACES
 
 STORE = "hone:store"
 JOBS = "hone:jobs"
@@ -95,3 +113,21 @@ def events(job_id: str) -> str:
 
 def checkpoints(job_id: str) -> str:
     return JOB + job_id + CHECKPOINTS
+
+
+CALL_TTL_S = 900
+"""Seconds that a script's answer is kept for retries of the same call: longer than a caller retries
+(connection.py)."""
+
+FOLDER = Path(__file__).with_name("lua")
+SCRIPTS = frozenset(file.stem for file in FOLDER.glob("*.lua")) - {"shared"}
+
+
+def source(name: str) -> str:
+    """Returns the text of the script, with the keys by the same names, and the building blocks
+    before it."""
+    texts = {name: value for name, value in globals().items() if isinstance(value, str)}
+    names = [f"local {name} = '{value}'" for name, value in texts.items() if name.isupper()]
+    names.append(f"local MAX_PLACES = {MAX_PLACES}")
+    files = [(FOLDER / f"{each}.lua").read_text() for each in ("shared", name)]
+    return "\n".join([*names, f"local CALL_TTL_S = {CALL_TTL_S}", *files])

@@ -1,4 +1,5 @@
-"""Pages of jobs, and the places of waiting jobs in the queue."""
+"""Pages of jobs, and the places of waiting jobs in the queue. And what the routes that only read
+need of the store, which run folders alone give them too (`Readable`)."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from services.orchestrator.store.records import (
     SUMMARY,
@@ -16,7 +17,7 @@ from services.orchestrator.store.records import (
 )
 from shared.errors import NotFound
 from shared.http.gate import own_jobs_of
-from shared.wire import JobList, JobSummary, Obstacle
+from shared.wire import Checkpoint, Event, JobList, JobRecord, JobSummary, Obstacle
 
 S = TypeVar("S", bound=JobSummary)
 
@@ -128,3 +129,33 @@ def _cursor(after: str | None) -> tuple[str | None, str | None]:
         return found[1], found[2]
     time_s = time_of(after)
     return after, None if time_s is None else str(time_s + 2)
+
+
+class Readable(Protocol):
+    """The methods raise NotFound for an unknown job."""
+
+    async def get(self, job_id: str) -> JobRecord: ...
+
+    async def list(
+        self, after: str | None, limit: int, wanted: Wanted | None = None
+    ) -> JobList: ...
+
+    async def status(self, job_id: str) -> str | None:
+        """Returns the job's status; None if it is gone."""
+        ...
+
+    async def doing(self, job_id: str) -> str | None:
+        """Returns what a running job does."""
+        ...
+
+    async def events(
+        self, job_id: str, after: str, *, block_s: float | None = None, count: int = 1000
+    ) -> list[Event]:
+        """Returns the events after id `after`; waits up to `block_s` seconds for the first."""
+        ...
+
+    async def newest_events(self, job_id: str, before: str | None, limit: int) -> list[Event]:
+        """Returns up to `limit` events, newest first, older than event `before`."""
+        ...
+
+    async def checkpoints(self, job_id: str) -> list[Checkpoint]: ...

@@ -1,28 +1,32 @@
 """Keeps a job's run folder in agreement with its record in Redis. A job is accepted once it is in
 both, so that `hone recover` finds it even if Redis lost it before it began; and its end is noted in
-the folder, so that a rebuilt record has it."""
+the folder, so that a rebuilt record has it. And serves the files of its checkpoints: those in the
+manifest that the trainer wrote with them."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from services.orchestrator.store.checkpoint_files import check_start
+from pydantic import TypeAdapter, ValidationError
+
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.found import unsubmitted
-from services.orchestrator.store.records import Submission
+from services.orchestrator.store.records import Submission, unsubmitted
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import ANSWERS_WITHIN_S
-from shared.errors import Conflict, Failed, Forbidden, HoneError, Unavailable
+from services.orchestrator.writable import ANSWERS_WITHIN_S
+from shared.errors import BadRequest, Conflict, Failed, Forbidden, HoneError, NotFound, Unavailable
 from shared.host.logs import get_logger
 from shared.host.processes import in_own_thread
 from shared.http.gate import own_jobs_of
 from shared.job import Job
-from shared.wire import JobRecord, JobState
+from shared.weights.folders import MANIFEST, STATE, StoredFile, step_of
+from shared.wire import CheckpointFile, JobRecord, JobState
 
 WRITTEN_WITHIN_S = 30.0
 """Seconds in which a run folder is made: some ten small files and names reach the disk."""
@@ -204,3 +208,84 @@ def _is_noted(folder: RunFolder) -> bool:
         get_logger().warning("run folder not read", folder=str(folder.path), reason=str(error))
         return True
     return note.has_ended if note else not folder.path.is_dir()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+_FILES = TypeAdapter(dict[str, StoredFile])
+
+
+def checkpoint_step(path: Path, checkpoints: Path) -> int | None:
+    """Returns the step of the checkpoint at or around `path`; None for a path in no checkpoint of
+    the folder `checkpoints`."""
+    inside = path.resolve().relative_to(checkpoints.resolve()).parts
+    return step_of(inside[0]) if inside else None
+
+
+def files_of(folder: Path) -> tuple[CheckpointFile, ...]:
+    """Returns the files of the checkpoint at `folder`, its manifest included, by name. Raises
+    NotFound for a removed checkpoint, and Failed for an unreadable manifest."""
+    try:
+        text = (folder / MANIFEST).read_bytes()
+        files = _FILES.validate_python(json.loads(text)["files"])
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"the checkpoint {str(folder)!r} is not there any more") from error
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise Failed(f"{str(folder / MANIFEST)!r} cannot be read: {why:.300}") from error
+    files[MANIFEST] = StoredFile(size_bytes=len(text), crc32=zlib.crc32(text))
+    return tuple(
+        CheckpointFile(name=name, size_bytes=file.size_bytes, crc32=file.crc32)
+        for name, file in sorted(files.items())
+    )
+
+
+def path_of(folder: Path, name: str) -> Path:
+    """Returns the path of the file `name`. Raises NotFound for a file that is not in the
+    checkpoint, and Failed if its size differs from the manifest."""
+    sizes = {file.name: file.size_bytes for file in files_of(folder)}
+    path = folder / name
+    if name not in sizes or not path.resolve().is_relative_to(folder.resolve()):
+        some = ", ".join([*sizes][:10]) + (", ..." if len(sizes) > 10 else "")
+        raise NotFound(f"the checkpoint has no file {name!r:.200}; its files are {some}")
+    try:
+        size = path.stat().st_size
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFound(f"{str(path)!r} is not there any more") from error
+    if size != sizes[name]:
+        raise Failed(
+            f"{str(path)!r} is damaged: it has {size} bytes; expected {sizes[name]}, as the "
+            "checkpoint's manifest says; download another checkpoint"
+        )
+    return path
+
+
+def check_start(job: Job, runs_dir: Path) -> None:
+    """Raises BadRequest for a checkpoint that the job cannot begin with (`training.start_from`)."""
+    if (start := job.training.start_from) is None:
+        return
+    folder = Path(start).resolve()
+    if not folder.is_relative_to(runs_dir.resolve()) or not (folder / STATE).is_dir():
+        raise BadRequest(
+            f"training.start_from is {start!r:.200}, which is no checkpoint below HONE_RUNS_DIR; "
+            "expected the full path of one, as `hone checkpoints JOB` lists them"
+        )
+    try:
+        source = Job.model_validate(json.loads((folder / MANIFEST).read_bytes())["job"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise BadRequest(f"training.start_from: {str(folder / MANIFEST)!r}: {why:.300}") from error
+    theirs, ours = _adapter(source), _adapter(job)
+    if theirs != ours:
+        raise BadRequest(
+            f"training.start_from is a checkpoint with {theirs}, and the job has {ours}; expected "
+            "the same"
+        )
+
+
+def _adapter(job: Job) -> str:
+    """Returns what of a job's adapter a checkpoint has to fit."""
+    if (lora := job.lora) is None:
+        return "all weights"
+    layers = lora.target_modules
+    return f"lora of rank {lora.rank}, alpha {lora.alpha:g}, target_modules {layers!r}"

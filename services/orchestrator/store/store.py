@@ -1,5 +1,5 @@
-"""Jobs in Redis. A job's hash is the truth. Every change is one atomic script (scripts.py), which a
-retry does not repeat. The methods for workers are in worker_side.py.
+"""Jobs in Redis. A job's hash is the truth. Every change is one atomic script (keys.py), which a
+retry does not repeat. The methods for workers are in leases.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 from services.orchestrator.store import identity, keys
 from services.orchestrator.store.connection import Connection, StoreUnavailable
-from services.orchestrator.store.found import FoundRun
-from services.orchestrator.store.in_use import Removals, Use, uses_below
+from services.orchestrator.store.folder import Note
+from services.orchestrator.store.leases import PAUSED_ON_REQUEST, WorkerSide
 from services.orchestrator.store.lists import Lists
-from services.orchestrator.store.note import Note
 from services.orchestrator.store.records import (
+    FoundRun,
     Submission,
     Unreadable,
     check_event_id,
@@ -28,8 +28,13 @@ from services.orchestrator.store.records import (
     record_of,
     state_of,
 )
-from services.orchestrator.store.registrations import SamplerRegistrations, TrainerRegistrations
-from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST, WorkerSide
+from services.orchestrator.store.registrations import (
+    Removals,
+    SamplerRegistrations,
+    TrainerRegistrations,
+    Use,
+    uses_below,
+)
 from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, Conflict, Failed, NotFound, no_job
 from shared.http.gate import own_jobs_of

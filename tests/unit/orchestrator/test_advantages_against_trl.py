@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.orchestrator.grpo import advantages, normalizing
+from services.orchestrator.grpo import advantages
 from shared.job import Job
 from tests.support.scored_batches import make_batch, make_job, score
 
@@ -91,7 +91,7 @@ def job_like(combine: str, std: str) -> Job:
 def test_advantages_are_those_of_trl(
     combine: str, std: str, not_applicable: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(normalizing, "EPSILON", 1e-4)
+    monkeypatch.setattr(advantages, "EPSILON", 1e-4)
     job, dice = job_like(combine, std), random.Random(f"{combine}{std}{not_applicable}")
 
     def value() -> float | str:

@@ -78,6 +78,7 @@ class Around:
         self.told: list[str] = []
         self.conversations = asyncio.Semaphore(8)
         self.waits = Waits()
+        self.caller = self.samplers = self
 
     def open(self, services: Any, job: Job, **_: Any) -> Session:
         self.opened.append(Session(len(self.opened)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from services.orchestrator.data.allowed import named_model_folder
+from services.orchestrator.data.hub import named_model_folder
 from shared.errors import BadRequest
 from shared.http.gate import caller
 from shared.settings import Settings

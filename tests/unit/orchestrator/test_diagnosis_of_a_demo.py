@@ -13,9 +13,8 @@ import pytest
 from services.orchestrator.extensions.diagnosis import gathering, known
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose, findings_of
 from services.orchestrator.extensions.diagnosis.facts import Facts
-from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.note import Note
-from services.orchestrator.store.reading import Readable
+from services.orchestrator.store.folder import Note, RunFolder
+from services.orchestrator.store.lists import Readable
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import load_job

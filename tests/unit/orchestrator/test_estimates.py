@@ -18,7 +18,7 @@ from services.orchestrator.grpo.estimates import (
     problem_metrics,
     t_975,
 )
-from services.orchestrator.samplers.services import NOT_GRADED
+from services.orchestrator.samplers.clients import NOT_GRADED
 from shared.job import EvaluationSpec, Job
 from shared.wire import Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 from tests.support.scored_batches import make_job, score

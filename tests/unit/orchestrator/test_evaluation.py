@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from services.orchestrator.grpo import held_out as evaluation
-from services.orchestrator.grpo.comparison import Scores
 from services.orchestrator.grpo.held_out import (
     Answers,
+    Scores,
     bounded_prompt,
     ignored,
     prefixed_metrics,
     sample_held_out,
     set_metrics,
 )
-from services.orchestrator.samplers.services import NOT_GRADED
+from services.orchestrator.samplers.clients import NOT_GRADED
 from shared.errors import StateLost
 from shared.wire import Prompt, RolloutGroup, Score
 from tests.support.scored_batches import make_job, score
@@ -35,8 +35,9 @@ class FakeServices:
     def __init__(self, generate: Callable[[int], Awaitable[None]], score: Score) -> None:
         self._generate = generate
         self._score = score
+        self.caller = self.samplers = self.reward = self
 
-    async def generate(self, prompt: Prompt, *_: Any, **__: Any) -> RolloutGroup:
+    async def sample(self, prompt: Prompt, *_: Any, **__: Any) -> RolloutGroup:
         await self._generate(prompt.index)
         return RolloutGroup(prompt_token_ids=(), rollouts=())  # type: ignore[arg-type]
 

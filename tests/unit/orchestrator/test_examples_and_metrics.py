@@ -12,7 +12,7 @@ from services.orchestrator.grpo.examples import step_totals, to_examples
 from services.orchestrator.grpo.metrics import reward_metrics, step_metrics
 from services.orchestrator.grpo.pipeline import Step
 from services.orchestrator.jobs.after_step import failing_rewards
-from services.orchestrator.samplers.services import NOT_GRADED, score_item
+from services.orchestrator.samplers.clients import NOT_GRADED, score_item
 from shared.job import Job
 from shared.wire import (
     Batch,

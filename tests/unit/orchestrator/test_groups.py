@@ -12,7 +12,7 @@ from services.orchestrator.grpo.groups import (
     to_batch,
     too_many_missing,
 )
-from services.orchestrator.samplers.services import NOT_GRADED
+from services.orchestrator.samplers.clients import NOT_GRADED
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span, TokenIds

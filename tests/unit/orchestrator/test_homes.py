@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.orchestrator.samplers.homes import Homes
+from services.orchestrator.samplers.admission import Homes
 from services.orchestrator.samplers.sampler import Sampler
 from shared.wire import GenerateRequest, Known, Rollout, RolloutGroup, Span, TokenIds, WeightsRef
 

@@ -61,6 +61,7 @@ class Script:
         self.num_opened = 0
         self.conversations = asyncio.Semaphore(1)
         self.environment, self.service, self.waits = self, "reward", Waits()
+        self.samplers = self
         self.extensions = run_extensions(Episodes(), Sessions(), SampleOrders())
 
     def sampling(self, seed: int | None) -> Sampling:

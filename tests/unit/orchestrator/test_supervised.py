@@ -15,7 +15,7 @@ from services.orchestrator.grpo.metrics import step_metrics
 from services.orchestrator.grpo.pipeline import Pipeline, Step, syncs_after
 from services.orchestrator.grpo.prompts import load_prompts, with_steps
 from services.orchestrator.grpo.supervised import asked, learned, lessons
-from services.orchestrator.samplers.services import NOT_GRADED
+from services.orchestrator.samplers.clients import NOT_GRADED
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import parse_job

@@ -20,8 +20,12 @@ from tokenizers.models import WordLevel
 from services.orchestrator.extensions import teacher as module
 from services.orchestrator.extensions.teacher import Teacher
 from services.orchestrator.grpo.advantages import batch_advantages
-from services.orchestrator.grpo.distilling import teacher_metrics, teacher_terms, with_teacher_of
-from services.orchestrator.grpo.examples import to_examples
+from services.orchestrator.grpo.examples import (
+    teacher_metrics,
+    teacher_terms,
+    to_examples,
+    with_teacher_of,
+)
 from services.orchestrator.grpo.groups import teaches, too_many_missing
 from shared.errors import BadRequest, Unavailable
 from shared.job import Job, TeacherSpec

@@ -15,9 +15,8 @@ from services.orchestrator.jobs import worker as worker_module
 from services.orchestrator.jobs.decisions import Outcome
 from services.orchestrator.jobs.worker import Worker
 from services.orchestrator.store.connection import StoreEmptied
-from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.leases import Lease, LeaseLost, NoHeartbeat
-from services.orchestrator.store.note import Note
 from services.orchestrator.tasks import all_of, stop, to_disk
 from shared.errors import NotFound
 from shared.settings import Settings

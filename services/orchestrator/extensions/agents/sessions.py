@@ -108,7 +108,7 @@ class Session:
         closed: Callable[[Session], None],
     ) -> None:
         self.id = id
-        self.job_id = services.job_id
+        self.job_id = services.caller.job_id
         self.api_key = KEY + secrets.token_urlsafe(32)
         self._services = services
         self._job = job
@@ -315,11 +315,13 @@ class Session:
         key = f"{self.id}:{number}"
         if asked.token_ids is not None or asked.text is not None:
             prompt = TokenIds(asked.token_ids or ()) if asked.text is None else asked.text
-            return await self._services.go_on(prompt, self._min_version, key=key, sampling=sampling)
+            return await self._services.samplers.complete(
+                prompt, self._min_version, key=key, sampling=sampling
+            )
         known = parent and Known(
             num_messages=parent.num_messages, token_ids=TokenIds(parent.token_ids)
         )
-        return await self._services.answer(
+        return await self._services.samplers.answer(
             asked.messages,
             self._min_version,
             key=key,

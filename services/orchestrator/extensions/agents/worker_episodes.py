@@ -162,7 +162,7 @@ class Episodes:
             asks = time.monotonic() - asked.at < NOBODY_S
             if asks == asked.told:
                 asked.told = not asks
-                await services.tell(_told(offer.job_id, asks), not asks)
+                await services.caller.tell(_told(offer.job_id, asks), not asks)
 
     async def _ended(self, lease: EpisodeLease, deadline_s: float) -> RolloutGroup:
         try:
@@ -348,10 +348,10 @@ async def play(
     def offer(num_died: int) -> Offer:
         taken: asyncio.Future[EpisodeLease] = asyncio.get_running_loop().create_future()
         is_suspect = num_died >= NUM_SUSPECT
-        return Offer(services.job_id, prompt, deadline_s, is_suspect, open, taken)
+        return Offer(services.caller.job_id, prompt, deadline_s, is_suspect, open, taken)
 
     failures, deaths = list[str](), list[str]()
-    async with services.conversations:
+    async with services.samplers.conversations:
         while len(failures) < MAX_PLAYED and len(deaths) < MAX_DIED:
             try:
                 return await episodes.play(services, offer(len(deaths)))

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from services.orchestrator.samplers.canary import tolerance
+from services.orchestrator.samplers.syncing import tolerance
 from services.orchestrator.store.folder import Proof
 from shared.wire import (
     CheckedWeights,

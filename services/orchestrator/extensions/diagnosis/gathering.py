@@ -9,8 +9,8 @@ from typing import Any
 
 from services.orchestrator.extensions.diagnosis.facts import Facts
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.found import FoundRun, find_run
-from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST
+from services.orchestrator.store.leases import PAUSED_ON_REQUEST
+from services.orchestrator.store.records import FoundRun, find_run
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
 from shared.wire import Batch, JobRecord, MetricsRow

@@ -14,7 +14,7 @@ from services.orchestrator.extensions.diagnosis.diagnosing import OF_RUN, findin
 from services.orchestrator.extensions.diagnosis.facts import Facts
 from services.orchestrator.extensions.diagnosis.gathering import of_folder
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.reading import Readable
+from services.orchestrator.store.lists import Readable
 from services.orchestrator.tasks import to_the_end
 from shared.wire import Finding, FindingList, JobRecord
 

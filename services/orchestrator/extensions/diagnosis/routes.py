@@ -13,7 +13,7 @@ from services.orchestrator.extensions.diagnosis.known import Findings
 from services.orchestrator.extensions.diagnosis.probing import probe
 from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.reading import Readable
+from services.orchestrator.store.lists import Readable
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import all_of
 from shared.errors import Conflict

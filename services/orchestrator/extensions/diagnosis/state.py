@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from services.orchestrator.errors import is_put_away
 from services.orchestrator.extensions.diagnosis.facts import WINDOW, Facts
-from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST
+from services.orchestrator.store.leases import PAUSED_ON_REQUEST
 from shared.wire import Evidence, Finding, JobRecord
 
 STALLED_STEPS = 5.0

@@ -101,7 +101,7 @@ class Conversation:
 
     async def play(self) -> RolloutGroup:
         """Returns the rollout as a group of one."""
-        async with self._services.conversations:
+        async with self._services.samplers.conversations:
             return await self._played()
 
     async def _played(self) -> RolloutGroup:
@@ -180,7 +180,7 @@ class Conversation:
                 "seed": None if seed is None else seed + turn * SEEDS_PER_TURN,
             }
         )
-        return await self._services.answer(
+        return await self._services.samplers.answer(
             tuple(played.messages),
             self._min_version,
             key=f"{id}:{turn}",

@@ -23,7 +23,7 @@ from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.records import Submission, Unreadable, check_event_id
 from services.orchestrator.store.run_folders import accept, accepted, cancel
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import Writable
+from services.orchestrator.writable import Writable
 from shared.errors import BadRequest, NotFound
 from shared.http.client import Client
 from shared.http.service import Service, request_key

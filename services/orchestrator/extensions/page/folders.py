@@ -12,9 +12,8 @@ from pathlib import Path
 
 from services.orchestrator.extensions.diagnosis.gathering import record_of
 from services.orchestrator.store.folder import JOB, NOTE, RunFolder
-from services.orchestrator.store.found import FoundRun, find_run
 from services.orchestrator.store.lists import Wanted
-from services.orchestrator.store.records import check_event_id
+from services.orchestrator.store.records import FoundRun, check_event_id, find_run
 from shared.errors import BadRequest, no_job
 from shared.job import Job
 from shared.wire import Checkpoint, Event, JobList, JobRecord, JobSummary, MetricsRow

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.orchestrator.data.fitting import tokenizer_folder
+from services.orchestrator.data.choosing import tokenizer_folder
 from shared.errors import BadRequest, Unavailable
 from shared.job import Job, TrainingSpec
 from shared.templates import CannotCount, PromptReader, prompt_reader

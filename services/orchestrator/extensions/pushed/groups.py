@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.orchestrator.data.fitting import tokenizer_stamp
+from services.orchestrator.data.choosing import tokenizer_stamp
 from services.orchestrator.extensions.pushed.checking import (
     Model,
     check_ratio,

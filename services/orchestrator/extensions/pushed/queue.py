@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from services.orchestrator.seams import Round
 from services.orchestrator.store.finished import CHECKSUM_BYTES, checksum
 from services.orchestrator.store.folder import PUSHED_FOLDER
-from services.orchestrator.store.writable import writing
+from services.orchestrator.writable import writing
 from shared.errors import Conflict, Failed
 from shared.host import disk
 from shared.http import codec

@@ -15,10 +15,10 @@ from typing import Any
 from services.orchestrator.extensions.tinker.managing import iso, saved_as
 from services.orchestrator.extensions.tinker.paths import ROOT
 from services.orchestrator.extensions.tinker.saved import Saved
-from services.orchestrator.store.checkpoint_files import files_of, path_of
+from services.orchestrator.store.run_folders import files_of, path_of
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import writing
 from services.orchestrator.tasks import to_disk
+from services.orchestrator.writable import writing
 from shared.errors import NotFound, Unauthorized
 from shared.host import disk
 from shared.wire import JobRecord

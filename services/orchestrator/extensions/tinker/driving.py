@@ -69,7 +69,7 @@ NOT_NAMED = {"tensors": {}, "canary": None}
 async def drive(orders: SampleOrders, program: Program) -> int:
     """Carries out the program's operations until it unloads the model. Returns the number of the
     trainer's last one."""
-    with orders.running(program.services.job_id, program.services):
+    with orders.running(program.services.caller.job_id, program.services):
         return await Driving(**vars(program), samples=orders).run()
 
 
@@ -106,7 +106,7 @@ class Driving:
         """Does the operations until the model is unloaded. Returns the trainer's last one. A model
         that begins with another job's checkpoint is checkpointed before its first operation."""
         if self.job.training.start_from and not self.last:
-            await self.services.checkpoint(0)
+            await self.services.trainer.checkpoint(0)
         start = await asyncio.to_thread(self._log.start)
         if self.last < start.done:
             raise MustPause(
@@ -136,7 +136,7 @@ class Driving:
         if operation.kind in ("checkpoint", "export") and outcome.error is None:
             await self._checkpointed(number)
         elif operation.kind == "optim_step" and self._checkpoint_is_due():
-            await self.services.checkpoint(self.last, await self._kept_steps())
+            await self.services.trainer.checkpoint(self.last, await self._kept_steps())
             await self._checkpointed(number)
         if known is None and outcome.error is None:
             outcome = await self._list_saved(number, operation, outcome)
@@ -158,8 +158,10 @@ class Driving:
         if operation.saves is None:
             return outcome
         ref = None
-        if operation.kind == "snapshot" and isinstance(self.services.published, AdapterWeights):
-            ref = (await self.services.publish_weights(self.last, "lora", number)).root
+        if operation.kind == "snapshot" and isinstance(
+            self.services.samplers.published, AdapterWeights
+        ):
+            ref = (await self.services.trainer.publish_weights(self.last, "lora", number)).root
             assert isinstance(ref, AdapterWeights)
             outcome = outcome.model_copy(update={"adapter": ref.model_copy(update=NOT_NAMED)})
         now = time.time()
@@ -258,7 +260,7 @@ class Driving:
             return
         try:
             if self.last:
-                await self.services.checkpoint(self.last, await self._kept_steps())
+                await self.services.trainer.checkpoint(self.last, await self._kept_steps())
         except Conflict as error:  # a gradient waits: its calls are done again later
             await self.journal.log(error.detail)
         raise PutAway(
@@ -282,14 +284,14 @@ class Driving:
         if operation.kind == "refused":
             raise BadRequest("the request of this operation could not be read")
         if operation.kind == "forward":
-            found = await services.forward(self.last, operation.examples)
+            found = await services.trainer.forward(self.last, operation.examples)
             weights = [one for e in operation.examples for one in e.advantages]
             loss = -math.fsum(map(float.__mul__, weights, found.logprobs))
             return OperationOutcome(step=self.last, logprobs=found.logprobs, loss=loss)
         if operation.kind == "forward_backward":
             assert operation.loss is not None
             step = self._num_done + 1
-            done = await services.forward_backward(step, operation.examples, operation.loss)
+            done = await services.trainer.forward_backward(step, operation.examples, operation.loss)
             self._num_done = self.last = step
             self._loss += done.loss
             return OperationOutcome(step=step, loss=done.loss, logprobs=done.logprobs)
@@ -297,7 +299,7 @@ class Driving:
             return await self._optim_step(operation)
         if operation.kind in ("checkpoint", "export"):
             keep = {*await self._kept_steps(), self.last}
-            checkpoint = await services.checkpoint(self.last, tuple(sorted(keep)))
+            checkpoint = await services.trainer.checkpoint(self.last, tuple(sorted(keep)))
             await self.journal.checkpoint(checkpoint)
             return OperationOutcome(
                 step=self.last, path=checkpoint.path, size_bytes=checkpoint.size_bytes
@@ -311,7 +313,7 @@ class Driving:
         assert operation.optimization is not None
         step = self._num_done + 1
         is_again = step <= self.last
-        done = await self.services.optim_step(step, operation.optimization)
+        done = await self.services.trainer.optim_step(step, operation.optimization)
         self._num_done = self.last = step
         loss, self._loss = self._loss, 0.0
         if not is_again:

@@ -14,8 +14,8 @@ from services.orchestrator.extensions.tinker.log import OperationLog
 from services.orchestrator.extensions.tinker.models import Models, is_put_away
 from services.orchestrator.extensions.tinker.paths import NUMBER, SAMPLE
 from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.store.leases import PAUSED_ON_REQUEST
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.worker_side import PAUSED_ON_REQUEST
 from shared.errors import NotFound
 from shared.wire import TERMINAL, JobRecord
 

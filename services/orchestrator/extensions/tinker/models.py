@@ -18,7 +18,7 @@ from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import Writable
+from services.orchestrator.writable import Writable
 from shared.errors import NotFound
 from shared.http.gate import scoped
 from shared.job import Job

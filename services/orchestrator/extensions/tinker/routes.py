@@ -23,7 +23,7 @@ from services.orchestrator.extensions.tinker.results import SAVED
 from services.orchestrator.extensions.tinker.sampling import SampleOrders
 from services.orchestrator.extensions.tinker.sampling_sessions import SamplingSessions
 from services.orchestrator.store.store import Store
-from services.orchestrator.store.writable import Writable
+from services.orchestrator.writable import Writable
 from shared.http.operations import DownloadedFile
 from shared.http.service import Service
 from shared.settings import Settings

@@ -87,9 +87,9 @@ async def _sampled(
 ) -> DeliveredSamples:
     """Returns the samples, or the error that is the order's own. Raises errors that time may
     heal."""
-    key = f"{services.owner}:sample:{id}"
+    key = f"{services.caller.owner}:sample:{id}"
     try:
-        group = await services.sample(order, key=key)
+        group = await services.samplers.sample_order(order, key=key)
     except BadRequest as error:
         return DeliveredSamples(error=error.detail)
     except Failed as error:
