@@ -9,15 +9,12 @@ from collections.abc import AsyncGenerator, Sequence
 
 from services.orchestrator.api import (
     access,
-    columns,
     files,
-    groups_of_steps,
     history,
     jobs,
     regrade,
-    samplers,
+    rollouts,
     stack,
-    states,
 )
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.extensions import trackers
@@ -147,15 +144,12 @@ def _add_routes(
 ) -> None:
     tinker.add_routes(service, settings, store, writable, checks, orders)
     jobs.add_routes(service, settings, store, writable, checks)
-    states.add_routes(service, settings, store, checks)
     history.add_routes(service, store)
-    columns.add_routes(service, store)
-    groups_of_steps.add_routes(service, store)
+    rollouts.add_routes(service, store)
     regrade.add_route(service, settings, store)
     diagnosis.add_reading(service, store)
     diagnosis.add_experiments(service, settings, store)
-    samplers.add_routes(service, settings, store)
-    stack.add_route(service, settings, store)
+    stack.add_routes(service, settings, store)
     files.add_routes(service, settings, store)
     access.add_routes(service, settings, named)
     fine_tuning.add_routes(service, settings, store, writable, checks)

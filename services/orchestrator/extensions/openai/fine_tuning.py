@@ -15,8 +15,7 @@ from fastapi import FastAPI, Query, Request
 
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.history import still_there
-from services.orchestrator.api.jobs import check_job
-from services.orchestrator.api.states import METADATA, metadata_of
+from services.orchestrator.api.jobs import METADATA, check_job, metadata_of
 from services.orchestrator.extensions.openai import mapping
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import Wanted
