@@ -24,11 +24,11 @@ from pydantic import SecretStr
 from deploy.machine import exit_on_signals
 from hone.reward_service import reward_service
 from hone.trainer import to_trl
-from services.orchestrator.api.rows import check_rows
 from services.orchestrator.grpo.estimates import problem_metrics
 from services.orchestrator.grpo.held_out import Answers, prefixed_metrics
 from services.orchestrator.grpo.metrics import WRITTEN, reward_metrics
 from services.orchestrator.grpo.prompts import Prompts, load_prompts, with_steps
+from services.orchestrator.jobs.prompt_checks import check_rows
 from services.orchestrator.jobs.summary import best_step, summarize
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.store.folder import RunFolder

@@ -16,7 +16,6 @@ from services.orchestrator.api import (
     rollouts,
     stack,
 )
-from services.orchestrator.api.checking import Checks
 from services.orchestrator.extensions import trackers
 from services.orchestrator.extensions.agents import episodes, worker_episodes
 from services.orchestrator.extensions.agents import routes as dialects
@@ -37,6 +36,7 @@ from services.orchestrator.extensions.tinker import downloads, managing
 from services.orchestrator.extensions.tinker import routes as tinker
 from services.orchestrator.extensions.tinker.driving import drive
 from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.worker import SharedTrainer, Worker
 from services.orchestrator.seams import Extensions
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
@@ -106,7 +106,7 @@ def create_service(
     )
     if workers:
         _add_gauges(service, workers)
-    checks = Checks(settings, cpu_rates, trackers.missing_key)
+    checks = CheckExecutor(settings, extensions, cpu_rates)
     _add_routes(service, settings, store, named, writable, orders, checks)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
@@ -128,6 +128,7 @@ def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders)
         source_of=pushed_groups,
         drive=functools.partial(drive, orders),
         diagnose=diagnose_run,
+        warn_of=trackers.missing_key,
         attending=episodes.run_of,
         forget=forget,
     )
@@ -140,13 +141,13 @@ def _add_routes(
     named: access.Keys,
     writable: Writable,
     orders: SampleOrders,
-    checks: Checks,
+    checks: CheckExecutor,
 ) -> None:
     tinker.add_routes(service, settings, store, writable, checks, orders)
     jobs.add_routes(service, settings, store, writable, checks)
     history.add_routes(service, store)
     rollouts.add_routes(service, store)
-    regrade.add_route(service, settings, store)
+    regrade.add_route(service, settings, store, checks.extensions)
     diagnosis.add_reading(service, store)
     diagnosis.add_experiments(service, settings, store)
     stack.add_routes(service, settings, store)

@@ -195,6 +195,9 @@ class Extensions:
 
     diagnose: Callable[[RunFolder, Job], Sequence[Finding]] = lambda _folder, _job: ()
 
+    warn_of: Callable[[Job], str | None] = lambda _job: None
+    """Of a job that is submitted: a probable mistake. It may take seconds."""
+
     attending: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _job_id: (
         contextlib.nullcontext()
     )

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Query, Request
-from pydantic import ValidationError
 
 from services.orchestrator.api.access import TOKEN_ONLY
-from services.orchestrator.api.checking import Checks
-from services.orchestrator.api.looking import Looked
 from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.grpo.prompts import with_steps
-from services.orchestrator.jobs.needs import check_colocation
-from services.orchestrator.jobs.stopping import price_for
-from services.orchestrator.samplers.abilities import on_cpu
-from services.orchestrator.samplers.services import Services
-from services.orchestrator.seams import Unreachable
+from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs.preflight import Preflight, check_held_out, check_job, price_for
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.found import find_runs
 from services.orchestrator.store.lists import Wanted
@@ -30,20 +23,17 @@ from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted, cancel, stop
 from services.orchestrator.store.store import Store
 from services.orchestrator.store.writable import Writable
-from shared.errors import BadRequest, Conflict, Failed, Unavailable
-from shared.explain import sentences
+from shared.errors import BadRequest, Conflict
 from shared.http.gate import scoped
 from shared.http.rendering import Made
 from shared.http.service import Service, request_key
 from shared.job import Job
-from shared.job.checks import check_groups
 from shared.job.file import changed
 from shared.plan.gpus import GpuGroup
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan
 from shared.settings import Settings
 from shared.wire import (
-    CreateFineTuningJob,
     DryRun,
     JobDeleted,
     JobList,
@@ -52,7 +42,6 @@ from shared.wire import (
     JobStatus,
     NoBody,
     Plan,
-    Prompt,
     Recovered,
     ResumeRequest,
     SubmitRequest,
@@ -77,7 +66,7 @@ METADATA: dict[str, Any] = {
 
 
 def add_routes(
-    service: Service, settings: Settings, store: Store, runs: Writable, checks: Checks
+    service: Service, settings: Settings, store: Store, runs: Writable, checks: CheckExecutor
 ) -> None:
     _add_submitting(service, settings, store, runs, checks)
     add_reading(service, store)
@@ -95,7 +84,7 @@ def add_routes(
 
 
 def _add_submitting(
-    service: Service, settings: Settings, store: Store, runs: Writable, checks: Checks
+    service: Service, settings: Settings, store: Store, runs: Writable, checks: CheckExecutor
 ) -> None:
     async def submit(request: SubmitRequest) -> Made[JobRecord]:
         """Accepts a job once its data, rewards and model have been checked: 201, and it is on disk.
@@ -104,14 +93,14 @@ def _add_submitting(
         if known := await accepted(store, request.job, key):
             return Made[JobRecord](body=known, location=f"/v1/jobs/{known.id}", is_new=False)
         await runs.check()
-        looked = await check_job(request.job, settings, checks)
+        checked = await check_job(request.job, checks)
         submission = Submission(
-            with_steps(request.job, looked.num_train),
+            with_steps(request.job, checked.data.num_train),
             settings.runs_dir,
             key,
-            looked.versions,
+            checked.data.versions,
             asked=request.job,
-            warnings=looked.warnings,
+            warnings=tuple(checked.warnings),
         )
         record = await accept(store, submission)
         is_new = record.id == submission.id
@@ -125,12 +114,11 @@ def _add_submitting(
 
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
-        looked = await check_job(request.job, settings, checks, showing=True)
-        job, online = with_steps(request.job, looked.num_train), not checks.hub_is_away
+        checked = await check_job(request.job, checks, showing=True)
+        job, online = with_steps(request.job, checked.data.num_train), not checks.hub_is_away
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
-        tried = await asyncio.to_thread(_dry_run, job, looked, plan_of)
-        return tried.model_copy(update={"trial": await _trial(job, looked.first, settings)})
+        return await asyncio.to_thread(_dry_run, job, checked, plan_of)
 
     async def plan(request: SubmitRequest) -> Plan:
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
@@ -176,7 +164,9 @@ def add_reading(service: Service, store: Readable) -> None:
         return await store.get(job_id)
 
 
-def _add_changing(service: Service, settings: Settings, store: Store, checks: Checks) -> None:
+def _add_changing(
+    service: Service, settings: Settings, store: Store, checks: CheckExecutor
+) -> None:
     app = service.app
 
     @app.delete("/v1/jobs/{job_id}")
@@ -217,74 +207,29 @@ def _add_changing(service: Service, settings: Settings, store: Store, checks: Ch
         _check_same_kind(record.job, job)
         await asyncio.to_thread(price_for, job, settings)
         if job.evaluation.sets != record.job.evaluation.sets:
-            await checks.look_at_held_out(job)
+            await checks.run(job, check_held_out, job, settings)
         return await store.resume(job_id, job)
 
 
-async def check_job(
-    job: Job, settings: Settings, checks: Checks, *, showing: bool = False
-) -> Looked:
-    """Returns the findings about the job. Raises HoneError for faults that would fail the job
-    later, or let it learn nothing: data that cannot be read, a wrong model folder, groups of one,
-    rewards that the reward service does not know or that need columns the data lacks."""
-    check_groups(job)
-    if job.request:
-        _check_request(job)
-    check_colocation(job, settings)
-    price_for(job, settings)
-    looked = await checks.look(job, showing=showing)
-    services = Services(job, settings.per_trainer[0])
-    try:
-        await services.validate_rewards(looked.columns, looked.first)
-        await services.validate_environment(looked.first)
-        if not looked.cpu_limit:
-            return looked
-        said = await on_cpu(job, looked.cpu_limit, settings.per_trainer[0])
-        return replace(looked, warnings=(*looked.warnings, *said))
-    except Unreachable as error:
-        raise BadRequest(error.detail) from error
-    except Failed as error:
-        raise Unavailable(error.detail) from error
-    finally:
-        await services.close()
-
-
-async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tuple[str, ...]:
-    services = Services(job, settings.per_trainer[0])
-    try:
-        found = await services.try_rewards(first)
-    finally:
-        await services.close()
-    return (found.summary, *found.warnings) if found else ()
-
-
-def _check_request(job: Job) -> None:
-    """Raises BadRequest for a request of OpenAI's API that this API could not show again."""
-    try:
-        CreateFineTuningJob.model_validate(job.request)
-    except ValidationError as error:
-        faults = sentences(error, CreateFineTuningJob, "'job.request'")
-        raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
-
-
-def _dry_run(job: Job, looked: Looked, plan_of: Callable[[Job, Known], Plan]) -> DryRun:
+def _dry_run(job: Job, checked: Preflight, plan_of: Callable[[Job, Known], Plan]) -> DryRun:
     planned, not_planned = None, ""
-    known = Known(lengths=looked.lengths)
+    data, trial = checked.data, checked.trial
     try:
-        planned = plan_of(job, known)
+        planned = plan_of(job, Known(lengths=data.lengths))
     except CannotPlan as error:
         not_planned = str(error)
     return DryRun(
         job=job,
-        columns=looked.columns,
-        num_train=looked.num_train,
-        num_held_out=looked.num_held_out,
-        data=looked.versions,
-        prompts=looked.shown,
-        not_counted=looked.not_counted,
+        columns=data.columns,
+        num_train=data.num_train,
+        num_held_out=data.num_held_out,
+        data=data.versions,
+        prompts=data.shown,
+        not_counted=data.not_counted,
         plan=planned,
         not_planned=not_planned,
-        warnings=looked.warnings,
+        warnings=tuple(checked.warnings),
+        trial=(trial.summary, *trial.warnings) if trial else (),
     )
 
 

@@ -14,18 +14,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from services.orchestrator.data.difficulty import History
-from services.orchestrator.data.sources import asks_of, fetch
 from services.orchestrator.errors import MustPause, TooDear
 from services.orchestrator.grpo.batches import Batches
 from services.orchestrator.grpo.comparison import Comparison
 from services.orchestrator.grpo.pipeline import Pipeline
-from services.orchestrator.grpo.prompts import Prompts, load_prompts
+from services.orchestrator.grpo.prompts import Prompts
 from services.orchestrator.jobs.after_step import AfterStep, Ended
+from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.decisions import (
     LIMITS,
     PAUSES_S,
@@ -36,9 +36,10 @@ from services.orchestrator.jobs.decisions import (
     found_end,
 )
 from services.orchestrator.jobs.job_loading import Loading
-from services.orchestrator.jobs.needs import DataFiles, Needs, check_colocation
+from services.orchestrator.jobs.needs import DataFiles, Needs
+from services.orchestrator.jobs.preflight import Accepted, Preflight
 from services.orchestrator.jobs.progress import Doing, Progress
-from services.orchestrator.jobs.stopping import Spent, price_for, reason_to_stop
+from services.orchestrator.jobs.stopping import Spent, reason_to_stop
 from services.orchestrator.jobs.summary import summarize, summarize_evaluation
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
@@ -52,16 +53,13 @@ from services.orchestrator.store.store import Store
 from services.orchestrator.store.writable import ANSWERS_WITHIN_S
 from services.orchestrator.tasks import stop, to_disk, to_the_end
 from shared.errors import (
-    BadRequest,
     Conflict,
-    Failed,
-    Forbidden,
     HoneError,
-    Unauthorized,
     Unavailable,
 )
 from shared.host.logs import get_logger, of_job
 from shared.host.processes import Look
+from shared.plan.prices import Price
 from shared.settings import Settings
 from shared.wire import JobRecord, Prompt, TrainerState
 
@@ -73,10 +71,6 @@ LOOK_AT_MISSING_S = 2.0
 
 NOTE_SPENT_S = 60.0
 """Seconds between two notes of the job's hours and cost in the run folder."""
-
-FILTER_ROOM = 2.0
-"""Factor on a job's filter time at its submission. The job was accepted, and the same work takes
-longer on a busy machine."""
 
 
 class Run:
@@ -416,25 +410,25 @@ class Run:
 
     async def _begin(self) -> AfterStep:
         """Makes the run folder, and checks the job's data and rewards."""
-        check_colocation(self._job, self._settings)
         await self._make_folder()
-        spent = await self._begin_spending()
+        history = History(await asyncio.to_thread(self._folder.verdicts))
+        preflight = Preflight(
+            self._job,
+            self._settings,
+            self._services,
+            CheckExecutor(self._settings, self._extensions),
+            accepted=Accepted(self._record.data, history),
+        )
+        await preflight.run("settings")
+        spent = await self._begin_spending(preflight.price)
         self._doing.begin("checking data and rewards", "the model is loaded")
         with self._services.waits.on("data", "reading the prompts"):
-            history = History(await asyncio.to_thread(self._folder.verdicts))
-            cpu_s = FILTER_ROOM * self._settings.filter_cpu_s
-            settings = self._settings.model_copy(update={"filter_cpu_s": cpu_s})
-            with _accepted("data"):
-                await fetch(asks_of(self._job, settings, self._record.data).values())
-                prompts = await asyncio.to_thread(
-                    load_prompts, self._job, settings, self._record.data, history
-                )
-                first = await asyncio.to_thread(prompts.first)
-        with _accepted("rewards"):
-            await self._services.validate_rewards(prompts.columns, first)
-            await self._services.validate_environment(first)
+            await preflight.run("data")
+        await preflight.run("services")
+        prompts = preflight.data.prompts
+        assert prompts is not None, "an accepted job has prompts"
         if not self._record.step:
-            self._trying = asyncio.create_task(self._try_rewards(first))
+            self._trying = asyncio.create_task(self._try_rewards(preflight.data.first))
         return AfterStep(
             self._job,
             prompts,
@@ -457,16 +451,12 @@ class Run:
         )
         await to_disk(self._folder.write_note, await self._store.note(self._record.id))
 
-    async def _begin_spending(self) -> Spent:
+    async def _begin_spending(self, price: Price | None) -> Spent:
         """Begins to count the attempt's hours and cost. Raises TooDear for a job that has reached
         its cost limit and has more to do."""
         rows = await asyncio.to_thread(self._folder.metrics)
         if self._spent is None:
             hours, cost = await asyncio.to_thread(self._folder.spent)
-            try:
-                price = price_for(self._job, self._settings)
-            except BadRequest as error:  # the price was known at submission
-                raise MustPause(error.detail) from error
             self._spent = Spent(rows, hours, price, cost)
         has_more = self._job.steps > 0 and (
             not rows
@@ -532,25 +522,6 @@ class Run:
         if step > self._furthest:
             self._furthest, self._in_a_row, self._tries = step, 0, 1
             self._stuck_since = None
-
-
-@contextlib.contextmanager
-def _accepted(what: str) -> Generator[None]:
-    """Raises Failed instead of BadRequest, because the job passed these checks when it was
-    submitted. Slow checks are waited for: only the job's own reward code may hang, and the reward
-    service ends that by itself, with an error."""
-    try:
-        yield
-    except (Unauthorized, Forbidden):
-        raise
-    except Unavailable as error:
-        if error.code != "deadline":
-            raise
-        raise Unavailable(error.detail) from error
-    except BadRequest as error:
-        raise Failed(
-            f"its {what} were accepted when it was submitted, and are refused now: {error.detail}"
-        ) from error
 
 
 def _stopped(job_id: str, error: Exception) -> Exception:
