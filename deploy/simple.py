@@ -29,7 +29,7 @@ from services.orchestrator.grpo.held_out import Answers, prefixed_metrics
 from services.orchestrator.grpo.metrics import WRITTEN, reward_metrics
 from services.orchestrator.grpo.prompts import Prompts, load_prompts, with_steps
 from services.orchestrator.jobs.prompt_checks import check_rows
-from services.orchestrator.jobs.summary import best_step, summarize
+from services.orchestrator.jobs.results import best_step, summarize
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.note import Note

@@ -115,7 +115,7 @@ def _add_submitting(
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
         checked = await check_job(request.job, checks, showing=True)
-        job, online = with_steps(request.job, checked.data.num_train), not checks.hub_is_away
+        job, online = with_steps(request.job, checked.data.num_train), checks.hub_away is None
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
         return await asyncio.to_thread(_dry_run, job, checked, plan_of)
@@ -127,7 +127,7 @@ def _add_submitting(
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
         known = Known(lengths=await checks.lengths(request.job))
         try:
-            pools, online = await checks.planned_gpus(), not checks.hub_is_away
+            pools, online = await checks.planned_gpus(), checks.hub_away is None
             return await asyncio.to_thread(
                 _planned, request.job, known, settings, pools, online=online
             )

@@ -5,13 +5,12 @@ Callers take turns."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Callable, Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from services.orchestrator.data.apart import NotInTime, apart
@@ -20,7 +19,7 @@ from services.orchestrator.data.sources import FETCH_S, asks_hub
 from services.orchestrator.data.tables import ended
 from services.orchestrator.jobs.prompt_checks import prompt_lengths
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions
-from shared.errors import Busy, Failed, HoneError
+from shared.errors import Busy, Failed, HoneError, Unavailable
 from shared.host.processes import in_own_thread
 from shared.http.gate import caller
 from shared.job import Job
@@ -80,17 +79,24 @@ class CheckExecutor:
         self._threads = RoundRobin(NUM_THREADS)
         self._fetches = RoundRobin(MAX_FETCHES)
         self._models = RoundRobin(MAX_FETCHES)
-        self._away: tuple[float, str] | None = None
+        self._away = 0.0, ""
 
     async def run(self, job: Job, work: Callable[..., T], *args: Any) -> T:
         """Returns the result of work with the job's data. If that asks the Hub, `work` is a
-        module's function, and arguments and result can be pickled."""
-        if not await asyncio.to_thread(asks_hub, job, self.settings):
-            return await self.in_thread(job, work, *args)
-        if self._away and self.hub_is_away:
-            raise Failed(f"the job's data cannot be fetched: {self._away[1]}; {ELSEWHERE}")
-        who, size_bytes = (_on_behalf_of, caller.get()), len(job.model_dump_json())
-        return await _apart(self._fetches, size_bytes, *who, work, *args, deadline_s=FETCH_S)
+        module's function, and arguments and result can be pickled. Raises Failed if the Hub cannot
+        be reached: asking it again at once would not help."""
+        try:
+            if not await asyncio.to_thread(asks_hub, job, self.settings):
+                return await self.in_thread(job, work, *args)
+            if why := self.hub_away:
+                raise Unavailable(f"the job's data cannot be fetched: {why}")
+            turns, size_bytes = self._fetches, len(job.model_dump_json())
+            looking = _on_behalf_of, caller.get(), work, *args
+            return await _in_process(turns, size_bytes, *looking, deadline_s=FETCH_S)
+        except Busy:
+            raise
+        except Unavailable as error:
+            raise Failed(f"{error.detail}; {ELSEWHERE}") from error
 
     async def in_thread(self, job: Job, work: Callable[..., T], *args: Any) -> T:
         """Returns the work's result. The work keeps its turn until its thread has ended."""
@@ -114,14 +120,14 @@ class CheckExecutor:
             return None
         if hub_is_offline():
             return "it is not in the Hugging Face cache here, and HF_HUB_OFFLINE is set"
-        if self._away and self.hub_is_away:
-            return self._away[1]
+        if self.hub_away:
+            return self.hub_away
         asked = (fetch_model, job.model, job.model_revision)
         try:
-            why_not = await _apart(self._models, 0, *asked, deadline_s=MODEL_S)
+            why_not = await _in_process(self._models, 0, *asked, deadline_s=MODEL_S)
         except NotInTime:
             why_not = f"{hub_url()} did not answer in {MODEL_S:g} s"
-        self._away = (time.monotonic() + AWAY_S, why_not) if why_not else None
+        self._away = time.monotonic() + AWAY_S if why_not else 0.0, why_not or ""
         return why_not
 
     async def lengths(self, job: Job) -> PromptLengths:
@@ -145,26 +151,21 @@ class CheckExecutor:
             return await in_own_thread(lambda: self._cpu_rates.pools(pools))
 
     @property
-    def hub_is_away(self) -> bool:
-        """Whether the Hub could not be reached a moment ago."""
-        return self._away is not None and time.monotonic() < self._away[0]
+    def hub_away(self) -> str | None:
+        """Why the Hub could not be reached a moment ago; None if it could."""
+        until, why = self._away
+        return why if time.monotonic() < until else None
 
 
-@contextlib.asynccontextmanager
-async def _turn(turns: RoundRobin, size_bytes: int) -> AsyncGenerator[None]:
+async def _in_process(
+    turns: RoundRobin, size_bytes: int, work: Callable[..., T], *args: Any, deadline_s: float
+) -> T:
     who = _who()
     began = await turns.begin(who, size_bytes)
     try:
-        yield
+        return await apart(work, *args, deadline_s=deadline_s)
     finally:
         turns.end(who, began)
-
-
-async def _apart(
-    turns: RoundRobin, size_bytes: int, work: Callable[..., T], *args: Any, deadline_s: float
-) -> T:
-    async with _turn(turns, size_bytes):
-        return await apart(work, *args, deadline_s=deadline_s)
 
 
 def _who() -> str | None:

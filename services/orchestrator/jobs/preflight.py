@@ -1,18 +1,13 @@
 """The checks of a job before it runs, in one list: for submissions, dry runs, and the start of each
-attempt.
-
-A submission is refused for a fault that would fail the job later, or let it learn nothing: data
-that cannot be read, a wrong model folder, groups of one, rewards that the reward service does not
-know or that need columns the data lacks. The start of an attempt repeats the checks whose result
-may have changed since.
-"""
+attempt. They refuse what would fail the job later, or let it learn nothing. The start of an attempt
+repeats those whose result may have changed since the submission."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import ValidationError
 
@@ -24,7 +19,7 @@ from services.orchestrator.data.sources import asks_of, fetch
 from services.orchestrator.errors import MustPause
 from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prompts
 from services.orchestrator.grpo.supervised import lessons
-from services.orchestrator.jobs.check_executor import ELSEWHERE, CheckExecutor
+from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.prompt_checks import check_rows, counted
 from services.orchestrator.samplers.abilities import on_cpu
 from services.orchestrator.samplers.services import Services
@@ -59,8 +54,7 @@ Need = Literal["settings", "data", "services"]
 @dataclass(frozen=True)
 class Check:
     """A check by the name that errors use. It `needs` only the job and the settings; or models and
-    data, which take long to read; or the job's services, and its first prompts. `at_start`: the
-    start of an attempt repeats it."""
+    data, which take long to read; or the job's services, and its first prompts."""
 
     name: str
     needs: Need
@@ -132,21 +126,19 @@ class Preflight:
         """Returns the error to raise in place of this one, if another. An accepted job is paused by
         settings that changed since; anything else that is refused is tried again. Its slow checks
         are waited for: only the job's own reward code may hang, which the reward service ends."""
+        why = error.detail
         if not self.accepted:
-            if check.needs == "services" and isinstance(error, Unreachable):
-                return BadRequest(error.detail)
             is_theirs = check.needs == "services" and isinstance(error, Failed)
-            return Unavailable(error.detail) if is_theirs else None
+            is_wrong = check.needs == "services" and isinstance(error, Unreachable)
+            return BadRequest(why) if is_wrong else Unavailable(why) if is_theirs else None
         if isinstance(error, Unavailable) and error.code == "deadline":
-            return Unavailable(error.detail)
+            return Unavailable(why)
         if not isinstance(error, BadRequest) or isinstance(error, Unauthorized | Forbidden):
             return None
         if check.needs == "settings":
-            return MustPause(error.detail)
-        return Failed(
-            f"its {check.name} were accepted when it was submitted, and are refused now: "
-            f"{error.detail}"
-        )
+            return MustPause(why)
+        told = f"its {check.name} were accepted when it was submitted, and are refused now"
+        return Failed(f"{told}: {why}")
 
 
 async def check_job(job: Job, executor: CheckExecutor, *, showing: bool = False) -> Preflight:
@@ -238,9 +230,10 @@ async def _check_model(run: Preflight) -> None:
         await asyncio.to_thread(named_model_folder, each.model, run.settings)
     for each in jobs:
         why_not = await run.executor.fetched_model(each)
-        found = await run.executor.in_thread(each, check_model, each, run.settings, why_not)
-        run.warnings += found.warnings
-        run.cpu_limit = run.cpu_limit or found.cpu_limit
+        look = check_model, each, run.settings, why_not
+        warnings, cpu_limit = await run.executor.in_thread(each, *look)
+        run.warnings += warnings
+        run.cpu_limit = run.cpu_limit or cpu_limit
         run.not_checked = why_not if each is jobs[0] else run.not_checked
 
 
@@ -255,13 +248,13 @@ async def _look_for_mistakes(run: Preflight) -> None:
 
 
 async def _check_data(run: Preflight) -> None:
-    job, settings = _of_each_model(run.job)[0], run.settings
-    if accepted := run.accepted:
-        await fetch(asks_of(job, settings, accepted.versions).values())
-        run.data = await run.executor.in_thread(job, _accepted_data, job, settings, accepted)
+    job, accepted = _of_each_model(run.job)[0], run.accepted
+    if accepted:
+        await fetch(asks_of(job, run.settings, accepted.versions).values())
+        run.data = await run.executor.in_thread(job, _reload, job, run.settings, accepted)
     else:
-        looking = inspect, job, settings, run.not_checked, run.showing
-        run.data = await run.executor.run(job, *looking)
+        look = inspect, job, run.settings, run.not_checked, run.showing
+        run.data = await run.executor.run(job, *look)
 
 
 def _of_each_model(job: Job) -> list[Job]:
@@ -269,16 +262,10 @@ def _of_each_model(job: Job) -> list[Job]:
     return [job] if job.trains else [job.with_model(each) for each in job.evaluated_models]
 
 
-class ModelInspection(NamedTuple):
-    """Warnings about a model, and why no sampler on a CPU can serve it."""
-
-    warnings: tuple[str, ...]
-    cpu_limit: str | None = None
-
-
-def check_model(job: Job, settings: Settings, why_not: str | None) -> ModelInspection:
-    """Returns the findings about the job's model; `why_not` is why a model of the Hub could not be
-    fetched. Raises BadRequest for a model that cannot be trained."""
+def check_model(job: Job, settings: Settings, why_not: str | None) -> tuple[list[str], str | None]:
+    """Returns warnings about the job's model, and why no sampler on a CPU can serve it; `why_not`
+    is why a model of the Hub could not be fetched. Raises BadRequest for a model that cannot be
+    trained."""
     if folder := named_model_folder(job.model, settings):
         check_model_folder(folder, job.max_model_len)
     elif (folder := cached_model(job.model, job.model_revision)) and (
@@ -287,13 +274,13 @@ def check_model(job: Job, settings: Settings, why_not: str | None) -> ModelInspe
         check_config(folder, job.max_model_len)
     else:  # it is not on this machine
         said = _not_looked_at(job, why_not)
-        return ModelInspection((f"{said}; what is wrong with it shows only when the job begins",))
+        return [f"{said}; what is wrong with it shows only when the job begins"], None
     config = read_config(folder)
     if job.trains:
         check_rope(job.model, config, job.max_model_len)
-    limit = cpu_limit(config) or cannot_reload_on_cpu(config, job.weight_sync)
     untried = not_tried(job.model, config)
-    return ModelInspection((untried,) if untried else (), limit)
+    limit = cpu_limit(config) or cannot_reload_on_cpu(config, job.weight_sync)
+    return [untried] if untried else [], limit
 
 
 def _not_looked_at(job: Job, why_not: str | None) -> str:
@@ -302,14 +289,10 @@ def _not_looked_at(job: Job, why_not: str | None) -> str:
 
 
 def inspect(job: Job, settings: Settings, not_checked: str | None, showing: bool) -> Inspection:
-    """Returns the findings about the data of a submission, whose prompts are measured with the
-    tokenizer of the job's model. Raises BadRequest for faults that would fail the job later, and
-    Failed if the Hub cannot be reached: asking it again at once would not help."""
-    try:
-        prompts = load_prompts(job, settings)
-        first = check_rows(job, prompts)
-    except Unavailable as error:
-        raise Failed(f"{error.detail}; {ELSEWHERE}") from error
+    """Returns the findings about the data of a submission. Its prompts are measured with the
+    tokenizer of the job's model. Raises BadRequest for faults that would fail the job later."""
+    prompts = load_prompts(job, settings)
+    first = check_rows(job, prompts)
     found = Inspection(
         prompts.columns, prompts.num_train, prompts.num_held_out, prompts.versions, first
     )
@@ -324,7 +307,7 @@ def inspect(job: Job, settings: Settings, not_checked: str | None, showing: bool
     )
 
 
-def _accepted_data(job: Job, settings: Settings, accepted: Accepted) -> Inspection:
+def _reload(job: Job, settings: Settings, accepted: Accepted) -> Inspection:
     cpu_s = FILTER_ROOM * settings.filter_cpu_s
     settings = settings.model_copy(update={"filter_cpu_s": cpu_s})
     prompts = load_prompts(job, settings, accepted.versions, accepted.history)
@@ -332,38 +315,25 @@ def _accepted_data(job: Job, settings: Settings, accepted: Accepted) -> Inspecti
 
 
 def check_held_out(job: Job, settings: Settings) -> None:
-    """Raises as `load_held_out`, but Failed if the Hub cannot be reached."""
-    try:
-        load_held_out(job, settings)
-    except Unavailable as error:
-        raise Failed(f"{error.detail}; {ELSEWHERE}") from error
+    load_held_out(job, settings)
 
 
-def probable_mistakes(job: Job) -> Sequence[str]:
+def probable_mistakes(job: Job) -> list[str]:
     """Returns a sentence for each allowed value with which the job learns nothing."""
-    of_training = (_learns_nothing(job), _is_paid_nothing(job)) if job.trains else ()
-    return [said for said in of_training if said]
-
-
-def _learns_nothing(job: Job) -> str | None:
-    if job.learning_rate:
-        return None
-    return (
-        "training.learning_rate is 0: the job samples, grades and changes no weight; expected a "
-        "rate above 0, such as 1e-6"
-    )
-
-
-def _is_paid_nothing(job: Job) -> str | None:
-    if job.steps_never_sample:
-        return None
-    if job.teacher or any(reward.weight for reward in job.rewards):
-        return None
-    whose = "the only reward" if len(job.rewards) == 1 else "every reward"
-    return (
-        f"the weight of {whose} is 0: every completion earns the same, so nothing is learned; "
-        "expected a weight other than 0"
-    )
+    found = list[str]()
+    if job.trains and not job.learning_rate:
+        found.append(
+            "training.learning_rate is 0: the job samples, grades and changes no weight; expected "
+            "a rate above 0, such as 1e-6"
+        )
+    is_paid = job.teacher or any(reward.weight for reward in job.rewards)
+    if job.trains and not job.steps_never_sample and not is_paid:
+        whose = "the only reward" if len(job.rewards) == 1 else "every reward"
+        found.append(
+            f"the weight of {whose} is 0: every completion earns the same, so nothing is learned; "
+            "expected a weight other than 0"
+        )
+    return found
 
 
 def _shown_prompts(

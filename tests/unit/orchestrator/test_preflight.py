@@ -36,6 +36,6 @@ def test_experts_are_a_warning_if_not_tried_and_not_reloaded_on_a_cpu(
         data={"train": str(tmp_path / "rows.jsonl"), "template": "{{ prompt }}"},
         weight_sync=weight_sync,
     )
-    found = check_model(job, Settings(), None)
-    assert len([said for said in found.warnings if "mixture of experts" in said]) == num_warnings
-    assert (found.cpu_limit is None) == on_cpu
+    warnings, cpu_limit = check_model(job, Settings(), None)
+    assert len([said for said in warnings if "mixture of experts" in said]) == num_warnings
+    assert (cpu_limit is None) == on_cpu
