@@ -14,9 +14,10 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Request
 
 from services.orchestrator.api.history import still_there
-from services.orchestrator.api.jobs import METADATA, check_job, metadata_of
+from services.orchestrator.api.jobs import METADATA, metadata_of
 from services.orchestrator.extensions.openai import mapping
 from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs.preflight import check_job
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.records import Submission, Unreadable, check_event_id
