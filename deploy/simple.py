@@ -24,12 +24,12 @@ from pydantic import SecretStr
 from deploy.machine import exit_on_signals
 from hone.reward_service import reward_service
 from hone.trainer import simple
-from services.orchestrator.api.rows import check_rows
 from services.orchestrator.grpo.estimates import problem_metrics
 from services.orchestrator.grpo.held_out import Answers, prefixed_metrics
 from services.orchestrator.grpo.metrics import WRITTEN, reward_metrics
 from services.orchestrator.grpo.prompts import Prompts, load_prompts, with_steps
-from services.orchestrator.jobs.summary import best_step, summarize
+from services.orchestrator.jobs.prompt_checks import check_rows
+from services.orchestrator.jobs.results import best_step, summarize
 from services.orchestrator.samplers.clients import RewardClient
 from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.store.folder import Note, RunFolder

@@ -81,7 +81,7 @@ def lengths_of(job: Job) -> PromptLengths:
         return PromptLengths()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "services.orchestrator.api.lengths"],
+            [sys.executable, "-m", "services.orchestrator.jobs.prompt_checks"],
             input=job.model_dump_json(),
             capture_output=True,
             text=True,

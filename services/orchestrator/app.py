@@ -9,17 +9,13 @@ from collections.abc import AsyncGenerator, Sequence
 
 from services.orchestrator.api import (
     access,
-    columns,
     files,
-    groups_of_steps,
     history,
     jobs,
     regrade,
-    samplers,
+    rollouts,
     stack,
-    states,
 )
-from services.orchestrator.api.checking import Checks
 from services.orchestrator.extensions import trackers
 from services.orchestrator.extensions.agents import episodes, worker_episodes
 from services.orchestrator.extensions.agents import routes as dialects
@@ -40,6 +36,7 @@ from services.orchestrator.extensions.tinker import downloads, managing
 from services.orchestrator.extensions.tinker import routes as tinker
 from services.orchestrator.extensions.tinker.driving import drive
 from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.worker import SharedTrainer, Worker
 from services.orchestrator.seams import Extensions
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
@@ -109,7 +106,7 @@ def create_service(
     )
     if workers:
         _add_gauges(service, workers)
-    checks = Checks(settings, extensions, cpu_rates)
+    checks = CheckExecutor(settings, extensions, cpu_rates)
     _add_routes(service, settings, store, named, writable, orders, checks)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
@@ -144,19 +141,16 @@ def _add_routes(
     named: access.Keys,
     writable: Writable,
     orders: SampleOrders,
-    checks: Checks,
+    checks: CheckExecutor,
 ) -> None:
     tinker.add_routes(service, settings, store, writable, checks, orders)
     jobs.add_routes(service, settings, store, writable, checks)
-    states.add_routes(service, settings, store, checks)
     history.add_routes(service, store)
-    columns.add_routes(service, store)
-    groups_of_steps.add_routes(service, store)
+    rollouts.add_routes(service, store)
     regrade.add_route(service, settings, store, checks.extensions)
     diagnosis.add_reading(service, store)
     diagnosis.add_experiments(service, settings, store)
-    samplers.add_routes(service, settings, store)
-    stack.add_route(service, settings, store)
+    stack.add_routes(service, settings, store)
     files.add_routes(service, settings, store)
     access.add_routes(service, settings, named)
     fine_tuning.add_routes(service, settings, store, writable, checks)

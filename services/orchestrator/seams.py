@@ -196,7 +196,7 @@ class Extensions:
     diagnose: Callable[[RunFolder, Job], Sequence[Finding]] = lambda _folder, _job: ()
 
     warn_of: Callable[[Job], str | None] = lambda _job: None
-    """Returns what an extension has to say of a submitted job. Called in a thread."""
+    """Of a job that is submitted: a probable mistake. It may take seconds."""
 
     attending: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _job_id: (
         contextlib.nullcontext()

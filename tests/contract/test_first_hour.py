@@ -25,7 +25,7 @@ from deploy import demo
 from hone import Client, load_job, stack, view
 from hone.cli import app
 from services.orchestrator.api import history
-from services.orchestrator.jobs import job_loading
+from services.orchestrator.jobs import recovery
 from shared.errors import Unavailable
 from shared.wire import Checkpoint, JobProgress, MetricsRow
 from tests.support.model_folders import make_model_folder
@@ -125,7 +125,7 @@ def test_a_follower_hears_what_a_job_is_at_while_nothing_happens(
     here: Path, served: ServedStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(history, "PROGRESS_S", 0.2)
-    monkeypatch.setattr(job_loading, "LOOK_AT_LOADING_S", 0.2)
+    monkeypatch.setattr(recovery, "LOOK_AT_LOADING_S", 0.2)
     heard: list[str] = []
     released = threading.Event()
     served.fakes.fault["model"] = until(released)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.api import checking
-from services.orchestrator.api.checking import Checks
+from services.orchestrator.jobs import check_executor
+from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs.preflight import Preflight
+from services.orchestrator.samplers.services import Services
 from shared.errors import BadRequest, Failed
 from shared.host.processes import free_port
 from shared.job import Job
@@ -38,6 +40,16 @@ def make_job(model: str, data: dict[str, Any]) -> Job:
     )
 
 
+async def look(job: Job, executor: CheckExecutor) -> Preflight:
+    services = Services(job, executor.settings)
+    run = Preflight(job, executor.settings, services, executor)
+    try:
+        await run.run("data")
+        return run
+    finally:
+        await services.close()
+
+
 @pytest.fixture
 def local_model(tmp_path: Path) -> str:
     return str(make_model_folder(tmp_path / "model"))
@@ -56,35 +68,35 @@ async def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator
 async def test_data_sets_of_a_hub_that_hangs_delay_no_other_job_and_end_with_their_caller(
     hub: FakeHub, settings: Settings, local_model: str
 ) -> None:
-    checks = Checks(settings)
+    executor = CheckExecutor(settings)
     looks = [
-        asyncio.create_task(checks.look(make_job(local_model, ON_HUB)))
-        for _ in range(2 * checking.MAX_FETCHES)
+        asyncio.create_task(look(make_job(local_model, ON_HUB), executor))
+        for _ in range(2 * check_executor.MAX_FETCHES)
     ]
-    await hub.until_open(checking.MAX_FETCHES - 1)
-    looked = await asyncio.wait_for(checks.look(make_job(local_model, LOCAL)), 120)
-    assert looked.num_train == 1 and looked.warnings == ()
-    for look in looks:
-        look.cancel()
+    await hub.until_open(check_executor.MAX_FETCHES - 1)
+    looked = await asyncio.wait_for(look(make_job(local_model, LOCAL), executor), 120)
+    assert looked.data.num_train == 1 and looked.warnings == []
+    for looking in looks:
+        looking.cancel()
     assert [type(each) for each in await asyncio.gather(*looks, return_exceptions=True)] == [
         asyncio.CancelledError
     ] * len(looks)
     await hub.until_open(0)
-    assert hub.most_open < checking.MAX_FETCHES, "no caller gets every place"
+    assert hub.most_open < check_executor.MAX_FETCHES, "no caller gets every place"
 
 
 async def test_a_model_is_waited_for_some_seconds_and_not_asked_for_again_at_once(
     hub: FakeHub, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checking, "MODEL_S", 0.5)
-    checks = Checks(settings)
-    (said,) = (await checks.look(make_job("owner/model", LOCAL))).warnings
+    monkeypatch.setattr(check_executor, "MODEL_S", 0.5)
+    executor = CheckExecutor(settings)
+    (said,) = (await look(make_job("owner/model", LOCAL), executor)).warnings
     assert "the model 'owner/model' was not looked at: http://127.0.0.1:" in said
     assert "did not answer in 0.5 s; what is wrong with it shows only when the job begins" in said
     num_asked = hub.num_asked
-    assert (await checks.look(make_job("owner/model", LOCAL))).warnings == (said,)
+    assert (await look(make_job("owner/model", LOCAL), executor)).warnings == [said]
     with pytest.raises(Failed, match="the job's data cannot be fetched: http:"):
-        await checks.look(make_job("owner/model", ON_HUB))
+        await look(make_job("owner/model", ON_HUB), executor)
     assert hub.num_asked == num_asked
 
 
@@ -92,10 +104,10 @@ async def test_a_name_of_no_model_is_refused_before_the_hub_is_asked(
     hub: FakeHub, settings: Settings
 ) -> None:
     with pytest.raises(BadRequest, match="no folder 'gpt-4o-mini' here, and ids of the Hugging"):
-        await Checks(settings).look(make_job("gpt-4o-mini", ON_HUB))
+        await look(make_job("gpt-4o-mini", ON_HUB), CheckExecutor(settings))
     assert hub.num_asked == 0
     with pytest.raises(BadRequest, match="there is no folder"):
-        await Checks(settings).look(make_job("./no/model", ON_HUB))
+        await look(make_job("./no/model", ON_HUB), CheckExecutor(settings))
     assert hub.num_asked == 0
 
 
@@ -104,25 +116,25 @@ async def test_a_hub_that_cannot_be_reached_is_one_sentence(
 ) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("HF_ENDPOINT", url)
-    monkeypatch.setattr(checking, "MODEL_S", 300.0)  # its process may be slow to start
-    checks = Checks(settings)
+    monkeypatch.setattr(check_executor, "MODEL_S", 300.0)  # its process may be slow to start
+    executor = CheckExecutor(settings)
     with pytest.raises(Failed) as refused:
-        await checks.look(make_job(local_model, ON_HUB))
+        await look(make_job(local_model, ON_HUB), executor)
     assert refused.value.detail == (
         f"dataset 'owner/data' cannot be fetched: {url} cannot be reached ([Errno 111] Connection "
         "refused); name a file, or a mirror of the Hub by HF_ENDPOINT; with HF_HUB_OFFLINE=1 the "
         "orchestrator takes what is in its Hugging Face cache"
     )
-    (said,) = (await checks.look(make_job("owner/model", LOCAL))).warnings
+    (said,) = (await look(make_job("owner/model", LOCAL), executor)).warnings
     assert f"was not looked at: {url} cannot be reached ([Errno 111] Connection refused)" in said
 
 
 async def test_what_the_hub_does_not_have_is_refused(
     hub: FakeHub, settings: Settings, local_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checking, "MODEL_S", 300.0)  # its process may be slow to start
+    monkeypatch.setattr(check_executor, "MODEL_S", 300.0)  # its process may be slow to start
     hub.answer = NOT_FOUND
     with pytest.raises(BadRequest, match="the Hub has no model 'owner/model' at revision 'main'"):
-        await Checks(settings).look(make_job("owner/model", LOCAL))
+        await look(make_job("owner/model", LOCAL), CheckExecutor(settings))
     with pytest.raises(BadRequest, match="the Hub has no dataset 'owner/data' at revision 'aaaa"):
-        await Checks(settings).look(make_job(local_model, ON_HUB))
+        await look(make_job(local_model, ON_HUB), CheckExecutor(settings))

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.jobs.attempt import Run
+from services.orchestrator.jobs.attempt import Attempt
 from services.orchestrator.store import keys, leases
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.leases import Lease, resource
@@ -94,7 +94,7 @@ async def test_a_batch_on_disk_is_replayed_and_not_sampled_again(
         sampled = fakes.calls["generate"]
         lease = Lease(record.id, first[0].attempt, resource(settings.trainer_url), 30)
         needs = Mock(look=AsyncMock(return_value=None))
-        outcome = await Run(record, lease, SilentStore(), settings, needs).run()  # type: ignore[arg-type]
+        outcome = await Attempt(record, lease, SilentStore(), settings, needs).run()  # type: ignore[arg-type]
         assert outcome.status == "succeeded", outcome.why
         assert fakes.trained == first
         assert fakes.calls["generate"] == sampled, (

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.jobs import attempt as run
-from services.orchestrator.jobs import job_loading
+from services.orchestrator.jobs import recovery
 from services.orchestrator.samplers import clients
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.http import connecting
@@ -176,7 +175,7 @@ async def test_a_service_that_cannot_work_at_the_start_is_waited_for(
 ) -> None:
     """More often than a job that fails is tried again. The last pause is longer than two of the
     heartbeats that say what the job waits for."""
-    monkeypatch.setattr(run, "PAUSES_S", (*[0.0] * 5, 2.5))
+    monkeypatch.setattr(recovery, "PAUSES_S", (*[0.0] * 5, 2.5))
     stack.settings.__dict__["patience_s"] = 0.1
     stack.fakes.fault[route] = away(stack, route, 1_000_000)
     job_id = (await stack.submit()).id
@@ -288,7 +287,7 @@ async def test_a_hub_that_is_away_is_named_and_not_the_service_that_asks_it(
 async def test_followers_are_told_what_takes_the_trainer_long_while_it_loads(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_loading, "LOOK_AT_LOADING_S", 0.05)
+    monkeypatch.setattr(recovery, "LOOK_AT_LOADING_S", 0.05)
 
     async def compiles(_: Any) -> None:
         stack.fakes.doing = "compiling DeepSpeed's cpu_adam"

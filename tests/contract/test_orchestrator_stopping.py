@@ -11,7 +11,7 @@ import pytest
 from rich.table import Table
 
 from hone import view
-from services.orchestrator.jobs import attempt as loop_run
+from services.orchestrator.jobs import results
 from services.orchestrator.store.folder import RunFolder
 from shared.errors import BadRequest
 from shared.job import Job
@@ -303,7 +303,7 @@ async def test_what_an_attempt_takes_is_on_disk_before_it_ends(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be killed, before it has recorded a row and while its data is checked, too."""
-    monkeypatch.setattr(loop_run, "NOTE_SPENT_S", 0.01)
+    monkeypatch.setattr(results, "NOTE_SPENT_S", 0.01)
     go = asyncio.Event()
 
     async def wait(_: Any) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.jobs import attempt as run
-from services.orchestrator.jobs import needs, worker
+from services.orchestrator.jobs import needs, recovery, worker
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, StateLost
 from shared.host.processes import free_port
@@ -57,8 +56,8 @@ async def outage(
     monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
     monkeypatch.setattr(worker, "HELD_S", 0.2)
     monkeypatch.setattr(worker, "REGISTER_TRAINER_S", 0.05)
-    monkeypatch.setattr(run, "PAUSES_S", (0.0,))
-    monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
+    monkeypatch.setattr(recovery, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(recovery, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)
     async with fakes.running(settings) as direct, contextlib.AsyncExitStack() as opened:
         links: dict[str, Link] = {}
@@ -237,7 +236,7 @@ async def test_a_job_that_waits_keeps_its_trainer_and_sampler_from_other_orchest
         hear(self)
 
     monkeypatch.setattr(ownership.Ownership, "hear", note)
-    monkeypatch.setattr(run, "LOOK_AT_IDLE_S", 0.05)
+    monkeypatch.setattr(recovery, "LOOK_AT_IDLE_S", 0.05)
     stack, volume, away = outage.stack, tmp_path / "volume", tmp_path / "away"
 
     async def unmount(_: Any) -> None:

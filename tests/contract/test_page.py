@@ -12,9 +12,9 @@ import httpx2 as httpx
 import pytest
 from pydantic import SecretStr
 
-from services.orchestrator.api import groups_of_steps
+from services.orchestrator.api import rollouts as stored_rollouts
 from services.orchestrator.api import stack as looking
-from services.orchestrator.api.columns import columns
+from services.orchestrator.api.history import columns
 from services.orchestrator.app import create_service
 from services.orchestrator.extensions.page import routes
 from services.orchestrator.extensions.page.view import create_view
@@ -181,7 +181,7 @@ async def test_a_jobs_columns_are_its_metrics(stack: Stack) -> None:
 async def test_groups_tell_in_brief_what_their_rollouts_have(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups_of_steps, "LOOK_S", 60.0)
+    monkeypatch.setattr(stored_rollouts, "LOOK_S", 60.0)
     record = await stack.until((await stack.submit()).id)
     at = f"/v1/jobs/{record.id}"
     listed = (await stack.http.get(f"{at}/rollouts/groups?step=4")).json()
@@ -215,7 +215,7 @@ async def test_groups_tell_in_brief_what_their_rollouts_have(
 async def test_run_folders_alone_give_the_same_answers_as_the_orchestrator(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(groups_of_steps, "LOOK_S", 60.0)
+    monkeypatch.setattr(stored_rollouts, "LOOK_S", 60.0)
     record = await stack.until((await stack.submit()).id)
     await orchestrator_stack.until_noted(stack.folder(record.id), "succeeded")
     service = create_view(stack.settings, [stack.folder(record.id).path])

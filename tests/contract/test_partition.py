@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.jobs import worker
-from services.orchestrator.jobs.attempt import Run
+from services.orchestrator.jobs.attempt import Attempt
 from services.orchestrator.jobs.decisions import Outcome
 from services.orchestrator.store.folder import RunFolder
 from shared.http.client import Client
@@ -49,7 +49,7 @@ async def test_of_two_orchestrators_one_trains_and_the_one_cut_off_has_stopped(
     ended: dict[int, float] = {}
     asked: list[int] = []
 
-    class Noted(Run):
+    class Noted(Attempt):
         async def run(self) -> Outcome:
             attempt = self._services.caller.attempt
             began[attempt] = time.monotonic()
@@ -67,7 +67,7 @@ async def test_of_two_orchestrators_one_trains_and_the_one_cut_off_has_stopped(
             reached.set()
             await released.wait()
 
-    monkeypatch.setattr(worker, "Run", Noted)
+    monkeypatch.setattr(worker, "Attempt", Noted)
     monkeypatch.setattr(worker, "PAUSE_S", 0.1)
     reached, released = asyncio.Event(), asyncio.Event()
     fakes = FakeServices(settings)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.jobs import attempt as run
-from services.orchestrator.jobs import needs, worker
+from services.orchestrator.jobs import needs, recovery, worker
 from shared.job import Job
 from shared.settings import Settings
 from tests.support import orchestrator_stack
@@ -26,8 +25,8 @@ async def test_a_second_stacks_job_waits_until_the_first_ones_has_ended(
 ) -> None:
     monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
     monkeypatch.setattr(worker, "REGISTER_TRAINER_S", 0.05)
-    monkeypatch.setattr(run, "PAUSES_S", (0.0,))
-    monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
+    monkeypatch.setattr(recovery, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(recovery, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)
     held = asyncio.Event()
 

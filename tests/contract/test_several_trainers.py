@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.jobs import attempt as run
-from services.orchestrator.jobs import needs, worker
+from services.orchestrator.jobs import needs, recovery, worker
 from services.orchestrator.store.leases import resource
 from shared.http.client import Client
 from shared.job import Job
@@ -153,8 +152,8 @@ async def test_a_trainer_that_is_away_takes_no_job_where_there_is_another(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
-    monkeypatch.setattr(run, "PAUSES_S", (0.0,))
-    monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
+    monkeypatch.setattr(recovery, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(recovery, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)
     async with fakes.running(settings) as there:
         both = there.model_copy(
@@ -206,8 +205,8 @@ async def two_orchestrators(
     once."""
     monkeypatch.setattr(needs, "LOOK_AT_NEEDS_S", 0.05)
     monkeypatch.setattr(worker, "REGISTER_TRAINER_S", 0.05)
-    monkeypatch.setattr(run, "PAUSES_S", (0.0,))
-    monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
+    monkeypatch.setattr(recovery, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(recovery, "LOOK_AT_MISSING_S", 0.05)
     both = [settings.model_copy(update={"patience_s": 0.1}) for settings in (one, other)]
     async with (
         orchestrator(both[0], redis_url) as (first_store, first),

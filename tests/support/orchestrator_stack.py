@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from services.orchestrator.app import create_service
 from services.orchestrator.extensions.agents.sessions import Sessions
-from services.orchestrator.jobs import attempt as run
+from services.orchestrator.jobs import recovery
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.store import Store
 from shared.http.client import Client
@@ -179,8 +179,8 @@ async def stack(
     settings: Settings, redis_url: str, job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[Stack]:
     """All of it; recoveries follow each other without a pause."""
-    monkeypatch.setattr(run, "PAUSES_S", (0.0,))
-    monkeypatch.setattr(run, "LOOK_AT_MISSING_S", 0.05)
+    monkeypatch.setattr(recovery, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(recovery, "LOOK_AT_MISSING_S", 0.05)
     fakes = FakeServices(settings)
     async with (
         fakes.running(settings) as settings,

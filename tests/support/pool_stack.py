@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.jobs import attempt as run
+from services.orchestrator.jobs import recovery
 from services.orchestrator.samplers import discovery
 from services.orchestrator.samplers import pool as pool_module
 from shared.http.client import Client
@@ -63,7 +63,7 @@ async def pool_stack(
 ) -> AsyncGenerator[Pool]:
     """A stack with these samplers, found at `rollout_url` or at their own URLs. Its job has four
     steps, and looks at its samplers often."""
-    monkeypatch.setattr(run, "PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(recovery, "PAUSES_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr(pool_module, "LOOK_AT_AWAY_S", 0.02)
     monkeypatch.setattr(discovery, "DISCOVER_S", 0.05)
     quiet = job.model_copy(update={"data": job.data.model_copy(update={"eval": None}), "steps": 4})

@@ -15,11 +15,11 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 LINES = {
     "hone": 11_200,
     "shared": 14_250,
-    "services/orchestrator/api": 2_550,
+    "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 2_000,
     "services/orchestrator/extensions": 11_900,
     "services/orchestrator/grpo": 3_000,
-    "services/orchestrator/jobs": 2_000,
+    "services/orchestrator/jobs": 2_850,
     "services/orchestrator/samplers": 2_750,
     "services/orchestrator/store": 3_200,
     "services/reward": 14_800,

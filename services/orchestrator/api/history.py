@@ -1,4 +1,4 @@
-"""A job's history: its events, metrics, rollouts and checkpoints, and what is wrong with it."""
+"""A job's history: its events, metrics, weight syncs and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from fastapi import Path as Path_
 from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
-from services.orchestrator.api.details import MAX_DETAILED, detailed
-from services.orchestrator.grpo.advantages import batch_advantages
-from services.orchestrator.grpo.examples import of_all_tokens
 from services.orchestrator.store.connection import MAX_FOLLOWERS
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import Readable
@@ -23,21 +20,25 @@ from services.orchestrator.store.run_folders import files_of, path_of
 from shared.errors import Busy, NotFound
 from shared.http import rendering
 from shared.http.operations import DOWNLOADED, DownloadedFile
+from shared.http.rendering import render
 from shared.http.service import Service
-from shared.job import Job
 from shared.wire import (
     TERMINAL,
-    Batch,
     Checkpoint,
     CheckpointFiles,
     CheckpointList,
     EventList,
-    GradedRollout,
     JobProgress,
+    MetricsColumns,
     MetricsList,
-    RolloutList,
+    MetricsRow,
+    Sync,
+    SyncList,
 )
 from shared.wire.pages import MAX_EVENTS, MAX_LAST, MAX_ROWS
+
+DIGITS = 7
+"""Significant digits of a value. A chart has room for three; a table shows six."""
 
 EVENT_STREAM = "text/event-stream"
 
@@ -51,14 +52,13 @@ PROGRESS_S = 2.0
 MAX_STEP = 10**9
 
 Step = Annotated[int, Query(ge=0, le=MAX_STEP)]
-SetName = Annotated[str, Query(pattern=r"^([a-z0-9][a-z0-9_-]*)?$", max_length=40)]
 StepInPath = Annotated[int, Path_(ge=0, le=MAX_STEP)]
 
 
 def add_routes(service: Service, store: Readable) -> None:
     _add_events(service, store)
     _add_results(service, store)
-    _add_rollouts(service, store)
+    _add_columns(service, store)
     _add_checkpoints(service, store)
 
 
@@ -118,57 +118,37 @@ def _add_results(service: Service, store: Readable) -> None:
         more = len(found) > limit
         return MetricsList(rows=rows, next_after_step=rows[-1].step if more else None)
 
-
-def _add_rollouts(service: Service, store: Readable) -> None:
-    app = service.app
-
-    @app.get("/v1/jobs/{job_id}/rollouts")
-    async def rollouts(
-        job_id: str,
-        step: Step | None = None,
-        after: Annotated[int, Query(ge=0, le=MAX_STEP)] = 0,
-        limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = MAX_ROWS,
-        detail: bool = False,
-    ) -> RolloutList:
-        """The graded rollouts of a step, `[P*G]` without the first `after`. Without `step`, of the
-        newest step. With `detail` each has its messages and tokens, and at most 100 are
-        returned."""
-        record = await store.get(job_id)
-        run = RunFolder(Path(record.run_dir))
-        number = step if step is not None else max(run.batch_steps(), default=0)
-        end = after + (min(limit, MAX_DETAILED) if detail else limit)
-
-        def read() -> tuple[Sequence[GradedRollout], int]:
-            batch = run.batch(number)
-            found = graded(batch, record.job)
-            page = found[after:end]
-            if detail:
-                page = detailed(page, batch, after, record.job, run.trained(number))
-            return page, len(found)
-
-        page, total = await asyncio.to_thread(read)
-        return RolloutList(
-            step=number, rollouts=tuple(page), next_after=end if end < total else None
-        )
-
-    @app.get("/v1/jobs/{job_id}/held_out")
-    async def held_out(
-        job_id: str,
-        step: Step | None = None,
-        name: SetName = "",
-        after: Annotated[int, Query(ge=0, le=MAX_STEP)] = 0,
-        limit: Annotated[int, Query(ge=1, le=MAX_ROWS)] = MAX_ROWS,
-    ) -> RolloutList:
-        """Completions of the evaluation after `step`, with their rewards, without the first
-        `after`: two of each of the first 64 problems of `data.eval`, or of the held-out set `name`,
-        with at most 20,000 characters of each prompt and completion. Without `step`, of the newest
-        evaluation; step 0 is the model before training. In a job of 0 steps, `step` is the number
-        of a model in its report, from 0."""
+    @service.app.get("/v1/jobs/{job_id}/syncs")
+    async def syncs(job_id: str, last: Annotated[int, Query(ge=1, le=MAX_ROWS)] = 100) -> SyncList:
+        """How the last versions of the job's weights reached its samplers."""
         run = RunFolder(Path((await store.get(job_id)).run_dir))
-        found = await asyncio.to_thread(run.held_out, name, step)
-        end = after + limit
-        page, more = found.rollouts[after:end], end < len(found.rollouts)
-        return found.model_copy(update={"rollouts": page, "next_after": end if more else None})
+        rows = (await asyncio.to_thread(run.syncs))[-last:]
+        return SyncList(syncs=tuple(Sync.model_validate(row, extra="ignore") for row in rows))
+
+
+def _add_columns(service: Service, store: Readable) -> None:
+    @service.app.get(
+        "/v1/jobs/{job_id}/metrics/columns", responses=rendering.answers(MetricsColumns)
+    )
+    async def metrics_columns(
+        job_id: str,
+        request: Request,
+        names: Annotated[str, Query(max_length=10_000)] = "",
+        after_step: Annotated[int, Query(ge=-1)] = -1,
+        to_step: Step | None = None,
+        points: Annotated[int, Query(ge=2, le=MAX_ROWS)] = MAX_ROWS,
+    ) -> Response:
+        """A job's metrics by column: `names`, separated by commas, a final `*` standing for any
+        ending (all metrics, if none are given), at the steps after `after_step`, up to
+        `to_step`."""
+        run = RunFolder(Path((await store.get(job_id)).run_dir))
+
+        def read() -> MetricsColumns:
+            rows = run.metrics(after_step)
+            kept = [row for row in rows if to_step is None or row.step <= to_step]
+            return columns(kept, [name for name in names.split(",") if name], points)
+
+        return await render(await asyncio.to_thread(read), request)
 
 
 def _add_checkpoints(service: Service, store: Readable) -> None:
@@ -262,24 +242,36 @@ def _sse(id: str, type: str, data: str) -> str:
     return (f"id: {id}\n" if id else "") + f"event: {type}\ndata: {data}\n\n"
 
 
-def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:
-    """Returns the batch's `[P*G]` rollouts with their verdicts and advantages."""
-    advantages_PG = batch_advantages(batch, job)
-    return tuple(
-        GradedRollout(
-            prompt_index=prompt.index,
-            prompt=prompt.content,
-            completion=rollout.text,
-            finish_reason=rollout.finish_reason,
-            versions=rollout.versions,
-            reward=score.value,
-            parts=score.parts,
-            advantage=of_all_tokens(advantage),
-            turn_advantages=advantage if isinstance(advantage, tuple) else (),
-            forked=tuple(branch.because for branch in rollout.branches),
-        )
-        for prompt, group, scores, advantages in zip(
-            batch.prompts, batch.groups, batch.scores, advantages_PG, strict=True
-        )
-        for rollout, score, advantage in zip(group.rollouts, scores, advantages, strict=True)
+def columns(rows: Sequence[MetricsRow], wanted: Sequence[str], points: int) -> MetricsColumns:
+    """Returns the rows' metrics that are `wanted` (all, if none are named), at about `points` steps
+    at most."""
+    names = sorted({name for row in rows for name in row.metrics})
+    shown = [name for name in names if not wanted or any(_is(name, one) for one in wanted)]
+    chosen = _spread(rows, points)
+    return MetricsColumns(
+        steps=tuple(row.step for row in chosen),
+        columns={name: tuple(_short(row.metrics.get(name)) for row in chosen) for name in shown},
+        names=tuple(names),
+        num_steps=len(rows),
     )
+
+
+def _is(name: str, wanted: str) -> bool:
+    return name.startswith(wanted[:-1]) if wanted.endswith("*") else name == wanted
+
+
+def _spread(rows: Sequence[MetricsRow], points: int) -> list[MetricsRow]:
+    """Returns rows at even distances, the first and the last among them, and the evaluations, of
+    which there are few."""
+    if len(rows) <= points:
+        return list(rows)
+    even = {round(at * (len(rows) - 1) / (points - 1)) for at in range(points)}
+    evaluated = [
+        at for at, row in enumerate(rows) if any(name.startswith("eval/") for name in row.metrics)
+    ]
+    apart = max(1, -(-len(evaluated) // points))
+    return [rows[at] for at in sorted(even | set(evaluated[::apart]))]
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.{DIGITS}g}")

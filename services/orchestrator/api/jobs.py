@@ -1,54 +1,88 @@
-"""Submitting jobs, and the checks before."""
+"""Submitting, planning, reading, cancelling, pausing, resuming, deleting and recovering jobs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from fastapi import Query, Request
 
-from services.orchestrator.api.checking import Checks
-from services.orchestrator.api.looking import Looked
+from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.data.hub import named_model_folder
 from services.orchestrator.grpo.prompts import with_steps
-from services.orchestrator.jobs.needs import check_colocation
-from services.orchestrator.jobs.stopping import price_for
-from services.orchestrator.samplers.clients import RewardClient
-from services.orchestrator.samplers.discovery import on_cpu
-from services.orchestrator.samplers.services import Services
-from services.orchestrator.samplers.waits import Caller
-from services.orchestrator.seams import Unreachable
-from services.orchestrator.store.records import Submission
-from services.orchestrator.store.run_folders import accept, accepted, stop
+from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs.preflight import Preflight, check_held_out, check_job, price_for
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.lists import Readable, Wanted
+from services.orchestrator.store.records import Submission, find_runs
+from services.orchestrator.store.run_folders import accept, accepted, cancel, stop
 from services.orchestrator.store.store import Store
 from services.orchestrator.writable import Writable
-from shared.errors import BadRequest, Failed, Unavailable
-from shared.explain import sentences
+from shared.errors import BadRequest, Conflict
 from shared.http.gate import scoped
 from shared.http.rendering import Made
 from shared.http.service import Service, request_key
 from shared.job import Job
-from shared.job.checks import check_groups
+from shared.job.file import changed
 from shared.plan.gpus import GpuGroup
 from shared.plan.model import CannotPlan, find_model
 from shared.plan.planning import Known, make_plan
 from shared.settings import Settings
 from shared.wire import (
-    CreateFineTuningJob,
     DryRun,
+    JobDeleted,
+    JobList,
     JobRecord,
+    JobState,
+    JobStatus,
+    NoBody,
     Plan,
-    Prompt,
+    Recovered,
+    ResumeRequest,
     SubmitRequest,
     Withdrawn,
     WithdrawRequest,
 )
 
+METADATA: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "metadata",
+            "in": "query",
+            "style": "deepObject",
+            "explode": True,
+            "description": "metadata[name]=value leaves only jobs that have it",
+            "schema": {"type": "object", "additionalProperties": {"type": "string"}},
+            "example": {"team": "math"},
+        }
+    ]
+}
+"""The OpenAPI parameter that `metadata_of` reads, for lists of jobs."""
+
 
 def add_routes(
-    service: Service, settings: Settings, store: Store, runs: Writable, checks: Checks
+    service: Service, settings: Settings, store: Store, runs: Writable, checks: CheckExecutor
+) -> None:
+    _add_submitting(service, settings, store, runs, checks)
+    add_reading(service, store)
+    _add_changing(service, settings, store, checks)
+
+    async def recover(_: NoBody) -> Recovered:
+        """Makes a record for every run folder without one: a job that had ended has ended the same
+        way, any other is paused. Accepts the present Redis as the Redis of the jobs. Doing it again
+        changes nothing."""
+        runs = await asyncio.to_thread(find_runs, settings.runs_dir)
+        jobs = await store.recover(runs, settings.runs_dir)
+        return Recovered(jobs=tuple(jobs))
+
+    service.operation("POST", "/v1/recover", recover, dependencies=[TOKEN_ONLY])
+
+
+def _add_submitting(
+    service: Service, settings: Settings, store: Store, runs: Writable, checks: CheckExecutor
 ) -> None:
     async def submit(request: SubmitRequest) -> Made[JobRecord]:
         """Accepts a job once its data, rewards and model have been checked: 201, and it is on disk.
@@ -57,14 +91,14 @@ def add_routes(
         if known := await accepted(store, request.job, key):
             return Made[JobRecord](body=known, location=f"/v1/jobs/{known.id}", is_new=False)
         await runs.check()
-        looked = await check_job(request.job, settings, checks)
+        checked = await check_job(request.job, checks)
         submission = Submission(
-            with_steps(request.job, looked.num_train),
+            with_steps(request.job, checked.data.num_train),
             settings.runs_dir,
             key,
-            looked.versions,
+            checked.data.versions,
             asked=request.job,
-            warnings=looked.warnings,
+            warnings=tuple(checked.warnings),
         )
         record = await accept(store, submission)
         is_new = record.id == submission.id
@@ -78,12 +112,11 @@ def add_routes(
 
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
-        looked = await check_job(request.job, settings, checks, showing=True)
-        job, online = with_steps(request.job, looked.num_train), not checks.hub_is_away
+        checked = await check_job(request.job, checks, showing=True)
+        job, online = with_steps(request.job, checked.data.num_train), checks.hub_away is None
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
-        tried = await asyncio.to_thread(_dry_run, job, looked, plan_of)
-        return tried.model_copy(update={"trial": await _trial(job, looked.first, settings)})
+        return await asyncio.to_thread(_dry_run, job, checked, plan_of)
 
     async def plan(request: SubmitRequest) -> Plan:
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
@@ -92,7 +125,7 @@ def add_routes(
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
         known = Known(lengths=await checks.lengths(request.job))
         try:
-            pools, online = await checks.planned_gpus(), not checks.hub_is_away
+            pools, online = await checks.planned_gpus(), checks.hub_away is None
             return await asyncio.to_thread(
                 _planned, request.job, known, settings, pools, online=online
             )
@@ -107,70 +140,94 @@ def add_routes(
     service.operation("POST", "/v1/jobs/plan", plan)
 
 
-async def check_job(
-    job: Job, settings: Settings, checks: Checks, *, showing: bool = False
-) -> Looked:
-    """Returns the findings about the job. Raises HoneError for faults that would fail the job
-    later, or let it learn nothing: data that cannot be read, a wrong model folder, groups of one,
-    rewards that the reward service does not know or that need columns the data lacks."""
-    check_groups(job)
-    if job.request:
-        _check_request(job)
-    check_colocation(job, settings)
-    price_for(job, settings)
-    looked = await checks.look(job, showing=showing)
-    caller = Caller(job, settings.per_trainer[0])
-    services = Services.of(caller, extensions=checks.extensions)
-    try:
-        await services.validate(looked.columns, looked.first)
-        if not looked.cpu_limit:
-            return looked
-        said = await on_cpu(job, looked.cpu_limit, settings.per_trainer[0])
-        return replace(looked, warnings=(*looked.warnings, *said))
-    except Unreachable as error:
-        raise BadRequest(error.detail) from error
-    except Failed as error:
-        raise Unavailable(error.detail) from error
-    finally:
-        await services.close()
+def add_reading(service: Service, store: Readable) -> None:
+    app = service.app
+
+    @app.get("/v1/jobs", openapi_extra=METADATA)
+    async def list_jobs(
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 50,
+        status: JobStatus | None = None,
+        name: Annotated[str | None, Query(max_length=100)] = None,
+        metadata: Annotated[str | None, Query(include_in_schema=False)] = None,
+    ) -> JobList:
+        """Summaries of jobs, newest first, filtered by status, name and metadata if given."""
+        wanted = Wanted(status=status, name=name, metadata=metadata_of(request))
+        return await store.list(after, limit, wanted)
+
+    @app.get("/v1/jobs/{job_id}")
+    async def get_job(job_id: str) -> JobRecord:
+        """One job."""
+        return await store.get(job_id)
 
 
-async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tuple[str, ...]:
-    reward = RewardClient(Caller(job, settings.per_trainer[0]))
-    try:
-        found = await reward.try_rewards(first)
-    finally:
-        await reward.client.close()
-    return (found.summary, *found.warnings) if found else ()
+def _add_changing(
+    service: Service, settings: Settings, store: Store, checks: CheckExecutor
+) -> None:
+    app = service.app
+
+    @app.delete("/v1/jobs/{job_id}")
+    async def delete_job(job_id: str, files: bool = False) -> JobDeleted:
+        """Forgets an ended job, with its events; a job that has not ended must be cancelled first.
+        Its run folder and checkpoints stay unless `files` is true. With `files` it is refused while
+        a job that has not ended begins with a checkpoint or evaluates it."""
+        run_dir = await store.ended_run_dir(job_id)
+        if run_dir and files:
+            await _check_unused(store, job_id, run_dir)
+        if run_dir:
+            folder = RunFolder(run_dir)
+            await asyncio.to_thread(folder.remove if files else folder.mark_deleted)
+        deleted = await store.delete(job_id)
+        return deleted.model_copy(update={"files": files})
+
+    @app.post("/v1/jobs/{job_id}/cancel")
+    async def cancel_job(job_id: str) -> JobState:
+        """Cancels a queued or paused job now, a running one within seconds."""
+        return await cancel(store, job_id)
+
+    @app.post("/v1/jobs/{job_id}/pause")
+    async def pause_job(job_id: str) -> JobState:
+        """Pauses a queued job now, a running one within seconds. The worker is then free for the
+        next job."""
+        return await store.pause(job_id)
+
+    @app.post("/v1/jobs/{job_id}/resume")
+    async def resume_job(job_id: str, request: ResumeRequest | None = None) -> JobState:
+        """Queues a paused job again. It continues where it was, with other memory settings, steps
+        and the like if the body says so."""
+        if request is None or not request.set:
+            return await store.resume(job_id)
+        record = await store.get(job_id)
+        job = changed(record.job, request.set)
+        if job.trains and job.steps < max(record.step, 1):
+            raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
+        _check_same_kind(record.job, job)
+        await asyncio.to_thread(price_for, job, settings)
+        if job.evaluation.sets != record.job.evaluation.sets:
+            await checks.run(job, check_held_out, job, settings)
+        return await store.resume(job_id, job)
 
 
-def _check_request(job: Job) -> None:
-    """Raises BadRequest for a request of OpenAI's API that this API could not show again."""
-    try:
-        CreateFineTuningJob.model_validate(job.request)
-    except ValidationError as error:
-        faults = sentences(error, CreateFineTuningJob, "'job.request'")
-        raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
-
-
-def _dry_run(job: Job, looked: Looked, plan_of: Callable[[Job, Known], Plan]) -> DryRun:
+def _dry_run(job: Job, checked: Preflight, plan_of: Callable[[Job, Known], Plan]) -> DryRun:
     planned, not_planned = None, ""
-    known = Known(lengths=looked.lengths)
+    data, trial = checked.data, checked.trial
     try:
-        planned = plan_of(job, known)
+        planned = plan_of(job, Known(lengths=data.lengths))
     except CannotPlan as error:
         not_planned = str(error)
     return DryRun(
         job=job,
-        columns=looked.columns,
-        num_train=looked.num_train,
-        num_held_out=looked.num_held_out,
-        data=looked.versions,
-        prompts=looked.shown,
-        not_counted=looked.not_counted,
+        columns=data.columns,
+        num_train=data.num_train,
+        num_held_out=data.num_held_out,
+        data=dict(data.versions),
+        prompts=data.shown,
+        not_counted=data.not_counted,
         plan=planned,
         not_planned=not_planned,
-        warnings=looked.warnings,
+        warnings=tuple(checked.warnings),
+        trial=(trial.summary, *trial.warnings) if trial else (),
     )
 
 
@@ -179,3 +236,40 @@ def _planned(
 ) -> Plan:
     model = find_model(job.model, job.model_revision, online=online)
     return make_plan(job, model, settings, pools, known)
+
+
+async def _check_unused(store: Store, job_id: str, run_dir: Path) -> None:
+    for use in await store.models_below(run_dir):
+        raise Conflict(
+            f"{str(use.path)!r} of job {job_id!r} is used by job {use.job_id!r}, which is "
+            f"{use.status}; cancel that job, wait for its end, or delete without the files"
+        )
+
+
+def _check_same_kind(old: Job, new: Job) -> None:
+    """Raises BadRequest if a job that trains would only evaluate, or the other way round, and if a
+    job would evaluate other models: no one has checked these."""
+    if old.trains != new.trains:
+        kept = "steps from 1 on" if old.trains else "steps = 0"
+        raise BadRequest(
+            f"steps: got {new.steps}, but the job began with {old.steps}; expected {kept}"
+        )
+    if old.evaluation.models != new.evaluation.models:
+        raise BadRequest(
+            "evaluation.models: got other models than the job began with; submit another job"
+        )
+
+
+def metadata_of(request: Request) -> dict[str, str] | None:
+    """Returns the names and values of `metadata[name]=value`, which may come several times; None
+    for `metadata=null`."""
+    given = request.query_params.get("metadata")
+    if given not in (None, "null"):
+        raise BadRequest(f"'metadata': got {given!r}; expected metadata[name]=value, or null")
+    if given:
+        return None
+    return {
+        name.removeprefix("metadata[").removesuffix("]"): value
+        for name, value in request.query_params.items()
+        if name.startswith("metadata[")
+    }

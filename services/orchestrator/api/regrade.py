@@ -12,7 +12,7 @@ from pathlib import Path
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.orchestrator.api.history import graded
+from services.orchestrator.api.rollouts import graded
 from services.orchestrator.samplers.clients import RewardClient
 from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.seams import Extensions

@@ -1,25 +1,39 @@
-"""`GET /v1/services`: what each service of the stack says of itself now, for people who look."""
+"""The services of the stack: samplers that register themselves, whose registration lasts as long as
+the sampler renews its lease; and what each service says of itself now."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
+from fastapi import Path
 
+from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.jobs.needs import ASKED
 from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.store import Store
+from shared.errors import BadRequest
 from shared.http.connecting import proxy_headers, trusted_by
 from shared.http.operations import own_metrics
 from shared.http.service import Service
-from shared.http.urls import is_direct, without_password
+from shared.http.urls import REGISTERED, is_direct, is_loopback, without_password
 from shared.settings import Settings
-from shared.wire import ServiceList, ServiceState, ServingWeights, TrainerState
+from shared.wire import (
+    RegisteredSampler,
+    Registration,
+    SamplerList,
+    ServiceList,
+    ServiceState,
+    ServingWeights,
+    TrainerState,
+    Unregistered,
+)
 
 Name = Literal["trainer", "rollout", "reward"]
+Replica = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,99}$")]
 
 FRESH_S = 2.0
 """Seconds for which all callers get the same answer."""
@@ -28,10 +42,28 @@ ANSWER_S = 3.0
 """Seconds for a service to answer. A service that computes answers too."""
 
 
-def add_route(service: Service, settings: Settings, store: Store) -> None:
-    stack = Stack(settings, store)
+def add_routes(service: Service, settings: Settings, store: Store) -> None:
+    stack, app = Stack(settings, store), service.app
 
-    @service.app.get("/v1/services")
+    @app.put("/v1/samplers/{replica}", dependencies=[TOKEN_ONLY])
+    async def register(replica: Replica, registration: Registration) -> RegisteredSampler:
+        """Registers a sampler, or renews its lease. Running jobs find it within seconds."""
+        _check_registration(replica, registration, settings)
+        return await store.samplers.register(replica, registration)
+
+    @app.delete("/v1/samplers/{replica}", dependencies=[TOKEN_ONLY])
+    async def unregister(replica: Replica, boot_id: str | None = None) -> Unregistered:
+        """Ends a sampler's registration; with `boot_id` only if that process registered. Running
+        jobs give it no further groups."""
+        await store.samplers.unregister(replica, boot_id)
+        return Unregistered(replica=replica)
+
+    @app.get("/v1/samplers")
+    async def list_samplers() -> SamplerList:
+        """The registered samplers, when their leases end, and the versions that they serve."""
+        return SamplerList(samplers=tuple(await store.samplers.all()))
+
+    @app.get("/v1/services")
     async def services() -> ServiceList:
         """Each trainer, sampler and reward service of this orchestrator: whether it answers, what
         it serves, and its load, as of at most two seconds ago."""
@@ -112,3 +144,19 @@ async def _look(name: Name, url: str, settings: Settings) -> ServiceState:
         else None,
         gauges=gauges,
     )
+
+
+def _check_registration(replica: str, registration: Registration, settings: Settings) -> None:
+    """Raises BadRequest for a sampler that no job would ever use, or, without a token, for a
+    sampler on another machine."""
+    if REGISTERED not in settings.rollout_urls:
+        raise BadRequest(
+            f"sampler {replica!r} cannot register: HONE_ROLLOUT_URL of this orchestrator does not "
+            f'have "{REGISTERED}" among its places, so no job would use it'
+        )
+    host = urlsplit(registration.url).hostname or ""
+    if settings.token is None and not is_loopback(host):
+        raise BadRequest(
+            f"'url': got {registration.url!r}, and this orchestrator has no HONE_TOKEN; without "
+            "one, only samplers of its own machine can register, such as http://127.0.0.1:8001"
+        )

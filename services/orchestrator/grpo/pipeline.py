@@ -18,9 +18,9 @@ weights new enough for it serve: nothing sampled is ever thrown away.
 
 The pipeline imports none of what it drives: a source of batches (`Batches` in batches.py), a
 trainer (`TrainerClient` in samplers/clients.py), weight sync (samplers/syncing.py) and a run log
-(`RunFolder` in store/folder.py). `Run._pipeline` in jobs/attempt.py composes them.
+(`RunFolder` in store/folder.py). `Attempt._pipeline` in jobs/attempt.py composes them.
 
-Around this: jobs/attempt.py loads the job and continues after failures (jobs/decisions.py), and
+Around this: jobs/recovery.py loads the job, also after failures (jobs/decisions.py), and
 jobs/after_step.py records, evaluates and writes checkpoints. groups.py replaces groups without
 signal. samplers/pool.py decides which sampler each group waits for.
 """

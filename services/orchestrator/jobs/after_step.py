@@ -22,8 +22,13 @@ from services.orchestrator.grpo.metrics import WRITTEN, StepClock, passes, step_
 from services.orchestrator.grpo.pipeline import Step
 from services.orchestrator.grpo.prompts import Prompts
 from services.orchestrator.grpo.supervised import Lesson, asked
-from services.orchestrator.jobs.stopping import Spent, over_budget, reason_to_stop
-from services.orchestrator.jobs.summary import best_step, first_needed
+from services.orchestrator.jobs.results import (
+    Spent,
+    best_step,
+    first_needed,
+    over_budget,
+    reason_to_stop,
+)
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.seams import Tracker

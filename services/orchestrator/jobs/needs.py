@@ -14,12 +14,12 @@ from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.leases import resource
 from services.orchestrator.store.store import Store
 from services.orchestrator.writable import ANSWERS_WITHIN_S, Writable
-from shared.errors import BadRequest, HoneError
+from shared.errors import HoneError
 from shared.host.logs import get_logger
 from shared.host.processes import Look
 from shared.http import ownership
 from shared.http.client import Client
-from shared.job import SYNC_METHODS, Job
+from shared.job import Job
 from shared.settings import Settings
 from shared.wire import ServingWeights, TrainerState, VersionInfo
 
@@ -142,31 +142,3 @@ def _unreadable(path: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
-
-
-def check_colocation(job: Job, settings: Settings) -> None:
-    """Raises BadRequest for a job that would sample while the trainer has the GPU, frees the
-    sampler's memory itself, or keeps memory that the trainer cannot move off the GPU. A job of 0
-    steps loads no trainer."""
-    if not (settings.colocate and job.trains):
-        return
-    if job.max_staleness:
-        raise BadRequest(
-            "HONE_COLOCATE is set, so sampler and trainer take turns on one GPU: got max_staleness "
-            f"{job.max_staleness}, expected 0"
-        )
-    if SYNC_METHODS[job.weight_sync].ends_requests:
-        raise BadRequest(
-            f"HONE_COLOCATE is set, so the sampler sleeps at each step anyway: got weight_sync "
-            f'"{job.weight_sync}", expected "auto" or a method that loads in place'
-        )
-    if job.memory.zero_stage == 3 and not job.memory.offload_optimizer:
-        raise BadRequest(
-            "HONE_COLOCATE is set, so the trainer leaves the GPU to the sampler, which DeepSpeed's "
-            "ZeRO-3 cannot: got memory.zero_stage 3, expected 2, or memory.offload_optimizer = true"
-        )
-    if any(len(each.rollout_urls) > 1 for each in settings.per_trainer):
-        raise BadRequest(
-            "HONE_COLOCATE is set, so the sampler is the one on the trainer's GPU: got "
-            f"HONE_ROLLOUT_URL {settings.rollout_url!r}, expected one URL for each trainer"
-        )

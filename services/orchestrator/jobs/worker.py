@@ -16,9 +16,10 @@ import socket
 import time
 
 from services.orchestrator.errors import is_put_away
-from services.orchestrator.jobs.attempt import Run
+from services.orchestrator.jobs.attempt import Attempt
 from services.orchestrator.jobs.decisions import Outcome
 from services.orchestrator.jobs.needs import DataFiles, Needs
+from services.orchestrator.jobs.status import AttemptStatus
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions
 from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied
@@ -263,7 +264,7 @@ class Worker:
             return
         await self._say_news()
         self._trainer.closing.add(lease.job_id)
-        run = Run(
+        attempt = Attempt(
             record,
             lease,
             self._store,
@@ -272,8 +273,8 @@ class Worker:
             self._extensions,
             lambda: self.num_queued,
         )
-        work = asyncio.create_task(run.run())
-        renew = functools.partial(_beat, self._store, run)
+        work = asyncio.create_task(attempt.run())
+        renew = functools.partial(_beat, self._store, attempt.status)
         beat = asyncio.create_task(leases.keep(renew, lease, taken_at, self._redis))
         try:
             await asyncio.wait({work, beat}, return_when=asyncio.FIRST_COMPLETED)
@@ -294,7 +295,7 @@ class Worker:
             finally:
                 try:
                     await asyncio.gather(beat, return_exceptions=True)  # an ended job has no lease
-                    await run.close()
+                    await attempt.close()
                 finally:
                     self._is_stopping = False
                     self._trainer.closing.discard(lease.job_id)
@@ -329,10 +330,10 @@ class Worker:
         )
 
 
-async def _beat(store: Store, run: Run, lease: Lease) -> Asked | None:
+async def _beat(store: Store, status: AttemptStatus, lease: Lease) -> Asked | None:
     """Renews the lease, and reports what the job does."""
     try:
-        said = run.doing(), run.waits()
+        said = status.line(), status.waits()
     except Exception:  # a bug in this text must not cost the job its lease
         get_logger().exception("what the job is at not known", job=lease.job_id)
         said = None, None

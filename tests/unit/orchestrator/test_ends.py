@@ -10,7 +10,7 @@ import pytest
 
 from services.orchestrator.jobs.after_step import AfterStep
 from services.orchestrator.jobs.decisions import Outcome, found_end
-from services.orchestrator.jobs.stopping import Spent
+from services.orchestrator.jobs.results import Spent
 from services.orchestrator.samplers.waits import Waits
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.folder import Note, RunFolder

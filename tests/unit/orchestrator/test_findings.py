@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.orchestrator.api.looking import findings
+from services.orchestrator.jobs.preflight import probable_mistakes
 from shared.job import Job
 from tests.support.scored_batches import make_job
 
@@ -14,19 +14,19 @@ def job(**changes: Any) -> Job:
 
 
 def test_a_learning_rate_of_0_is_a_warning() -> None:
-    (said,) = findings(job(training={"learning_rate": 0}))
+    (said,) = probable_mistakes(job(training={"learning_rate": 0}))
     assert said == (
         "training.learning_rate is 0: the job samples, grades and changes no weight; expected a "
         "rate above 0, such as 1e-6"
     )
-    assert not findings(job())
+    assert not probable_mistakes(job())
 
 
 def test_rewards_that_all_weigh_nothing_are_a_warning() -> None:
-    (said,) = findings(job(rewards=[{"grader": "length", "weight": 0}]))
+    (said,) = probable_mistakes(job(rewards=[{"grader": "length", "weight": 0}]))
     assert said.startswith("the weight of the only reward is 0: every completion earns the same")
     both = [{"grader": "length", "weight": 0}, {"grader": "exact_match", "weight": 0}]
-    (said,) = findings(job(rewards=both))
+    (said,) = probable_mistakes(job(rewards=both))
     assert said.startswith("the weight of every reward is 0")
     both[1]["weight"] = -0.5
-    assert not findings(job(rewards=both)), "a penalty teaches"
+    assert not probable_mistakes(job(rewards=both)), "a penalty teaches"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.jobs.summary import first_needed
+from services.orchestrator.jobs.results import first_needed
 from services.orchestrator.store.finished import FinishedGroup
 from services.orchestrator.store.folder import BatchExists, RunFolder
 from shared.errors import Conflict, Failed, NotFound

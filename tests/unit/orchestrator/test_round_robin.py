@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from services.orchestrator.api import round_robin
-from services.orchestrator.api.round_robin import RoundRobin
+from services.orchestrator.jobs import check_executor
+from services.orchestrator.jobs.check_executor import RoundRobin
 from shared.errors import Busy
 
 
@@ -64,7 +64,7 @@ async def test_who_goes_away_while_waiting_takes_no_turn() -> None:
 async def test_what_waits_is_bounded_by_its_bytes_not_by_its_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(round_robin, "MAX_WAITING_BYTES", 100 * round_robin.LEAST_BYTES)
+    monkeypatch.setattr(check_executor, "MAX_WAITING_BYTES", 100 * check_executor.LEAST_BYTES)
     turns, order = RoundRobin(1), list[str]()
     tasks = [asyncio.create_task(begun(turns, "a", order)) for _ in range(101)]
     await settle()
@@ -78,5 +78,5 @@ async def test_what_waits_is_bounded_by_its_bytes_not_by_its_number(
 
 
 async def test_one_large_job_is_taken_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(round_robin, "MAX_WAITING_BYTES", 10)
+    monkeypatch.setattr(check_executor, "MAX_WAITING_BYTES", 10)
     await asyncio.wait_for(RoundRobin(2).begin("a", 1000), 5)

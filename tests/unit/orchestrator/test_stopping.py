@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from services.orchestrator.grpo.metrics import WRITTEN
-from services.orchestrator.jobs import stopping
-from services.orchestrator.jobs.stopping import COST, HOURS, TOKENS, Spent, reason_to_stop
-from services.orchestrator.jobs.summary import best_step
+from services.orchestrator.jobs import results
+from services.orchestrator.jobs.results import COST, HOURS, TOKENS, Spent, best_step, reason_to_stop
 from shared.job import CheckpointSpec, Job, StopSpec
 from shared.plan.planning import Price
 from shared.wire import MetricsRow
@@ -74,7 +73,7 @@ def test_each_attempt_costs_its_hours_at_the_price_of_its_time(
 ) -> None:
     """2 hours have cost 8; 0.5 more at 4 make it 10."""
     now = 1000.0
-    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    monkeypatch.setattr(results.time, "monotonic", lambda: now)
     price = Price(per_hour=4.0, currency="EUR", source="the invoice")
     rows = [MetricsRow(step=1, metrics={HOURS: 1.0, COST: 3.0})]
     spent = Spent(rows, 2.0, price, 8.0)

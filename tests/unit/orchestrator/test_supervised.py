@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from services.orchestrator.api.rows import check_rows
 from services.orchestrator.grpo.advantages import batch_advantages
 from services.orchestrator.grpo.examples import step_totals, to_examples
 from services.orchestrator.grpo.groups import to_batch
@@ -15,6 +14,7 @@ from services.orchestrator.grpo.metrics import step_metrics
 from services.orchestrator.grpo.pipeline import Pipeline, Step, syncs_after
 from services.orchestrator.grpo.prompts import load_prompts, with_steps
 from services.orchestrator.grpo.supervised import asked, learned, lessons
+from services.orchestrator.jobs.prompt_checks import check_rows
 from services.orchestrator.samplers.clients import NOT_GRADED
 from shared.errors import BadRequest
 from shared.job import Job

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from services.orchestrator.api.details import token_columns
+from services.orchestrator.api.rollouts import token_columns
 from shared.templates import PromptReader
-from shared.wire import Logprobs, Mask, Rollout, Score, TokenIds
+from shared.wire import Rollout, Score
+from shared.wire.base import Logprobs, Mask, TokenIds
 
 VOCABULARY = {"[UNK]": 0, "one": 1, "two": 2, "three": 3}
 
@@ -53,6 +54,6 @@ def test_what_the_trainer_said_is_missing_where_it_was_not_trained_on() -> None:
 
 
 def test_tokens_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.orchestrator.api.details.MAX_TOKENS", 2)
+    monkeypatch.setattr("services.orchestrator.api.rollouts.MAX_TOKENS", 2)
     found = columns((1, 0, 1), (-0.5, -1.5))
     assert (len(found.texts), len(found.teacher_logprobs), found.num_left_out) == (2, 2, 1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.orchestrator.api.history import graded
+from services.orchestrator.api.rollouts import graded
 from services.orchestrator.extensions.environments.recording import branch
 from services.orchestrator.extensions.environments.token_row import TokenRow
 from services.orchestrator.grpo.advantages import batch_advantages, has_signal, returns_of

@@ -64,6 +64,7 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_registered_no_more(
 
     class Hanging:
         close = AsyncMock()
+        status = Mock()
 
         def __init__(self, *_: object) -> None: ...
 
@@ -79,7 +80,7 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_registered_no_more(
         await asyncio.sleep(0)
         raise NoHeartbeat("a")
 
-    monkeypatch.setattr(worker_module, "Run", Hanging)
+    monkeypatch.setattr(worker_module, "Attempt", Hanging)
     monkeypatch.setattr(worker_module.leases, "keep", lost)
     store = Mock(get=AsyncMock())
     store.trainers.register = AsyncMock()
@@ -109,7 +110,7 @@ async def test_a_lease_is_given_back_only_once_nothing_is_written_any_more(
 
     class Writing:
         close = AsyncMock()
-        doing = Mock(return_value="writing")
+        status = Mock()
 
         def __init__(self, *_: object) -> None: ...
 
@@ -117,7 +118,7 @@ async def test_a_lease_is_given_back_only_once_nothing_is_written_any_more(
             await all_of([to_disk(disk.write, "group")])
             raise AssertionError
 
-    monkeypatch.setattr(worker_module, "Run", Writing)
+    monkeypatch.setattr(worker_module, "Attempt", Writing)
     lease = Lease("a", 1, "trainer", 30.0)
     halted = AsyncMock(side_effect=lambda *_: disk.written.append("lease given back"))
     store = Mock(halt=halted, get=AsyncMock(), beat=AsyncMock(return_value=None))
@@ -147,7 +148,7 @@ async def test_a_trainer_is_noted_again_after_work_that_could_not_be_closed(
     monkeypatch.setattr(worker_module, "POLL_S", 0.0)
     emptied = StoreEmptied("it was emptied")
     run = Mock(run=AsyncMock(side_effect=LeaseLost("a")), close=AsyncMock(side_effect=emptied))
-    monkeypatch.setattr(worker_module, "Run", Mock(return_value=run))
+    monkeypatch.setattr(worker_module, "Attempt", Mock(return_value=run))
     monkeypatch.setattr(worker_module.leases, "keep", AsyncMock(side_effect=emptied))
     store = Mock(get=AsyncMock())
     store.trainers.register = AsyncMock()
@@ -174,8 +175,8 @@ async def test_registering_a_trainer_and_heartbeats_go_on_after_an_unexpected_er
     assert store.trainers.register.await_count > 1
     await stop(registering)
     lease = Lease("a", 1, "trainer", 30.0)
-    run = Mock(doing=Mock(side_effect=KeyError("a bug")))
-    assert await worker_module._beat(store, run, lease) is None
+    status = Mock(line=Mock(side_effect=KeyError("a bug")))
+    assert await worker_module._beat(store, status, lease) is None
     store.beat.assert_awaited_once_with(lease, None, None)
 
 

@@ -13,11 +13,11 @@ from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
 
-from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.history import still_there
-from services.orchestrator.api.jobs import check_job
-from services.orchestrator.api.states import METADATA, metadata_of
+from services.orchestrator.api.jobs import METADATA, metadata_of
 from services.orchestrator.extensions.openai import mapping
+from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs.preflight import check_job
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.records import Submission, Unreadable, check_event_id
@@ -57,7 +57,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 def add_routes(
-    service: Service, settings: Settings, store: Store, runs: Writable, checks: Checks
+    service: Service, settings: Settings, store: Store, runs: Writable, checks: CheckExecutor
 ) -> None:
     jobs, app = FineTuningJobs(settings, store, runs, checks), service.app
     _add_history_routes(app, jobs, store)
@@ -177,7 +177,9 @@ def add_grader_routes(service: Service, settings: Settings) -> None:
 class FineTuningJobs:
     """The jobs that were submitted in OpenAI's shape."""
 
-    def __init__(self, settings: Settings, store: Store, runs: Writable, checks: Checks) -> None:
+    def __init__(
+        self, settings: Settings, store: Store, runs: Writable, checks: CheckExecutor
+    ) -> None:
         self._settings = settings
         self._checks = checks
         self._store = store
@@ -194,17 +196,17 @@ class FineTuningJobs:
         if known := await accepted(self._store, asked, key):
             return await self.shown(known)
         await self._runs.check()
-        looked = await check_job(job, self._settings, self._checks)
+        checked = await check_job(job, self._checks)
         if "steps" not in request.hone:
-            if looked.num_train is None:
+            if checked.data.num_train is None:
                 raise BadRequest(
                     "'hone.steps' is missing; expected a number of steps, because how many rows "
                     "there are in a stream is not known"
                 )
-            count = mapping.steps(request, looked.num_train, job.sampling.prompts_per_step)
+            count = mapping.steps(request, checked.data.num_train, job.sampling.prompts_per_step)
             job = parse_job(document | {"steps": count}, "the job asked for")
         submission = Submission(
-            job, self._settings.runs_dir, key, looked.versions, asked, looked.warnings
+            job, self._settings.runs_dir, key, checked.data.versions, asked, tuple(checked.warnings)
         )
         return await self.shown(await accept(self._store, submission))
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.orchestrator.api import columns, groups_of_steps, history, states
+from services.orchestrator.api import history, jobs, rollouts
 from services.orchestrator.extensions.diagnosis import routes as diagnosis
 from services.orchestrator.extensions.page import routes as page
 from services.orchestrator.extensions.page.folders import Folders, run_folders
@@ -31,11 +31,10 @@ def create_view(settings: Settings, folders: Sequence[Path]) -> Service:
     service = Service(
         "orchestrator", settings, version_info=lambda: READ_ONLY, public=page.is_public
     )
-    states.add_reading(service, found)
+    jobs.add_reading(service, found)
     history.add_routes(service, found)
-    columns.add_routes(service, found)
     diagnosis.add_reading(service, found)
-    groups_of_steps.add_routes(service, found)
+    rollouts.add_routes(service, found)
     page.add_routes(service)
     return service
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator import errors
-from services.orchestrator.api.checking import Checks
-from services.orchestrator.api.jobs import check_job
 from services.orchestrator.extensions.tinker import mapping
 from services.orchestrator.extensions.tinker.mapping import adapter_of
 from services.orchestrator.extensions.tinker.paths import future_of, read_path
 from services.orchestrator.extensions.tinker.requests import id_of
 from services.orchestrator.extensions.tinker.saved import Saved
+from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs.preflight import check_job
 from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted
@@ -34,7 +34,7 @@ class Models:
     """The models of a store. A model is a job of the objective "program"."""
 
     def __init__(
-        self, settings: Settings, store: Store, writable: Writable, checks: Checks
+        self, settings: Settings, store: Store, writable: Writable, checks: CheckExecutor
     ) -> None:
         self._settings = settings
         self._store = store
@@ -82,9 +82,14 @@ class Models:
         record = await accepted(self._store, job, key)
         if record is None:
             await self._writable.check()
-            looked = await check_job(job, self._settings, self._checks)
+            run = await check_job(job, self._checks)
             submission = Submission(
-                job, self._settings.runs_dir, key, looked.versions, job, looked.warnings
+                job,
+                self._settings.runs_dir,
+                key,
+                run.data.versions,
+                job,
+                tuple(run.warnings),
             )
             record = await accept(self._store, submission)
         return record

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from services.orchestrator.api.checking import Checks
 from services.orchestrator.extensions.tinker.bodies import MAX_JSON_BYTES, MAX_SAMPLE_BYTES, Bodies
 from services.orchestrator.extensions.tinker.downloads import FILES, Downloads
 from services.orchestrator.extensions.tinker.futures import Futures
@@ -22,6 +21,7 @@ from services.orchestrator.extensions.tinker.requests import read_ttl
 from services.orchestrator.extensions.tinker.results import SAVED
 from services.orchestrator.extensions.tinker.sampling import SampleOrders
 from services.orchestrator.extensions.tinker.sampling_sessions import SamplingSessions
+from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.store.store import Store
 from services.orchestrator.writable import Writable
 from shared.http.operations import DownloadedFile
@@ -44,7 +44,7 @@ def add_routes(
     settings: Settings,
     store: Store,
     writable: Writable,
-    checks: Checks,
+    checks: CheckExecutor,
     orders: SampleOrders,
 ) -> None:
     bodies = Bodies()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.api import rows
-from services.orchestrator.api.rows import check_rows
 from services.orchestrator.grpo.prompts import load_prompts
+from services.orchestrator.jobs import prompt_checks
+from services.orchestrator.jobs.prompt_checks import check_rows
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.settings import Settings
@@ -66,7 +66,7 @@ def test_a_value_that_cannot_be_sent_is_found_in_any_row() -> None:
 def test_of_a_table_that_is_too_large_the_first_rows_are_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rows, "CHECK_S", -1.0)
+    monkeypatch.setattr(prompt_checks, "CHECK_S", -1.0)
     submitted = job([{"prompt": "?"}] * 70 + [{"prompt": ""}] * 30)
     assert len(check_rows(submitted, load_prompts(submitted, Settings()))) == 4
     detail = refused(job([{"prompt": "?"}] + [{"prompt": ""}] * 99))
@@ -82,7 +82,7 @@ def test_rows_that_are_held_out_share_the_time_and_are_not_kept(
         update={"evaluation": submitted.evaluation.model_copy(update={"num_prompts": 65})}
     )
     assert refused(submitted).startswith("row 64 of data.eval")
-    monkeypatch.setattr(rows, "CHECK_S", -1.0)
+    monkeypatch.setattr(prompt_checks, "CHECK_S", -1.0)
     assert len(check_rows(submitted, load_prompts(submitted, Settings()))) == 4, (
         "64 rows of each were tried"
     )

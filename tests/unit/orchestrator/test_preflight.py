@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.api.looking import look
+from services.orchestrator.jobs.preflight import check_model
 from shared.settings import Settings
 from tests.support.engine_ranks import a_job
 from tests.support.model_folders import make_model_folder
@@ -36,6 +36,6 @@ def test_experts_are_a_warning_if_not_tried_and_not_reloaded_on_a_cpu(
         data={"train": str(tmp_path / "rows.jsonl"), "template": "{{ prompt }}"},
         weight_sync=weight_sync,
     )
-    looked = look(job, Settings(), [None], False)
-    assert len([said for said in looked.warnings if "mixture of experts" in said]) == num_warnings
-    assert (looked.cpu_limit is None) == on_cpu
+    warnings, cpu_limit = check_model(job, Settings(), None)
+    assert len([said for said in warnings if "mixture of experts" in said]) == num_warnings
+    assert (cpu_limit is None) == on_cpu

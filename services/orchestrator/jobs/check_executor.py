@@ -1,0 +1,257 @@
+"""Where the slow checks of submitted jobs run: in threads of their own, so that the orchestrator's
+other work in threads is not delayed. Work that asks the Hub runs in processes, which can be killed.
+Callers take turns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+from services.orchestrator.data.apart import NotInTime, apart
+from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
+from services.orchestrator.data.sources import FETCH_S, asks_hub
+from services.orchestrator.data.tables import ended
+from services.orchestrator.jobs.prompt_checks import prompt_lengths
+from services.orchestrator.seams import NO_EXTENSIONS, Extensions
+from shared.errors import Busy, Failed, HoneError, Unavailable
+from shared.host.processes import in_own_thread
+from shared.http.gate import caller
+from shared.job import Job
+from shared.plan.gpus import CpuRates, GpuGroup
+from shared.plan.planning import planned_gpus
+from shared.settings import Settings
+from shared.weights.model_folder import hub_is_offline
+from shared.wire import ApiKey, PromptLengths
+
+NUM_THREADS = 4
+"""Checks at a time: more than the two or three processors that they use, so that a quick check is
+done beside slow ones."""
+
+MAX_FETCHES = 4
+"""Processes at a time that read data sets from the Hub, and as many that fetch models. Each takes a
+few hundred MiB."""
+
+MODEL_S = 20.0
+"""Seconds that fetching a model's configuration and tokenizer from the Hub may take: some MiB."""
+
+AWAY_S = 60.0
+"""Seconds that an unreachable Hub is not asked for another model."""
+
+LENGTHS_S = 10.0
+"""Seconds that counting the prompts' tokens for a plan may take."""
+
+MAX_WAITING_BYTES = 64 << 20
+"""Most bytes of jobs that wait for a turn: some ten thousand jobs, or 250 of the largest."""
+
+LEAST_BYTES = 4096
+"""Bytes that each job counts for at least."""
+
+MAX_RETRY_AFTER_S = 60
+
+ELSEWHERE = (
+    "name a file, or a mirror of the Hub by HF_ENDPOINT; with HF_HUB_OFFLINE=1 the orchestrator "
+    "takes what is in its Hugging Face cache"
+)
+
+T = TypeVar("T")
+
+
+class CheckExecutor:
+    """Does the slow work of the checks of one orchestrator, and knows the devices that its plans
+    are for. When its caller has gone, work ends: a process at once, a thread at its next row.
+    Raises Busy if too much work waits."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        extensions: Extensions = NO_EXTENSIONS,
+        cpu_rates: CpuRates | None = None,
+    ) -> None:
+        self.settings, self.extensions = settings, extensions
+        self._cpu_rates, self._measuring = cpu_rates or CpuRates(), asyncio.Lock()
+        self._threads = RoundRobin(NUM_THREADS)
+        self._fetches = RoundRobin(MAX_FETCHES)
+        self._models = RoundRobin(MAX_FETCHES)
+        self._away = 0.0, ""
+
+    async def run(self, job: Job, work: Callable[..., T], *args: Any) -> T:
+        """Returns the result of work with the job's data. If that asks the Hub, `work` is a
+        module's function, and arguments and result can be pickled. Raises Failed if the Hub cannot
+        be reached: asking it again at once would not help."""
+        try:
+            if not await asyncio.to_thread(asks_hub, job, self.settings):
+                return await self.in_thread(job, work, *args)
+            if why := self.hub_away:
+                raise Unavailable(f"the job's data cannot be fetched: {why}")
+            turns, size_bytes = self._fetches, len(job.model_dump_json())
+            looking = _on_behalf_of, caller.get(), work, *args
+            return await _in_process(turns, size_bytes, *looking, deadline_s=FETCH_S)
+        except Busy:
+            raise
+        except Unavailable as error:
+            raise Failed(f"{error.detail}; {ELSEWHERE}") from error
+
+    async def in_thread(self, job: Job, work: Callable[..., T], *args: Any) -> T:
+        """Returns the work's result. The work keeps its turn until its thread has ended."""
+        who, turns = _who(), self._threads
+        began = await turns.begin(who, len(job.model_dump_json()))
+        context, end = contextvars.copy_context(), threading.Event()
+        context.run(ended.set, end)
+        running = asyncio.ensure_future(in_own_thread(lambda: context.run(work, *args)))
+        running.add_done_callback(lambda _: turns.end(who, began))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            end.set()
+            running.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+
+    async def fetched_model(self, job: Job) -> str | None:
+        """Returns why the Hub's model cannot be checked; None for a folder, and once this machine's
+        cache has the necessary files. Raises BadRequest for a model that the Hub does not have."""
+        if await asyncio.to_thread(is_cached, job.model, job.model_revision):
+            return None
+        if hub_is_offline():
+            return "it is not in the Hugging Face cache here, and HF_HUB_OFFLINE is set"
+        if self.hub_away:
+            return self.hub_away
+        asked = (fetch_model, job.model, job.model_revision)
+        try:
+            why_not = await _in_process(self._models, 0, *asked, deadline_s=MODEL_S)
+        except NotInTime:
+            why_not = f"{hub_url()} did not answer in {MODEL_S:g} s"
+        self._away = time.monotonic() + AWAY_S if why_not else 0.0, why_not or ""
+        return why_not
+
+    async def lengths(self, job: Job) -> PromptLengths:
+        """Returns the lengths of the job's prompts; why not, if that takes more than `LENGTHS_S` or
+        too many checks wait."""
+        if not job.trains:
+            return PromptLengths()
+        try:
+            async with asyncio.timeout(LENGTHS_S):
+                return await self.in_thread(job, prompt_lengths, job, self.settings)
+        except TimeoutError:
+            return PromptLengths(why_not=f"the data was not read within {LENGTHS_S:g} s")
+        except HoneError as error:
+            return PromptLengths(why_not=error.detail)
+
+    async def planned_gpus(self) -> tuple[GpuGroup, ...]:
+        """Returns the devices that plans are for. The first plan for a CPU measures it for two
+        seconds, in one thread of its own however many requests wait for the result."""
+        async with self._measuring:
+            pools = planned_gpus(self.settings)
+            return await in_own_thread(lambda: self._cpu_rates.pools(pools))
+
+    @property
+    def hub_away(self) -> str | None:
+        """Why the Hub could not be reached a moment ago; None if it could."""
+        until, why = self._away
+        return why if time.monotonic() < until else None
+
+
+async def _in_process(
+    turns: RoundRobin, size_bytes: int, work: Callable[..., T], *args: Any, deadline_s: float
+) -> T:
+    who = _who()
+    began = await turns.begin(who, size_bytes)
+    try:
+        return await apart(work, *args, deadline_s=deadline_s)
+    finally:
+        turns.end(who, began)
+
+
+def _who() -> str | None:
+    key = caller.get()
+    return key.name if key else None
+
+
+def _on_behalf_of(who: ApiKey | None, work: Callable[..., T], *args: Any) -> T:
+    """Returns the result of `work`, run with the rights of the API key `who`."""
+    caller.set(who)
+    return work(*args)
+
+
+class RoundRobin:
+    """Serves `num` requests at a time. Callers take turns: a caller with a thousand requests delays
+    each other caller by one of them. A caller never gets the last free place if it has all others,
+    so another caller need not wait for slow work. Raises Busy beyond `MAX_WAITING_BYTES`.
+
+    The caller that began a turn ends it. The sandbox (`services/reward/sandbox/turns.py`) is
+    similar, but gives turns by time used, and at three levels.
+    """
+
+    def __init__(self, num: int) -> None:
+        self._num = num
+        self._running: Counter[Hashable] = Counter()
+        self._waiting: dict[Hashable, deque[asyncio.Future[None]]] = {}
+        self._num_bytes = 0
+        self._mean_s = 1.0
+
+    async def begin(self, who: Hashable, size_bytes: int = 0) -> float:
+        """Waits for a turn of `who`. Returns when it began, which `end` needs."""
+        size_bytes = max(size_bytes, LEAST_BYTES)
+        if self._num_bytes and self._num_bytes + size_bytes > MAX_WAITING_BYTES:
+            raise self._busy()
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(who, deque()).append(turn)
+        self._num_bytes += size_bytes
+        self._give()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._end(who)
+            raise
+        finally:
+            self._num_bytes -= size_bytes
+            self._forget(who, turn)
+        return time.monotonic()
+
+    def end(self, who: Hashable, began: float) -> None:
+        self._mean_s += 0.1 * (time.monotonic() - began - self._mean_s)
+        self._end(who)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _end(self, who: Hashable) -> None:
+        self._running -= Counter([who])
+        self._give()
+
+    def _give(self) -> None:
+        while self._running.total() < self._num and (who := self._next()) is not None:
+            (name, waiting) = who
+            del self._waiting[name]
+            turn = waiting.popleft()
+            if waiting:
+                self._waiting[name] = waiting  # behind all others
+            if not turn.done():
+                self._running[name] += 1
+                turn.set_result(None)
+
+    def _next(self) -> tuple[Hashable, deque[asyncio.Future[None]]] | None:
+        most = max(self._num - 1, 1)
+        allowed = (item for item in self._waiting.items() if self._running[item[0]] < most)
+        return next(allowed, None)
+
+    def _forget(self, who: Hashable, turn: asyncio.Future[None]) -> None:
+        if turn in (waiting := self._waiting.get(who, deque())):
+            waiting.remove(turn)
+            if not waiting:
+                del self._waiting[who]
+
+    def _busy(self) -> Busy:
+        wait_s = math.ceil(self.num_waiting * self._mean_s / self._num)
+        return Busy(
+            f"{self.num_waiting} jobs wait to be checked, which take {self._num_bytes} bytes; at "
+            f"most {MAX_WAITING_BYTES} are held: ask again",
+            retry_after_s=min(max(wait_s, 1), MAX_RETRY_AFTER_S),
+        )

@@ -1,0 +1,390 @@
+"""The checks of a job before it runs, in one list: for submissions, dry runs, and the start of each
+attempt. They refuse what would fail the job later, or let it learn nothing. The start of an attempt
+repeats those whose result may have changed since the submission."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from pydantic import ValidationError
+
+from services.orchestrator.data.choosing import MAX_SHOWN, preview
+from services.orchestrator.data.hub import cached_model, named_model_folder
+from services.orchestrator.data.order import History
+from services.orchestrator.data.sources import asks_of, fetch
+from services.orchestrator.errors import MustPause
+from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prompts
+from services.orchestrator.grpo.supervised import lessons
+from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.jobs.prompt_checks import check_rows, counted
+from services.orchestrator.samplers.clients import Trial
+from services.orchestrator.samplers.discovery import on_cpu
+from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.waits import Caller
+from services.orchestrator.seams import Unreachable
+from services.orchestrator.store.run_folders import check_start
+from shared.errors import BadRequest, Failed, Forbidden, HoneError, Unauthorized, Unavailable
+from shared.explain import sentences
+from shared.host.logs import get_logger
+from shared.http.gate import own_jobs_of
+from shared.job import SYNC_METHODS, Job
+from shared.job.checks import check_groups
+from shared.plan.planning import Price, price_of_jobs
+from shared.settings import Settings
+from shared.weights.architectures import cannot_reload_on_cpu, not_tried
+from shared.weights.model_folder import (
+    check_config,
+    check_model_folder,
+    check_rope,
+    cpu_limit,
+    read_config,
+)
+from shared.wire import CreateFineTuningJob, PreviewedPrompt, Prompt, PromptLengths
+
+FILTER_ROOM = 2.0
+"""Factor on a job's filter time at the start of an attempt: the job was accepted, and the same work
+takes longer on a busy machine."""
+
+Need = Literal["settings", "data", "services"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check by the name that errors use. It `needs` only the job and the settings; or models and
+    data, which take long to read; or the job's services, and its first prompts."""
+
+    name: str
+    needs: Need
+    run: Callable[[Preflight], Awaitable[None]]
+    at_start: bool = False
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What is known of a job at the start of an attempt: the `versions` that its data must have,
+    and the verdicts on its groups so far."""
+
+    versions: Mapping[str, str]
+    history: History
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a job's data is: `columns`, `num_train` and `num_held_out` as in `Prompts`, `versions`
+    of its sources, the prompts of its `first` step. A dry run has the first prompts as the model
+    reads them, `shown`, and the `lengths` of more; `not_counted` is why their tokens are not known.
+    The start of an attempt has all `prompts`."""
+
+    columns: tuple[str, ...] = ()
+    num_train: int | None = None
+    num_held_out: int = 0
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    first: tuple[Prompt, ...] = ()
+    shown: tuple[PreviewedPrompt, ...] = ()
+    not_counted: str = ""
+    lengths: PromptLengths = field(default_factory=PromptLengths)
+    prompts: Prompts | None = None
+
+
+@dataclass
+class Preflight:
+    """The checks of `job`: of a submission, whose slow work `executor` does, also of a dry run
+    (`showing`); or at the start of an attempt at an `accepted` job.
+
+    Results are the `data`; `warnings`, which are probable mistakes that are not refused; why a
+    model was `not_checked`, and why none on a CPU can serve one; what the rewards give known
+    answers (`trial`); the `price` of an hour, None: unknown."""
+
+    job: Job
+    settings: Settings
+    services: Services
+    executor: CheckExecutor
+    showing: bool = False
+    accepted: Accepted | None = None
+    data: Inspection = field(default_factory=Inspection)
+    warnings: list[str] = field(default_factory=list[str])
+    not_checked: str | None = None
+    cpu_limit: str | None = None
+    trial: Trial | None = None
+    price: Price | None = None
+
+    async def run(self, *needs: Need) -> None:
+        """Runs the checks with these `needs`, in order. Raises HoneError for the first fault."""
+        for check in CHECKS:
+            if check.needs in needs and (check.at_start or not self.accepted):
+                try:
+                    await check.run(self)
+                except HoneError as error:
+                    if (other := self._translated(check, error)) is None:
+                        raise
+                    raise other from error
+
+    def _translated(self, check: Check, error: HoneError) -> HoneError | None:
+        """Returns the error to raise in place of this one, if another. An accepted job is paused by
+        settings that changed since; anything else that is refused is tried again. Its slow checks
+        are waited for: only the job's own reward code may hang, which the reward service ends."""
+        why = error.detail
+        if not self.accepted:
+            is_theirs = check.needs == "services" and isinstance(error, Failed)
+            is_wrong = check.needs == "services" and isinstance(error, Unreachable)
+            return BadRequest(why) if is_wrong else Unavailable(why) if is_theirs else None
+        if isinstance(error, Unavailable) and error.code == "deadline":
+            return Unavailable(why)
+        if not isinstance(error, BadRequest) or isinstance(error, Unauthorized | Forbidden):
+            return None
+        if check.needs == "settings":
+            return MustPause(why)
+        told = f"its {check.name} were accepted when it was submitted, and are refused now"
+        return Failed(f"{told}: {why}")
+
+
+async def check_job(job: Job, executor: CheckExecutor, *, showing: bool = False) -> Preflight:
+    """Returns the results of all checks of a submission; of a dry run, if `showing`."""
+    own = executor.settings.per_trainer[0]
+    services = Services.of(Caller(job, own), extensions=executor.extensions)
+    try:
+        run = Preflight(job, executor.settings, services, executor, showing)
+        await run.run("settings", "data", "services")
+        return run
+    finally:
+        await services.close()
+
+
+# --- by the job and the settings alone
+
+
+async def _check_request(run: Preflight) -> None:
+    """Raises BadRequest for a request of OpenAI's API that this API could not show again."""
+    try:
+        if run.job.request:
+            CreateFineTuningJob.model_validate(run.job.request)
+    except ValidationError as error:
+        faults = sentences(error, CreateFineTuningJob, "'job.request'")
+        raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
+
+
+async def _check_price(run: Preflight) -> None:
+    run.price = await asyncio.to_thread(price_for, run.job, run.settings)
+
+
+def check_colocation(job: Job, settings: Settings) -> None:
+    """Raises BadRequest for a job that would sample while the trainer has the GPU, frees the
+    sampler's memory itself, or keeps memory that the trainer cannot move off the GPU. A job of 0
+    steps loads no trainer."""
+    if not (settings.colocate and job.trains):
+        return
+    if job.max_staleness:
+        raise BadRequest(
+            "HONE_COLOCATE is set, so sampler and trainer take turns on one GPU: got max_staleness "
+            f"{job.max_staleness}, expected 0"
+        )
+    if SYNC_METHODS[job.weight_sync].ends_requests:
+        raise BadRequest(
+            f"HONE_COLOCATE is set, so the sampler sleeps at each step anyway: got weight_sync "
+            f'"{job.weight_sync}", expected "auto" or a method that loads in place'
+        )
+    if job.memory.zero_stage == 3 and not job.memory.offload_optimizer:
+        raise BadRequest(
+            "HONE_COLOCATE is set, so the trainer leaves the GPU to the sampler, which DeepSpeed's "
+            "ZeRO-3 cannot: got memory.zero_stage 3, expected 2, or memory.offload_optimizer = true"
+        )
+    if any(len(each.rollout_urls) > 1 for each in settings.per_trainer):
+        raise BadRequest(
+            "HONE_COLOCATE is set, so the sampler is the one on the trainer's GPU: got "
+            f"HONE_ROLLOUT_URL {settings.rollout_url!r}, expected one URL for each trainer"
+        )
+
+
+def price_for(job: Job, settings: Settings) -> Price | None:
+    """Returns the price of an hour; None if the settings do not say it. A job with `stop.max_cost`
+    needs it: for such a job only, raises BadRequest if there is no price or the table of prices
+    cannot be read."""
+    try:
+        price = price_of_jobs(settings)
+    except BadRequest as error:
+        if job.stop.max_cost is not None:
+            raise
+        get_logger().warning("cost of jobs not known", reason=error.detail)
+        return None
+    if price is None and job.stop.max_cost is not None:
+        raise BadRequest(
+            f"stop.max_cost is {job.stop.max_cost:g}, and what an hour costs is not known; set "
+            "HONE_PRICE_PER_HOUR at the orchestrator, or HONE_GPUS to GPUs that have a price in "
+            "HONE_PRICES"
+        )
+    return price
+
+
+# --- by its models and data
+
+
+async def _check_model(run: Preflight) -> None:
+    """Raises BadRequest for a model that cannot be trained, or is not there. A model of the Hub is
+    fetched first."""
+    jobs = _of_each_model(run.job)
+    for each in jobs:
+        # makes no request
+        await asyncio.to_thread(named_model_folder, each.model, run.settings)
+    for each in jobs:
+        why_not = await run.executor.fetched_model(each)
+        look = check_model, each, run.settings, why_not
+        warnings, cpu_limit = await run.executor.in_thread(each, *look)
+        run.warnings += warnings
+        run.cpu_limit = run.cpu_limit or cpu_limit
+        run.not_checked = why_not if each is jobs[0] else run.not_checked
+
+
+async def _check_start(run: Preflight) -> None:
+    if own_jobs_of() is None:  # else the submission looks first whose checkpoint it is
+        await asyncio.to_thread(check_start, run.job, run.settings.runs_dir)
+
+
+async def _look_for_mistakes(run: Preflight) -> None:
+    warning = await asyncio.to_thread(run.executor.extensions.warn_of, run.job)
+    run.warnings += [*probable_mistakes(run.job), *([warning] if warning else [])]
+
+
+async def _check_data(run: Preflight) -> None:
+    job, accepted = _of_each_model(run.job)[0], run.accepted
+    if accepted:
+        await fetch(asks_of(job, run.settings, accepted.versions).values())
+        run.data = await run.executor.in_thread(job, _reload, job, run.settings, accepted)
+    else:
+        look = inspect, job, run.settings, run.not_checked, run.showing
+        run.data = await run.executor.run(job, *look)
+
+
+def _of_each_model(job: Job) -> list[Job]:
+    """Returns the job with each model that it uses: its own, or the models of a job of 0 steps."""
+    return [job] if job.trains else [job.with_model(each) for each in job.evaluated_models]
+
+
+def check_model(job: Job, settings: Settings, why_not: str | None) -> tuple[list[str], str | None]:
+    """Returns warnings about the job's model, and why no sampler on a CPU can serve it; `why_not`
+    is why a model of the Hub could not be fetched. Raises BadRequest for a model that cannot be
+    trained."""
+    if folder := named_model_folder(job.model, settings):
+        check_model_folder(folder, job.max_model_len)
+    elif (folder := cached_model(job.model, job.model_revision)) and (
+        folder / "config.json"
+    ).is_file():
+        check_config(folder, job.max_model_len)
+    else:  # it is not on this machine
+        said = _not_looked_at(job, why_not)
+        return [f"{said}; what is wrong with it shows only when the job begins"], None
+    config = read_config(folder)
+    if job.trains:
+        check_rope(job.model, config, job.max_model_len)
+    untried = not_tried(job.model, config)
+    limit = cpu_limit(config) or cannot_reload_on_cpu(config, job.weight_sync)
+    return [untried] if untried else [], limit
+
+
+def _not_looked_at(job: Job, why_not: str | None) -> str:
+    why = why_not or "the Hugging Face cache here does not have its config.json"
+    return f"the model {job.model!r} was not looked at: {why}"
+
+
+def inspect(job: Job, settings: Settings, not_checked: str | None, showing: bool) -> Inspection:
+    """Returns the findings about the data of a submission. Its prompts are measured with the
+    tokenizer of the job's model. Raises BadRequest for faults that would fail the job later."""
+    prompts = load_prompts(job, settings)
+    first = check_rows(job, prompts)
+    found = Inspection(
+        prompts.columns, prompts.num_train, prompts.num_held_out, prompts.versions, first
+    )
+    if not showing:
+        return found
+    shown, not_counted = _shown_prompts(job, first, prompts.name)
+    return replace(
+        found,
+        shown=shown,
+        not_counted=_not_looked_at(job, not_checked) if not_checked else not_counted,
+        lengths=counted(job, prompts) if job.trains and not job.is_pushed else PromptLengths(),
+    )
+
+
+def _reload(job: Job, settings: Settings, accepted: Accepted) -> Inspection:
+    cpu_s = FILTER_ROOM * settings.filter_cpu_s
+    settings = settings.model_copy(update={"filter_cpu_s": cpu_s})
+    prompts = load_prompts(job, settings, accepted.versions, accepted.history)
+    return Inspection(prompts.columns, first=prompts.first(), prompts=prompts)
+
+
+def check_held_out(job: Job, settings: Settings) -> None:
+    load_held_out(job, settings)
+
+
+def probable_mistakes(job: Job) -> list[str]:
+    """Returns a sentence for each allowed value with which the job learns nothing."""
+    found = list[str]()
+    if job.trains and not job.learning_rate:
+        found.append(
+            "training.learning_rate is 0: the job samples, grades and changes no weight; expected "
+            "a rate above 0, such as 1e-6"
+        )
+    is_paid = job.teacher or any(reward.weight for reward in job.rewards)
+    if job.trains and not job.steps_never_sample and not is_paid:
+        whose = "the only reward" if len(job.rewards) == 1 else "every reward"
+        found.append(
+            f"the weight of {whose} is 0: every completion earns the same, so nothing is learned; "
+            "expected a weight other than 0"
+        )
+    return found
+
+
+def _shown_prompts(
+    job: Job, first: tuple[Prompt, ...], where: str
+) -> tuple[tuple[PreviewedPrompt, ...], str]:
+    """Returns what `preview` does, of a supervised job with the answers."""
+    if not job.has_answers:
+        return preview(job, first)
+    found = lessons(first[:MAX_SHOWN], job, where)[:MAX_SHOWN]
+    shown, not_counted = preview(job, [lesson.prompt for lesson in found])
+    answered = (
+        one.model_copy(update={"answers": lesson.answers})
+        for one, lesson in zip(shown, found, strict=True)
+    )
+    return tuple(answered), not_counted
+
+
+# --- by its services
+
+
+async def _check_processor(run: Preflight) -> None:
+    if run.cpu_limit:
+        run.warnings += await on_cpu(run.job, run.cpu_limit, run.services.caller.settings)
+
+
+async def _try_rewards(run: Preflight) -> None:
+    if run.showing:
+        run.trial = await run.services.reward.try_rewards(run.data.first)
+
+
+CHECKS = (
+    Check("groups", "settings", lambda run: asyncio.to_thread(check_groups, run.job)),
+    Check("request", "settings", _check_request),
+    Check(
+        "colocation",
+        "settings",
+        lambda run: asyncio.to_thread(check_colocation, run.job, run.settings),
+        at_start=True,
+    ),
+    Check("price", "settings", _check_price, at_start=True),
+    Check("model", "data", _check_model),
+    Check("start checkpoint", "data", _check_start),
+    Check("mistakes", "data", _look_for_mistakes),
+    Check("data", "data", _check_data, at_start=True),
+    Check(
+        "rewards",
+        "services",
+        lambda run: run.services.validate(run.data.columns, run.data.first),
+        at_start=True,
+    ),
+    Check("processor", "services", _check_processor),
+    Check("trial", "services", _try_rewards),
+)
+"""All checks, the quick ones first."""
