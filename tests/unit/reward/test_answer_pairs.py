@@ -17,8 +17,16 @@ from shared.job import RewardSpec
 from shared.wire import Execution, ScoreItem
 from tests.support.reward_helpers import ScriptedSandbox, tools_of
 
-FILE = Path(__file__).parents[2] / "data" / "answer_pairs.jsonl"
-PAIRS: list[dict[str, Any]] = [json.loads(line) for line in FILE.read_text("utf-8").splitlines()]
+DATA = Path(__file__).parents[2] / "data"
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (DATA / name).read_text("utf-8").splitlines()]
+
+
+PAIRS = read("answer_pairs.jsonl")
+REPORTED = read("answer_kinds.jsonl")
+"""Kinds of verdicts that readers of `math` reported as wrong, with wrong answers beside them."""
 
 
 def test_there_are_20_pairs_of_each_of_111_kinds_right_and_wrong_ones() -> None:
@@ -52,3 +60,8 @@ async def test_no_pair_of_any_kind_is_graded_wrongly() -> None:
 @pytest.mark.soak
 async def test_no_pair_is_graded_wrongly() -> None:
     await check(PAIRS)
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(pair["kind"] for pair in REPORTED))
+async def test_no_pair_of_a_reported_kind_is_graded_wrongly(kind: str) -> None:
+    await check([pair for pair in REPORTED if pair["kind"] == kind])

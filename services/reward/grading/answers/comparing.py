@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
+from random import Random
 from typing import Any
 
 from services.reward.grading.answers.final import without_emphasis
@@ -54,9 +55,10 @@ _RELATION = re.compile(r"[<>]|\\(?:le|ge|ne|in|notin)(?![A-Za-z])")
 _LETTERS = re.compile(r"[^\W\d_](?:[^\W\d_]|[ '’.!?,-])*")
 _APPLIED = re.compile(r"(?:sin|cos|tan|cot|sec|csc|ln|log|exp) ?[a-z]")
 _NAME = re.compile(
-    r"m?(?:\\(?:angle|triangle|overline|vec|hat|bar|mathbb|mathcal) ?)?"
+    r"\[?m?(?:\\(?:angle|triangle|overline|vec|hat|bar|mathbb|mathcal) ?)?"
     r"(?:\{?[A-Za-z][A-Za-z ]{0,30}\}?|\\(?!frac|sqrt|sin|cos|tan|log|ln|text)[A-Za-z]+)"
-    r" ?(?:_ ?(?:\{[^{}]{1,20}\}|\w))?'{0,2} ?(?:\([^()=]{1,40}\))?"
+    r" ?(?:_ ?(?:\{[^{}]{1,20}\}|\w))?'{0,3}(?: ?\^ ?(?:\{ ?(?:-1|\*) ?\}|\*))?"
+    r" ?(?:\([^()]{1,40}\)|\[[A-Z]\]|[A-Z])?\]?|P ?\([^()]{1,40}\)|\\frac ?\{d\w\} ?\{d\w\}"
 )
 _LEADING = re.compile(r"^(?:=|\\approx(?![A-Za-z])) *")
 _LABELLED = re.compile(
@@ -96,12 +98,12 @@ _MERIDIEM = re.compile(r" ?([ap])\.? ?m\.?(?![a-z])", re.IGNORECASE)
 _SAYS = r"(?:(?:[Tt]he )?(?:correct )?(?:[Aa]nswer|[Oo]ption|[Cc]hoice)(?: is)?:? )"
 _LABEL = re.compile(rf"{_SAYS}?(?:\(([A-Za-z])\)|([A-Za-z])[.)])|{_SAYS}([A-J])")
 _CHOICE = re.compile(
-    rf"{_SAYS}?(?:\(([A-J])\)|([A-J])[.):]) "
-    r"((?!and|or|not|no\b|[A-J](?:[,.;)]|$))(?!.*\([A-J]\))[^\s+*/^=<>|].*)"
+    rf"{_SAYS}?(?:\(([A-J])\)|([A-J])(?:[.):]| -(?= [A-Za-z]{{3}}))) "
+    r"((?!and|or|not|no\b|[A-J](?:[,.;)]|$))(?!(?:coli|elegans|melanogaster|subtilis|difficile"
+    r"|albicans|botulinum|anthracis|cereus|thaliana|faecalis|pylori|sapiens|influenzae)$)"
+    r"(?!.*(?:\([A-J]\)|(?<![A-Za-z])[A-J][.):] |(?:and|or|,|&) \(?[A-J]\)?$))[^\s+*/^=<>|].*)"
 )
-
-_DOTTED = re.compile(rf"{_SAYS}?[A-J]\. [a-z]+$")
-"""No choice but a name: E. coli."""
+"""A choice: its letter and what it stands for. E. coli is a name, and `A. 1 or B. 2` is two."""
 
 
 def quick(given: str, wanted: str, expressions: bool = False) -> Outcome | None:
@@ -119,10 +121,19 @@ def quick(given: str, wanted: str, expressions: bool = False) -> Outcome | None:
         row = plain_number(theirs)
         if row and not expressions:
             _refuse_unevaluated(ours, row)
-        if (plain := number(ours)) and (named := number(theirs) or number(decimal_comma(theirs))):
-            same = equal(plain, named)
+        (name, plain), (wanted_name, wanted_plain) = _named(ours), _named(theirs)
+        wanted_plain = wanted_plain or number(decimal_comma(theirs))
+        is_alone = number(ours) is not None or (name and row)
+        if (
+            is_alone
+            and plain
+            and wanted_plain
+            and (not (name and wanted_name) or name == wanted_name)
+        ):
+            same = equal(plain, wanted_plain)
             return same, "equal as numbers" if same else "not equal as numbers"
-        if not row and (word := _word(theirs)):
+        is_e = theirs == "e" and number(ours)  # 2.718282
+        if not row and not is_e and (word := _word(theirs)):
             same = _same_word(_word(ours), word)
             return same, "equal as text" if same else VETOES["words"]
         if _NOTATIONS.fullmatch(mark := _noted(theirs)):
@@ -136,13 +147,20 @@ def quick(given: str, wanted: str, expressions: bool = False) -> Outcome | None:
 
 def plain_number(answer: str) -> Number | None:
     """Returns the plain number that an answer is, or names: `x = 3`."""
+    return _named(answer)[1]
+
+
+def _named(answer: str) -> tuple[str, Number | None]:
+    """Returns the name that an answer gives to a plain number, "" if none, and the number."""
     sides = split(answer, _SIDES)
     if any(re.search(r",|;|\band\b|\bor\b", side) for side in sides[:-1]):
-        return None
-    if len(sides) > 1 and not _NAME.fullmatch(without_marks(sides[0])):
+        return "", None
+    if len(sides) == 1:
+        return "", number(answer)
+    if not _NAME.fullmatch(without_marks(sides[0])):
         sides = sides[::-1]
-    is_named = len(sides) == 1 or _NAME.fullmatch(without_marks(sides[0]))
-    return number(sides[-1]) if is_named else None
+    is_named = _NAME.fullmatch(without_marks(sides[0]))
+    return key(sides[0]) * (len(sides) == 2), number(sides[-1]) if is_named else None
 
 
 def unwrapped(text: str) -> str:
@@ -168,9 +186,9 @@ def _by_letter(ours: str, theirs: str) -> bool | None:
     """Returns whether an answer is the row's choice, by its letter; None where it has none, or is
     also compared by what the letter stands for."""
     (given, body), (letter, wanted) = _choice(ours), _choice(theirs)
-    if not wanted or (not letter and len(theirs) == 1 and theirs.isalpha()):
+    if not wanted or (not letter and len(theirs) == 1 and theirs.isupper()):
         return _same_word(given or ours, letter or theirs)
-    if not letter or _DOTTED.match(theirs):  # E. coli
+    if not letter:
         return None
     if given == letter or ours == letter:
         return None if body and given else True
@@ -179,10 +197,7 @@ def _by_letter(ours: str, theirs: str) -> bool | None:
 
 def _without_letters(ours: str, theirs: str) -> tuple[str, str]:
     """Returns both answers without the letter of a choice before what it stands for."""
-    given, wanted = (
-        text if _DOTTED.match(text) else _choice(text)[1] or text for text in (ours, theirs)
-    )
-    return given, wanted
+    return _choice(ours)[1] or ours, _choice(theirs)[1] or theirs
 
 
 def _choice(text: str) -> tuple[str, str]:
@@ -249,7 +264,8 @@ Psi pm mp cup cap setminus emptyset le ge ne in notin approx equiv text begin en
 _NAMES = "|".join(_FUNCTIONS.split())
 _FUNCTION = re.compile(rf"\\text ?\{{ ?({_NAMES}) ?\}}|(?<![\\A-Za-z])({_NAMES})(?![A-Za-z])")
 _TOKEN = re.compile(
-    r"\\(?:begin|end) ?\{[a-z]*\}(?:\{[lcr|]*\})?|\\\\|\\(?P<command>[A-Za-z]+)|\\[{}]|&"
+    r"\\variable\{[A-Za-z]+\}|\\(?:begin|end) ?\{[a-z]*\}(?:\{[lcr|]*\})?|\\\\"
+    r"|\\(?P<command>[A-Za-z]+)|\\[{}]|&"
     r"|(?P<number>\d+(?:\.\d*)?|\.\d+)|(?P<letter>[A-Za-zΩμ])"
     r"|[-+*/^_(){}\[\]|,;:=<>°%]|!(?!!)|\s+"
 )
@@ -267,16 +283,35 @@ _FIXES: list[tuple[re.Pattern[str], str]] = [
     (re.compile(r"(\\sqrt) ?(\[[^\[\]]*\]) ?(\d|[A-Za-z](?![A-Za-z]))"), r"\1\2{\3}"),
     (re.compile(r"(?<![_^\d.])(\d+|\)) ?\((?=-?[\d.]+\))"), r"\1\\cdot ("),
     (re.compile(r"\\(sin|cos|tan|cot|sec|csc) ?\^ ?(?:\{ ?- ?1 ?\}|-1)"), r"\\arc\1 "),
+    (re.compile(r"(?<=[)\]}]) ?U ?(?=[(\[\\])"), r"\\cup "),
     (re.compile(r"\\langle ?(.*?) ?\\rangle"), r"(\1)"),
     (re.compile(r"\\\{ ?[a-z](?: ?\\in ?\\mathbb ?\{? ?R ?\}?)? ?(?:\\mid|:|\|) ?(.*)\\\}"), r"\1"),
     (re.compile(r"\\(?:hat|vec) ?\{? ?\\?([ijk])(?:math)? ?\}?"), r"\\hat{\1}"),
 ]  # fmt: skip
+_LETTER = (
+    r"(?:(?<![\\A-Za-z])[A-Za-z]"
+    r"|\\(?:alpha|beta|gamma|theta|lambda|mu|rho|sigma|tau|phi|omega|Delta))"
+)
+_LONG_NAME = re.compile(
+    rf"{_LETTER} ?_ ?(?:\{{ ?(?:\\text ?\{{)? ?\\?[A-Za-z][A-Za-z ,]{{1,20}}\}}{{1,2}}|\\max|\\min"
+    r"|\\text ?\{[^{}]{1,20}\})|(?<![\\A-Za-z])E ?_ ?(?:\{ ?\w+ ?\}|\w)"
+    rf"|{_LETTER}(?: ?'{{1,3}}| ?\^ ?\{{? ?-1 ?\}}?(?= ?\())(?: ?\(-?[\w.]+\))?"
+    rf"|{_LETTER} ?\^ ?\{{? ?\* ?\}}?(?![\d(A-Za-z])"
+)
+"""A name that math-verify does not read as one: h_{max}, E_k, f'(2), f^{-1}(2), x^*."""
+
+_AS_LETTERS = str.maketrans("0123456789", "GHIJKLMNOP")
+
+_SYSTEM = re.compile(
+    r"(?:\\\{ ?)?\\begin ?\{(cases|aligned|array|gathered|matrix)\}(?:\{[lcr]+\})?(.*)"
+    r"\\end ?\{\1\}(?: ?\.)?|([^{}]*=[^{}]*\\\\[^{}]*=[^{}]*)"
+)
 _ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _INTERVAL = re.compile(r"([\[\]])([^\[\],;]+[,;][^\[\],;]+)([\[\]])")
 _TURNED = re.compile(
     rf"(?:[A-Za-z] ?(?:=|\\in) ?)?{_INTERVAL.pattern}(?: ?\\cup ?{_INTERVAL.pattern})*"
 )
-_BRACKETS = re.compile(r"([\[(])[^()\[\]]*,[^()\[\]]*([\])])$")
+_BRACKETS = re.compile(r"([\[(])[^()\[\]]*,[^()\[\]]*([\])])")
 _TAIL = re.compile(
     r"(?P<formula>.*[\d)}!°A-Za-z]) ?\\text ?\{(?P<words>[^{}]*)\}(?P<power>\^\S+)?"
     r"|(?P<bare>.*[)}]) (?P<after>[A-Za-z°][A-Za-z°/^{}\d ]*)"
@@ -327,10 +362,10 @@ def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
         if factor != 1:
             ours = ours * sympy.Rational(factor.numerator, factor.denominator)
         brackets = [
-            _BRACKETS.search(one.replace(r"\langle", "(").replace(r"\rangle", ")"))
+            set(_BRACKETS.findall(one.replace(r"\langle", "(").replace(r"\rangle", ")")))
             for one in (given, wanted)
         ]
-        if all(brackets) and len({found[1] + found[2] for found in brackets if found}) > 1:
+        if all(brackets) and brackets[0] != brackets[1] and r"\cup" not in given + wanted:
             raise Veto("brackets")
         if isinstance(ours, list) and wanted[:1] == "(" and "\\{" not in given:
             ours = tuple(ours) if isinstance(_ordered(theirs), tuple) else ours
@@ -414,13 +449,13 @@ def _read(text: str) -> tuple[Any, Counted]:
 
     text = unwrapped(text)
     if plain := number(text):
-        exact = sympy.Rational(plain.value.numerator, plain.value.denominator)
-        decimal = Decimal(plain.value.numerator) / Decimal(plain.value.denominator)
-        return sympy.Float(str(decimal)) if plain.step else exact, plain.counted
+        value = _exactly(plain)
+        exact = sympy.Float(value, plain.digits or 1) if plain.step else sympy.Rational(value)
+        return exact, plain.counted
     counted = NOTHING
     head, sign, last = text.rpartition("=")
     if sign and (plain := number(last)) and not plain.is_percent:
-        text, counted = f"{head}={plain.value}", plain.counted
+        text, counted = f"{head}={_exactly(plain)}", plain.counted
     elif tail := _TAIL.fullmatch(text):
         words = f"{tail['words'] or tail['after']}{tail['power'] or ''}"
         found = after_number(words.strip())
@@ -429,6 +464,10 @@ def _read(text: str) -> tuple[Any, Counted]:
     if text[:1] == "$":
         text, counted = text[1:].strip(), after_number("dollars") or NOTHING
     joint = "and" if re.search(r"(?<![a-z])and(?![a-z])", text) else "or"
+    if system := _SYSTEM.fullmatch(text):
+        rows = [row for row in split(system[2] or system[3], r"\\\\") if row]
+        if system[1] == "cases" or all("=" in row for row in rows):
+            return [_row(row, joint) for row in rows], counted
     comma = "," if ";" not in text else r"(?!)"
     parts = split(
         text, comma + r"|(?:,? *(?:\\text ?\{ ?)?(?<![A-Za-z\\])(?:and|or)(?![a-z])(?: ?\})?)"
@@ -441,10 +480,24 @@ def _read(text: str) -> tuple[Any, Counted]:
     return _form(_parsed(text), joint), counted
 
 
+def _row(row: str, joint: str) -> Any:
+    """Returns an equation of a system, or a value and its condition of a function by cases."""
+    parts = split(row.replace("&=", "="), r"&|,(?= )|\\text ?\{ ?(?:if|for|when) ?\}")
+    forms = [_form(_parsed(part), joint) for part in parts if part]
+    return tuple(forms) if len(forms) > 1 else forms[0]
+
+
+def _exactly(plain: Number) -> str:
+    """Returns a number as a decimal, if it was written as one, or else as a fraction."""
+    value = plain.value
+    return f"{Decimal(value.numerator) / value.denominator:f}" if plain.step else str(value)
+
+
 def _latex_of(answer: str) -> str:
     """Returns LaTeX that math-verify reads as all of the answer. Raises Veto where it would drop or
     guess a part."""
-    text = _FUNCTION.sub(lambda found: f"\\{found[1] or found[2]} ", answer)
+    text = _LONG_NAME.sub(_variable, answer)
+    text = _FUNCTION.sub(lambda found: f"\\{found[1] or found[2]} ", text)
     if _WORD.search(text):
         raise Veto("unread", _WORD.search(text)[0])  # pyright: ignore[reportOptionalSubscript]
     if _TURNED.fullmatch(text):  # [2, 5[ is [2, 5)
@@ -465,14 +518,23 @@ def _latex_of(answer: str) -> str:
         raise Veto("unread", answer)
     parts: list[str] = []
     position, is_letter = 0, False
+    is_differential = re.search(r"\\int|d ?[A-Za-z]|d\}|d ?_", text)
     while position < len(text):
         token = _TOKEN.match(text, position)
         if token is None or (token["command"] and token["command"] not in _COMMANDS):
             raise Veto("unread", text[position:])
         written = r"\mathcal{I}" if token[0] == "I" and text[token.end() :][:1] != "_" else token[0]
+        is_d = token[0] == "d" and not is_letter and not is_differential
+        written = r"\variable{d}" if is_d else written
         parts.append(f"_{{{written}}}" if is_letter and token["number"] else written)
         position, is_letter = token.end(), bool(token["letter"])
     return "".join(parts)
+
+
+def _variable(found: re.Match[str]) -> str:
+    """Returns a name as a variable of letters from which math-verify makes no function."""
+    code = re.sub(r"[ {}\\]|text", "", found[0]).encode().hex().upper()
+    return rf"\variable{{{code.translate(_AS_LETTERS)}}}"
 
 
 def _parsed(text: str) -> Any:
@@ -622,7 +684,11 @@ def _name(form: Any) -> str:
     if isinstance(form, sympy.core.function.AppliedUndef):
         plain = all(one.is_Symbol for one in form.args)
         return form.func.__name__ if plain else str(form)
-    if isinstance(form, sympy.Expr) and not form.is_Add and is_expr_of_only_symbols(form):
+    if (
+        isinstance(form, sympy.Expr)
+        and not (form.is_Add or form.is_Pow)
+        and is_expr_of_only_symbols(form)
+    ):
         return str(form)
     return ""
 
@@ -654,6 +720,9 @@ def _same(ours: Any, theirs: Any) -> bool:
         if not (isinstance(ours, tuple) and isinstance(theirs, tuple)):
             return False
         return len(ours) == len(theirs) and all(map(_same, ours, theirs))
+    if isinstance(theirs, sympy.Union) and isinstance(ours, list):  # (1, 2) or (3, 4)
+        is_union = all(isinstance(one, sympy.Interval) for one in ours)
+        ours = sympy.Union(*ours) if is_union else ours
     if isinstance(ours, list) or isinstance(ours, sympy.Set) != isinstance(theirs, sympy.Set):
         return False
     return _verified(ours, theirs)
@@ -735,10 +804,13 @@ def _in_order(names: list[str], value: Any) -> Any:
 
 
 def _verified(ours: Any, theirs: Any) -> bool:
-    """Returns whether math-verify finds two values, relations or sets equal, decimals exact."""
+    """Returns whether two values, relations or sets are equal, decimals exact."""
     import sympy
     from math_verify import verify
 
+    (shape, parts), (wanted_shape, wanted) = _elements(ours), _elements(theirs)
+    if shape and shape == wanted_shape:
+        return all(map(_verified, parts, wanted))
     exact: list[Any] = [
         one.xreplace({x: sympy.Rational(str(x)) for x in one.atoms(sympy.Float)})
         for one in (ours, theirs)
@@ -750,35 +822,58 @@ def _verified(ours: Any, theirs: Any) -> bool:
             raise Veto("always", str(one))
         if one.has(sympy.nan, sympy.zoo):
             raise Veto("unread")
-    same = _same_constants(exact[0], exact[1])
+    is_expression = all(isinstance(one, sympy.Expr) for one in exact)
+    same = _same_values(exact[0], exact[1]) if is_expression else None
     if same is None:
         same = verify(exact[1], exact[0], numeric_precision=DIGITS, timeout_seconds=None)
-    if same:
+    if same or not is_expression:
+        return same
+    rounded = (ours, exact[1]), (theirs, exact[0])
+    if any(isinstance(one, sympy.Float) and _is_rounding(one, other) for one, other in rounded):
         return True
-    pairs = (ours, exact[1]), (theirs, exact[0])
-    if any(isinstance(one, sympy.Float) and _is_rounding(one, other) for one, other in pairs):
-        return True
-    if isinstance(ours, sympy.Expr) and isinstance(theirs, sympy.Expr):
-        raise Veto("value")
-    return False
+    raise Veto("value")
 
 
-def _same_constants(ours: Any, theirs: Any) -> bool | None:
-    """Returns whether two constants agree in half of their digits, however small they are; None
-    where a value is not known to that precision. math-verify would compare e^{-500} by its
-    distance from e^{-501}, and make one logarithm of a number of a million digits of
-    log_2(3) - 1.584963."""
+def _elements(form: Any) -> tuple[Any, list[Any]]:
+    """Returns what of two intervals, unions or matrices has to be the same, and their elements."""
     import sympy
 
-    pair = ours, theirs
-    if not all(isinstance(one, sympy.Expr) and one.is_number for one in pair):
+    if isinstance(form, sympy.Interval):
+        return (form.left_open, form.right_open), [form.start, form.end]
+    if isinstance(form, sympy.Union):
+        return [*map(type, form.args)], [*form.args]
+    return (form.shape, [*form]) if isinstance(form, sympy.MatrixBase) else (None, [])
+
+
+def _same_values(ours: Any, theirs: Any) -> bool | None:
+    """Returns whether two expressions have the same values, to `DIGITS` digits of their difference
+    however small it is, where their symbols are random numbers; None where they have no such value.
+    math-verify takes e^{-500} for e^{-501}, and makes one logarithm of a number of a million digits
+    of log_2(3) - 1.584963."""
+    import sympy
+
+    if ours == theirs:
+        return True
+    difference = ours - theirs
+    symbols = sorted(difference.free_symbols, key=str)
+    if difference.has(
+        sympy.Sum,
+        sympy.Product,
+        sympy.Integral,
+        sympy.Limit,
+        sympy.oo,
+        sympy.core.function.AppliedUndef,
+    ):
         return None
-    if all(one.is_Rational for one in pair):
-        return bool(ours == theirs)
-    values = [one.evalf(DIGITS) for one in pair]
-    if not all(one.is_Float and one._prec > 1 for one in values):
-        return None
-    return bool(abs(values[0] - values[1]) < abs(values[1]) * 10 ** (-DIGITS // 2))
+    numbers = Random(f"{ours} {theirs}")
+    for sign in (1, -1) if symbols else (1,):
+        point = {one: sympy.Rational(sign * numbers.randrange(1, 4000), 997) for one in symbols}
+        parts = difference.evalf(DIGITS, subs=point).as_real_imag()
+        if not all(one.is_Float or one.is_Rational for one in parts):
+            return None
+        if any(one and (one.is_Rational or one._prec > 1) for one in parts):
+            return False
+    return True
 
 
 def _is_rounding(decimal: Any, value: Any) -> bool:
@@ -788,7 +883,9 @@ def _is_rounding(decimal: Any, value: Any) -> bool:
 
     if not value.is_number or not value.is_real:
         return False
-    written = format(Decimal(str(decimal)).normalize(), "f")
+    number = Decimal(str(decimal))
+    is_plain = decimal._prec < 53  # its zeros count: 1.414210 is no rounding of 1.414214
+    written = format(number if is_plain else number.normalize(), "f")
     digits = len(written.replace("-", "").replace(".", "").lstrip("0"))
     step = sympy.Rational(1, 10 ** len(written.partition(".")[2]))
     is_endless = not value.is_Rational or not terminates(Fraction(int(value.p), int(value.q)))

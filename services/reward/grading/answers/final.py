@@ -108,7 +108,7 @@ MAX_UNIT_WORDS = 4
 
 
 _BOX = re.compile(r"\\\\?(?:boxed|fbox)\s*(?:\{|([^\s{$][^\s$]*))")
-_BRACE = re.compile(r"[{}]")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _HASH = re.compile(r"####[ \t]*([^\n]+)")
 _TAGGED = re.compile(r"<answer>(.*?)(?:</answer>|$)", re.DOTALL | re.IGNORECASE)
 _FINAL = re.compile(
@@ -165,7 +165,7 @@ def _boxes(text: str) -> list[tuple[str, int, int]]:
     for brace in _BRACE.finditer(text, start):
         if brace[0] == "{":
             is_open.append(brace.end())
-        elif is_open:
+        elif brace[0] == "}" and is_open:
             ends[is_open.pop()] = brace.start()
     boxes: list[tuple[str, int, int]] = []
     for box in [*_BOX.finditer(text, start)][-MAX_BOXES:]:

@@ -48,6 +48,7 @@ _NUMBER = re.compile(
     r" ?(?P<percent>%|per ?cent(?:age)?\b|pct\b)?(?P<after>(?:(?<=%)| ).+|(?<=\})[°A-Za-z].*)?"
     r"(?P<attached>(?<=\d)[°¢€£¥₹ΩμA-Za-z].*)?"
 )
+_ORDINAL = re.compile(r"(?<=\d)(?: ?\^ ?\{? ?| ?)(?:st|nd|rd|th)\b(?: ?\})?", re.IGNORECASE)
 _AND = re.compile(r"(?<=[a-z])(?: and)? (?=\d)")
 MAX_COMPOUND = 3
 """Most amounts that are added, as in 1 h 20 min 5 s."""
@@ -112,7 +113,7 @@ def number(answer: str) -> Number | None:
     and whatever it counts; None if it is none. 5! is none: it is a formula."""
     if len(answer) > MAX_NUMBER_CHARS:
         return None
-    text = without_marks(clean(answer))
+    text = _ORDINAL.sub("", without_marks(clean(answer)))
     if "\\" in text or "…" in text or "(" in text:
         text = _REPEATING.sub(_repeated, _FRACTION.sub(_as_slash, text))
         text = " ".join(_CUT.sub(r"\1", text).split())

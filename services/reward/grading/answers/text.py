@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 
 _ALIASES = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ",
     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ",
-    "±": r"\pm ", "√": r"\sqrt", "µ": "μ", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
+    "±": r"\pm ", "√": r"\sqrt", "∛": r"\sqrt[3]", "µ": "μ", "\u00a0": " ",
+    "\u2009": " ", "\u202f": " ",
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac",
     r"\dbinom": r"\binom", r"\tbinom": r"\binom", r"\leq": r"\le", r"\geq": r"\ge",
     r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\neq": r"\ne", r"\lt": "<", r"\gt": ">",
@@ -27,7 +29,7 @@ _ALIASES = {
     r"\land": " and ", r"\wedge": " and ", r"\rightarrow": "→", r"\longrightarrow": "→",
     r"\Bigl": "", r"\Bigr": "", r"\middle": "", r"\implies": "→", r"\Rightarrow": "→",
 }  # fmt: skip
-_COMMAND = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z])|[−–×·⋅÷π∞≤≥≠∪∈±√µ∅ℝ⟨⟩\u00a0\u2009\u202f~]")
+_COMMAND = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z])|[−–×·⋅÷π∞≤≥≠∪∈±√∛µ∅ℝ⟨⟩\u00a0\u2009\u202f~]")
 _PLAIN = re.compile(r"[\w .,;:=+/()%!\n-]*", re.ASCII)
 _DEGREES = re.compile(r"\^ ?(?:\{ ?(?:\\circ|°) ?\}|\\circ|°)")
 _BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)([^*]+)(?<=\S)\*\*(?![\w({\[])")
@@ -41,26 +43,36 @@ _CLOSER = re.compile(r" ?\{ ?, ?\} ?|(?<=,)\\ (?=\\!)| ?\\! *")
 """A comma without the blank behind it, as in 70{,}000, and negative blanks."""
 
 _COLOR = re.compile(r"\\(?:color|textcolor) ?\{[^{}]{1,30}\}")
-_TWICE = re.compile(r"\\\\(?=[a-zA-Z])")
+_TWICE = re.compile(r"\\\\(?=[a-zA-Z]{2})")
 """A command that was escaped twice."""
 _SO_ON = re.compile(r"(?<=\d) ?(?:\.{3}|\\l?dots\b|…)")
 _VULGAR = re.compile("[¼-¾⅐-⅞]")
+_ROOT = re.compile(
+    r"(√|∛|\\sqrt ?(?=\())\s*(?:\(((?:[^()]|\([^()]*\))*)\)|(\d+(?:\.\d+)?|[A-Za-zπ](?![A-Za-z])))"
+)
+"""A root without braces: √(x), √12, \\sqrt(x)."""
+
 _PI = re.compile(r"(?<![\\A-Za-z])pi(?![A-Za-z])")
 _RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
 _LOWERED = re.compile("[₀-₉]+")
 _DIGITS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻₀₁₂₃₄₅₆₇₈₉", "0123456789+-0123456789")
 _DOLLAR = re.compile(r"(?<!\\)\$")
+_NOISE = re.compile(r"(?<![\d.])\d+\.\d{9,17}(?![\d…])")
+"""A decimal with as many digits as a float has, such as 0.30000000000000004."""
+
 TEXT = re.compile(r"\\text ?\{((?:[^{}]|\{[^{}]*\})*)\}")
 
 
 def clean(text: str) -> str:
     """Returns an answer's text without what only says how it looks: `$`, `\\left`, `\\dfrac`, thin
     blanks, a full stop. A dollar sign that means money stays."""
-    if "\\\\" in text and "matrix" not in text and "array" not in text:
+    if "\\\\" in text and not re.search(r"(?<!\\)\\begin", text):
         text = _TWICE.sub(r"\\", text)
     text = _CLOSER.sub(lambda found: "," * ("," in found[0]), _UNSEEN.sub("", text))
     text = _SIGN.sub(lambda found: _SIGNS[found[0]], _COLOR.sub("", text))
+    text = _NOISE.sub(_without_noise, text)
     text = _BOLD.sub(r"\1", text).replace("**", "^")
+    text = _ROOT.sub(_braced, text)
     text = _SO_ON.sub("…", _PI.sub(r"\\pi ", text))
     if _PLAIN.fullmatch(text):
         return " ".join(text.split()).rstrip(".,;").strip()
@@ -77,6 +89,18 @@ def clean(text: str) -> str:
 
 def _with(mark: str) -> Callable[[re.Match[str]], str]:
     return lambda found: f"{mark}{{{found[0].translate(_DIGITS)}}}"
+
+
+def _braced(found: re.Match[str]) -> str:
+    return rf"\sqrt{'[3]' * (found[1] == '∛')}{{{found[2] or found[3]}}}"
+
+
+def _without_noise(found: re.Match[str]) -> str:
+    """Returns 0.30000000000000004 as 0.3: 15 digits of a float are right, and where the last of
+    these are zeros the decimal that it was made of is shorter."""
+    rounded = f"{Decimal(found[0]):.15g}"
+    is_short = len(rounded.rstrip("0")) <= 13 and 16 <= len(found[0].lstrip("0.")) <= 18
+    return f"{Decimal(rounded).normalize():f}" if is_short else found[0]
 
 
 def _fraction(found: re.Match[str]) -> str:
