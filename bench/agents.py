@@ -34,8 +34,12 @@ from typing import Any
 from bench.report import Figure, count, finish, ratios, repeated
 from deploy import local, tool_model
 from deploy.machine import on_free_ports
-from services.orchestrator.play.group import sample_group
-from services.orchestrator.pool.services import Services
+from services.orchestrator.app import run_extensions
+from services.orchestrator.extensions.agents.sessions import Sessions
+from services.orchestrator.extensions.agents.worker_episodes import Episodes
+from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.grpo.groups import sample_group
+from services.orchestrator.samplers.services import Services
 from services.orchestrator.tasks import all_of
 from services.rollout.rl_routes import CacheReset
 from shared.job import EvaluatedModel, Job
@@ -183,7 +187,8 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
     settings = Settings(
         rollout_url=urls["rollout"], reward_url=urls["reward"], runs_dir=folder / "runs"
     )
-    services = Services(job, settings, "agents")
+    extensions = run_extensions(Episodes(), Sessions(), SampleOrders())
+    services = Services(job, settings, "agents", extensions=extensions)
     names = ("played", "sampling alone", "tokens", "next, cached", "next, anew")
     found: dict[str, list[float]] = {name: [] for name in names}
     try:

@@ -15,10 +15,10 @@ from typing import Any
 
 from bench.side import quiet, serving
 from services.orchestrator.app import create_service
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.found import find_runs
-from services.orchestrator.runs.note import Note
 from services.orchestrator.store import keys
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.found import find_runs
+from services.orchestrator.store.note import Note
 from services.orchestrator.store.records import new_job_id
 from services.orchestrator.store.store import Store
 from shared.job import Job

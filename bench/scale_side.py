@@ -223,12 +223,12 @@ class Silent:
 
 async def loop(load: Load, urls: dict[str, str], settings: Settings, folder: Path) -> None:
     """Runs the real pipeline over the simulated services; prints what it took."""
-    from services.orchestrator.loop.batches import Batches
-    from services.orchestrator.loop.pipeline import Pipeline
-    from services.orchestrator.loop.prompts import load_prompts
-    from services.orchestrator.pool.services import Services
-    from services.orchestrator.pool.syncing import sync_weights
-    from services.orchestrator.runs.folder import RunFolder
+    from services.orchestrator.grpo.batches import Batches
+    from services.orchestrator.grpo.pipeline import Pipeline
+    from services.orchestrator.grpo.prompts import load_prompts
+    from services.orchestrator.samplers.services import Services
+    from services.orchestrator.samplers.syncing import sync_weights
+    from services.orchestrator.store.folder import RunFolder
     from services.orchestrator.store.journal import Journal
 
     job = _job(load, folder)

@@ -24,32 +24,14 @@ ORCHESTRATOR = ROOT / "services/orchestrator"
 ARCHITECTURE = ROOT / "docs/architecture.md"
 BEGIN, END = "<!-- rooms: `make docs` draws this -->\n", "<!-- end of rooms -->\n"
 
-ROOMS = (
-    "page",
-    "openai",
-    "tinker",
-    "dialects",
-    "api",
-    "pushing",
-    "run",
-    "programs",
-    "findings",
-    "evals",
-    "loop",
-    "play",
-    "pool",
-    "environments",
-    "store",
-    "data",
-    "runs",
-)
+ROOMS = ("extensions", "api", "jobs", "grpo", "samplers", "data", "store")
 """From top to bottom: a room imports only rooms below it."""
 
 TRAINER = ROOT / "docs/trainer.md"
 BEGIN_PARAMETERS = "<!-- parameters: `make docs` draws this -->\n"
 END_PARAMETERS = "<!-- end of parameters -->\n"
 
-MEANINGS = ORCHESTRATOR / "page/meanings.json"
+MEANINGS = ORCHESTRATOR / "extensions/page/meanings.json"
 OBSERVABILITY = ROOT / "docs/observability.md"
 BEGIN_METRICS = "<!-- metrics: `make docs` writes this -->\n"
 END_METRICS = "<!-- end of metrics -->\n"

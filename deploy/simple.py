@@ -25,14 +25,14 @@ from deploy.machine import exit_on_signals
 from hone.reward_service import reward_service
 from hone.trainer import to_trl
 from services.orchestrator.api.rows import check_rows
-from services.orchestrator.evals.estimates import problem_metrics
-from services.orchestrator.evals.held_out import Answers, prefixed_metrics
-from services.orchestrator.loop.metrics import WRITTEN, reward_metrics
-from services.orchestrator.loop.prompts import Prompts, load_prompts, with_steps
-from services.orchestrator.pool.services import Services
-from services.orchestrator.run.summary import best_step, summarize
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.note import Note
+from services.orchestrator.grpo.estimates import problem_metrics
+from services.orchestrator.grpo.held_out import Answers, prefixed_metrics
+from services.orchestrator.grpo.metrics import WRITTEN, reward_metrics
+from services.orchestrator.grpo.prompts import Prompts, load_prompts, with_steps
+from services.orchestrator.jobs.summary import best_step, summarize
+from services.orchestrator.samplers.services import Services
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.note import Note
 from services.orchestrator.tasks import all_of
 from services.trainer.disk.checkpoints import described, path_of, remove_old
 from services.trainer.learning.schedule import learning_rate

@@ -13,7 +13,7 @@ import typer
 from hone.installed import check_installed
 from hone.shell import Output, OutputOption, command, connect, out, page_of
 
-VIEW = "services.orchestrator.page.view"
+VIEW = "services.orchestrator.extensions.page.view"
 
 
 @command

@@ -1,11 +1,11 @@
 #!/bin/sh
 # Copies the page's libraries from node_modules, which `npm ci` filled and checked against the digests
-# in package-lock.json, to services/orchestrator/page/vendor/. hooks.js names preact as a file beside
+# in package-lock.json, to services/orchestrator/extensions/page/vendor/. hooks.js names preact as a file beside
 # it, because a browser knows no packages.
 set -eu
 cd "$(dirname "$0")"
 npm ci --ignore-scripts --no-audit --no-fund
-to=../../services/orchestrator/page/vendor
+to=../../services/orchestrator/extensions/page/vendor
 rm -rf "$to"
 mkdir -p "$to"
 from=node_modules

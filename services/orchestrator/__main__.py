@@ -12,8 +12,8 @@ from shared.settings import Settings
 def main(settings: Settings) -> None:
     from services.orchestrator import watchdog
     from services.orchestrator.app import create_service
-    from services.orchestrator.runs.writable import Writable
     from services.orchestrator.store.store import Store
+    from services.orchestrator.store.writable import Writable
 
     if settings.redis_url is None:
         raise BadRequest(

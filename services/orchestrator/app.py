@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Sequence
 
 from services.orchestrator.api import (
     access,
     columns,
-    episodes,
-    experiments,
     files,
     groups_of_steps,
     history,
@@ -21,22 +20,32 @@ from services.orchestrator.api import (
     states,
 )
 from services.orchestrator.api.checking import Checks
-from services.orchestrator.dialects import routes as dialects
-from services.orchestrator.dialects.routes import SessionKeys
-from services.orchestrator.openai import calling, fine_tuning
-from services.orchestrator.page import routes as page
-from services.orchestrator.play.agents import Episodes
-from services.orchestrator.play.sessions import Sessions
-from services.orchestrator.programs.sampling import SampleOrders
-from services.orchestrator.pushing import atropos, groups
-from services.orchestrator.pushing.groups import Pushing
-from services.orchestrator.run.worker import SharedTrainer, Worker
-from services.orchestrator.runs.writable import Writable
+from services.orchestrator.extensions import trackers
+from services.orchestrator.extensions.agents import episodes, worker_episodes
+from services.orchestrator.extensions.agents import routes as dialects
+from services.orchestrator.extensions.agents.routes import SessionKeys
+from services.orchestrator.extensions.agents.sessions import Sessions
+from services.orchestrator.extensions.agents.worker_episodes import Episodes
+from services.orchestrator.extensions.diagnosis import routes as diagnosis
+from services.orchestrator.extensions.diagnosis.diagnosing import diagnose_run
+from services.orchestrator.extensions.environments.kinds import environment_of
+from services.orchestrator.extensions.environments.playing import PLAYERS, play_group
+from services.orchestrator.extensions.openai import calling, fine_tuning
+from services.orchestrator.extensions.page import routes as page
+from services.orchestrator.extensions.pushed import atropos, groups
+from services.orchestrator.extensions.pushed.groups import Pushing
+from services.orchestrator.extensions.pushed.source import pushed_groups
+from services.orchestrator.extensions.teacher import Teacher
+from services.orchestrator.extensions.tinker import downloads, managing
+from services.orchestrator.extensions.tinker import routes as tinker
+from services.orchestrator.extensions.tinker.driving import drive
+from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.jobs.worker import SharedTrainer, Worker
+from services.orchestrator.seams import Extensions
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
 from services.orchestrator.store.store import Store
+from services.orchestrator.store.writable import Writable
 from services.orchestrator.tasks import stop
-from services.orchestrator.tinker import downloads, managing
-from services.orchestrator.tinker import routes as tinker
 from shared.errors import HoneError
 from shared.http.operations import Draining
 from shared.http.service import Service
@@ -58,8 +67,9 @@ def create_service(
     per_trainer = settings.per_trainer if works else ()
     offered, sessions = Episodes(), Sessions() if sessions is None else sessions
     orders, closing = SampleOrders(), set[str]()
+    extensions = run_extensions(offered, sessions, orders)
     workers = [
-        Worker(store, each, offered, sessions, orders, trainer)
+        Worker(store, each, extensions, trainer)
         for each in per_trainer
         for trainer in [SharedTrainer(each, store, closing)]
         for _ in range(each.places)
@@ -99,10 +109,32 @@ def create_service(
     )
     if workers:
         _add_gauges(service, workers)
-    checks = Checks(settings, cpu_rates)
+    checks = Checks(settings, extensions, cpu_rates)
     _add_routes(service, settings, store, named, writable, orders, checks)
     _add_agents_routes(service, settings, store, sessions, offered)
     return service
+
+
+def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders) -> Extensions:
+    """Returns what the extensions add to the runs of this process."""
+
+    def forget(job_id: str) -> None:
+        episodes.forget(job_id)
+        sessions.leave(job_id)
+
+    players = {**PLAYERS, "worker": functools.partial(worker_episodes.play, episodes, sessions)}
+    return Extensions(
+        play_group=functools.partial(play_group, players),
+        environment_of=environment_of,
+        teacher_of=Teacher,
+        tracker_of=trackers.Tracker,
+        source_of=pushed_groups,
+        drive=functools.partial(drive, orders),
+        diagnose=diagnose_run,
+        warn_of=trackers.missing_key,
+        attending=episodes.run_of,
+        forget=forget,
+    )
 
 
 def _add_routes(
@@ -120,8 +152,9 @@ def _add_routes(
     history.add_routes(service, store)
     columns.add_routes(service, store)
     groups_of_steps.add_routes(service, store)
-    regrade.add_route(service, settings, store)
-    experiments.add_route(service, settings, store)
+    regrade.add_route(service, settings, store, checks.extensions)
+    diagnosis.add_reading(service, store)
+    diagnosis.add_experiments(service, settings, store)
     samplers.add_routes(service, settings, store)
     stack.add_route(service, settings, store)
     files.add_routes(service, settings, store)

@@ -1,4 +1,4 @@
-"""Errors of a job that any room of the orchestrator raises; `run/decisions.py` decides on them."""
+"""Errors of a job that any room of the orchestrator raises; `jobs/decisions.py` decides on them."""
 
 from __future__ import annotations
 

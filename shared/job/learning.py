@@ -42,7 +42,7 @@ class AdvantageSpec(Section):
     advantage. The other two give each turn, an answer of the model, an advantage of its own, from
     the rewards that turns earn from it on. "returns" compares them with all turns of the group
     (arXiv 2511.14846), "turns" with the same turn in the group's other rollouts (arXiv 2505.11821).
-    Equations are in services/orchestrator/loop/turns.py."""
+    Equations are in services/orchestrator/grpo/turns.py."""
 
     turn_discount: float = Field(default=1.0, ge=0, le=1)
     """What a reward counts for the turn before the one that earned it, 0 to 1, with `credit` by
@@ -268,7 +268,7 @@ class TeacherSpec(Section):
     reward for each token, alone or beside `[[rewards]]`. Where the teacher is says
     HONE_TEACHER_URL, never the job.
 
-    Equations are in services/orchestrator/loop/distilling.py.
+    Equations are in services/orchestrator/grpo/distilling.py.
     """
 
     model: str = Field(min_length=1)

@@ -4,8 +4,8 @@ what they differ for a job.
 
 Each method is a row here, a publisher in METHODS of services/trainer/disk/weights.py, a loader in
 LOADERS of services/rollout/weights/loading.py, and the `method` of a reference in
-shared/wire/rollouts.py. When `weight_sync` is "auto", services/orchestrator/pool/syncing.py says
-which methods are tried, and why.
+shared/wire/rollouts.py. When `weight_sync` is "auto", services/orchestrator/samplers/syncing.py
+says which methods are tried, and why.
 """
 
 from __future__ import annotations

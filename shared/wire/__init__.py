@@ -1,4 +1,4 @@
-"""Every body that crosses between processes. READ with services/orchestrator/loop/pipeline.py.
+"""Every body that crosses between processes. READ with services/orchestrator/grpo/pipeline.py.
 
     Job -> Prompt -> RolloutGroup -> Score -> (advantages) -> Example -> StepResult -> WeightsRef
 

@@ -356,7 +356,7 @@ class Rollout(Wire):
     `branches` are its other rows, if its history was written anew on the way. `info` is the
     environment's: `reward` is its reward of the episode, and `turn_rewards` has what each answer
     earned of it, row by row, its own row last, None where that is nothing
-    (services/orchestrator/loop/turns.py). A rollout that went wrong has `finish_reason` "error" or
+    (services/orchestrator/grpo/turns.py). A rollout that went wrong has `finish_reason` "error" or
     "timeout" and says why.
     """
 

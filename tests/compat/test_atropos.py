@@ -20,8 +20,8 @@ import tomli_w
 
 import hone
 from deploy.machine import on_free_ports
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.pushed import PushedQueue
+from services.orchestrator.extensions.pushed.queue import PushedQueue
+from services.orchestrator.store.folder import RunFolder
 from tests.compat.packages import ROOT, python_with
 
 pytestmark = [pytest.mark.compat, pytest.mark.system, pytest.mark.timeout(1800)]

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.environments.environment import Lost
-from services.orchestrator.environments.openenv import OpenEnv
+from services.orchestrator.extensions.environments.openenv import OpenEnv
+from services.orchestrator.seams import Lost
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import ToolCall

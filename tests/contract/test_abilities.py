@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.environments.environment import Environment
-from services.orchestrator.pool.abilities import on_cpu
-from services.orchestrator.pool.services import Services
+from services.orchestrator.samplers.abilities import on_cpu
+from services.orchestrator.samplers.services import Services
+from services.orchestrator.seams import Environment
 from shared.errors import BadRequest
 from shared.host.processes import free_port
 from shared.http.service import Service

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from services.orchestrator.pushing import atropos, checking, groups
-from services.orchestrator.pushing.checking import Model
+from services.orchestrator.extensions.pushed import atropos, checking, groups
+from services.orchestrator.extensions.pushed.checking import Model
 from shared.job import Job
 from shared.wire import PushedGroup, ScoredGroup
 from tests.contract.test_pushed import pushed_job

@@ -15,7 +15,7 @@ import pytest
 from pydantic import SecretStr
 
 from services.orchestrator.app import create_service
-from services.orchestrator.play.sessions import MAX_BODY_BYTES, Session
+from services.orchestrator.extensions.agents.sessions import MAX_BODY_BYTES, Session
 from services.orchestrator.store.store import Store
 from shared.host import logs
 from shared.http.rendering import READ_BYTES, reading

@@ -25,7 +25,7 @@ from deploy import demo
 from hone import Client, load_job, stack, view
 from hone.cli import app
 from services.orchestrator.api import history
-from services.orchestrator.run import job_loading
+from services.orchestrator.jobs import job_loading
 from shared.errors import Unavailable
 from shared.wire import Checkpoint, JobProgress, MetricsRow
 from tests.support.model_folders import make_model_folder

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import hone
-from services.orchestrator.play import agents
+from services.orchestrator.extensions.agents import worker_episodes as agents
 from shared.host.processes import free_port
 from shared.settings import Settings
 from shared.wire import Event, JobRecord, Part

@@ -15,7 +15,7 @@ import pytest
 from services.orchestrator.data import sources
 from services.orchestrator.data.apart import apart
 from services.orchestrator.data.sources import asks_hub, asks_of, fetch
-from services.orchestrator.loop.prompts import load_prompts
+from services.orchestrator.grpo.prompts import load_prompts
 from shared.errors import Unavailable
 from shared.job import Job
 from shared.settings import Settings

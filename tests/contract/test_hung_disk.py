@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.run import needs
-from services.orchestrator.run.needs import Needs
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.jobs import needs
+from services.orchestrator.jobs.needs import Needs
 from services.orchestrator.store import identity, run_folders
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store

@@ -12,10 +12,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from services.orchestrator.pool import discovery, pool
-from services.orchestrator.pool.canary import prove
-from services.orchestrator.pool.pool import Pool
-from services.orchestrator.pool.sampler import Push
+from services.orchestrator.samplers import discovery, pool
+from services.orchestrator.samplers.canary import prove
+from services.orchestrator.samplers.pool import Pool
+from services.orchestrator.samplers.sampler import Push
 from shared.settings import Settings
 from shared.wire import (
     EngineSpec,

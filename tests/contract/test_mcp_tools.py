@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 from mcp.server import MCPServer
 
-from services.orchestrator.environments.environment import Lost, Unreachable
-from services.orchestrator.environments.mcp_session import MAX_MESSAGE_BYTES
-from services.orchestrator.environments.tools import Tools
+from services.orchestrator.extensions.environments.mcp_session import MAX_MESSAGE_BYTES
+from services.orchestrator.extensions.environments.tools import Tools
+from services.orchestrator.seams import Lost, Unreachable
 from shared.errors import BadRequest
 from shared.job import EnvironmentSpec
 from shared.settings import Settings

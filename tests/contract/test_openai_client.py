@@ -14,8 +14,8 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from services.orchestrator.openai.calling import Calls
-from services.orchestrator.openai.fine_tuning import add_grader_routes
+from services.orchestrator.extensions.openai.calling import Calls
+from services.orchestrator.extensions.openai.fine_tuning import add_grader_routes
 from services.orchestrator.store import keys
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.http.operations import client_gone

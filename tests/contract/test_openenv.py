@@ -12,10 +12,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from services.orchestrator.environments.allowed import check_allowed
-from services.orchestrator.environments.environment import Lost, Unreachable
-from services.orchestrator.environments.openenv import OpenEnv
-from services.orchestrator.environments.sockets import Socket
+from services.orchestrator.extensions.environments.allowed import check_allowed
+from services.orchestrator.extensions.environments.openenv import OpenEnv
+from services.orchestrator.extensions.environments.sockets import Socket
+from services.orchestrator.seams import Lost, Unreachable
 from shared.errors import BadRequest
 from shared.job import EnvironmentSpec
 from shared.settings import Settings

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from services.orchestrator.run.needs import check_colocation
+from services.orchestrator.jobs.needs import check_colocation
 from shared.errors import BadRequest
 from shared.job import Job, MemorySpec
 from shared.settings import Settings

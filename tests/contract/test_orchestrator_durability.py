@@ -11,11 +11,11 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.run.run import Run
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.note import Note
+from services.orchestrator.jobs.attempt import Run
 from services.orchestrator.store import keys, worker_side
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.leases import Lease, resource
+from services.orchestrator.store.note import Note
 from services.orchestrator.store.records import Submission, Unreadable
 from services.orchestrator.store.store import Store
 from shared.errors import Conflict

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.runs import tracking
+from services.orchestrator.extensions import trackers as tracking
 from shared.errors import BadRequest, Failed, StateLost, Unavailable
 from shared.job import Job, WandbSpec
 from shared.wire import (
@@ -155,7 +155,8 @@ async def test_a_bug_pauses_the_job_rather_than_losing_it(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "services.orchestrator.run.run.summarize", lambda *_: raising(ZeroDivisionError("1/0"))()
+        "services.orchestrator.jobs.attempt.summarize",
+        lambda *_: raising(ZeroDivisionError("1/0"))(),
     )
     job_id = (await stack.submit()).id
     paused = await stack.until(job_id, "paused", "failed")
@@ -187,7 +188,7 @@ async def test_work_that_is_cancelled_from_within_pauses_the_job_and_not_the_wor
     """As a library does whose own time-out gets out of it."""
     with monkeypatch.context() as patched:
         patched.setattr(
-            "services.orchestrator.run.run.summarize",
+            "services.orchestrator.jobs.attempt.summarize",
             lambda *_: raising(asyncio.CancelledError())(),
         )
         job_id = (await stack.submit()).id

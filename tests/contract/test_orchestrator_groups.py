@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
 from shared.errors import Failed
 from shared.http.client import Client

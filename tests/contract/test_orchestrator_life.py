@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.found import WAS_DELETED, find_runs
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.found import WAS_DELETED, find_runs
 from shared.errors import NotFound
 from shared.job import Job
 from shared.settings import Settings

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from shared.errors import BadRequest, Conflict
 from shared.job import Job
 from shared.wire import Part, ResumeRequest, ScoreItem

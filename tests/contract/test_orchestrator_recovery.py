@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.pool import services as services_module
-from services.orchestrator.run import job_loading, run
+from services.orchestrator.jobs import attempt as run
+from services.orchestrator.jobs import job_loading
+from services.orchestrator.samplers import services as services_module
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.http import connecting
 from shared.job import CheckpointSpec, Job

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from shared.job import Job
 from shared.wire import (
     GenerateRequest,

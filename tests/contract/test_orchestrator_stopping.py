@@ -11,8 +11,8 @@ import pytest
 from rich.table import Table
 
 from hone import view
-from services.orchestrator.run import run as loop_run
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.jobs import attempt as loop_run
+from services.orchestrator.store.folder import RunFolder
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import parse_job

@@ -12,11 +12,11 @@ from unittest.mock import Mock
 import pytest
 import redis.asyncio as redis
 
-from services.orchestrator.run import worker
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.found import find_runs
-from services.orchestrator.runs.note import Note
+from services.orchestrator.jobs import worker
 from services.orchestrator.store import connection
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.found import find_runs
+from services.orchestrator.store.note import Note
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict, Failed
 from shared.http.client import Client

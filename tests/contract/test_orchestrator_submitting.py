@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.loop.prompts import load_prompts
+from services.orchestrator.grpo.prompts import load_prompts
 from shared.errors import BadRequest, Conflict
 from shared.wire import (
     DryRun,

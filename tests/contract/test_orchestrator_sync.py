@@ -11,9 +11,9 @@ import pydantic
 import pytest
 
 from services.orchestrator.errors import SyncFailed
-from services.orchestrator.pool import canary, syncing
-from services.orchestrator.pool.services import Services
-from services.orchestrator.pool.syncing import Gpus, candidates
+from services.orchestrator.samplers import canary, syncing
+from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.syncing import Gpus, candidates
 from shared.errors import Conflict, Failed, Unavailable
 from shared.http.client import Client
 from shared.job import Job, LoraSpec, SyncMethod

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.run import needs, run, worker
+from services.orchestrator.jobs import attempt as run
+from services.orchestrator.jobs import needs, worker
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, StateLost
 from shared.host.processes import free_port

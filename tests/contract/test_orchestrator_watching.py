@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from deploy.child import redis_command, redis_socket
-from services.orchestrator.pool import services as services_module
-from services.orchestrator.pool.services import Services
-from services.orchestrator.run import run, worker
+from services.orchestrator.jobs import attempt as run
+from services.orchestrator.jobs import worker
+from services.orchestrator.samplers import services as services_module
+from services.orchestrator.samplers.services import Services
 from shared.errors import HoneError
 from shared.host.processes import free_port
 from shared.http import connecting

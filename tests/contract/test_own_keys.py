@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from services.orchestrator.api.access import Keys
 from services.orchestrator.app import create_service
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept
 from services.orchestrator.store.store import Store

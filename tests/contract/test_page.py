@@ -16,8 +16,8 @@ from services.orchestrator.api import groups_of_steps
 from services.orchestrator.api import stack as looking
 from services.orchestrator.api.columns import columns
 from services.orchestrator.app import create_service
-from services.orchestrator.page import routes
-from services.orchestrator.page.view import create_view
+from services.orchestrator.extensions.page import routes
+from services.orchestrator.extensions.page.view import create_view
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest
 from shared.host.processes import free_port
@@ -257,7 +257,7 @@ def test_files_are_small_and_packed_once() -> None:
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
-    from services.orchestrator.page.folders import run_folders
+    from services.orchestrator.extensions.page.folders import run_folders
 
     with pytest.raises(BadRequest, match="has no run folder; expected runs/<job>, or runs"):
         run_folders([tmp_path])

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.run import worker
-from services.orchestrator.run.decisions import Outcome
-from services.orchestrator.run.run import Run
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.jobs import worker
+from services.orchestrator.jobs.attempt import Run
+from services.orchestrator.jobs.decisions import Outcome
+from services.orchestrator.store.folder import RunFolder
 from shared.http.client import Client
 from shared.job import Job
 from shared.settings import Settings

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.pool.sampler import FIRST_RETRY_S, Sampler
+from services.orchestrator.samplers.sampler import FIRST_RETRY_S, Sampler
 from shared.errors import BadRequest, Failed, StateLost
 from shared.http.service import request_key
 from shared.job import Job

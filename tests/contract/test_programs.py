@@ -15,9 +15,15 @@ import numpy as np
 import pytest
 import zstandard
 
-from services.orchestrator.programs import driving, log, sampling
-from services.orchestrator.programs.saved import Saved
-from services.orchestrator.tinker import bodies, futures, messages
+from services.orchestrator.extensions.tinker import (
+    bodies,
+    driving,
+    futures,
+    log,
+    messages,
+    sampling,
+)
+from services.orchestrator.extensions.tinker.saved import Saved
 from shared.errors import Conflict, Failed, StateLost
 from shared.weights.folders import MANIFEST, STATE
 from shared.wire import (

@@ -14,7 +14,7 @@ import pytest
 
 import hone
 from services.orchestrator.app import create_service
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
 from shared.http.client import Client
 from shared.job import Job

@@ -13,10 +13,10 @@ import pytest
 
 from hone.commands.doctor import examine_stack
 from services.orchestrator.app import create_service
-from services.orchestrator.pool import discovery
-from services.orchestrator.pool import pool as pool_module
-from services.orchestrator.pool.discovery import is_one_host, sampler_urls
-from services.orchestrator.pool.pool import Pool as SamplerPool
+from services.orchestrator.samplers import discovery
+from services.orchestrator.samplers import pool as pool_module
+from services.orchestrator.samplers.discovery import is_one_host, sampler_urls
+from services.orchestrator.samplers.pool import Pool as SamplerPool
 from services.orchestrator.store import registrations
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.leases import resource

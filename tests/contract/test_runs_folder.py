@@ -16,9 +16,9 @@ import redis.asyncio as redis
 
 from hone.commands.doctor import examine_stack
 from services.orchestrator.app import create_service
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.found import find_runs
 from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.found import find_runs
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
 from shared.errors import Conflict, Failed

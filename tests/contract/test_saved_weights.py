@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from services.orchestrator.programs import saved
-from services.orchestrator.programs.saved import Saved
-from services.orchestrator.tinker.downloads import is_public
-from services.orchestrator.tinker.managing import Management
+from services.orchestrator.extensions.tinker import saved
+from services.orchestrator.extensions.tinker.downloads import is_public
+from services.orchestrator.extensions.tinker.managing import Management
+from services.orchestrator.extensions.tinker.saved import Saved
 from shared.weights.folders import MANIFEST, StoredFile
 from shared.wire import SavedKind, SavedWeights
 from tests.contract.test_programs import ADAM, call, created, job, post, result, session_on, stack

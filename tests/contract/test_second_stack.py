@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.run import needs, run, worker
+from services.orchestrator.jobs import attempt as run
+from services.orchestrator.jobs import needs, worker
 from shared.job import Job
 from shared.settings import Settings
 from tests.support import orchestrator_stack

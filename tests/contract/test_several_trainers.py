@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.run import needs, run, worker
+from services.orchestrator.jobs import attempt as run
+from services.orchestrator.jobs import needs, worker
 from services.orchestrator.store.leases import resource
 from shared.http.client import Client
 from shared.job import Job

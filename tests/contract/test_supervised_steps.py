@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hone import view
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
 from shared.errors import StateLost
 from shared.job import Job

@@ -9,9 +9,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from services.orchestrator.pool import pool as pool_module
-from services.orchestrator.pool.pool import Pool
-from services.orchestrator.pool.sampler import Push
+from services.orchestrator.samplers import pool as pool_module
+from services.orchestrator.samplers.pool import Pool
+from services.orchestrator.samplers.sampler import Push
 from shared.http.connecting import tell_nobody
 from shared.http.service import request_key
 from shared.settings import Settings

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.runs.folder import SUBMITTED, RunFolder
-from services.orchestrator.runs.found import find_runs
 from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.folder import SUBMITTED, RunFolder
+from services.orchestrator.store.found import find_runs
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import UNSUBMITTED_S, accept, remove_unsubmitted
 from services.orchestrator.store.store import Store

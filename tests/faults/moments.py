@@ -9,7 +9,7 @@ import json
 import time
 from pathlib import Path
 
-from services.orchestrator.runs import finished
+from services.orchestrator.store import finished
 from shared.job import Job
 
 PATHS = {

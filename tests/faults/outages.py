@@ -26,7 +26,7 @@ from pathlib import Path
 
 from bench.report import Figure, finish, table
 from deploy.machine import exit_on_signals
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from shared.job import Job
 from shared.wire import TERMINAL, EventList, JobRecord
 from tests.faults.__main__ import FOLDER, made_job

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from services.orchestrator.pool import canary
+from services.orchestrator.samplers import canary
 from services.rollout.app import create_service
 from services.rollout.engine import Adapter
 from services.rollout.on_vllm.processes import VllmStarter

@@ -19,10 +19,10 @@ import pytest
 from pydantic import BaseModel
 
 from services.orchestrator.app import create_service
-from services.orchestrator.play.sessions import Sessions
-from services.orchestrator.run import run
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.note import Note
+from services.orchestrator.extensions.agents.sessions import Sessions
+from services.orchestrator.jobs import attempt as run
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.note import Note
 from services.orchestrator.store.store import Store
 from shared.http.client import Client
 from shared.job import Job

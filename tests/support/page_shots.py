@@ -22,7 +22,14 @@ SHOTS = {
 
 
 def main(run: str, to: Path) -> None:
-    command = [sys.executable, "-m", "services.orchestrator.page.view", "--output", "json", run]
+    command = [
+        sys.executable,
+        "-m",
+        "services.orchestrator.extensions.page.view",
+        "--output",
+        "json",
+        run,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as view:
         try:
             assert view.stdout

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.pool import discovery
-from services.orchestrator.pool import pool as pool_module
-from services.orchestrator.run import run
+from services.orchestrator.jobs import attempt as run
+from services.orchestrator.samplers import discovery
+from services.orchestrator.samplers import pool as pool_module
 from shared.http.client import Client
 from shared.job import Job
 from shared.settings import Settings

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from deploy.tool_model import END, make_tokenizer
-from services.orchestrator.play.sessions import Session, Sessions
+from services.orchestrator.extensions.agents.sessions import Session, Sessions
 from services.rollout.groups import sampled_group
 from services.rollout.running import Running
 from shared.errors import HoneError

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from services.orchestrator.findings.diagnosing import diagnose
-from services.orchestrator.findings.facts import Facts
+from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
+from services.orchestrator.extensions.diagnosis.facts import Facts
 from shared.job import Job
 from shared.wire import Batch, Finding, MetricsRow, Part, Prompt, Rollout, RolloutGroup, Score
 from tests.support.scored_batches import make_job

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.orchestrator.pool import canary
+from services.orchestrator.samplers import canary
 from services.rollout.engine import Adapter
 from services.rollout.weights.adapters import one_call
 from shared.errors import Failed

@@ -25,7 +25,7 @@ from nbclient import NotebookClient
 
 import hone
 from deploy.tool_model import make_tokenizer, make_tool_model
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from shared.wire import JobRecord
 from tests.support.hone_stack import HoneStack, own_environment
 from tests.support.tiny_models import make_byte_model

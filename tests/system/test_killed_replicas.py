@@ -22,8 +22,8 @@ import httpx2 as httpx
 import pytest
 
 from deploy.machine import on_free_ports
-from services.orchestrator.loop.prompts import load_prompts
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.grpo.prompts import load_prompts
+from services.orchestrator.store.folder import RunFolder
 from shared.errors import HoneError
 from shared.http.client import Client
 from shared.job import Job

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from shared.http.client import Client
 from shared.wire import GenerateRequest, Known, Message, Rollout, RolloutGroup, Sampling, TokenIds
 from tests.support.hone_stack import HoneStack, own_environment

@@ -14,7 +14,7 @@ import torch
 import hone
 from deploy.tiny_model import make_model, make_tokenizer
 from hone.trainer.simple import SimpleRun
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from tests.support.reward_service import running_service
 
 pytestmark = [pytest.mark.clients, pytest.mark.engine]
@@ -130,7 +130,7 @@ def test_held_out_problems_are_answered_by_the_likeliest_tokens(run: SimpleRun) 
 
 
 def test_the_prompts_of_a_step_are_those_of_hones_own_order(run: SimpleRun) -> None:
-    from services.orchestrator.loop.prompts import load_prompts
+    from services.orchestrator.grpo.prompts import load_prompts
     from shared.job import Job
     from shared.settings import Settings
 

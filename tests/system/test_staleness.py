@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 
 pytestmark = [pytest.mark.soak, pytest.mark.system, pytest.mark.timeout(1800)]
 

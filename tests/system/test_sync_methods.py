@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from services.orchestrator.pool import canary
+from services.orchestrator.samplers import canary
 from services.rollout.on_vllm.processes import VllmStarter
 from services.rollout.sampler import Sampler
 from services.rollout.weights.copies import Copies, Fetcher

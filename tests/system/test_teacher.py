@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hone
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from services.trainer.learning.examples import floats
 from tests.support.hone_stack import HoneStack, own_environment
 from tests.support.tiny_models import make_byte_model

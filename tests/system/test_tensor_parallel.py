@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.orchestrator.pool import canary
+from services.orchestrator.samplers import canary
 from services.rollout.engine import Adapter
 from services.rollout.sampler import Sampler
 from shared.job import SyncMethod

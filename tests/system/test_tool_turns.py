@@ -11,7 +11,7 @@ import httpx2 as httpx
 import pytest
 
 from deploy.tool_model import HEAD, NUMBERS, TAIL, make_tool_model
-from services.orchestrator.play.sessions import Sessions
+from services.orchestrator.extensions.agents.sessions import Sessions
 from shared.http.client import Client
 from shared.wire import ChatRequest, Known, Message, Rollout, RolloutGroup, Sampling
 from tests.support.rendering_sampler import job_of_agents

@@ -25,7 +25,7 @@ from typing import Annotated
 from fastapi import Depends, Request, Response
 from fastapi import Path as Path_
 
-from services.orchestrator.runs.writable import writing
+from services.orchestrator.store.writable import writing
 from shared.errors import (
     BadRequest,
     Conflict,

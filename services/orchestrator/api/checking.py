@@ -10,6 +10,7 @@ import contextvars
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from services.orchestrator.api import looking
@@ -21,6 +22,7 @@ from services.orchestrator.data.apart import NotInTime, apart
 from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
 from services.orchestrator.data.sources import FETCH_S, asks_hub
 from services.orchestrator.data.tables import ended
+from services.orchestrator.seams import Extensions
 from shared.errors import Failed, HoneError
 from shared.host.processes import in_own_thread
 from shared.http.gate import caller
@@ -56,8 +58,13 @@ class Checks:
     gone, a check ends: a process at once, a thread at its next row. Raises Busy if too many checks
     wait."""
 
-    def __init__(self, settings: Settings, cpu_rates: CpuRates | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: Settings,
+        extensions: Extensions,
+        cpu_rates: CpuRates | None = None,
+    ) -> None:
+        self._settings, self.extensions = settings, extensions
         self._cpu_rates, self._measuring = cpu_rates or CpuRates(), asyncio.Lock()
         self._threads = RoundRobin(NUM_THREADS)
         self._fetches = RoundRobin(MAX_FETCHES)
@@ -71,7 +78,9 @@ class Checks:
             # makes no request
             await asyncio.to_thread(named_model_folder, each.model, self._settings)
         why_not = [await self._fetched_model(each) for each in jobs]
-        return await self._run(job, looking.look, job, self._settings, why_not, showing)
+        found = await self._run(job, looking.look, job, self._settings, why_not, showing)
+        warning = await asyncio.to_thread(self.extensions.warn_of, job)
+        return replace(found, warnings=(*found.warnings, warning)) if warning else found
 
     async def look_at_held_out(self, job: Job) -> None:
         """Raises as `load_held_out`."""

@@ -12,7 +12,7 @@ from fastapi import Query, Request
 from fastapi.responses import Response
 
 from services.orchestrator.api.history import Step
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.reading import Readable
 from shared.http import rendering
 from shared.http.rendering import render

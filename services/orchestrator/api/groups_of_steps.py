@@ -16,7 +16,7 @@ from fastapi import Query, Request
 from fastapi.responses import Response
 
 from services.orchestrator.api.history import MAX_STEP, Step, graded
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.reading import Readable
 from shared.http import rendering
 from shared.http.rendering import render

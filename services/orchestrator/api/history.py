@@ -13,12 +13,11 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from services.orchestrator.api.details import MAX_DETAILED, detailed
-from services.orchestrator.findings.known import Findings
-from services.orchestrator.loop.advantages import batch_advantages
-from services.orchestrator.loop.examples import of_all_tokens
-from services.orchestrator.runs.checkpoint_files import files_of, path_of
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.grpo.advantages import batch_advantages
+from services.orchestrator.grpo.examples import of_all_tokens
+from services.orchestrator.store.checkpoint_files import files_of, path_of
 from services.orchestrator.store.connection import MAX_FOLLOWERS
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.reading import Readable
 from services.orchestrator.store.records import check_event_id
 from shared.errors import Busy, NotFound
@@ -33,7 +32,6 @@ from shared.wire import (
     CheckpointFiles,
     CheckpointList,
     EventList,
-    FindingList,
     GradedRollout,
     JobProgress,
     MetricsList,
@@ -107,9 +105,7 @@ def _add_events(service: Service, store: Readable) -> None:
 
 
 def _add_results(service: Service, store: Readable) -> None:
-    app, known = service.app, Findings(store)
-
-    @app.get("/v1/jobs/{job_id}/metrics")
+    @service.app.get("/v1/jobs/{job_id}/metrics")
     async def metrics(
         job_id: str,
         after_step: Annotated[int, Query(ge=-1, le=MAX_STEP)] = -1,
@@ -121,11 +117,6 @@ def _add_results(service: Service, store: Readable) -> None:
         rows = tuple(found[:limit])
         more = len(found) > limit
         return MetricsList(rows=rows, next_after_step=rows[-1].step if more else None)
-
-    @app.get("/v1/jobs/{job_id}/findings")
-    async def findings(job_id: str) -> FindingList:
-        """What is wrong with the job, or probably is, the worst first; empty if nothing is."""
-        return await known.of(job_id)
 
 
 def _add_rollouts(service: Service, store: Readable) -> None:

@@ -12,16 +12,16 @@ from pydantic import ValidationError
 from services.orchestrator.api.checking import Checks
 from services.orchestrator.api.looking import Looked
 from services.orchestrator.data.allowed import named_model_folder
-from services.orchestrator.environments.environment import Unreachable
-from services.orchestrator.loop.prompts import with_steps
-from services.orchestrator.pool.abilities import on_cpu
-from services.orchestrator.pool.services import Services
-from services.orchestrator.run.needs import check_colocation
-from services.orchestrator.run.stopping import price_for
-from services.orchestrator.runs.writable import Writable
+from services.orchestrator.grpo.prompts import with_steps
+from services.orchestrator.jobs.needs import check_colocation
+from services.orchestrator.jobs.stopping import price_for
+from services.orchestrator.samplers.abilities import on_cpu
+from services.orchestrator.samplers.services import Services
+from services.orchestrator.seams import Extensions, Unreachable
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted, stop
 from services.orchestrator.store.store import Store
+from services.orchestrator.store.writable import Writable
 from shared.errors import BadRequest, Failed, Unavailable
 from shared.explain import sentences
 from shared.http.gate import scoped
@@ -81,7 +81,9 @@ def add_routes(
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
         tried = await asyncio.to_thread(_dry_run, job, looked, plan_of)
-        return tried.model_copy(update={"trial": await _trial(job, looked.first, settings)})
+        return tried.model_copy(
+            update={"trial": await _trial(job, looked.first, settings, checks.extensions)}
+        )
 
     async def plan(request: SubmitRequest) -> Plan:
         """Says what a job will probably need and cost on HONE_GPUS, or else on this machine's GPUs.
@@ -117,7 +119,7 @@ async def check_job(
     check_colocation(job, settings)
     price_for(job, settings)
     looked = await checks.look(job, showing=showing)
-    services = Services(job, settings.per_trainer[0])
+    services = Services(job, settings.per_trainer[0], extensions=checks.extensions)
     try:
         await services.validate_rewards(looked.columns, looked.first)
         await services.validate_environment(looked.first)
@@ -133,8 +135,10 @@ async def check_job(
         await services.close()
 
 
-async def _trial(job: Job, first: tuple[Prompt, ...], settings: Settings) -> tuple[str, ...]:
-    services = Services(job, settings.per_trainer[0])
+async def _trial(
+    job: Job, first: tuple[Prompt, ...], settings: Settings, extensions: Extensions
+) -> tuple[str, ...]:
+    services = Services(job, settings.per_trainer[0], extensions=extensions)
     try:
         found = await services.try_rewards(first)
     finally:

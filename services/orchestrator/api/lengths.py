@@ -8,8 +8,8 @@ import sys
 
 from services.orchestrator.data.fitting import reader_of
 from services.orchestrator.data.sources import is_on_hub
-from services.orchestrator.loop.prompts import Prompts, load_prompts
-from services.orchestrator.loop.supervised import lessons
+from services.orchestrator.grpo.prompts import Prompts, load_prompts
+from services.orchestrator.grpo.supervised import lessons
 from shared.errors import HoneError
 from shared.http import codec
 from shared.job import Job

@@ -13,10 +13,9 @@ from services.orchestrator.api.rows import check_rows
 from services.orchestrator.data.allowed import named_model_folder
 from services.orchestrator.data.fitting import MAX_SHOWN, preview
 from services.orchestrator.data.hub import cached_model
-from services.orchestrator.loop.prompts import load_held_out, load_prompts
-from services.orchestrator.loop.supervised import lessons
-from services.orchestrator.runs.checkpoint_files import check_start
-from services.orchestrator.runs.tracking import missing_key
+from services.orchestrator.grpo.prompts import load_held_out, load_prompts
+from services.orchestrator.grpo.supervised import lessons
+from services.orchestrator.store.checkpoint_files import check_start
 from shared.errors import Failed, Unavailable
 from shared.http.gate import caller, own_jobs_of
 from shared.job import Job
@@ -137,8 +136,7 @@ def _not_looked_at(job: Job, why_not: str | None) -> str:
 def findings(job: Job) -> Sequence[str]:
     """Returns a sentence for each finding. It may take seconds: call it off the event loop."""
     of_training = (_learns_nothing(job), _is_paid_nothing(job)) if job.trains else ()
-    found = (*of_training, missing_key(job))
-    return [said for said in found if said]
+    return [said for said in of_training if said]
 
 
 def _learns_nothing(job: Job) -> str | None:

@@ -13,8 +13,9 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.orchestrator.api.history import graded
-from services.orchestrator.pool.services import Services
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.samplers.services import Services
+from services.orchestrator.seams import Extensions
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import all_of
 from shared.errors import BadRequest
@@ -34,7 +35,7 @@ from shared.wire import (
 TOLERANCE = 1e-6
 
 
-def add_route(service: Service, settings: Settings, store: Store) -> None:
+def add_route(service: Service, settings: Settings, store: Store, extensions: Extensions) -> None:
     given = rendering.answers(RegradeReport) | rendering.accepted()
 
     @service.app.post("/v1/jobs/{job_id}/regrade", response_model=None, responses=given)
@@ -45,7 +46,7 @@ def add_route(service: Service, settings: Settings, store: Store) -> None:
         folder = RunFolder(Path(record.run_dir))
         key = request.headers.get("idempotency-key")
         operation = service.operations.start(
-            lambda: regrade(body, record.job, folder, settings),
+            lambda: regrade(body, record.job, folder, settings, extensions),
             f"regrade {job_id} {key}" if key else None,
             body.model_dump_json(),
             f"regrading {job_id}",
@@ -54,13 +55,17 @@ def add_route(service: Service, settings: Settings, store: Store) -> None:
 
 
 async def regrade(
-    request: RegradeRequest, job: Job, folder: RunFolder, settings: Settings
+    request: RegradeRequest,
+    job: Job,
+    folder: RunFolder,
+    settings: Settings,
+    extensions: Extensions,
 ) -> RegradeReport:
     """Returns the differences in the requested steps. Raises NotFound for a step without stored
     rollouts, and BadRequest for rewards that the reward service refuses for the job's columns."""
     check_steps(request, folder)
     changed_job = job.model_copy(update={"rewards": request.rewards, "teacher": None})
-    services = Services(changed_job, settings.per_trainer[0])
+    services = Services(changed_job, settings.per_trainer[0], extensions=extensions)
     steps: list[RegradedStep] = []
     examples: list[RegradedRollout] = []
     try:

@@ -13,8 +13,8 @@ from typing import Any
 from services.orchestrator.data.choosing import BadRow, Problem
 from services.orchestrator.data.fitting import Fit, fit_of, held_out_fit, tokenizer_stamp
 from services.orchestrator.data.tables import go_on
-from services.orchestrator.loop.prompts import Prompts
-from services.orchestrator.loop.supervised import lessons
+from services.orchestrator.grpo.prompts import Prompts
+from services.orchestrator.grpo.supervised import lessons
 from shared.errors import BadRequest
 from shared.http import codec
 from shared.job import Job

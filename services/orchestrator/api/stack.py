@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
-from services.orchestrator.pool.discovery import sampler_urls
-from services.orchestrator.run.needs import ASKED
+from services.orchestrator.jobs.needs import ASKED
+from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.store import Store
 from shared.http.connecting import proxy_headers, trusted_by
 from shared.http.operations import own_metrics

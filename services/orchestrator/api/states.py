@@ -10,9 +10,9 @@ from fastapi import Query, Request
 
 from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.api.checking import Checks
-from services.orchestrator.run.stopping import price_for
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.found import find_runs
+from services.orchestrator.jobs.stopping import price_for
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.found import find_runs
 from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.reading import Readable
 from services.orchestrator.store.run_folders import cancel

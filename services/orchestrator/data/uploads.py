@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from services.orchestrator.runs.writable import writing
+from services.orchestrator.store.writable import writing
 from shared.errors import BadRequest, Conflict, NotFound, TooLarge
 from shared.host import disk
 from shared.host.logs import get_logger

@@ -14,12 +14,12 @@ from typing import Any
 
 import xxhash
 
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.found import WAS_DELETED, FoundRun
-from services.orchestrator.runs.writable import make_runs_dir, writing
 from services.orchestrator.store import keys
 from services.orchestrator.store.connection import Connection
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.found import WAS_DELETED, FoundRun
 from services.orchestrator.store.records import recovered_fields
+from services.orchestrator.store.writable import make_runs_dir, writing
 from shared.errors import Failed
 from shared.host import disk
 from shared.host.logs import get_logger

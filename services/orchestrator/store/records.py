@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.runs.found import FoundRun
-from services.orchestrator.runs.note import OF_SUBMISSION, Note
+from services.orchestrator.store.found import FoundRun
+from services.orchestrator.store.note import OF_SUBMISSION, Note
 from shared.errors import BadRequest, Failed
 from shared.http.gate import caller
 from shared.job import UPLOADED, Job

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from services.orchestrator.runs.checkpoint_files import check_start
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.found import unsubmitted
-from services.orchestrator.runs.writable import ANSWERS_WITHIN_S
+from services.orchestrator.store.checkpoint_files import check_start
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.found import unsubmitted
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.store import Store
+from services.orchestrator.store.writable import ANSWERS_WITHIN_S
 from shared.errors import Conflict, Failed, Forbidden, HoneError, Unavailable
 from shared.host.logs import get_logger
 from shared.host.processes import in_own_thread

@@ -10,12 +10,12 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from services.orchestrator.runs.found import FoundRun
-from services.orchestrator.runs.note import Note
 from services.orchestrator.store import identity, keys
 from services.orchestrator.store.connection import Connection, StoreUnavailable
+from services.orchestrator.store.found import FoundRun
 from services.orchestrator.store.in_use import Removals, Use, uses_below
 from services.orchestrator.store.lists import Lists
+from services.orchestrator.store.note import Note
 from services.orchestrator.store.records import (
     Submission,
     Unreadable,

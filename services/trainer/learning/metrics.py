@@ -1,5 +1,5 @@
 """The metrics of a step's update, over all its sampled tokens, micro-batches and ranks. The
-orchestrator adds its own metrics (services/orchestrator/loop/metrics.py).
+orchestrator adds its own metrics (services/orchestrator/grpo/metrics.py).
 
 Of every pass of every update, by the ratio r that the loss uses (clamped; of the token or of the
 sequence). Names that TRL has mean what they mean there, but for ratios of sequences: here each of a

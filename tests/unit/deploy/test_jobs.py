@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.loop.prompts import load_prompts
+from services.orchestrator.grpo.prompts import load_prompts
 from shared.job.file import load_job
 from shared.settings import Settings
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from services.orchestrator.loop.advantages import batch_advantages, has_signal
+from services.orchestrator.grpo.advantages import batch_advantages, has_signal
 from shared.job import AdvantageSpec
 from tests.support.scored_batches import make_batch, make_job, score
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.orchestrator.loop import advantages, normalizing
+from services.orchestrator.grpo import advantages, normalizing
 from shared.job import Job
 from tests.support.scored_batches import make_batch, make_job, score
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.play import agents
-from services.orchestrator.play.agents import Episodes
-from services.orchestrator.play.group import environment_failed, sample_group
-from services.orchestrator.pool.waits import Waits
+from services.orchestrator.app import run_extensions
+from services.orchestrator.extensions.agents import worker_episodes as agents
+from services.orchestrator.extensions.agents.worker_episodes import Episodes
+from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.grpo.groups import environment_failed, sample_group
+from services.orchestrator.samplers.waits import Waits
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import make_job
@@ -70,7 +72,8 @@ class Around:
         )
         self.job_id = "job-1"
         self.episodes = Episodes()
-        self.sessions = self
+        sessions: Any = self
+        self.extensions = run_extensions(self.episodes, sessions, SampleOrders())
         self.opened: list[Session] = []
         self.told: list[str] = []
         self.conversations = asyncio.Semaphore(8)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 
-from services.orchestrator.loop.batches import Stages
-from services.orchestrator.loop.metrics import StepClock
-from services.orchestrator.loop.pipeline import gap_s
-from services.orchestrator.pool.waits import Waits
+from services.orchestrator.grpo.batches import Stages
+from services.orchestrator.grpo.metrics import StepClock
+from services.orchestrator.grpo.pipeline import gap_s
+from services.orchestrator.samplers.waits import Waits
 
 
 class Clock:

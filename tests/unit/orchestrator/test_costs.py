@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.run.stopping import price_for
+from services.orchestrator.jobs.stopping import price_for
 from shared.errors import BadRequest
 from shared.job import StopSpec
 from shared.settings import Settings

@@ -18,7 +18,7 @@ from services.orchestrator.data.order import InStream, InTable, shuffled_within
 from services.orchestrator.data.sources import KINDS, Ask, open_source
 from services.orchestrator.data.uploads import Uploads, new_id
 from services.orchestrator.errors import MustPause
-from services.orchestrator.loop.prompts import Prompts, load_prompts
+from services.orchestrator.grpo.prompts import Prompts, load_prompts
 from shared.errors import BadRequest, NotFound, Unavailable
 from shared.job import Job
 from shared.settings import Settings

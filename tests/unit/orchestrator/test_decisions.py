@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.orchestrator.errors import MustPause, PutAway, SyncFailed
-from services.orchestrator.run.decisions import (
+from services.orchestrator.jobs.decisions import (
     LIMITS,
     MAX_LOSSES,
     MAX_RECOVERIES,
@@ -14,8 +14,8 @@ from services.orchestrator.run.decisions import (
     Decision,
     decide,
 )
-from services.orchestrator.runs.folder import BatchExists
 from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.folder import BatchExists
 from services.orchestrator.store.leases import LeaseLost
 from services.orchestrator.store.records import Unreadable
 from shared.errors import (

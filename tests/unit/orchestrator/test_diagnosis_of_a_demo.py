@@ -10,11 +10,11 @@ from typing import cast
 
 import pytest
 
-from services.orchestrator.findings import gathering, known
-from services.orchestrator.findings.diagnosing import diagnose, findings_of
-from services.orchestrator.findings.facts import Facts
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.note import Note
+from services.orchestrator.extensions.diagnosis import gathering, known
+from services.orchestrator.extensions.diagnosis.diagnosing import diagnose, findings_of
+from services.orchestrator.extensions.diagnosis.facts import Facts
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.note import Note
 from services.orchestrator.store.reading import Readable
 from shared.errors import BadRequest
 from shared.job import Job

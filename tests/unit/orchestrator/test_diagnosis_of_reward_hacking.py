@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.findings import reward_hacking
-from services.orchestrator.findings.diagnosing import diagnose
-from services.orchestrator.findings.facts import Facts
-from services.orchestrator.findings.reward_hacking import has_number, plain_number
-from services.orchestrator.runs.folder import codec
+from services.orchestrator.extensions.diagnosis import reward_hacking
+from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
+from services.orchestrator.extensions.diagnosis.facts import Facts
+from services.orchestrator.extensions.diagnosis.reward_hacking import has_number, plain_number
+from services.orchestrator.store.folder import codec
 from shared.job import Job
 from shared.wire import Batch, Finding, Part, Prompt, RolloutGroup, Score, TokenIds
 from tests.support.run_facts import facts, job_with, rollout

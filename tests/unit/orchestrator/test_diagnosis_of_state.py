@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from services.orchestrator.findings.diagnosing import findings_of
+from services.orchestrator.extensions.diagnosis.diagnosing import findings_of
 from shared.wire import JobRecord, Obstacle
 from tests.support import job_records
 from tests.support.run_facts import batch, codes, facts, job_with, only

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from services.orchestrator.findings.diagnosing import diagnose
-from services.orchestrator.findings.facts import Facts, Series
-from services.orchestrator.findings.suspects import _shares
+from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
+from services.orchestrator.extensions.diagnosis.facts import Facts, Series
+from services.orchestrator.extensions.diagnosis.suspects import _shares
 from shared.wire import MetricsRow
 from tests.support.run_facts import batch, codes, facts, job_with, only
 

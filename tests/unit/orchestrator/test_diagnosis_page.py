@@ -19,7 +19,7 @@ KEY = re.compile(r"HONE_[A-Z_]+|[a-z_]+(?:\.[a-z_]+)*")
 
 
 def nodes() -> Iterator[ast.AST]:
-    for file in sorted((ROOT / "services/orchestrator/findings").glob("*.py")):
+    for file in sorted((ROOT / "services/orchestrator/extensions/diagnosis").glob("*.py")):
         yield from ast.walk(ast.parse(file.read_text()))
 
 
@@ -43,7 +43,7 @@ def test_the_page_and_the_code_have_the_same_findings() -> None:
 
 
 def test_the_keys_of_findings_are_keys_and_settings() -> None:
-    from services.orchestrator.findings.speed import SIDES
+    from services.orchestrator.extensions.diagnosis.speed import SIDES
 
     keys = named("keys") | {key for _, _, keys in SIDES.values() for key in keys}
     assert len(keys) > 30 and all(KEY.fullmatch(key) for key in keys)

@@ -12,8 +12,8 @@ import pytest
 from services.orchestrator.data.choosing import chosen
 from services.orchestrator.data.difficulty import History, Skipping, Verdict, Verdicts
 from services.orchestrator.data.tables import InlineTable
-from services.orchestrator.loop.groups import verdicts_of
-from services.orchestrator.pool.services import NOT_GRADED
+from services.orchestrator.grpo.groups import verdicts_of
+from services.orchestrator.samplers.services import NOT_GRADED
 from shared.job import Job
 from tests.support.scored_batches import make_batch, make_job, score
 

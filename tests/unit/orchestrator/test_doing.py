@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from services.orchestrator.pool.waits import Waits
-from services.orchestrator.run.progress import Doing
+from services.orchestrator.jobs.progress import Doing
+from services.orchestrator.samplers.waits import Waits
 
 
 def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None:

@@ -8,15 +8,15 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from services.orchestrator.pool.waits import Waits
-from services.orchestrator.run.after_step import AfterStep
-from services.orchestrator.run.decisions import Outcome, found_end
-from services.orchestrator.run.stopping import Spent
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.note import Note
+from services.orchestrator.jobs.after_step import AfterStep
+from services.orchestrator.jobs.decisions import Outcome, found_end
+from services.orchestrator.jobs.stopping import Spent
+from services.orchestrator.samplers.waits import Waits
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import Journal
 from services.orchestrator.store.leases import Lease
+from services.orchestrator.store.note import Note
 from services.orchestrator.store.run_folders import note_ends
 from shared.errors import Conflict, HoneError
 from shared.plan.planning import Price

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from services.orchestrator.evals.estimates import (
+from services.orchestrator.grpo.advantages import full_mark
+from services.orchestrator.grpo.estimates import (
     differences,
     estimate,
     estimates,
@@ -17,8 +18,7 @@ from services.orchestrator.evals.estimates import (
     problem_metrics,
     t_975,
 )
-from services.orchestrator.loop.advantages import full_mark
-from services.orchestrator.pool.services import NOT_GRADED
+from services.orchestrator.samplers.services import NOT_GRADED
 from shared.job import EvaluationSpec, Job
 from shared.wire import Prompt, Rollout, RolloutGroup, Score, ScoredGroup
 from tests.support.scored_batches import make_job, score

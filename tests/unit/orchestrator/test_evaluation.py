@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.evals import held_out as evaluation
-from services.orchestrator.evals.comparison import Scores
-from services.orchestrator.evals.held_out import (
+from services.orchestrator.grpo import held_out as evaluation
+from services.orchestrator.grpo.comparison import Scores
+from services.orchestrator.grpo.held_out import (
     Answers,
     bounded_prompt,
     ignored,
@@ -18,7 +18,7 @@ from services.orchestrator.evals.held_out import (
     sample_held_out,
     set_metrics,
 )
-from services.orchestrator.pool.services import NOT_GRADED
+from services.orchestrator.samplers.services import NOT_GRADED
 from shared.errors import StateLost
 from shared.wire import Prompt, RolloutGroup, Score
 from tests.support.scored_batches import make_job, score

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.loop.examples import step_totals, to_examples
-from services.orchestrator.loop.metrics import reward_metrics, step_metrics
-from services.orchestrator.loop.pipeline import Step
-from services.orchestrator.play.token_row import TokenRow
-from services.orchestrator.pool.services import NOT_GRADED, score_item
-from services.orchestrator.run.after_step import failing_rewards
+from services.orchestrator.extensions.environments.token_row import TokenRow
+from services.orchestrator.grpo.examples import step_totals, to_examples
+from services.orchestrator.grpo.metrics import reward_metrics, step_metrics
+from services.orchestrator.grpo.pipeline import Step
+from services.orchestrator.jobs.after_step import failing_rewards
+from services.orchestrator.samplers.services import NOT_GRADED, score_item
 from shared.job import Job
 from shared.wire import (
     Batch,

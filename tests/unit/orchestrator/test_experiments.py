@@ -9,9 +9,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from services.orchestrator.findings import probing
-from services.orchestrator.findings.experiments import Measured, judge, report
-from services.orchestrator.runs.folder import Proof
+from services.orchestrator.extensions.diagnosis import probing
+from services.orchestrator.extensions.diagnosis.experiments import Measured, judge, report
+from services.orchestrator.store.folder import Proof
 from shared.settings import Settings
 from shared.wire import Canary, CheckedWeights, Experiment, Rollout, RolloutGroup, ServingWeights
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.loop.batches import GroupWriter
-from services.orchestrator.runs import finished
-from services.orchestrator.runs.finished import FinishedGroup, Place
-from services.orchestrator.runs.folder import RunFolder
+from services.orchestrator.grpo.batches import GroupWriter
+from services.orchestrator.store import finished
+from services.orchestrator.store.finished import FinishedGroup, Place
+from services.orchestrator.store.folder import RunFolder
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Prompt, Rollout, RolloutGroup, Score, Span

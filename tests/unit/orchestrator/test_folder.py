@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.run.summary import first_needed
-from services.orchestrator.runs.finished import FinishedGroup
-from services.orchestrator.runs.folder import BatchExists, RunFolder
+from services.orchestrator.jobs.summary import first_needed
+from services.orchestrator.store.finished import FinishedGroup
+from services.orchestrator.store.folder import BatchExists, RunFolder
 from shared.errors import Conflict, Failed, NotFound
 from shared.job import CheckpointSpec, RolloutsSpec
 from shared.wire import (

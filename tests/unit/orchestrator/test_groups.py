@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from services.orchestrator.errors import MustPause
-from services.orchestrator.loop.advantages import batch_advantages
-from services.orchestrator.loop.groups import (
+from services.orchestrator.grpo.advantages import batch_advantages
+from services.orchestrator.grpo.groups import (
     missing_share,
     refill,
     to_batch,
     too_many_missing,
 )
-from services.orchestrator.pool.services import NOT_GRADED
+from services.orchestrator.samplers.services import NOT_GRADED
 from shared.errors import Failed
 from shared.job import Job
 from shared.wire import Part, Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span, TokenIds

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from services.orchestrator.pool.homes import Homes
-from services.orchestrator.pool.sampler import Sampler
+from services.orchestrator.samplers.homes import Homes
+from services.orchestrator.samplers.sampler import Sampler
 from shared.wire import GenerateRequest, Known, Rollout, RolloutGroup, Span, TokenIds, WeightsRef
 
 NEXT = GenerateRequest(

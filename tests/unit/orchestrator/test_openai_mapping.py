@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.openai import mapping
+from services.orchestrator.extensions.openai import mapping
 from shared.job import Job, WandbSpec
 from shared.wire import CreateFineTuningJob, JobRecord
 

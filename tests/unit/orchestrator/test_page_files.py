@@ -10,9 +10,9 @@ from pathlib import Path
 from deploy import pages
 
 ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "services/orchestrator/page"
+PAGE = ROOT / "services/orchestrator/extensions/page"
 SOURCES = (
-    ROOT / "services/orchestrator/loop/metrics.py",
+    ROOT / "services/orchestrator/grpo/metrics.py",
     ROOT / "services/trainer/learning/metrics.py",
     ROOT / "services/trainer/zero/update.py",
 )

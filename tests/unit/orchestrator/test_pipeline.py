@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from unittest.mock import MagicMock, Mock
 
-from services.orchestrator.loop.batches import Sampled
-from services.orchestrator.loop.pipeline import Pipeline, Step, Stopwatch
+from services.orchestrator.grpo.batches import Sampled
+from services.orchestrator.grpo.pipeline import Pipeline, Step, Stopwatch
 from tests.support.scored_batches import make_job
 
 

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.play.conversation import Conversation, first_messages
-from services.orchestrator.play.group import environment_failed, sample_group
-from services.orchestrator.pool.waits import Waits
+from services.orchestrator.app import run_extensions
+from services.orchestrator.extensions.agents.sessions import Sessions
+from services.orchestrator.extensions.agents.worker_episodes import Episodes
+from services.orchestrator.extensions.environments.conversation import Conversation, first_messages
+from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.grpo.groups import environment_failed, sample_group
+from services.orchestrator.samplers.waits import Waits
 from shared.errors import Conflict
 from shared.job import Job
 from shared.job.file import make_job
@@ -57,6 +61,7 @@ class Script:
         self.num_opened = 0
         self.conversations = asyncio.Semaphore(1)
         self.environment, self.service, self.waits = self, "reward", Waits()
+        self.extensions = run_extensions(Episodes(), Sessions(), SampleOrders())
 
     def sampling(self, seed: int | None) -> Sampling:
         return Sampling(n=2, max_tokens=40, seed=seed)

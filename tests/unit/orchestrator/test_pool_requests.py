@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
-from services.orchestrator.pool.admission import choose
-from services.orchestrator.pool.pool import Pool
-from services.orchestrator.pool.sampler import Sampler
+from services.orchestrator.samplers.admission import choose
+from services.orchestrator.samplers.pool import Pool
+from services.orchestrator.samplers.sampler import Sampler
 from shared.errors import Failed, HoneError, StateLost, Unavailable
 from shared.http.connecting import tell_nobody
 from shared.settings import Settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.orchestrator.run.progress import Progress
+from services.orchestrator.jobs.progress import Progress
 
 
 def test_the_time_left_is_that_of_a_mean_step_times_the_steps_left() -> None:

@@ -10,8 +10,8 @@ import pytest
 from services.orchestrator.data.choosing import chosen
 from services.orchestrator.data.order import InTable
 from services.orchestrator.data.tables import InlineTable
-from services.orchestrator.loop.pipeline import syncs_after
-from services.orchestrator.loop.prompts import HeldOut, Prompts, with_steps
+from services.orchestrator.grpo.pipeline import syncs_after
+from services.orchestrator.grpo.prompts import HeldOut, Prompts, with_steps
 from shared.errors import BadRequest
 from shared.job import Job
 

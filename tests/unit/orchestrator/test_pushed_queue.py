@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.runs.pushed import (
+from services.orchestrator.extensions.pushed.queue import (
     Ledger,
     PushedQueue,
-    Round,
     Sent,
-    forget_up_to,
 )
+from services.orchestrator.seams import Round
+from services.orchestrator.store.folder import forget_pushed
 from shared.errors import Failed
 from shared.wire import Prompt, Rollout, RolloutGroup, Score, ScoredGroup, Span, TokenIds
 
@@ -101,7 +101,7 @@ def test_a_damaged_group_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(Failed, match=r"000001\.msgpack' is damaged: its checksum is \w+, expected"):
         queue.group(1)
-    forget_up_to(tmp_path, 1)
+    forget_pushed(tmp_path, 1)
     assert [path.name for path in path.parent.glob("*.msgpack")] == ["000002.msgpack"]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from services.orchestrator.api import rows
 from services.orchestrator.api.rows import check_rows
-from services.orchestrator.loop.prompts import load_prompts
+from services.orchestrator.grpo.prompts import load_prompts
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.settings import Settings

@@ -8,8 +8,8 @@ from typing import Any, cast, get_args
 import pytest
 
 from services.orchestrator.errors import SyncFailed
-from services.orchestrator.pool.sampler import MAX_DIRECT, NUM_MEASURED, Length, Sampler
-from services.orchestrator.pool.syncing import _write_files
+from services.orchestrator.samplers.sampler import MAX_DIRECT, NUM_MEASURED, Length, Sampler
+from services.orchestrator.samplers.syncing import _write_files
 from services.orchestrator.tasks import to_the_end
 from shared.errors import Failed
 from shared.http.client import Client

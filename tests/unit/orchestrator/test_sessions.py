@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.play.recording import Asked
-from services.orchestrator.play.sessions import Limits, Session
+from services.orchestrator.extensions.agents.sessions import Limits, Session
+from services.orchestrator.extensions.environments.recording import Asked
 from shared.errors import BadRequest, Conflict, Gone, Unavailable
 from shared.job import EnvironmentSpec
 from shared.wire import ChatRequest, Message, RolloutGroup

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.loop.metrics import WRITTEN
-from services.orchestrator.run import stopping
-from services.orchestrator.run.stopping import COST, HOURS, TOKENS, Spent, reason_to_stop
-from services.orchestrator.run.summary import best_step
+from services.orchestrator.grpo.metrics import WRITTEN
+from services.orchestrator.jobs import stopping
+from services.orchestrator.jobs.stopping import COST, HOURS, TOKENS, Spent, reason_to_stop
+from services.orchestrator.jobs.summary import best_step
 from shared.job import CheckpointSpec, Job, StopSpec
 from shared.plan.planning import Price
 from shared.wire import MetricsRow

@@ -8,14 +8,14 @@ from unittest.mock import Mock
 import pytest
 
 from services.orchestrator.api.rows import check_rows
-from services.orchestrator.loop.advantages import batch_advantages
-from services.orchestrator.loop.examples import step_totals, to_examples
-from services.orchestrator.loop.groups import to_batch
-from services.orchestrator.loop.metrics import step_metrics
-from services.orchestrator.loop.pipeline import Pipeline, Step, syncs_after
-from services.orchestrator.loop.prompts import load_prompts, with_steps
-from services.orchestrator.loop.supervised import asked, learned, lessons
-from services.orchestrator.pool.services import NOT_GRADED
+from services.orchestrator.grpo.advantages import batch_advantages
+from services.orchestrator.grpo.examples import step_totals, to_examples
+from services.orchestrator.grpo.groups import to_batch
+from services.orchestrator.grpo.metrics import step_metrics
+from services.orchestrator.grpo.pipeline import Pipeline, Step, syncs_after
+from services.orchestrator.grpo.prompts import load_prompts, with_steps
+from services.orchestrator.grpo.supervised import asked, learned, lessons
+from services.orchestrator.samplers.services import NOT_GRADED
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import parse_job

@@ -17,12 +17,12 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from services.orchestrator.loop.advantages import batch_advantages
-from services.orchestrator.loop.distilling import teacher_metrics, teacher_terms, with_teacher_of
-from services.orchestrator.loop.examples import to_examples
-from services.orchestrator.loop.groups import teaches, too_many_missing
-from services.orchestrator.pool import teacher as module
-from services.orchestrator.pool.teacher import Teacher
+from services.orchestrator.extensions import teacher as module
+from services.orchestrator.extensions.teacher import Teacher
+from services.orchestrator.grpo.advantages import batch_advantages
+from services.orchestrator.grpo.distilling import teacher_metrics, teacher_terms, with_teacher_of
+from services.orchestrator.grpo.examples import to_examples
+from services.orchestrator.grpo.groups import teaches, too_many_missing
 from shared.errors import BadRequest, Unavailable
 from shared.job import Job, TeacherSpec
 from shared.settings import Settings

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.orchestrator.tinker import messages, requests, results
+from services.orchestrator.extensions.tinker import messages, requests, results
 from shared.errors import BadRequest
 from shared.wire import Logprobs, OperationOutcome, ProgramOperation
 

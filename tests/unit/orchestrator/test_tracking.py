@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.runs import tracking
-from services.orchestrator.runs.tracking import Tracked, Tracker
+from services.orchestrator.extensions import trackers as tracking
+from services.orchestrator.extensions.trackers import Tracked, Tracker
 from shared.job import Job
 from tests.support.scored_batches import make_job
 from tests.support.wandb_files import offline_run

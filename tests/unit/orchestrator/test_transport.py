@@ -19,8 +19,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from services.orchestrator.pool import transport as transport_module
-from services.orchestrator.pool.transport import Transport, transport_to
+from services.orchestrator.samplers import transport as transport_module
+from services.orchestrator.samplers.transport import Transport, transport_to
 from shared.host.processes import free_port
 
 PIECE = b"p" * 65_536

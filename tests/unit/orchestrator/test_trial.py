@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.pool.trial import trial
+from services.orchestrator.samplers.trial import trial
 from shared.job import RewardSpec
 from shared.wire import TriedReward
 

@@ -10,17 +10,17 @@ import pytest
 from pydantic import ValidationError
 
 from services.orchestrator.api.history import graded
-from services.orchestrator.loop.advantages import batch_advantages, has_signal, returns_of
-from services.orchestrator.loop.examples import (
+from services.orchestrator.extensions.environments.recording import branch
+from services.orchestrator.extensions.environments.token_row import TokenRow
+from services.orchestrator.grpo.advantages import batch_advantages, has_signal, returns_of
+from services.orchestrator.grpo.examples import (
     placed_examples,
     step_totals,
     to_examples,
     trained_tokens,
 )
-from services.orchestrator.loop.groups import teaches
-from services.orchestrator.loop.metrics import reward_metrics
-from services.orchestrator.play.recording import branch
-from services.orchestrator.play.token_row import TokenRow
+from services.orchestrator.grpo.groups import teaches
+from services.orchestrator.grpo.metrics import reward_metrics
 from services.reward.graders.own_code import NoParams, environment
 from shared.errors import Failed
 from shared.http import codec

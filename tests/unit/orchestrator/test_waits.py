@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from services.orchestrator.pool.waits import Waits, watch
+from services.orchestrator.samplers.waits import Waits, watch
 from shared.errors import Failed
 
 

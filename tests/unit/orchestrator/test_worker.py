@@ -11,13 +11,13 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from services.orchestrator import tasks
-from services.orchestrator.run import worker as worker_module
-from services.orchestrator.run.decisions import Outcome
-from services.orchestrator.run.worker import Worker
-from services.orchestrator.runs.folder import RunFolder
-from services.orchestrator.runs.note import Note
+from services.orchestrator.jobs import worker as worker_module
+from services.orchestrator.jobs.decisions import Outcome
+from services.orchestrator.jobs.worker import Worker
 from services.orchestrator.store.connection import StoreEmptied
+from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.leases import Lease, LeaseLost, NoHeartbeat
+from services.orchestrator.store.note import Note
 from services.orchestrator.tasks import all_of, stop, to_disk
 from shared.errors import NotFound
 from shared.settings import Settings

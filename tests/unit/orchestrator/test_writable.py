@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.runs import writable
-from services.orchestrator.runs.writable import Writable, make_runs_dir, why_not_writable
+from services.orchestrator.store import writable
+from services.orchestrator.store.writable import Writable, make_runs_dir, why_not_writable
 from shared.errors import Failed
 
 

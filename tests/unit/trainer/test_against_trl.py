@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from bench import trainer_side
-from services.orchestrator.loop.advantages import batch_advantages
-from services.orchestrator.loop.examples import step_totals, to_examples
+from services.orchestrator.grpo.advantages import batch_advantages
+from services.orchestrator.grpo.examples import step_totals, to_examples
 from services.trainer.learning.batch import plan
 from services.trainer.learning.correction import correction_weights, resolve
 from services.trainer.learning.loss import Denominators, LossInputs

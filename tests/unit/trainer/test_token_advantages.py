@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.orchestrator.loop.advantages import batch_advantages
-from services.orchestrator.loop.distilling import teacher_terms
-from services.orchestrator.loop.examples import to_examples
+from services.orchestrator.grpo.advantages import batch_advantages
+from services.orchestrator.grpo.distilling import teacher_terms
+from services.orchestrator.grpo.examples import to_examples
 from services.trainer.learning.batch import collate
 from services.trainer.learning.correction import loss_inputs, resolve
 from services.trainer.learning.loss import Denominators, total_loss

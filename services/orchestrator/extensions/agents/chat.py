@@ -1,0 +1,187 @@
+"""OpenAI's chat completions, and completions, as turns of a session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.orchestrator.extensions.agents.dialect import (
+    Body,
+    Dialect,
+    calls_of,
+    chat_turn,
+    check_fields,
+    event,
+    function,
+    listed,
+    logprobs_of,
+    stops,
+    table,
+    tool_choice,
+    usage_of,
+)
+from services.orchestrator.extensions.agents.sessions import Answer, Limits, Session
+from services.orchestrator.extensions.environments.recording import Asked, digest
+from shared.errors import BadRequest
+
+OF_CHAT = {
+    *("messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort"),
+    *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids"),
+}
+
+OF_COMPLETIONS = {"prompt", "max_tokens", "stop", "stop_token_ids"}
+
+
+def read_chat(body: Body, _: Session) -> tuple[Asked, Limits]:
+    check_fields(body, OF_CHAT)
+    args = dict(table(body, "chat_template_kwargs"))
+    if (effort := body.get("reasoning_effort")) is not None:
+        args["reasoning_effort"] = effort
+    most = body.get("max_completion_tokens")
+    return chat_turn(
+        messages=[_message(each) for each in listed(body, "messages")],
+        tools=[_tool(each) for each in listed(body, "tools")],
+        tool_choice=tool_choice(body.get("tool_choice"), {"auto": "auto", "none": "none"}),
+        chat_template_kwargs=args,
+        max_tokens=body.get("max_tokens") if most is None else most,
+        stop=stops(body),
+        stop_token_ids=body.get("stop_token_ids"),
+    )
+
+
+def _message(given: Any) -> Any:
+    """Returns the message with what says something. Templates know no "developer"."""
+    if not isinstance(given, dict):
+        return given
+    said = {name: value for name, value in given.items() if value not in (None, [])}
+    content = said.get("content")
+    if isinstance(content, list) and all(_is_text(part) for part in content):
+        said["content"] = "".join(part["text"] for part in content)
+    return {**said, "role": "system"} if given.get("role") == "developer" else said
+
+
+def _is_text(part: Any) -> bool:
+    is_text = isinstance(part, dict) and part.get("type") == "text"
+    return is_text and isinstance(part.get("text"), str)
+
+
+def _tool(given: Any) -> Any:
+    if not isinstance(given, dict) or given.get("type", "function") != "function":
+        raise BadRequest(f"a tool is {given!r:.80}; expected one of type 'function'")
+    said = table(given, "function")
+    return function(said.get("name"), said.get("description"), said.get("parameters"))
+
+
+def chat_body(answer: Answer, asked: Body) -> dict[str, Any]:
+    """Returns the chat completion."""
+    calls, choice = calls_of(answer), _choice(answer, asked)
+    message = {"role": "assistant", "content": answer.message.get("content") or None}
+    if calls:
+        message["tool_calls"] = calls
+    else:
+        message["content"] = message["content"] or ""
+    choice |= {
+        "message": message,
+        "finish_reason": "tool_calls" if calls else answer.rollout.finish_reason,
+        "logprobs": {"content": logprobs_of(answer)} if asked.get("logprobs") else None,
+    }
+    return {**_head(answer, asked, "chat.completion"), "choices": [choice]}
+
+
+def _choice(answer: Answer, asked: Body) -> dict[str, Any]:
+    ids = {"token_ids": list(answer.rollout.token_ids)} if asked.get("return_token_ids") else {}
+    return {"index": 0, **ids}
+
+
+def _head(answer: Answer, asked: Body, kind: str) -> dict[str, Any]:
+    with_ids = bool(asked.get("return_token_ids"))
+    return {
+        "id": answer.id,
+        "object": kind,
+        "created": answer.created,
+        "model": str(asked.get("model") or "policy"),
+        "usage": usage_of(answer),
+        **({"prompt_token_ids": list(answer.prompt_token_ids)} if with_ids else {}),
+    }
+
+
+def stream_chat(answer: Answer, asked: Body) -> str:
+    """Returns the chat completion in chunks: the message, how it ended, and the usage if asked
+    for."""
+    whole = chat_body(answer, asked)
+    (choice,) = whole["choices"]
+    delta = {name: value for name, value in choice.pop("message").items() if value is not None}
+    if calls := delta.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    said = {**choice, "delta": delta, "finish_reason": None}
+    ended = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+    return _chunks(whole, "chat.completion.chunk", [said, ended], asked)
+
+
+def _chunks(whole: dict[str, Any], kind: str, choices: list[dict[str, Any]], asked: Body) -> str:
+    usage = whole.pop("usage")
+    first = {**whole, "object": kind}
+    others = {name: value for name, value in first.items() if name != "prompt_token_ids"}
+    chunks = [
+        {**(others if number else first), "choices": [choice]}
+        for number, choice in enumerate(choices)
+    ]
+    if table(asked, "stream_options").get("include_usage"):
+        chunks.append({**others, "choices": [], "usage": usage})
+    return "".join(map(event, (*chunks, "[DONE]")))
+
+
+def read_completion(body: Body, _: Session) -> tuple[Asked, Limits]:
+    check_fields(body, OF_COMPLETIONS)
+    return given_turn(body.get("prompt"), "prompt", body)
+
+
+def given_turn(prompt: Any, name: str, limits: Body) -> tuple[Asked, Limits]:
+    """Returns the turn of a text or of token ids, as it is."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    listed: list[Any] = prompt if isinstance(prompt, list) else []
+    ids = tuple(listed) if all(_is_token_id(id) for id in listed) else ()
+    if not prompt or not (isinstance(prompt, str) or ids):
+        raise BadRequest(f"{name!r} is {prompt!r:.80}; expected one text, or the token ids of one")
+    _, bounds = chat_turn(  # which checks the limits
+        messages=[{"role": "user"}],
+        max_tokens=limits.get("max_tokens"),
+        stop=stops(limits),
+        stop_token_ids=limits.get("stop_token_ids"),
+    )
+    same = digest(f"{prompt}{bounds}")
+    asked = Asked(same, token_ids=ids) if ids else Asked(same, text=str(prompt))
+    return asked, bounds
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def completion_body(answer: Answer, asked: Body) -> dict[str, Any]:
+    """Returns the completion of a text."""
+    logprobs = None
+    if asked.get("logprobs") is not None:
+        found = logprobs_of(answer)
+        logprobs = {
+            "tokens": [each["token"] for each in found],
+            "token_logprobs": [each["logprob"] for each in found],
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+    choice = {
+        **_choice(answer, asked),
+        "text": answer.rollout.text,
+        "finish_reason": answer.rollout.finish_reason,
+        "logprobs": logprobs,
+    }
+    return {**_head(answer, asked, "text_completion"), "choices": [choice]}
+
+
+def stream_completion(answer: Answer, asked: Body) -> str:
+    whole = completion_body(answer, asked)
+    return _chunks(whole, "text_completion", whole["choices"], asked)
+
+
+CHAT = Dialect("/v1/chat/completions", read_chat, chat_body, stream_chat)
+COMPLETIONS = Dialect("/v1/completions", read_completion, completion_body, stream_completion)

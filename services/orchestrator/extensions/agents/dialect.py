@@ -1,0 +1,197 @@
+"""What the dialects of agents' APIs have in common: a request becomes a turn of a session, and the
+answer a body of the dialect, whole or as a stream. docs/agents.md has the fields for users."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from services.orchestrator.extensions.agents.sessions import Answer, Limits, Session
+from services.orchestrator.extensions.environments.recording import Asked
+from shared.errors import BadRequest
+from shared.explain import closest, sentences
+from shared.wire import ChatRequest
+
+Body = Mapping[str, Any]
+
+CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "background": (False,),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "include": ([], ["reasoning.encrypted_content"]),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "presence_penalty": (0,),
+    "prompt_logprobs": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "text": ({}, {"format": {"type": "text"}}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Values of fields that a session cannot honour, and that ask for nothing."""
+
+IGNORED = frozenset(
+    {
+        *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "stream"),
+        *("stream_options", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("temperature", "top_p", "top_k", "min_p", "seed", "verbosity", "cache_salt", "priority"),
+        *("request_id", "skip_special_tokens", "spaces_between_special_tokens"),
+        *("return_tokens_as_token_ids", "return_token_ids", "logprobs"),
+    }
+)
+"""Fields that change nothing about the tokens, or that are read apart. Temperature and the like are
+the job's: training computes the same distribution again."""
+
+REASONS = {
+    "n": "a conversation has one answer per turn; ask again for another one",
+    "response_format": "formats limit which tokens can be sampled, and training cannot know that",
+    "text": "formats limit which tokens can be sampled, and training cannot know that",
+    "parallel_tool_calls": "nothing keeps the model from several calls in one answer",
+    "top_logprobs": "only the sampled tokens' log-probs are known",
+}
+EMPTY = (None, [], (), {}, "")
+"""What is the same as a field that is left out."""
+
+PENALTY = "it would change the distribution in a way that training cannot compute again"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """The API below `path`. `read` returns what a body asks for; `body` and `stream` return the
+    answer, in full or as server-sent events."""
+
+    path: str
+    read: Callable[[Body, Session], tuple[Asked, Limits]]
+    body: Callable[[Answer, Body], dict[str, Any]]
+    stream: Callable[[Answer, Body], str]
+
+
+def check_fields(body: Body, known: Iterable[str]) -> None:
+    """Raises BadRequest for a field that would change the answer and is not honoured."""
+    for name, value in body.items():
+        if value is None or name in known or name in IGNORED:
+            continue
+        neutral = CHANGES_NOTHING.get(name, ())
+        if value in neutral:
+            continue
+        if name in CHANGES_NOTHING:
+            why = REASONS.get(name, PENALTY)
+            expected = f"; expected {' or '.join(map(json.dumps, neutral))}" if neutral else ""
+            raise BadRequest(f"{name!r} is {value!r:.80}{expected}, or no such field: {why}")
+        near = closest(name, [*known, *IGNORED])
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise BadRequest(
+            f"{name!r:.80} is {value!r:.80}, and recorded sessions have no such field{hint}"
+        )
+
+
+def chat_turn(**fields: Any) -> tuple[Asked, Limits]:
+    """Returns the turn of a conversation. Raises BadRequest for what is no text."""
+    try:
+        given = {name: value for name, value in fields.items() if value not in EMPTY}
+        request = ChatRequest(**given)
+    except ValidationError as error:
+        faults = sentences(error, ChatRequest)
+        raise BadRequest("; ".join(fault["detail"] for fault in faults), errors=faults) from error
+    return Session.asked(request)
+
+
+def tool_choice(value: Any, names: Mapping[str, str]) -> str:
+    """Returns "auto" or "none". Raises BadRequest for a choice that forces a call."""
+    kind = value.get("type") if isinstance(value, dict) else value
+    if kind is None:
+        return "auto"
+    if not isinstance(kind, str) or kind not in names:
+        raise BadRequest(
+            f"'tool_choice' is {value!r:.80}; expected one of {', '.join(map(repr, names))}: a "
+            "forced call limits which tokens can be sampled, and training cannot know that"
+        )
+    return names[kind]
+
+
+def function(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
+    """Returns a tool in the shape of chat completions. `strict` is left out: calls are sampled
+    freely. Raises BadRequest for a tool without a name."""
+    if not isinstance(name, str) or not name:
+        raise BadRequest(f"the name of a tool is {name!r:.80}; expected a text")
+    if not isinstance(parameters, dict | None):
+        raise BadRequest(
+            f"the parameters of the tool {name!r:.80} are {parameters!r:.80}; expected an object, "
+            "a JSON Schema"
+        )
+    said = {"name": name, "description": description, "parameters": parameters}
+    given = {key: value for key, value in said.items() if value is not None}
+    return {"type": "function", "function": given}
+
+
+def text(content: Any, where: str) -> str:
+    """Returns the text of a content: a string, or parts. Raises BadRequest for other parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        raise BadRequest(f"{where} is {content!r:.80}; expected text: a session records text only")
+    return "".join(part["text"] for part in content)
+
+
+def listed(body: Body, name: str) -> list[Any]:
+    """Returns a field that is a list; [] if it is left out."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, list):
+        raise BadRequest(f"{name!r} is {value!r:.80}; expected a list")
+    return value or []
+
+
+def table(body: Body, name: str) -> dict[str, Any]:
+    """Returns a field that is an object; {} if it is left out."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise BadRequest(f"{name!r} is {value!r:.80}; expected an object")
+    return value or {}
+
+
+def stops(body: Body, name: str = "stop") -> tuple[Any, ...]:
+    """Returns the strings that end an answer: one, or a list."""
+    value = body.get(name)
+    return (value,) if isinstance(value, str) else tuple(listed(body, name))
+
+
+def event(data: Any, name: str | None = None) -> str:
+    """Returns a server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {data if isinstance(data, str) else json.dumps(data)}\n\n"
+
+
+def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
+    """Returns the log-prob of each sampled token, which is named by its id."""
+    rollout = answer.rollout
+    return [
+        {"token": f"token_id:{id}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+        for id, logprob in zip(rollout.token_ids, rollout.logprobs, strict=True)
+    ]
+
+
+def usage_of(answer: Answer) -> dict[str, int]:
+    prompt, sampled = len(answer.prompt_token_ids), len(answer.rollout.token_ids)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+    }
+
+
+def calls_of(answer: Answer) -> list[dict[str, Any]]:
+    return list(answer.message.get("tool_calls") or ())

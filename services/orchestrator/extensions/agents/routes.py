@@ -1,0 +1,213 @@
+"""The routes of agents: which session a call names, and its answer in the caller's dialect.
+
+A session is named by its API key, by the path (`/sessions/{name}/...`), by `X-Hone-Session`, or by
+`X-Session-ID`, in this order. The key is an authorization of its own, for these routes alone; by
+name a session is used with the stack's token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from services.orchestrator.extensions.agents.chat import CHAT, COMPLETIONS
+from services.orchestrator.extensions.agents.dialect import Dialect
+from services.orchestrator.extensions.agents.messages import MESSAGES
+from services.orchestrator.extensions.agents.responses import RESPONSES
+from services.orchestrator.extensions.agents.sessions import (
+    KEY,
+    MAX_BODY_BYTES,
+    Answer,
+    Limits,
+    Session,
+    Sessions,
+)
+from services.orchestrator.extensions.agents.tokens import TOKENS
+from services.orchestrator.extensions.environments.recording import Asked
+from shared.errors import BadRequest, Forbidden, NotFound
+from shared.http import codec, rendering
+from shared.http.gate import AcceptedKeys, given_token
+from shared.http.operations import client_gone, client_went_away, done_or
+from shared.http.rendering import body_of, media_type, reading, render
+from shared.http.service import Service
+from shared.wire import ApiKey, CallAnswer, CallRequest, SessionRecord
+
+DIALECTS = {each.path: each for each in (CHAT, COMPLETIONS, RESPONSES, MESSAGES, TOKENS)}
+
+MODELS = "/v1/models"
+
+NAMED = "/sessions/{name}"
+
+STREAM = "text/event-stream"
+
+RETRY = "x-stainless-retry-count"
+"""How often the clients of OpenAI and Anthropic have sent this request before."""
+
+ANSWERS: rendering.Responses = {
+    200: {"content": rendering.without_model("", STREAM, schema=rendering.TEXT)["content"]}
+}
+
+
+class SessionKeys:
+    """The keys of sessions, beside `others`."""
+
+    def __init__(self, sessions: Sessions, others: AcceptedKeys) -> None:
+        self._sessions = sessions
+        self._others = others
+
+    async def check(self, secret: str, method: str, path: str) -> ApiKey:
+        """Returns the key. A session's allows its own turns, and the list of models."""
+        if not secret.startswith(KEY):
+            return await self._others.check(secret, method, path)
+        session = self._sessions.find(api_key=secret)
+        assert session is not None, "a key of a session is known, or refused"
+        own = NAMED.format(name=session.id)
+        allowed = {f"{head}{each}" for head in ("", own) for each in (*DIALECTS, MODELS)}
+        if path not in allowed:
+            raise Forbidden(f"{method} {path} with the key of a session, which is for its turns")
+        return ApiKey(name="session", access="full", created_at=0)
+
+
+def session_of(request: Request, sessions: Sessions, name: str | None = None) -> Session | None:
+    """Returns the session that the call names; None if it names none. Raises NotFound for a name
+    that no session has, and Gone for one that is closed."""
+    if found := sessions.find(api_key=given_token(request.headers)):
+        return found
+    given = name or request.headers.get("x-hone-session")
+    if found := sessions.find(name=given or request.headers.get("x-session-id")):
+        return found
+    if given:
+        raise _no_session(given)
+    return None
+
+
+def _no_session(name: str) -> NotFound:
+    return NotFound(f"there is no session {name!r:.200}; its job opens it, and gives its key")
+
+
+async def answer_turn(request: Request, session: Session, dialect: Dialect) -> Response:
+    """Answers a call of a session. A client that goes away leaves its turn under way, for its
+    retry."""
+    data = await body_of(request, MAX_BODY_BYTES)
+    if media_type(request, data) != codec.JSON:
+        raise BadRequest(f"POST {dialect.path}: expected JSON")
+    body, (asked, limits) = await reading(len(data), _read, data, dialect, session)
+    turn = session.turn(
+        asked,
+        limits,
+        key=request.headers.get("idempotency-key"),
+        again=request.headers.get(RETRY, "0") != "0",
+    )
+    answer = await _unless_gone(asyncio.create_task(turn), request)
+    if body.get("stream"):
+        return Response(dialect.stream(answer, body), media_type=STREAM)
+    return JSONResponse(dialect.body(answer, body))
+
+
+def _read(
+    data: bytes, dialect: Dialect, session: Session
+) -> tuple[dict[str, Any], tuple[Asked, Limits]]:
+    document = _document(data)
+    return document, dialect.read(document, session)
+
+
+def _document(data: bytes) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise BadRequest(f"the body is {document!r:.80}; expected an object")
+    if b"\\ud" in data.lower():
+        _check_whole(document)
+    return document
+
+
+def _check_whole(document: dict[str, Any]) -> None:
+    """Raises BadRequest for half of a character, which neither tokens nor answers can have."""
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise BadRequest(f"the body has a text that is no Unicode: {error}") from error
+
+
+async def _unless_gone(turn: asyncio.Task[Answer], request: Request) -> Answer:
+    await done_or(turn, client_gone(request))
+    if not turn.done():
+        turn.cancel()
+        raise client_went_away(f"POST {request.url.path}")
+    return turn.result()
+
+
+def add_routes(service: Service, sessions: Sessions) -> None:
+    """Adds the routes that are for sessions alone. extensions/openai/calling.py has the routes that
+    also pass calls on to samplers."""
+    for dialect in DIALECTS.values():
+        _add_named(service, sessions, dialect)
+    for dialect in (RESPONSES, MESSAGES):
+        _add_keyed(service, sessions, dialect)
+    _add_record(service, sessions)
+    service.gauge("sessions", "Sessions of agents that are open").set_function(
+        lambda: len(sessions)
+    )
+
+
+def _add_record(service: Service, sessions: Sessions) -> None:
+    async def get_session(name: str, request: Request) -> Response:
+        """What is recorded of an open session."""
+        session = sessions.find(name=name)
+        if session is None:
+            raise _no_session(name)
+        return await render(_record(session), request)
+
+    service.app.add_api_route(
+        NAMED,
+        get_session,
+        methods=["GET"],
+        description=get_session.__doc__ or "",
+        responses=rendering.answers(SessionRecord),
+    )
+
+
+def _record(session: Session) -> SessionRecord:
+    has_answer = bool(session.recording().leaves())
+    return SessionRecord(
+        name=session.id,
+        job_id=session.job_id,
+        group=session.recorded() if has_answer else None,
+        waits=session.num_under_way,
+    )
+
+
+def _add_named(service: Service, sessions: Sessions, dialect: Dialect) -> None:
+    async def turn(name: str, request: Request, beta: bool | None = None) -> Response:
+        """A turn of the session of this name."""
+        found = session_of(request, sessions, name)
+        assert found is not None, "a name is a session's, or refused"
+        return await answer_turn(request, found, dialect)
+
+    add_post(service, NAMED + dialect.path, turn)
+
+
+def _add_keyed(service: Service, sessions: Sessions, dialect: Dialect) -> None:
+    async def turn(request: Request, beta: bool | None = None) -> Response:
+        """A turn of the session that the call names."""
+        if found := session_of(request, sessions):
+            return await answer_turn(request, found, dialect)
+        raise NotFound(
+            f"POST {dialect.path} names no session; expected the key of one as API key, or its "
+            f"name in X-Hone-Session or in the path, /sessions/<name>{dialect.path}"
+        )
+
+    add_post(service, dialect.path, turn)
+
+
+def add_post(service: Service, path: str, handler: Any) -> None:
+    service.body(CallRequest, "POST", path)
+    service.app.add_api_route(
+        path, handler, methods=["POST"], response_model=CallAnswer, responses=ANSWERS
+    )

@@ -1,0 +1,471 @@
+"""Sessions: rollouts of agents that drive themselves, and speak to the model by OpenAI's API or
+another one. Each request is a turn, sampled by the job's weights and recorded as tokens.
+
+    open       by who plays the rollout; the agent gets a URL and the session's key
+    answer     each request of the agent, once, however often its client sends it
+    rollout    what was recorded, as a group of one
+    close      later requests are refused
+
+Sessions live in this process. When it dies, their groups are sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic_core import PydanticSerializationError
+
+from services.orchestrator.extensions.environments.conversation import (
+    SEEDS_PER_TURN,
+    failed,
+    with_info,
+)
+from services.orchestrator.extensions.environments.recording import (
+    Asked,
+    Recording,
+    Turn,
+    digest,
+    group_of,
+    read_fields,
+)
+from services.orchestrator.samplers.services import Services
+from shared.errors import BadRequest, Conflict, Failed, Gone, HoneError, Malformed
+from shared.host.logs import get_logger
+from shared.job import Job
+from shared.wire import ChatRequest, Known, Message, Rollout, RolloutGroup, Sampling, TokenIds
+
+KEY = "sk-hone-"
+"""What the keys of sessions begin with."""
+
+MAX_CLOSED = 65_536
+"""The newest closed sessions whose names and keys are known, to refuse them with a reason."""
+
+MAX_BODY_BYTES = 16 << 20
+"""Largest request of an agent: some megabytes of text are more than any model's window."""
+
+FULL = "context_length_exceeded"
+"""The error's code of a turn for which there is no room."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A recorded answer. `created` is in Unix seconds."""
+
+    created: int
+    prompt_token_ids: TokenIds
+    turn: Turn
+
+    @property
+    def id(self) -> str:
+        return self.turn.id
+
+    @property
+    def message(self) -> Message:
+        return self.turn.message
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.turn.rollout
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an agent may set of its answer. Everything else about sampling is the job's."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class _Call:
+    """A request under way or answered. It was `taken` once a client that waited got its answer;
+    `num_waiting` wait for it now."""
+
+    name: str
+    work: asyncio.Task[Answer]
+    num_waiting: int = 0
+    taken: bool = False
+
+
+class Session:
+    """One rollout of `job`, by weights of at least `min_version`. `sampling.max_tokens` bounds the
+    tokens of each of its rows. `api_key` is a secret for the agent alone."""
+
+    def __init__(
+        self,
+        services: Services,
+        job: Job,
+        id: str,
+        min_version: int,
+        sampling: Sampling,
+        closed: Callable[[Session], None],
+    ) -> None:
+        self.id = id
+        self.job_id = services.job_id
+        self.api_key = KEY + secrets.token_urlsafe(32)
+        self._services = services
+        self._job = job
+        self._min_version = min_version
+        self._sampling = sampling
+        self._closed = closed
+        self._is_closed = False
+        self._recording = Recording()
+        self._calls: list[_Call] = []
+        self._keys: dict[str, _Call] = {}
+        self._clock = 0
+        self._num_begun = 0
+        self._full = ""
+        self._lost: HoneError | None = None
+        self._replica = ""
+        self._agent = _Stopwatch()
+
+    async def answer(self, request: ChatRequest, *, key: str | None, again: bool) -> Answer:
+        """Returns the answer to the messages, once it is recorded. A client that sends the same
+        request `again`, or under the same `key`, gets the same answer; so does one that sends it
+        once no one waits for an answer that no one has got. Raises BadRequest with code FULL if
+        there is no room for an answer, and Gone if the session is closed."""
+        return await self.turn(*self.asked(request), key=key, again=again)
+
+    @staticmethod
+    def asked(request: ChatRequest) -> tuple[Asked, Limits]:
+        """Returns the turn that the messages ask for. Raises BadRequest for what is no JSON."""
+        messages = tuple(map(read_fields, request.messages))
+        try:
+            name = request.model_copy(update={"messages": messages}).model_dump_json()
+        except PydanticSerializationError as error:  # too deep
+            raise BadRequest(f"the request cannot be recorded: {error}") from error
+        asked = Asked(
+            name=digest(name),
+            messages=messages,
+            tools=request.tools or (),
+            tool_choice=request.tool_choice or "auto",
+            template_args=request.chat_template_kwargs or {},
+        )
+        stop = (request.stop,) if isinstance(request.stop, str) else request.stop or ()
+        return asked, Limits(request.max_tokens, stop, request.stop_token_ids or ())
+
+    async def turn(self, asked: Asked, limits: Limits, *, key: str | None, again: bool) -> Answer:
+        """Returns the answer to messages, a text or token ids, as `answer` does."""
+        if self._is_closed:
+            raise closed(self.id)
+        call = self._same(asked.name, key, again) or self._begin(asked, limits, key)
+        call.num_waiting += 1
+        try:
+            answer = await asyncio.shield(call.work)
+        except asyncio.CancelledError:
+            if call.work.cancelled():
+                raise closed(self.id) from None
+            raise
+        finally:
+            call.num_waiting -= 1
+        call.taken = True
+        self._recording.taken.add(answer.turn)
+        return answer
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there was no room for the turn that was asked for last."""
+        return bool(self._full)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._recording.turns)
+
+    @property
+    def num_under_way(self) -> int:
+        return sum(not call.work.done() for call in self._calls)
+
+    def recording(self) -> Recording:
+        """Returns the turns so far."""
+        return self._recording
+
+    def answers(self) -> dict[str, int]:
+        """Returns the answers that the rollout has, row by row, its own row last: by id the time of
+        each, which grows from answer to answer."""
+        rows = self._recording.rows()
+        return {turn.id: turn.ended for _, _, own in rows for turn in own}
+
+    def rollout(self) -> RolloutGroup:
+        """Returns what was recorded as a group of one: its newest row, with the others as branches;
+        a failed one if the agent made no call. Raises the error of the services that the last turn
+        met, which is no fault of the agent."""
+        if self._lost:
+            raise self._lost
+        if not self._recording.leaves():
+            return failed("the agent got no answer of the model")
+        return self.recorded()
+
+    def recorded(self) -> RolloutGroup:
+        """Returns what was recorded so far, of which a client has an answer."""
+        group = group_of(self._recording, self._replica, "length" if self._full else None)
+        last = group.rollouts[0].finish_reason
+        turns = [turn for _, _, own in self._recording.rows() for turn in own]
+        info: dict[str, Any] = {
+            "ended": self._full or ("stop" if last == "stop" else "max_tokens"),
+            "turns": len(turns),
+            "completion_ids": [turn.id for turn in turns],
+            "turn_times": [turn.ended for turn in turns],
+            "tool_calls": sum(len(turn.message.get("tool_calls") or ()) for turn in turns),
+            "environment_s": self._agent.seconds,
+            "forks": len(group.rollouts[0].branches),
+        }
+        return with_info(group, info)
+
+    def close(self) -> None:
+        """Ends the turns under way. Later ones are refused."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for call in self._calls:
+            call.work.cancel()
+        self._closed(self)
+
+    # --- a turn ----------------------------------------------------------------------------------
+
+    def _same(self, name: str, key: str | None, again: bool) -> _Call | None:
+        """Returns the call that the request repeats, if it does. Raises Conflict for a key that
+        came with another request."""
+        if key and (call := self._keys.get(key)):
+            if call.name != name:
+                raise Conflict(
+                    f"Idempotency-Key {key!r} came before with another body", code="body_differs"
+                )
+            return call
+        for call in reversed(self._calls):
+            if call.name == name and (again or not (call.taken or call.num_waiting)):
+                return call
+        return None
+
+    def _begin(self, asked: Asked, limits: Limits, key: str | None) -> _Call:
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        work = asyncio.create_task(self._next(asked, limits, number))
+        call = _Call(asked.name, work)
+        work.add_done_callback(lambda _: self._forget_failed(call, key))
+        self._calls.append(call)
+        if key:
+            self._keys[key] = call
+        return call
+
+    def _forget_failed(self, call: _Call, key: str | None) -> None:
+        """Forgets a call without an answer, so that it may be asked for again."""
+        if call.work.cancelled() or call.work.exception():
+            self._calls.remove(call)
+            if key:
+                self._keys.pop(key, None)
+
+    async def _next(self, asked: Asked, limits: Limits, number: int) -> Answer:
+        began = self._tick()
+        self._agent.stop()
+        try:
+            parent = self._recording.before(asked)
+            because = self._recording.why(asked, parent)
+            if parent and asked.messages:  # as they were recorded, however the client writes them
+                known = (*parent.asked.messages, parent.message)
+                asked = replace(asked, messages=(*known, *asked.messages[len(known) :]))
+            group = await self._sampled(
+                asked, parent, self._limited(limits, parent, number), number
+            )
+        except (BadRequest, asyncio.CancelledError):
+            raise
+        except HoneError as error:
+            self._lost = error
+            raise
+        finally:
+            self._agent.start()
+        self._check(group)
+        return self._record(asked, parent, because, group, number, began)
+
+    def _limited(self, limits: Limits, parent: Turn | None, number: int) -> Sampling:
+        """Returns how the turn is sampled: by the job, with the agent's limits. Raises BadRequest
+        if there is no room for an answer."""
+        own, spec = self._sampling, self._job.environment
+        num_others = self.num_turns + self._agent.num_turns - 1
+        if spec and num_others >= spec.max_turns:
+            raise self._refused("max_turns", f"it has {num_others} answers, or they are under way")
+        room = own.max_tokens - (parent.num_tokens if parent else 0)
+        if room < 1:
+            raise self._refused(
+                "max_tokens", f"the conversation has all of its {own.max_tokens} tokens"
+            )
+        most = (room, limits.max_tokens, spec.max_answer_tokens if spec else None)
+        return own.model_copy(
+            update={
+                "n": 1,
+                "max_tokens": min(limit for limit in most if limit is not None),
+                "stop": (*own.stop, *(text for text in limits.stop if text not in own.stop)),
+                "stop_token_ids": (*own.stop_token_ids, *limits.stop_token_ids),
+                "seed": None if own.seed is None else own.seed + number * SEEDS_PER_TURN,
+            }
+        )
+
+    async def _sampled(
+        self, asked: Asked, parent: Turn | None, sampling: Sampling, number: int
+    ) -> RolloutGroup:
+        key = f"{self.id}:{number}"
+        if asked.token_ids is not None or asked.text is not None:
+            prompt = TokenIds(asked.token_ids or ()) if asked.text is None else asked.text
+            return await self._services.go_on(prompt, self._min_version, key=key, sampling=sampling)
+        known = parent and Known(
+            num_messages=parent.num_messages, token_ids=TokenIds(parent.token_ids)
+        )
+        return await self._services.answer(
+            asked.messages,
+            self._min_version,
+            key=key,
+            tools=asked.tools,
+            tool_choice=asked.tool_choice,
+            template_args=asked.template_args,
+            known=known,
+            sampling=sampling,
+        )
+
+    def _check(self, group: RolloutGroup) -> None:
+        """Raises BadRequest if the model has no room for an answer, and Failed if it went wrong."""
+        rollout = group.rollouts[0]
+        if group.overlong:
+            raise self._refused("window", rollout.error or "the model's length is full")
+        if rollout.went_wrong:
+            raise Failed(rollout.error or f"the answer ended with {rollout.finish_reason!r}")
+
+    def _record(
+        self,
+        asked: Asked,
+        parent: Turn | None,
+        because: str,
+        group: RolloutGroup,
+        number: int,
+        began: int,
+    ) -> Answer:
+        rollout = group.rollouts[0]
+        message: Message = (
+            rollout.messages[0]
+            if rollout.messages
+            else {"role": "assistant", "content": rollout.text}
+        )
+        prompt = list(group.prompt_token_ids)
+        given, because = prompt, group.forked or because
+        if parent and not group.forked:
+            given = prompt[len(parent.token_ids) :]
+        turn = Turn(
+            id=f"{self.id}-{number}",
+            asked=asked,
+            parent=None if group.forked else parent,
+            given=TokenIds(given),
+            rollout=rollout,
+            message=message,
+            because=because,
+            began=began,
+            ended=self._tick(),
+        )
+        self._recording.turns.append(turn)
+        self._replica, self._full, self._lost = group.replica or self._replica, "", None
+        if because:
+            get_logger().info("session forked", session=self.id, because=because)
+        return Answer(int(time.time()), group.prompt_token_ids, turn)
+
+    def _refused(self, ended: str, why: str) -> BadRequest:
+        """Notes that the rollout is cut off unless another answer follows."""
+        self._full = ended
+        # 400, as OpenAI's API answers: agents know it by that and the code
+        return Malformed(f"session {self.id!r} has no room for another answer: {why}", code=FULL)
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+class _Stopwatch:
+    """Seconds between turns, in which the agent or its environment worked. `num_turns` are under
+    way."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.num_turns = 0
+        self._since: float | None = None
+
+    def stop(self) -> None:
+        self.num_turns += 1
+        if self._since is not None:
+            self.seconds += time.monotonic() - self._since
+            self._since = None
+
+    def start(self) -> None:
+        self.num_turns -= 1
+        if not self.num_turns:
+            self._since = time.monotonic()
+
+
+class Sessions:
+    """The open sessions of this process, by key and by name."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, Session] = {}
+        self._by_name: dict[str, Session] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def open(
+        self,
+        services: Services,
+        job: Job,
+        *,
+        id: str,
+        min_version: int,
+        sampling: Sampling,
+    ) -> Session:
+        """Returns a new session, named by its `id`; an open one of the same name is closed.
+        Requests to samplers are named by `id`, so an id is used for one session."""
+        if before := self._by_name.get(id):
+            before.close()
+        session = Session(services, job, id, min_version, sampling, self._forget)
+        self._by_key[session.api_key] = self._by_name[id] = session
+        self._closed.pop(id, None)
+        return session
+
+    def leave(self, job_id: str) -> None:
+        """Closes the sessions of a job that does not run here any more."""
+        for session in [*self._by_key.values()]:
+            if session.job_id == job_id:
+                session.close()
+
+    def find(self, *, api_key: str | None = None, name: str | None = None) -> Session | None:
+        """Returns the session with this key, or else with this name; None if neither is one's.
+        Raises Gone for a session that is closed, and for a key of a session that is not here."""
+        for value, open_ones in ((api_key, self._by_key), (name, self._by_name)):
+            if value in open_ones:
+                return open_ones[value]
+            if value and value in self._closed:
+                raise closed(name if value == name else None)
+        if api_key and api_key.startswith(KEY):
+            raise closed(None)
+        return None
+
+    def _forget(self, session: Session) -> None:
+        del self._by_key[session.api_key]
+        del self._by_name[session.id]
+        for known in (session.id, session.api_key):
+            self._closed[known] = None
+        while len(self._closed) > 2 * MAX_CLOSED:
+            self._closed.popitem(last=False)
+
+
+def closed(name: str | None) -> Gone:
+    """Returns the error of a session that is closed; None: the one whose key was given."""
+    which = "the session of this key" if name is None else f"session {name!r}"
+    return Gone(
+        f"{which} is closed: its rollout has ended, or the orchestrator was restarted; "
+        "another rollout has another session"
+    )

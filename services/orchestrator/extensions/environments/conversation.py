@@ -1,0 +1,333 @@
+"""One rollout in an environment: the model answers, its calls of tools go to the environment, and
+their results come back as messages, until it answers without a call. READ FIRST of this room.
+
+    open        reset(**row): what it says is appended to the last user message
+    turn 0..    the sampler continues the tokens so far; each call is made; the results are rendered
+    close       get_reward()
+
+The tokens are the sampler's and are never made again from text. An environment that fails, or
+whose process died, is no fault of the policy: the episode is played anew, and after `MAX_PLAYED`
+times the rollout has no reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from services.orchestrator.extensions.environments.recording import branch
+from services.orchestrator.extensions.environments.token_row import TokenRow
+from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED
+from services.orchestrator.samplers.services import Services
+from services.orchestrator.seams import LOST
+from shared.errors import HoneError
+from shared.host import tracing
+from shared.host.logs import get_logger
+from shared.job import EnvironmentSpec, Job
+from shared.wire import (
+    Branch,
+    EpisodeClosed,
+    EpisodeOpened,
+    FinishReason,
+    Known,
+    Message,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    TokenIds,
+    ToolCall,
+)
+
+MAX_PLAYED = 3
+"""How often an episode is played whose environment fails."""
+
+SEEDS_PER_TURN = 1 << 20
+"""Seeds of a conversation's turns are this far apart, further than completions of a group are."""
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class Played:
+    """A conversation under way. `known` are all its tokens, of `messages`."""
+
+    messages: list[Message]
+    num_prompt: int
+    prompt: tuple[int, ...] = ()
+    branches: tuple[Branch, ...] = ()
+    row: TokenRow = field(default_factory=TokenRow)
+    known: Known | None = None
+    last: Rollout | None = None
+    num_turns: int = 0
+    num_calls: int = 0
+    num_failed: int = 0
+    environment_s: float = 0.0
+    turn_rewards: list[float | None] = field(default_factory=list[float | None])
+    replica: str = ""
+
+
+class EnvironmentFailed(Exception):
+    """The environment did, not the policy."""
+
+
+class Conversation:
+    """A rollout of the prompt, by weights of at least `min_version`. `sampling.max_tokens` bounds
+    all its tokens after the prompt. `key` names its requests."""
+
+    def __init__(
+        self,
+        services: Services,
+        job: Job,
+        prompt: Prompt,
+        min_version: int,
+        key: str,
+        sampling: Sampling,
+    ) -> None:
+        assert job.environment and services.environment
+        self._services = services
+        self._job = job
+        self._environment = services.environment
+        self._spec: EnvironmentSpec = job.environment
+        self._prompt = prompt
+        self._min_version = min_version
+        self._key = key
+        self._sampling = sampling
+
+    async def play(self) -> RolloutGroup:
+        """Returns the rollout as a group of one."""
+        async with self._services.conversations:
+            return await self._played()
+
+    async def _played(self) -> RolloutGroup:
+        why = ""
+        for number in range(MAX_PLAYED):
+            try:
+                return await self._episode(f"{self._key}:{number}")
+            except EnvironmentFailed as error:
+                why = str(error)
+                get_logger().warning("environment failed", episode=self._key, reason=why)
+        found = failed(f"the environment failed {MAX_PLAYED} times: {why}")
+        return with_info(found, {ENVIRONMENT_FAILED: True})
+
+    async def _episode(self, id: str) -> RolloutGroup:
+        limit = asyncio.timeout(None)
+        try:
+            opened = await self._of_environment(
+                "opening an environment", self._environment.open(id, self._prompt.row)
+            )
+            async with limit:
+                limit.reschedule(asyncio.get_running_loop().time() + self._spec.episode_s)
+                found = await self._turns(id, opened)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            late = f"the conversation was not done after {self._spec.episode_s:g} s"
+            found = failed(late, "timeout")
+        except BaseException:  # raised again
+            self._environment.drop(id)
+            raise
+        if found.rollouts[0].went_wrong:
+            with contextlib.suppress(HoneError):  # it ends by itself in time
+                await self._environment.close(id, rewarded=False)
+        return found
+
+    async def _turns(self, id: str, opened: EpisodeOpened) -> RolloutGroup:
+        messages = first_messages(self._prompt, opened.observation)
+        played, why = Played(messages, len(messages)), "stop"
+        while True:
+            group = await self._answer(id, played, opened)
+            rollout = group.rollouts[0]
+            if group.overlong and played.num_turns:
+                why = "window"
+                break
+            if rollout.went_wrong:
+                return group
+            if group.forked and played.num_turns:
+                fork(played, group.forked)
+            add_answer(played, group)
+            calls = tool_calls(rollout)
+            if not calls or rollout.finish_reason == "length":
+                why = "stop" if rollout.finish_reason == "stop" else "max_tokens"
+                break
+            if await self._called(id, played, calls):
+                break
+            if played.num_turns == self._spec.max_turns:
+                why = "max_turns"
+                break
+            if self._room(played) < 1:
+                why = "max_tokens"
+                break
+        closed = await self._of_environment(
+            "closing an environment", self._environment.close(id, rewarded=True)
+        )
+        found = ended(played, "stop" if why == "stop" else "length", why)
+        if closed.attributes is not None:
+            found = with_info(found, {"environment": closed.attributes})
+        return with_info(found, rewards(played.turn_rewards, closed))
+
+    async def _answer(self, id: str, played: Played, opened: EpisodeOpened) -> RolloutGroup:
+        turn, seed = played.num_turns, self._sampling.seed
+        limits = [self._room(played), self._spec.max_answer_tokens]
+        sampling = self._sampling.model_copy(
+            update={
+                "max_tokens": min(limit for limit in limits if limit is not None),
+                "seed": None if seed is None else seed + turn * SEEDS_PER_TURN,
+            }
+        )
+        return await self._services.answer(
+            tuple(played.messages),
+            self._min_version,
+            key=f"{id}:{turn}",
+            tools=opened.tools,
+            known=played.known,
+            sampling=sampling,
+        )
+
+    def _room(self, played: Played) -> int:
+        """Returns how many tokens the next answer may have."""
+        return self._sampling.max_tokens - len(played.row)
+
+    async def _called(self, id: str, played: Played, calls: tuple[ToolCall, ...]) -> bool:
+        """Makes the calls, appends their results, and returns whether the episode is over."""
+        began = time.monotonic()
+        stepped = await self._of_environment(
+            "calling tools", self._environment.step(id, played.num_turns - 1, calls)
+        )
+        played.environment_s += time.monotonic() - began
+        played.turn_rewards[-1] = stepped.reward
+        played.num_calls += len(calls)
+        played.num_failed += sum(result.failed for result in stepped.results)
+        for call, result in zip(calls, stepped.results, strict=True):
+            played.messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "name": call.name,
+                    "content": result.content,
+                }
+            )
+        return stepped.done
+
+    async def _of_environment(self, what: str, call: Coroutine[Any, Any, T]) -> T:
+        try:
+            with self._services.waits.on(self._environment.service, what), tracing.span(what):
+                return await call
+        except HoneError as error:
+            if error.code == LOST:
+                raise EnvironmentFailed(error.detail) from error
+            raise
+
+
+def first_messages(prompt: Prompt, observation: str | None) -> list[Message]:
+    """Returns the prompt's messages, with what the environment said first at the end of the last
+    message of the user."""
+    content = prompt.content
+    messages: list[Message] = (
+        [{"role": "user", "content": content}] if isinstance(content, str) else [*content]
+    )
+    if observation:
+        places = [at for at, message in enumerate(messages) if message.get("role") == "user"]
+        if not places:
+            return [*messages, {"role": "user", "content": observation}]
+        said = messages[places[-1]]
+        text = f"{said.get('content') or ''}{observation}"
+        messages[places[-1]] = {**said, "content": text}
+    return messages
+
+
+def tool_calls(rollout: Rollout) -> tuple[ToolCall, ...]:
+    """Returns the calls that the sampler found in an answer."""
+    (message,) = rollout.messages
+    return tuple(
+        ToolCall(
+            id=str(call.get("id") or ""),
+            name=str(call["function"]["name"]),
+            arguments=call["function"].get("arguments") or {},
+        )
+        for call in message.get("tool_calls") or ()
+    )
+
+
+def fork(played: Played, because: str) -> None:
+    """Makes the row so far a branch. The next answer begins another row."""
+    found = branch(TokenIds(played.prompt), played.row, because)
+    played.branches = (*played.branches, found)
+    played.row, played.known = TokenRow(), None
+
+
+def add_answer(played: Played, group: RolloutGroup) -> None:
+    """Appends an answer, and the tokens between it and the answer before."""
+    rollout = group.rollouts[0]
+    if played.known is None:
+        played.prompt = tuple(group.prompt_token_ids)
+    else:
+        played.row.add_given(group.prompt_token_ids[len(played.known.token_ids) :])
+    played.row.add(rollout)
+    played.messages += rollout.messages
+    played.known = Known(
+        num_messages=len(played.messages),
+        token_ids=TokenIds([*played.prompt, *played.row.token_ids]),
+    )
+    played.last, played.replica = rollout, group.replica
+    played.num_turns += 1
+    played.turn_rewards.append(None)
+
+
+def ended(played: Played, finish_reason: FinishReason, why: str) -> RolloutGroup:
+    """Returns the conversation as a group of one. `why` it ended is "stop", or the limit that it
+    reached."""
+    assert played.last is not None, "it has an answer"
+    found = played.row.rollout(
+        played.last.text, finish_reason, played.messages[played.num_prompt :]
+    )
+    found = found.model_copy(update={"branches": played.branches})
+    group = RolloutGroup(
+        prompt_token_ids=TokenIds(played.prompt), rollouts=(found,), replica=played.replica
+    )
+    info = {
+        "ended": why,
+        "turns": played.num_turns,
+        "tool_calls": played.num_calls,
+        "tool_errors": played.num_failed,
+        "environment_s": played.environment_s,
+        "forks": len(played.branches),
+    }
+    return with_info(group, info)
+
+
+def rewards(of_turns: Sequence[float | None], closed: EpisodeClosed) -> dict[str, Any]:
+    """Returns what the environment gave: its own reward, else the sum of what its steps earned. A
+    part that it did not give is left out."""
+    given = [reward for reward in of_turns if reward is not None]
+    found: dict[str, Any] = {"turn_rewards": [*of_turns], "reward": sum(given)} if given else {}
+    return {**found, "reward": closed.reward} if closed.has_reward else found
+
+
+def failed(error: str, finish_reason: FinishReason = "error") -> RolloutGroup:
+    """Returns a group of one rollout that is neither graded nor trained on."""
+    rollout = Rollout(text="", token_ids=TokenIds(), finish_reason=finish_reason, error=error)
+    return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=(rollout,))
+
+
+def with_info(group: RolloutGroup, info: dict[str, Any]) -> RolloutGroup:
+    rollout = group.rollouts[0]
+    more = rollout.model_copy(update={"info": {**rollout.info, **info}})
+    return group.model_copy(update={"rollouts": (more,)})
+
+
+def after(group: RolloutGroup, num_shared: int) -> Rollout:
+    """Returns a group's one rollout as it follows the first `num_shared` tokens of its prompt."""
+    rollout = group.rollouts[0]
+    if (rest := group.prompt_token_ids[num_shared:]) == ():
+        return rollout
+    row = TokenRow()
+    row.add_given(rest)
+    row.add(rollout)
+    found = row.rollout(rollout.text, rollout.finish_reason, rollout.messages)
+    return found.model_copy(update={"info": rollout.info, "branches": rollout.branches})

@@ -1,0 +1,334 @@
+"""Environments of OpenEnv servers. READ FIRST of the kinds that the orchestrator speaks to itself.
+
+    open      a connection to the server with the fewest episodes, and a reset with the row
+    step      an action for each call; what is seen is the call's result, and may have a reward
+    close     ends the episode on the server, so that its room is free for the next one
+
+An environment whose actions are calls of MCP tools offers these tools; any other offers one tool,
+`step`, whose parameters are the schema of its actions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from services.orchestrator.extensions.environments.allowed import check_allowed
+from services.orchestrator.extensions.environments.connecting import (
+    connect,
+    schema_of_actions,
+    session,
+)
+from services.orchestrator.extensions.environments.results import (
+    arguments_of,
+    as_text,
+    of_blocks,
+    result,
+    tool_schema,
+)
+from services.orchestrator.extensions.environments.sockets import Away, Full, Refused, Seen, Socket
+from services.orchestrator.seams import Lost, Unreachable
+from shared.errors import BadRequest
+from shared.job import EnvironmentSpec
+from shared.settings import Settings
+from shared.wire import (
+    EnvironmentValidated,
+    EpisodeClosed,
+    EpisodeOpened,
+    EpisodeStepped,
+    ToolCall,
+    ToolResult,
+)
+
+SKIP_S = 10.0
+"""Most seconds that a server is skipped after it could not be reached."""
+
+RETRY_S = 0.5
+"""Seconds until a full server is asked again, unless an episode of the job ends there before."""
+
+STEP = "step"
+"""The one tool of an environment whose actions are not calls of tools."""
+
+OVER = "The episode is over, so this call was not made."
+
+
+@dataclass
+class _Server:
+    """`num_open` counts this job's episodes, open or being opened. `most`: how many of them there
+    were when it refused another one. Times are of the event loop's clock."""
+
+    url: str
+    num_open: int = 0
+    most: float = math.inf
+    full_until: float = 0.0
+    skipped_until: float = 0.0
+
+
+@dataclass
+class _Episode:
+    socket: Socket
+    server: _Server
+    num_steps: int = 0
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """The tools of the environment. `calls_tools`: its actions are calls of them."""
+
+    tools: tuple[dict[str, Any], ...]
+    calls_tools: bool
+
+    @property
+    def names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.tools]
+
+
+class _Servers:
+    """Which server gets an episode. One that cannot be reached is skipped for `skip_s` seconds."""
+
+    def __init__(self, urls: Sequence[str], skip_s: float) -> None:
+        self.all = tuple(map(_Server, urls))
+        self._skip_s = skip_s
+        self._changed = asyncio.Event()
+
+    async def take(self) -> _Server:
+        """Returns the server with the fewest episodes that may have room for one more, which is
+        counted. Waits until there is one."""
+        while (chosen := self._free()) is None:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), RETRY_S)
+        if chosen.num_open >= chosen.most:
+            chosen.most, chosen.full_until = chosen.num_open + 1, _now() + RETRY_S
+        chosen.num_open += 1
+        return chosen
+
+    def leave(self, server: _Server) -> None:
+        """Counts an episode less."""
+        server.num_open -= 1
+        self._changed.set()
+
+    def refused(self, server: _Server, error: Away | Full) -> None:
+        """The server did not begin the episode."""
+        server.num_open -= 1
+        if isinstance(error, Full):
+            server.most, server.full_until = server.num_open, _now() + RETRY_S
+        else:
+            server.most, server.skipped_until = math.inf, _now() + self._skip_s
+
+    def _free(self) -> _Server | None:
+        now = _now()
+        free = [
+            server
+            for server in self.all
+            if server.skipped_until <= now
+            and (server.num_open < server.most or server.full_until <= now)
+        ]
+        return min(free, key=lambda server: server.num_open, default=None)
+
+
+class OpenEnv:
+    """Episodes on the servers of `spec.url`."""
+
+    service = "environment"
+
+    def __init__(self, spec: EnvironmentSpec, settings: Settings) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._servers = _Servers(spec.urls, min(SKIP_S, spec.boot_s))
+        self._episodes: dict[str, _Episode] = {}
+        self._offer: _Offer | None = None
+        self._http: aiohttp.ClientSession | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
+        """Waits for a server that can be reached and has room: as long as the job has episodes
+        open, which will end, and else `boot_s`. Raises Lost."""
+        since = None
+        while True:
+            server = await self._servers.take()
+            try:
+                return await self._begin(id, server, row)
+            except (Away, Full) as error:
+                self._servers.refused(server, error)
+                since = None if self._episodes else since or _now()
+                if since and _now() - since >= self._spec.boot_s:
+                    waited = f"waited {self._spec.boot_s:g} s (boot_s)"
+                    raise Lost(f"{error}; {waited}, with no other episode open") from error
+            except BaseException:  # raised again
+                self._servers.leave(server)
+                raise
+
+    async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
+        async with self._asking(id, f"turn {turn}", self._spec.step_s) as episode:
+            results: list[ToolResult] = []
+            rewards: list[float] = []
+            done = False
+            for call in calls:
+                if done:
+                    results.append(result(call, OVER, failed=True))
+                    continue
+                told, seen = await self._called(episode.socket, call)
+                results.append(told)
+                if seen:
+                    episode.num_steps += 1
+                    done = seen.done
+                    rewards += [] if seen.reward is None else [seen.reward]
+        reward = sum(rewards) if rewards else None
+        return EpisodeStepped(results=tuple(results), done=done, reward=reward)
+
+    async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
+        """The rewards were the steps'. Without a step their sum is 0."""
+        if (episode := self._episodes.pop(id, None)) is None:
+            return EpisodeClosed()
+        try:
+            await episode.socket.close()
+        finally:
+            self._servers.leave(episode.server)
+        if episode.num_steps:
+            return EpisodeClosed()
+        return EpisodeClosed(has_reward=True, reward=0.0)
+
+    def drop(self, id: str) -> None:
+        if (episode := self._episodes.pop(id, None)) is not None:
+            self._servers.leave(episode.server)
+            task = asyncio.create_task(episode.socket.drop())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
+        """A server that is full is not asked for an episode."""
+        reasons: list[str] = []
+        for server in self._servers.all:
+            server.num_open += 1
+            try:
+                opened = await self._begin("validated", server, row)
+            except Away as error:
+                self._servers.leave(server)
+                reasons.append(str(error))
+            except Full:
+                self._servers.leave(server)
+                return EnvironmentValidated(observation=None, tools=(), has_reward=True)
+            except Lost as error:
+                self._servers.leave(server)
+                raise BadRequest(f"the environment cannot be opened: {error.detail}") from error
+            else:
+                await self.close("validated", rewarded=False)
+                return EnvironmentValidated(**opened.model_dump(), has_reward=True)
+        raise Unreachable("; ".join(reasons))
+
+    async def shut(self) -> None:
+        for id in [*self._episodes]:
+            self.drop(id)
+        await asyncio.gather(*self._ending)
+        if self._http:
+            await self._http.close()
+
+    async def _begin(self, id: str, server: _Server, row: Mapping[str, Any]) -> EpisodeOpened:
+        url, limit_s = server.url, self._spec.boot_s
+        check_allowed(url, "url", self._settings)
+        self._http = self._http or session()
+        socket = await connect(self._http, url)
+        try:
+            async with asyncio.timeout(limit_s):
+                self._offer = self._offer or await self._offered(self._http, url, socket)
+                seen = await socket.ask("reset", row)
+        except TimeoutError as error:
+            await socket.drop()
+            raise Lost(f"{url} did not reset within {limit_s:g} s (boot_s)") from error
+        except Refused as error:
+            await socket.drop()
+            raise Lost(f"{url} refused to reset with the row: {error}") from error
+        except BaseException:  # raised again
+            await socket.drop()
+            raise
+        self._episodes[id] = _Episode(socket, server)
+        return EpisodeOpened(observation=_shown(seen) or None, tools=self._offer.tools)
+
+    async def _offered(self, http: aiohttp.ClientSession, url: str, socket: Socket) -> _Offer:
+        actions = await schema_of_actions(http, url)
+        fields = actions.get("properties", {}).keys() - {"metadata"}
+        if fields and not {"tool_name", "arguments"} <= fields:
+            said = actions.get("description") or "Takes a step in the environment."
+            return _Offer((tool_schema(STEP, str(said), _without_metadata(actions)),), False)
+        seen = await socket.ask("step", {"type": "list_tools"})
+        try:
+            tools = tuple(
+                tool_schema(tool["name"], tool.get("description"), tool["input_schema"])
+                for tool in seen.observation["tools"]
+            )
+        except (KeyError, TypeError) as error:
+            raise Lost(
+                f"{url} answered list_tools with {str(seen.observation)[:200]}; expected its tools"
+            ) from error
+        return _Offer(tools, calls_tools=True)
+
+    async def _called(self, socket: Socket, call: ToolCall) -> tuple[ToolResult, Seen | None]:
+        """Returns the call's result, and what was seen; None where no step was taken."""
+        assert self._offer, "an episode is open"
+        try:
+            action = arguments_of(call, self._offer.names)
+            if self._offer.calls_tools:
+                action = {"type": "call_tool", "tool_name": call.name, "arguments": action}
+            seen = await socket.ask("step", action)
+        except (ValueError, Refused) as error:
+            return result(call, str(error), failed=True), None
+        if not self._offer.calls_tools:
+            return result(call, _shown(seen)), seen
+        return _of_tool(call, seen.observation), seen
+
+    @contextlib.asynccontextmanager
+    async def _asking(self, id: str, what: str, limit_s: float) -> AsyncGenerator[_Episode]:
+        """Drops the episode if anything but success leaves the block: its state is unknown."""
+        if (episode := self._episodes.get(id)) is None:
+            raise Lost(f"episode {id!r} is not open")
+        try:
+            async with asyncio.timeout(limit_s):
+                yield episode
+        except TimeoutError as error:
+            self.drop(id)
+            raise Lost(
+                f"{what} was not done by {episode.server.url} within {limit_s:g} s (step_s)"
+            ) from error
+        except Full as error:
+            self.drop(id)
+            raise Lost(str(error)) from error
+        except BaseException:  # raised again
+            self.drop(id)
+            raise
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _without_metadata(actions: dict[str, Any]) -> dict[str, Any]:
+    fields = {name: field for name, field in actions["properties"].items() if name != "metadata"}
+    return {**actions, "properties": fields}
+
+
+def _shown(seen: Seen) -> str:
+    """Returns what the model reads of an observation: without metadata, and a lone text as it
+    is."""
+    fields = {name: value for name, value in seen.observation.items() if name != "metadata"}
+    only = [*fields.values()]
+    if len(only) == 1 and isinstance(only[0], str):
+        return only[0]
+    return as_text(fields) if fields else ""
+
+
+def _of_tool(call: ToolCall, observation: dict[str, Any]) -> ToolResult:
+    """Returns the result of a call of an MCP tool."""
+    if error := observation.get("error"):
+        said = error.get("message") if isinstance(error, dict) else error
+        return result(call, as_text(said), failed=True)
+    found = observation.get("result", observation)
+    if isinstance(found, dict) and (text := of_blocks(found.get("content"))) is not None:
+        return result(call, text, failed=bool(found.get("is_error")))
+    return result(call, as_text(found))

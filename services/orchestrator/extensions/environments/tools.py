@@ -1,0 +1,170 @@
+"""Tools of MCP servers, beside the functions of the job's own file. They have no reward of their
+own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from services.orchestrator.extensions.environments.allowed import check_allowed
+from services.orchestrator.extensions.environments.results import arguments_of, result
+from services.orchestrator.seams import Environment, Lost, Unreachable
+from shared.errors import BadRequest
+from shared.job import EnvironmentSpec
+from shared.settings import Settings
+from shared.wire import (
+    EnvironmentValidated,
+    EpisodeClosed,
+    EpisodeOpened,
+    EpisodeStepped,
+    ToolCall,
+    ToolResult,
+)
+
+if TYPE_CHECKING:
+    from services.orchestrator.extensions.environments.mcp_session import McpSession
+
+RETRY_S = 1.0
+"""Seconds between two tries to reach a server."""
+
+
+@dataclass
+class _Episode:
+    """`own` are the names of the file's functions. `by_tool` has the session of each other tool."""
+
+    own: frozenset[str]
+    sessions: list[McpSession] = field(default_factory=list)
+    by_tool: dict[str, McpSession] = field(default_factory=dict)
+
+
+class Tools:
+    """Episodes with a session at each server of `spec.mcp`. `own` has the functions; None: there
+    are none."""
+
+    service = "environment"
+
+    def __init__(
+        self, spec: EnvironmentSpec, settings: Settings, own: Environment | None = None
+    ) -> None:
+        self._spec = spec
+        self._settings = settings
+        self._own = own
+        self._episodes: dict[str, _Episode] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
+        """Tries for `boot_s` to reach the servers."""
+        give_up_at = asyncio.get_running_loop().time() + self._spec.boot_s
+        while True:
+            try:
+                return await self._open(id, row)
+            except Lost:
+                if asyncio.get_running_loop().time() >= give_up_at:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
+        """The functions' calls come first, then the servers', each in their order."""
+        if (episode := self._episodes.get(id)) is None:
+            raise Lost(f"episode {id!r} is not open")
+        mine = tuple(call for call in calls if call.name in episode.own)
+        async with self._limited(id, f"turn {turn}", self._spec.step_s, "step_s"):
+            told = await self._own.step(id, turn, mine) if self._own else None
+            own = iter(told.results if told else ())
+            results = [
+                next(own) if call.name in episode.own else await _called(episode, call)
+                for call in calls
+            ]
+        return EpisodeStepped(results=tuple(results))
+
+    async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
+        self._end_sessions(id)
+        return await self._own.close(id, rewarded=rewarded) if self._own else EpisodeClosed()
+
+    def drop(self, id: str) -> None:
+        self._end_sessions(id)
+        if self._own:
+            self._own.drop(id)
+
+    async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
+        tools = (await self._own.validate(row)).tools if self._own else ()
+        try:
+            offered = await self._connect("validated", tools)
+        except Lost as error:
+            raise Unreachable(error.detail) from error
+        finally:
+            self._end_sessions("validated")
+        return EnvironmentValidated(observation=None, tools=offered, has_reward=False)
+
+    async def shut(self) -> None:
+        for id in [*self._episodes]:
+            self.drop(id)
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        if self._own:
+            await self._own.shut()
+
+    async def _open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
+        opened = await self._own.open(id, row) if self._own else None
+        tools = await self._connect(id, opened.tools if opened else ())
+        return EpisodeOpened(observation=None, tools=tools)
+
+    async def _connect(
+        self, id: str, tools: tuple[dict[str, Any], ...]
+    ) -> tuple[dict[str, Any], ...]:
+        """Begins the episode's sessions, and returns `tools` and the servers' tools. Raises
+        BadRequest for a name that comes twice."""
+        from services.orchestrator.extensions.environments.mcp_session import (
+            McpSession,  # takes a second
+        )
+
+        offered, owner = [*tools], {_name(tool): "the job's file" for tool in tools}
+        episode = self._episodes[id] = _Episode(frozenset(owner))
+        async with self._limited(id, "the list of tools", self._spec.boot_s, "boot_s"):
+            for url in self._spec.mcp:
+                check_allowed(url, "mcp", self._settings)
+                session = McpSession(url, self._spec.step_s)
+                episode.sessions.append(session)
+                for tool in await session.tools():
+                    if (name := _name(tool)) in owner:
+                        raise BadRequest(
+                            f"the tool {name!r} is in {owner[name]} and in {url}; expected tools "
+                            "of different names"
+                        )
+                    episode.by_tool[name], owner[name] = session, url
+                    offered.append(tool)
+        return tuple(offered)
+
+    @contextlib.asynccontextmanager
+    async def _limited(self, id: str, what: str, limit_s: float, key: str) -> AsyncGenerator[None]:
+        """Drops the episode if anything but success leaves the block."""
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError as error:
+            self.drop(id)
+            raise Lost(f"{what} was not done within {limit_s:g} s ({key})") from error
+        except BaseException:  # raised again
+            self.drop(id)
+            raise
+
+    def _end_sessions(self, id: str) -> None:
+        episode = self._episodes.pop(id, None)
+        for session in episode.sessions if episode else ():
+            if task := session.drop():
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+
+
+def _name(tool: dict[str, Any]) -> str:
+    return tool["function"]["name"]
+
+
+async def _called(episode: _Episode, call: ToolCall) -> ToolResult:
+    try:
+        arguments = arguments_of(call, [*episode.own, *episode.by_tool])
+    except ValueError as error:
+        return result(call, str(error), failed=True)
+    return await episode.by_tool[call.name].call(call, arguments)

@@ -1,0 +1,270 @@
+"""`/v1/fine_tuning/jobs`: jobs of the jobs API, submitted and shown in OpenAI's shape; and
+`/v1/fine_tuning/alpha/graders`: the reward service's graders, where OpenAI's clients look."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import FastAPI, Query, Request
+
+from services.orchestrator.api.checking import Checks
+from services.orchestrator.api.history import still_there
+from services.orchestrator.api.jobs import check_job
+from services.orchestrator.api.states import METADATA, metadata_of
+from services.orchestrator.extensions.openai import mapping
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.lists import Wanted
+from services.orchestrator.store.records import Submission, Unreadable, check_event_id
+from services.orchestrator.store.run_folders import accept, accepted, cancel
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.writable import Writable
+from shared.errors import BadRequest, NotFound
+from shared.http.client import Client
+from shared.http.service import Service, request_key
+from shared.job.file import parse_job
+from shared.settings import Settings
+from shared.wire import (
+    Checkpoint,
+    CreateFineTuningJob,
+    FineTuningCheckpointList,
+    FineTuningEventList,
+    FineTuningJob,
+    FineTuningJobList,
+    GraderRun,
+    GraderRunRequest,
+    JobRecord,
+    Validated,
+    ValidatedGrader,
+    ValidateGraderRequest,
+    ValidateRequest,
+)
+from shared.wire.openai import PREFIX
+from shared.wire.rewards import reward_of
+
+ROOT = "/v1/fine_tuning/jobs"
+GRADERS = "/v1/fine_tuning/alpha/graders"
+
+RUN_DEADLINE_S = 600.0
+VALIDATE_DEADLINE_S = 60.0
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+
+def add_routes(
+    service: Service, settings: Settings, store: Store, runs: Writable, checks: Checks
+) -> None:
+    jobs, app = FineTuningJobs(settings, store, runs, checks), service.app
+    _add_history_routes(app, jobs, store)
+    add_grader_routes(service, settings)
+    service.operation("POST", ROOT, jobs.create, durable=True)
+
+    @app.get(ROOT, openapi_extra=METADATA)
+    async def list_fine_tuning_jobs(
+        request: Request,
+        after: str | None = None,
+        limit: Limit = 20,
+        metadata: Annotated[str | None, Query(include_in_schema=False)] = None,
+    ) -> FineTuningJobList:
+        """Jobs submitted here, newest first. `metadata[name]=value` lists only jobs with that
+        entry; `metadata=null`, only jobs without metadata."""
+        wanted = Wanted(metadata=metadata_of(request), openai=True)
+        found, has_more = await jobs.listed(after, limit, wanted)
+        return FineTuningJobList(data=tuple(found), has_more=has_more)
+
+    @app.get(ROOT + "/{job_id}")
+    async def get_fine_tuning_job(job_id: str) -> FineTuningJob:
+        """One job."""
+        return await jobs.shown(await jobs.record(job_id))
+
+    @app.post(ROOT + "/{job_id}/cancel")
+    async def cancel_fine_tuning_job(job_id: str) -> FineTuningJob:
+        """Cancels a job; a running one within seconds."""
+        return await jobs.changed(job_id, functools.partial(cancel, store))
+
+    @app.post(ROOT + "/{job_id}/pause")
+    async def pause_fine_tuning_job(job_id: str) -> FineTuningJob:
+        """Pauses a job; a running one within seconds."""
+        return await jobs.changed(job_id, store.pause)
+
+    @app.post(ROOT + "/{job_id}/resume")
+    async def resume_fine_tuning_job(job_id: str) -> FineTuningJob:
+        """Queues a paused job again."""
+        return await jobs.changed(job_id, store.resume)
+
+
+def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> None:
+    @app.get(ROOT + "/{job_id}/events")
+    async def list_fine_tuning_events(
+        job_id: str, after: str | None = None, limit: Limit = 20
+    ) -> FineTuningEventList:
+        """The job's events, newest first."""
+        await jobs.record(job_id)
+        before = None if after is None else after.removeprefix(PREFIX)
+        if before is not None:
+            check_event_id(before, "after")
+        found = await store.newest_events(job_id, before, limit + 1)
+        shown = tuple(map(mapping.fine_tuning_event, found[:limit]))
+        return FineTuningEventList(data=shown, has_more=len(found) > limit)
+
+    @app.get(ROOT + "/{job_id}/checkpoints")
+    async def list_fine_tuning_checkpoints(
+        job_id: str, after: str | None = None, limit: Limit = 10
+    ) -> FineTuningCheckpointList:
+        """The job's checkpoints on disk, newest first. `after` may also be a removed checkpoint."""
+        record = await jobs.record(job_id)
+        rows = await asyncio.to_thread(RunFolder(Path(record.run_dir)).metrics)
+        ever = await store.checkpoints(job_id)
+        before = None if after is None else _step_of(after, job_id, ever)
+        kept = [
+            checkpoint
+            for checkpoint in (await still_there(ever))[::-1]
+            if before is None or checkpoint.step < before
+        ]
+        metrics = {row.step: row.metrics for row in rows}
+        shown = [
+            mapping.fine_tuning_checkpoint(
+                record, checkpoint, metrics.get(checkpoint.step, {}), _written_at(checkpoint.path)
+            )
+            for checkpoint in kept[:limit]
+        ]
+        return FineTuningCheckpointList(
+            data=tuple(shown),
+            first_id=shown[0].id if shown else None,
+            last_id=shown[-1].id if shown else None,
+            has_more=len(kept) > limit,
+        )
+
+
+def add_grader_routes(service: Service, settings: Settings) -> None:
+    def reward_service() -> Client:
+        return Client(
+            "reward",
+            settings.reward_url,
+            token=settings.bearer(),
+            patience_s=settings.patience_s,
+        )
+
+    async def run(request: GraderRunRequest) -> GraderRun:
+        """Grades one completion by one grader."""
+        async with reward_service() as reward:
+            return await reward.call(
+                "POST", "/graders/run", request, GraderRun, deadline_s=RUN_DEADLINE_S
+            )
+
+    async def validate(request: ValidateGraderRequest) -> ValidatedGrader:
+        """Says whether a job could name this grader; 422 with sentences if not."""
+        spec = reward_of(request.grader)
+        async with reward_service() as reward:
+            await reward.call(
+                "POST",
+                "/graders/validate",
+                ValidateRequest(rewards=(spec,)),
+                Validated,
+                deadline_s=VALIDATE_DEADLINE_S,
+            )
+        return ValidatedGrader(grader=request.grader)
+
+    service.operation("POST", GRADERS + "/run", run)
+    service.operation("POST", GRADERS + "/validate", validate)
+
+
+class FineTuningJobs:
+    """The jobs that were submitted in OpenAI's shape."""
+
+    def __init__(self, settings: Settings, store: Store, runs: Writable, checks: Checks) -> None:
+        self._settings = settings
+        self._checks = checks
+        self._store = store
+        self._runs = runs
+
+    async def create(self, request: CreateFineTuningJob) -> FineTuningJob:
+        """Accepts a job once its data, grader and model have been checked. Accepted, it is on
+        disk."""
+        document = mapping.job_document(request)
+        job = asked = parse_job(document, "the job asked for")
+        if not job.trains:
+            raise BadRequest("'hone.steps' is 0, which trains nothing; expected steps from 1 on")
+        key = request_key.get()
+        if known := await accepted(self._store, asked, key):
+            return await self.shown(known)
+        await self._runs.check()
+        looked = await check_job(job, self._settings, self._checks)
+        if "steps" not in request.hone:
+            if looked.num_train is None:
+                raise BadRequest(
+                    "'hone.steps' is missing; expected a number of steps, because how many rows "
+                    "there are in a stream is not known"
+                )
+            count = mapping.steps(request, looked.num_train, job.sampling.prompts_per_step)
+            job = parse_job(document | {"steps": count}, "the job asked for")
+        submission = Submission(
+            job, self._settings.runs_dir, key, looked.versions, asked, looked.warnings
+        )
+        return await self.shown(await accept(self._store, submission))
+
+    async def record(self, job_id: str) -> JobRecord:
+        """Raises NotFound for a job that was not submitted in OpenAI's shape."""
+        record = await self._store.get(job_id)
+        if not record.job.request:
+            raise NotFound(f"job {job_id!r} was not submitted here; GET /v1/jobs/{job_id} shows it")
+        return record
+
+    async def changed(
+        self, job_id: str, change: Callable[[str], Awaitable[object]]
+    ) -> FineTuningJob:
+        """Returns the job after the change. Raises NotFound as `record` does."""
+        await self.record(job_id)
+        await change(job_id)
+        return await self.shown(await self.record(job_id))
+
+    async def listed(
+        self, after: str | None, limit: int, wanted: Wanted
+    ) -> tuple[list[FineTuningJob], bool]:
+        """Returns up to `limit` readable jobs, and whether there are more. If there are more, the
+        page is full, because clients take an empty page for the end."""
+        found: list[FineTuningJob] = []
+        while True:
+            page = await self._store.list(after, limit - len(found), wanted)
+            for summary in page.jobs:
+                with contextlib.suppress(NotFound, Unreadable):  # NotFound: deleted since
+                    found.append(await self.shown(await self.record(summary.id)))
+            after = page.next_after
+            if after is None or len(found) == limit:
+                return found, after is not None
+
+    async def shown(self, record: JobRecord) -> FineTuningJob:
+        tokens = await asyncio.to_thread(_trained_tokens, record)
+        return mapping.fine_tuning_job(record, time.time(), tokens)
+
+
+def _step_of(id: str, job_id: str, ever: Sequence[Checkpoint]) -> int:
+    """Returns the step of the checkpoint with that id, among all that the job ever had. Raises
+    BadRequest for an unknown id."""
+    for checkpoint in ever:
+        if mapping.checkpoint_id(job_id, checkpoint) == id:
+            return checkpoint.step
+    raise BadRequest(f"after is {id!r:.80}; expected the id of a checkpoint of job {job_id!r}")
+
+
+def _written_at(path: str) -> float:
+    """Returns Unix seconds; 0 if the path is gone by now."""
+    try:
+        return Path(path).stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _trained_tokens(record: JobRecord) -> int | None:
+    """Returns how many tokens the steps so far have trained on; None while the job runs."""
+    if record.finished_at is None:
+        return None
+    if record.summary and "trained_tokens" in record.summary:
+        return record.summary["trained_tokens"]
+    rows = RunFolder(Path(record.run_dir)).metrics()
+    return int(sum(row.metrics.get("num_tokens", 0.0) for row in rows))

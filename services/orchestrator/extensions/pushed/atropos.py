@@ -1,0 +1,365 @@
+"""Atropos' trajectory API of a job with `[environment] kind = "pushed"`, below
+`/v1/jobs/{job_id}/atropos`: an environment takes this URL as its `rollout_server_url`. Hone is the
+trainer, so `/register` and `/batch` are refused.
+
+An environment gives up a group that is refused, so one without room waits here. A lost connection
+is tried again by the environment, and the same group is stored once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from services.orchestrator.extensions.pushed.groups import Pushing
+from services.orchestrator.store.folder import RunFolder
+from shared.errors import BadRequest, Busy, Conflict, TooLarge, Unavailable
+from shared.http import codec, rendering
+from shared.http.service import Service
+from shared.settings import Settings
+from shared.wire import (
+    TERMINAL,
+    AtroposInfo,
+    AtroposStatus,
+    AtroposWandb,
+    DataReceived,
+    EnvId,
+    EnvRegistered,
+    EnvStatus,
+    JobRecord,
+    Logprobs,
+    Mask,
+    Message,
+    NoBody,
+    PushedGroup,
+    PushedRollout,
+    RegisterEnv,
+    ScoredData,
+    ScoredDataList,
+    TokenIds,
+)
+
+PREFIX = "/v1/jobs/{job_id}/atropos"
+
+WAITS = "wait for trainer to start"
+"""Atropos' word for: ask again in a second."""
+
+HOLD_S = 240.0
+"""Seconds that a group without room waits. An environment's client waits for 300."""
+
+LOOK_S = 0.5
+
+MAX_ENVIRONMENTS = 256
+"""Environments of a job at a time."""
+
+FULL_S = 10
+"""Seconds after which an environment that was not registered is to ask again."""
+
+MAX_JOBS = 64
+"""Jobs whose environments are remembered by when they were heard of."""
+
+NOT_SAMPLED = -100
+
+UNSUPPORTED = ("images", "distill_token_ids", "distill_logprobs")
+
+T = TypeVar("T")
+
+Converted = tuple[int | None, PushedGroup]
+"""A group, and the number of the environment that sent it."""
+
+
+def add_routes(service: Service, settings: Settings, pushing: Pushing) -> None:
+    api = Atropos(pushing)
+    limit_bytes = settings.max_body_mib << 20
+
+    async def register_env(job_id: str, request: Request) -> Response:
+        """Registers an environment; its number is on disk."""
+        asked = codec.decode(RegisterEnv, await _body(request, limit_bytes))
+        return await rendering.render(await api.register(job_id, asked), request)
+
+    async def scored_data(job_id: str, request: Request) -> Response:
+        """Stores a group before it answers. Waits while the job has no room for it."""
+        sent = await _sent(request, ScoredData, limit_bytes)
+        return await rendering.render(await api.push(job_id, sent), request)
+
+    async def scored_data_list(job_id: str, request: Request) -> Response:
+        """Stores groups, each as `/scored_data` does."""
+        sent = await _sent(request, ScoredDataList, limit_bytes)
+        return await rendering.render(await api.push(job_id, sent), request)
+
+    async def status_env(job_id: str, request: Request) -> Response:
+        """How far the job is, for the environment that the body names."""
+        asked = codec.decode(EnvId, await _body(request, limit_bytes))
+        return await rendering.render(await api.status_of(job_id, asked.env_id), request)
+
+    async def refused(job_id: str, request: Request) -> Response:
+        """Hone is the trainer of the job: refused."""
+        await pushing.record(job_id)
+        raise Conflict(
+            f"{request.method} {request.url.path} is a trainer's, and job {job_id!r} has Hone's; "
+            "expected an environment's routes"
+        )
+
+    for method, path, handler, body, answer in (
+        ("POST", "/register-env", register_env, RegisterEnv, EnvRegistered),
+        ("POST", "/scored_data", scored_data, ScoredData, DataReceived),
+        ("POST", "/scored_data_list", scored_data_list, ScoredDataList, DataReceived),
+        ("GET", "/status-env", status_env, EnvId, EnvStatus),
+        ("POST", "/register", refused, NoBody, NoBody),
+        ("GET", "/batch", refused, None, NoBody),
+    ):
+        if body and method == "POST":
+            service.body(body, method, PREFIX + path)
+        service.app.add_api_route(
+            PREFIX + path, handler, methods=[method], responses=rendering.answers(answer)
+        )
+
+    _add_reads(service, api, pushing)
+
+
+def _add_reads(service: Service, api: Atropos, pushing: Pushing) -> None:
+    @service.app.get(PREFIX + "/status")
+    async def status(job_id: str) -> AtroposStatus:
+        """How far the job is."""
+        return await api.status(job_id)
+
+    @service.app.get(PREFIX + "/info")
+    async def info(job_id: str) -> AtroposInfo:
+        """How many completions a step has, and how long they may be."""
+        return await api.info(job_id)
+
+    @service.app.get(PREFIX + "/wandb_info")
+    async def wandb_info(job_id: str) -> AtroposWandb:
+        """The project of Weights & Biases, if the job has one."""
+        job = (await pushing.record(job_id)).job
+        return AtroposWandb(group=job.name, project=job.wandb.project if job.wandb else None)
+
+
+class Atropos:
+    """`_heard` says of each job's environments when they asked last (time.monotonic). One that is
+    silent for `environment.episode_s` has no share, until it asks again."""
+
+    def __init__(self, pushing: Pushing) -> None:
+        self._pushing = pushing
+        self._heard: dict[str, dict[int, float]] = {}
+        self._registering = asyncio.Lock()
+
+    async def register(self, job_id: str, asked: RegisterEnv) -> EnvRegistered:
+        """Returns the environment's number. An environment of a job that does not run yet is to
+        ask again. Raises Busy if the job has as many as it may."""
+        record = await self._pushing.record(job_id)
+        if record.status in TERMINAL:
+            raise Conflict(f"job {record.id!r} is {record.status}; expected one that runs")
+        if asked.min_batch_allocation is not None:
+            raise BadRequest(
+                f"'min_batch_allocation': got {asked.min_batch_allocation:g}, expected none: a "
+                "step takes groups in the order in which they came"
+            )
+        if record.status != "running":
+            return EnvRegistered(status=WAITS)
+        async with self._registering:
+            self._check_number(record, await self._pushing.registered(record))
+            number, name = await self._pushing.register(record, asked.model_dump())
+            self._of_job(record.id)[number] = time.monotonic()
+        return EnvRegistered(
+            status="success",
+            env_id=number,
+            wandb_name=name,
+            checkpoint_dir=str(RunFolder(Path(record.run_dir)).checkpoints),
+            starting_step=record.step,
+            checkpoint_interval=record.job.checkpoints.every or -1,
+            num_steps=record.job.steps,
+        )
+
+    async def push(self, job_id: str, sent: Sequence[Converted]) -> DataReceived:
+        """Returns once all groups are on disk."""
+        end = time.monotonic() + HOLD_S
+        heard = self._heard.get(job_id, {})
+        for number in heard.keys() & {env_id for env_id, _ in sent}:
+            heard[number] = time.monotonic()
+        for _, group in sent:
+            await self._push(job_id, group, end)
+        return DataReceived(groups_processed=len(sent))
+
+    async def _push(self, job_id: str, group: PushedGroup, end: float) -> None:
+        checked = await self._pushing.checked(job_id, group)
+        while True:
+            try:
+                await self._pushing.store(job_id, checked)
+                return
+            except Busy as error:
+                if time.monotonic() >= end:
+                    raise Unavailable(error.detail) from error
+            await asyncio.sleep(LOOK_S)
+
+    async def status(self, job_id: str) -> AtroposStatus:
+        """Returns how far the job is. Of a job that has ended, one step beyond its last: by this an
+        environment ends."""
+        record = await self._pushing.record(job_id)
+        counts = await self._pushing.counts(job_id)
+        step = record.job.steps + 1 if record.status in TERMINAL else record.step
+        return AtroposStatus(current_step=step, queue_size=counts.waiting)
+
+    async def status_of(self, job_id: str, env_id: int) -> EnvStatus:
+        """Returns the same for an environment, with its share of the samplers by weight."""
+        record, status = await self._pushing.record(job_id), await self.status(job_id)
+        found = await self._pushing.registered(record)
+        if not 0 <= env_id < len(found):
+            raise BadRequest(
+                f"'env_id': got {env_id}; expected one of the {len(found)} that /register-env gave"
+            )
+        self._of_job(record.id)[env_id] = time.monotonic()
+        shares = [each["max_token_length"] * each["weight"] for each in found]
+        total = sum(shares[number] for number in self._active(record, len(found)))
+        return EnvStatus(
+            **status.model_dump(),
+            env_weight=max(shares[env_id] / (total or 1.0), 0.01),
+            self_queue_size=status.queue_size,
+            max_group_size=found[env_id]["group_size"],
+        )
+
+    def _check_number(self, record: JobRecord, found: Sequence[Any]) -> None:
+        num = len(self._active(record, len(found)))
+        if num >= MAX_ENVIRONMENTS:
+            raise Busy(
+                f"job {record.id!r} has {num} environments, expected fewer than "
+                f"{MAX_ENVIRONMENTS} for another one; one that asks nothing for "
+                f"{_idle_s(record):g} s (environment.episode_s) does not count",
+                retry_after_s=FULL_S,
+            )
+
+    def _active(self, record: JobRecord, num: int) -> list[int]:
+        """Returns which of `num` environments are not silent. One that this process has not heard
+        of yet counts as heard now."""
+        heard, now = self._of_job(record.id), time.monotonic()
+        return [
+            number for number in range(num) if now - heard.setdefault(number, now) < _idle_s(record)
+        ]
+
+    def _of_job(self, job_id: str) -> dict[int, float]:
+        heard = self._heard[job_id] = self._heard.pop(job_id, None) or {}
+        while len(self._heard) > MAX_JOBS:
+            del self._heard[next(iter(self._heard))]
+        return heard
+
+    async def info(self, job_id: str) -> AtroposInfo:
+        record: JobRecord = await self._pushing.record(job_id)
+        sampling = record.job.sampling
+        window = await self._pushing.window(record)
+        return AtroposInfo(
+            batch_size=sampling.prompts_per_step * sampling.group_size,
+            max_token_len=-1 if window is None else window,
+        )
+
+
+def _idle_s(record: JobRecord) -> float:
+    assert record.job.environment is not None, "a job of kind pushed has one"
+    return record.job.environment.episode_s
+
+
+def pushed_group(data: ScoredData) -> PushedGroup:
+    """Returns the group in Hone's form. Its prompt is what all sequences begin with before the
+    first token that the policy sampled; the rest of each sequence is a rollout."""
+    _check(data)
+    num_prompt = _num_prompt(data)
+    return PushedGroup(
+        prompt=tuple(_asked(data)) or None,
+        prompt_token_ids=TokenIds(data.tokens[0][:num_prompt]),
+        rollouts=tuple(_rollout(data, at, num_prompt) for at in range(len(data.tokens))),
+    )
+
+
+def _rollout(data: ScoredData, at: int, num_prompt: int) -> PushedRollout:
+    tokens = data.tokens[at][num_prompt:]
+    advantages = _column(data.advantages, at, num_prompt)
+    if data.overrides and (data.overrides[at] or {}).get("set_advantage_to_zero"):
+        advantages = Logprobs([0.0] * len(tokens))
+    messages = data.messages[at][len(_asked(data)) :] if data.messages else ()
+    return PushedRollout(
+        token_ids=TokenIds(tokens),
+        sampled=Mask([int(id != NOT_SAMPLED) for id in data.masks[at][num_prompt:]]),
+        logprobs=_column(data.inference_logprobs, at, num_prompt),
+        reward=data.scores[at],
+        advantages=advantages,
+        messages=tuple(messages),
+    )
+
+
+def _asked(data: ScoredData) -> list[Message]:
+    """Returns the messages of the prompt: what all conversations have before their last message."""
+    return _common([messages[:-1] for messages in data.messages or ((),)])
+
+
+def _column(columns: tuple[Logprobs, ...] | None, at: int, num_prompt: int) -> Logprobs:
+    return Logprobs(columns[at][num_prompt:]) if columns else Logprobs()
+
+
+def _num_prompt(data: ScoredData) -> int:
+    first = min(
+        next((at for at, id in enumerate(mask) if id != NOT_SAMPLED), len(mask))
+        for mask in data.masks
+    )
+    return len(_common([tokens[:first] for tokens in data.tokens]))
+
+
+def _common(sequences: Sequence[Sequence[T]]) -> list[T]:
+    """Returns what all sequences begin with."""
+    columns = zip(*sequences, strict=False)
+    return [each[0] for each in itertools.takewhile(lambda c: all(x == c[0] for x in c), columns)]
+
+
+def _check(data: ScoredData) -> None:
+    """Raises BadRequest for columns of other lengths, and for fields that Hone does not train."""
+    for name in UNSUPPORTED:
+        if getattr(data, name) is not None:
+            raise BadRequest(f"{name!r} is set; expected none: Hone does not train on it")
+    size = len(data.tokens)
+    for name in ("masks", "scores", "advantages", "inference_logprobs", "messages", "overrides"):
+        column: Sequence[Any] | None = getattr(data, name)
+        if column is not None and len(column) != size:
+            raise BadRequest(f"{name!r}: got {len(column)}; expected {size}, as many as tokens")
+    for name in ("masks", "advantages", "inference_logprobs"):
+        for at, each in enumerate(getattr(data, name) or ()):
+            if len(each) != len(data.tokens[at]):
+                raise BadRequest(
+                    f"{name!r} of sequence {at}: got {len(each)}; expected "
+                    f"{len(data.tokens[at])}, one for each token"
+                )
+
+
+async def _sent(
+    request: Request, kind: type[ScoredData | ScoredDataList], limit_bytes: int
+) -> list[Converted]:
+    """Returns the groups of a body in Hone's form."""
+    data = await _body(request, limit_bytes)
+
+    def read() -> list[Converted]:
+        sent = codec.decode(kind, data)
+        groups = sent.root if isinstance(sent, ScoredDataList) else (sent,)
+        return [(each.env_id, pushed_group(each)) for each in groups]
+
+    return await rendering.reading(len(data), read)
+
+
+async def _body(request: Request, limit_bytes: int) -> bytes:
+    """Returns the body, which an environment may compress by gzip."""
+    data = await request.body()
+    if request.headers.get("content-encoding", "identity") != "gzip":
+        rendering.media_type(request, data)
+        return data
+    unzip = zlib.decompressobj(wbits=31)
+    try:
+        found = await asyncio.to_thread(unzip.decompress, data, limit_bytes)
+    except zlib.error as error:
+        raise BadRequest(f"the body is no gzip: {error}") from error
+    if unzip.unconsumed_tail:
+        raise TooLarge(f"the body has more than {limit_bytes} bytes; HONE_MAX_BODY_MIB allows them")
+    return found

@@ -1,0 +1,334 @@
+"""The run of a program's model: its operations one after the other.
+
+The trainer numbers what changes its gradient or weights (`forward_backward`, `optim_step`), and
+resumes from its newest checkpoint. So after its death the operations since then are done again,
+under the same numbers: on a CPU the weights are the same to the bit. What has an outcome already
+keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.orchestrator.errors import PUT_AWAY, MustPause, PutAway
+from services.orchestrator.extensions.tinker.log import OperationLog
+from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.extensions.tinker.saved import Saved
+from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.syncing import sync_weights
+from services.orchestrator.seams import Program
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.journal import SUPERVISED, Journal
+from services.orchestrator.tasks import to_disk
+from shared.errors import BadRequest, Conflict, Failed
+from shared.job import Job
+from shared.wire import (
+    AdapterWeights,
+    LogStart,
+    MetricsRow,
+    OperationOutcome,
+    ProgramOperation,
+    SavedWeights,
+)
+
+POLL_S = 0.05
+"""Seconds between two looks for the next operation."""
+
+LOOK_S = 1.0
+"""Seconds between two looks at which numbers have come."""
+
+FORGET_S = 600.0
+"""Seconds between two removals of old samples."""
+
+GAP_S = 30.0
+"""Seconds after which a number that did not come is passed over: its request was refused or lost,
+and later ones have come."""
+
+TOO_LATE = (
+    f"it came more than {GAP_S:g} s after later operations, and was passed over; expected a new "
+    "number"
+)
+
+CHECKPOINT_EVERY_S = 120.0
+"""Seconds after which an optimizer step is followed by a checkpoint: what is done again at most."""
+
+IDLE_S = 10.0
+"""Seconds without an operation after which a model makes room for a job that waits."""
+
+REFUSED = frozenset({"not_finite", "out_of_memory"})
+"""Codes of errors that an operation has to itself: the model continues as it was."""
+
+NOT_NAMED = {"tensors": {}, "canary": None}
+"""What a request for samples need not carry of an adapter: the digest is of all tensors."""
+
+
+async def drive(orders: SampleOrders, program: Program) -> int:
+    """Carries out the program's operations until it unloads the model. Returns the number of the
+    trainer's last one."""
+    with orders.running(program.services.job_id, program.services):
+        return await Driving(**vars(program), samples=orders).run()
+
+
+@dataclass
+class Driving:
+    """The run of one attempt, with the fields of `Program`; `samples` carries out orders of
+    samples."""
+
+    job: Job
+    services: Services
+    folder: RunFolder
+    journal: Journal
+    tell: Callable[[int], None]
+    num_queued: Callable[[], int]
+    last: int
+    samples: SampleOrders
+    _num_done: int = 0  # how many operations of the log the trainer counts
+    _serves: int = 0  # the version that samplers serve
+    _passed_below: int = 0  # numbers below that have not come were waited for
+    _samples_due_at: float = 0.0
+    _forget_due_at: float = 0.0
+    _newest_due_at: float = 0.0  # when the numbers that have come are looked at next
+    _num_calls: int = 0  # calls of this attempt since the last optimizer step
+    _loss: float = 0.0  # of the calls since the last optimizer step
+    _checkpoint_at: float = field(default_factory=time.monotonic)
+    _at_checkpoint: LogStart | None = None  # what the newest checkpoint of this attempt has
+
+    def __post_init__(self) -> None:
+        self._log = OperationLog(self.folder.path)
+        self._saved = Saved(self.folder.path)
+        self._serves = self.last
+
+    async def run(self) -> int:
+        """Does the operations until the model is unloaded. Returns the trainer's last one. A model
+        that begins with another job's checkpoint is checkpointed before its first operation."""
+        if self.job.training.start_from and not self.last:
+            await self.services.checkpoint(0)
+        start = await asyncio.to_thread(self._log.start)
+        if self.last < start.done:
+            raise MustPause(
+                f"the trainer continued from operation {self.last}, and the log begins after "
+                f"operation {start.done}: the checkpoints since then are damaged or gone"
+            )
+        self._num_done, number = start.done, start.number - 1
+        while True:
+            number += 1
+            operation = await self._next(number)
+            if operation is None:
+                await to_disk(self._log.finish, number, OperationOutcome(error=TOO_LATE))
+                continue
+            outcome = await to_disk(self._log.outcome, number)
+            if outcome is None or self._is_lost(operation, outcome):
+                outcome = await self._perform(number, operation, outcome)
+            elif operation.is_numbered and outcome.error is None:
+                self._num_done += 1
+            if operation.kind == "unload":
+                return self._num_done
+
+    async def _perform(
+        self, number: int, operation: ProgramOperation, known: OperationOutcome | None
+    ) -> OperationOutcome:
+        """Does the operation, and returns its outcome; one that is `known` stays."""
+        outcome = await self._attempt(operation)
+        if operation.kind in ("checkpoint", "export") and outcome.error is None:
+            await self._checkpointed(number)
+        elif operation.kind == "optim_step" and self._checkpoint_is_due():
+            await self.services.checkpoint(self.last, await self._kept_steps())
+            await self._checkpointed(number)
+        if known is None and outcome.error is None:
+            outcome = await self._list_saved(number, operation, outcome)
+        if operation.kind == "forward_backward" and outcome.error is None:
+            self._num_calls += 1
+        if operation.kind == "optim_step":
+            self._num_calls = 0
+        if known is None:
+            await to_disk(self._log.finish, number, outcome)
+            return outcome
+        if outcome.error is not None and known.error is None:
+            raise Failed(f"operation {number} was done, and fails now: {outcome.error}")
+        return known
+
+    async def _list_saved(
+        self, number: int, operation: ProgramOperation, outcome: OperationOutcome
+    ) -> OperationOutcome:
+        """Lists what the operation saved, if it saved something."""
+        if operation.saves is None:
+            return outcome
+        ref = None
+        if operation.kind == "snapshot" and isinstance(self.services.published, AdapterWeights):
+            ref = (await self.services.publish_weights(self.last, "lora", number)).root
+            assert isinstance(ref, AdapterWeights)
+            outcome = outcome.model_copy(update={"adapter": ref.model_copy(update=NOT_NAMED)})
+        now = time.time()
+        saved = SavedWeights(
+            number=number,
+            kind=operation.saves,
+            name=operation.name,
+            step=outcome.step,
+            made_at=now,
+            expires_at=None if operation.ttl_s is None else now + operation.ttl_s,
+            size_bytes=ref.size_bytes if ref else outcome.size_bytes,
+            path=outcome.path,
+            adapter=outcome.adapter,
+        )
+        await to_disk(self._saved.add, saved)
+        return outcome
+
+    def _checkpoint_is_due(self) -> bool:
+        return time.monotonic() - self._checkpoint_at > CHECKPOINT_EVERY_S
+
+    async def _checkpointed(self, number: int) -> None:
+        """Makes the log begin where the checkpoint before this one was: that one is left, should
+        this one be damaged."""
+        self._checkpoint_at = time.monotonic()
+        before = self._at_checkpoint
+        if before is not None and before.done < self._num_done:  # else it is the same folder
+            await to_disk(self._log.advance, before)
+        self._at_checkpoint = LogStart(number=number + 1, done=self._num_done)
+
+    async def _kept_steps(self) -> tuple[int, ...]:
+        return await asyncio.to_thread(self._saved.steps)
+
+    def _is_lost(self, operation: ProgramOperation, outcome: OperationOutcome) -> bool:
+        """Whether the present trainer or samplers lack the operation's effect. A refused optimizer
+        step has dropped the gradient, and drops it again."""
+        if outcome.error is not None:
+            return operation.kind == "optim_step" and self._num_calls > 0
+        if operation.is_numbered:
+            return self._num_done + 1 > self.last
+        is_now = operation.kind == "snapshot" and outcome.step == self.last == self._num_done
+        return is_now and self._serves != self.last
+
+    async def _next(self, number: int) -> ProgramOperation | None:
+        """Returns the operation once it has come; None if later ones came and it did not."""
+        gap_since: float | None = None
+        since = time.monotonic()
+        with self.services.waits.on("the program", f"operation {number}"):
+            while True:
+                operation = await asyncio.to_thread(self._log.operation, number)
+                if operation is not None:
+                    return operation
+                if number < self._passed_below or await self._was_passed_over(number):
+                    return None
+                await self._look_at_samples()
+                if gap_since or await asyncio.to_thread(self._later_ones_came, number):
+                    gap_since = gap_since or time.monotonic()
+                    if time.monotonic() - gap_since > GAP_S:
+                        self._passed_below = await asyncio.to_thread(self._log.newest)
+                        await self.journal.warn(
+                            f"operation {number} did not come, and later ones did; it is passed "
+                            "over"
+                        )
+                        return None
+                elif self.samples.has_under_way(self.services):
+                    since = time.monotonic()
+                elif time.monotonic() - since > IDLE_S:
+                    await self._make_room()
+                    since = time.monotonic()
+                await asyncio.sleep(POLL_S)
+
+    async def _was_passed_over(self, number: int) -> bool:
+        return await asyncio.to_thread(self._log.outcome, number) is not None
+
+    async def _look_at_samples(self) -> None:
+        """Begins what other processes accepted, or this one before it died, and forgets what is
+        old."""
+        if time.monotonic() < self._samples_due_at:
+            return
+        self._samples_due_at = time.monotonic() + LOOK_S
+        for id in await asyncio.to_thread(self._log.undelivered):
+            self.samples.carry_out(self.folder.path.name, id, self._log)
+        if time.monotonic() > self._forget_due_at:
+            self._forget_due_at = time.monotonic() + FORGET_S
+            await to_disk(self._log.forget_samples)
+
+    def _later_ones_came(self, number: int) -> bool:
+        """Whether later operations than this one have come."""
+        if time.monotonic() < self._newest_due_at:
+            return False
+        self._newest_due_at = time.monotonic() + LOOK_S
+        return self._log.newest() > number
+
+    async def _make_room(self) -> None:
+        """Raises PutAway if another job waits for the trainer."""
+        if not self.num_queued():
+            return
+        try:
+            if self.last:
+                await self.services.checkpoint(self.last, await self._kept_steps())
+        except Conflict as error:  # a gradient waits: its calls are done again later
+            await self.journal.log(error.detail)
+        raise PutAway(
+            f"{PUT_AWAY}: its program sent nothing for {IDLE_S:g} s, and another job waits; the "
+            "next operation brings it back"
+        )
+
+    async def _attempt(self, operation: ProgramOperation) -> OperationOutcome:
+        """Returns what the operation did, or its own error. Raises errors that are not its own."""
+        try:
+            return await self._dispatch(operation)
+        except (BadRequest, Failed, Conflict) as error:
+            if isinstance(error, Failed) and error.code not in REFUSED:
+                raise
+            if isinstance(error, Conflict) and operation.kind not in ("checkpoint", "export"):
+                raise
+            return OperationOutcome(step=self.last, error=error.detail)
+
+    async def _dispatch(self, operation: ProgramOperation) -> OperationOutcome:
+        services = self.services
+        if operation.kind == "refused":
+            raise BadRequest("the request of this operation could not be read")
+        if operation.kind == "forward":
+            found = await services.forward(self.last, operation.examples)
+            weights = [one for e in operation.examples for one in e.advantages]
+            loss = -math.fsum(map(float.__mul__, weights, found.logprobs))
+            return OperationOutcome(step=self.last, logprobs=found.logprobs, loss=loss)
+        if operation.kind == "forward_backward":
+            assert operation.loss is not None
+            step = self._num_done + 1
+            done = await services.forward_backward(step, operation.examples, operation.loss)
+            self._num_done = self.last = step
+            self._loss += done.loss
+            return OperationOutcome(step=step, loss=done.loss, logprobs=done.logprobs)
+        if operation.kind == "optim_step":
+            return await self._optim_step(operation)
+        if operation.kind in ("checkpoint", "export"):
+            keep = {*await self._kept_steps(), self.last}
+            checkpoint = await services.checkpoint(self.last, tuple(sorted(keep)))
+            await self.journal.checkpoint(checkpoint)
+            return OperationOutcome(
+                step=self.last, path=checkpoint.path, size_bytes=checkpoint.size_bytes
+            )
+        if operation.kind == "snapshot":
+            await sync_weights(services, self.folder, self.job, self.last, self.journal)
+            self._serves = self.last
+        return OperationOutcome(step=self.last)
+
+    async def _optim_step(self, operation: ProgramOperation) -> OperationOutcome:
+        assert operation.optimization is not None
+        step = self._num_done + 1
+        is_again = step <= self.last
+        done = await self.services.optim_step(step, operation.optimization)
+        self._num_done = self.last = step
+        loss, self._loss = self._loss, 0.0
+        if not is_again:
+            await self._record(step, operation.optimization.learning_rate, done.grad_norm, loss)
+        self.tell(step)
+        return OperationOutcome(step=step, grad_norm=done.grad_norm)
+
+    async def _record(self, step: int, learning_rate: float, grad_norm: float, loss: float) -> None:
+        """Writes the step's row of metrics, unless an earlier attempt did."""
+        if await asyncio.to_thread(self.folder.metrics, step - 1):
+            return
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            SUPERVISED: 1.0,
+        }
+        row = MetricsRow(step=step, metrics=metrics)
+        await to_disk(self.folder.append_metrics, row)
+        await self.journal.operation(row)

@@ -1,0 +1,269 @@
+"""The names of a step's metrics, and how they are computed. Names are TRL's if TRL has the metric;
+docs/observability.md lists the other names.
+
+| metric                         | meaning                                                     |
+|--------------------------------|-------------------------------------------------------------|
+| reward, reward_std             | mean and standard deviation over all rollouts               |
+| group_reward_std               | mean of the groups' standard deviations                     |
+| rewards/<name>/mean, .../std   | of one reward, where it applies                             |
+| frac_reward_zero_std           | share of groups without signal: they teach nothing          |
+| dropped_groups                 | groups without signal that others took the place of         |
+| resampled_groups               | groups sampled again: their weights' version was not asked  |
+| missing_rewards                | share of graded rollouts without a reward                   |
+| errored_rollouts               | share of rollouts that went wrong; never graded             |
+| timed_out_rollouts             | share that was not done by HONE_GENERATE_DEADLINE_S         |
+| overlong_prompts               | share of groups whose prompt was cut, or refused, as long   |
+| mixed_rollouts                 | share sampled by weights of more than one version           |
+| completions/mean_length        | tokens that were sampled; also min_length, max_length       |
+| completions/                   | the same for completions that ended by themselves; also     |
+|   mean_terminated_length       | min_terminated_length, max_terminated_length                |
+| completions/clipped_ratio      | share cut off by max_tokens                                 |
+| conversations/mean_turns       | with [environment]: answers; also mean_tool_calls,          |
+|                                | mean_tool_errors, mean_environment_s (seconds of its tools) |
+| conversations/forks            | rows beyond the first, where a history was written anew     |
+| agent/mean_guesses             | of agents of kind "worker": their own metric, here guesses  |
+| environment_failures           | share of rollouts without a reward, as the environment died |
+| teacher/kl                     | with [teacher]: mean over sampled tokens of the log-ratio   |
+|                                | to it, an estimate of the reverse KL divergence, in nats    |
+| teacher/clipped                | share of these tokens whose log-ratio is beyond the bound   |
+| teacher/missing                | share of graded rollouts that it gave no log-probs          |
+| staleness                      | steps between the oldest weights that sampled and those     |
+|                                | trained; of each token: the trainer's staleness/mean, ...   |
+| num_examples, num_tokens       | what the step trained on (TRL's num_tokens is of all steps) |
+| skipped_problems               | problems that the step does not take, with [difficulty]     |
+| total/tokens, total/hours      | sampled to train on, and taken, since the job began         |
+| total/passes                   | prompts taken so far per problem of the data, without those |
+|                                | that replaced others; not of a stream                       |
+| total/cost                     | each attempt's hours by the price of one, where known       |
+| supervised                     | 1 if the step learned the data's answers; loss is then the  |
+|                                | mean negative log-likelihood of their tokens, in nats       |
+| replayed                       | 1 if its batch was on disk: trained again, not sampled      |
+| eval/..., eval/<set>/...       | of held-out problems: reward, pass@k, completions/...;      |
+|                                | reward_low and reward_high bound the reward, with 95 %      |
+|                                | confidence                                                  |
+| skipped_steps                  | 1 if the update was refused: loss or gradient not finite    |
+| canary_change                  | how far a step moved the log-probs of a fixed sequence, in  |
+|                                | nats: their mean absolute difference; in steps that sync    |
+| loss, grad_norm, learning_rate | of the update; the trainer's own metrics stand beside them  |
+| time/<stage>                   | seconds; time/step is all of it                             |
+| time/wait_for_batch            | with nothing to train on: the samplers are the bottleneck   |
+| time/wait_for_trainer          | from the end of one batch's sampling to the beginning of    |
+|                                | this one's: it had to wait for weights new enough           |
+| time/record                    | writing the row of the step before                          |
+| utilization/<service>          | share of time/step in which the job had asked it something  |
+
+Rewards include dropped groups. Lengths are of the rollouts that did not end in an error. A step
+follows the one before without a gap, so their time/step add up to the whole: waiting for the batch,
+store, train, sync, checkpoint, eval and record. time/generate, time/reward and time/keep (until all
+groups were sampled, then graded, then on disk) are of this step's batch: without staleness all of
+the waiting for it, else in part under earlier steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from services.orchestrator.grpo.advantages import has_signal
+from services.orchestrator.grpo.distilling import teacher_metrics
+from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED, is_graded, missing_share
+from services.orchestrator.grpo.pipeline import Step
+from services.orchestrator.store.journal import SUPERVISED
+from shared.job import Job
+from shared.wire import Rollout, RolloutGroup, Score
+
+REPLAYED = "replayed"
+"""The metric, 1, of a step whose batch was on disk, so an earlier attempt had sampled it."""
+
+WRITTEN = "time/checkpoint"
+"""The metric of a step whose checkpoint was written."""
+
+TOKENS, HOURS, COST = "total/tokens", "total/hours", "total/cost"
+
+PASSES = "total/passes"
+
+CANARY_CHANGE = "canary_change"
+
+
+def step_metrics(step: Step, job: Job, num_skipped: int | None = None) -> dict[str, float]:
+    """Returns the metrics of a step whose weights serve. `num_skipped` problems are skipped, with
+    `[difficulty]`."""
+    result, plays = step.result, job.environment is not None and not job.is_pushed
+    given = job.is_supervised(step.batch.step)
+    return {
+        **(
+            _given_metrics(step.batch.groups)
+            if given
+            else reward_metrics((*step.batch.scores, *step.batch.dropped), job, step.batch.groups)
+        ),
+        "dropped_groups": len(step.batch.dropped),
+        "resampled_groups": step.num_resampled,
+        **_rollout_metrics(step.batch.groups),
+        **_completion_metrics(step),
+        **(_conversation_metrics(step.batch.groups) if plays else {}),
+        **(
+            teacher_metrics(step.batch, job.teacher.max_log_ratio)
+            if job.teacher and not given
+            else {}
+        ),
+        **({} if step.staleness is None else {"staleness": step.staleness}),
+        **({} if step.moved is None else {CANARY_CHANGE: step.moved}),
+        "skipped_steps": int(result.skipped),
+        "num_examples": result.num_examples,
+        "num_tokens": result.num_tokens,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
+        **result.metrics,
+        **{f"time/{stage}": seconds for stage, seconds in step.seconds.items()},
+        **({REPLAYED: 1.0} if step.replayed else {}),
+        **({"skipped_problems": num_skipped} if num_skipped is not None else {}),
+    }
+
+
+def passes(step: int, job: Job, num_train: int | None) -> dict[str, float]:
+    """Returns how often the job has gone through its `num_train` problems at the end of the step;
+    empty for a stream, and for groups that were sampled elsewhere."""
+    return {PASSES: step * job.sampling.prompts_per_step / num_train} if num_train else {}
+
+
+def reward_metrics(
+    scores_PG: Sequence[Sequence[Score]], job: Job, groups: Sequence[RolloutGroup] = ()
+) -> dict[str, float]:
+    """Returns reward statistics over `[P][G]` scores; a mean over nothing is left out. `groups` are
+    the first ones' rollouts: of others it is not known what their turns earned."""
+    scores = [score for scores_G in scores_PG for score in scores_G]
+    present_PG = [
+        [score.value for score in scores_G if score.value is not None] for scores_G in scores_PG
+    ]
+    values = [value for values_G in present_PG for value in values_G]
+    spreads = [statistics.stdev(values_G) for values_G in present_PG if len(values_G) > 1]
+    num_flat = sum(
+        not has_signal(scores_G, job, group)
+        for scores_G, group in itertools.zip_longest(scores_PG, groups)
+    )
+    metrics = {
+        "missing_rewards": missing_share(scores_PG),
+        "errored_rollouts": statistics.fmean(not is_graded(score) for score in scores),
+        "frac_reward_zero_std": num_flat / len(scores_PG),
+    }
+    if values:
+        metrics["reward"] = statistics.fmean(values)
+    if len(values) > 1:
+        metrics["reward_std"] = statistics.stdev(values)
+    if spreads:
+        metrics["group_reward_std"] = statistics.fmean(spreads)
+    for name in sorted({name for score in scores for name in score.parts}):
+        parts = [score.parts[name].value for score in scores if name in score.parts]
+        applicable = [value for value in parts if value is not None]
+        if applicable:
+            metrics[f"rewards/{name}/mean"] = statistics.fmean(applicable)
+        if len(applicable) > 1:
+            metrics[f"rewards/{name}/std"] = statistics.stdev(applicable)
+    return metrics
+
+
+def _given_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
+    rollouts = [rollout for group in groups_P for rollout in group.rollouts]
+    return {
+        SUPERVISED: 1.0,
+        "errored_rollouts": statistics.fmean(rollout.went_wrong for rollout in rollouts),
+    }
+
+
+def _rollout_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
+    rollouts = [rollout for group in groups_P for rollout in group.rollouts]
+    return {
+        "timed_out_rollouts": statistics.fmean(r.finish_reason == "timeout" for r in rollouts),
+        "overlong_prompts": statistics.fmean(group.overlong for group in groups_P),
+        "mixed_rollouts": statistics.fmean(len(r.versions) > 1 for r in rollouts),
+    }
+
+
+def _completion_metrics(step: Step) -> dict[str, float]:
+    rollouts = [
+        rollout
+        for group in step.batch.groups
+        for rollout in group.rollouts
+        if not rollout.went_wrong
+    ]
+    ended = [rollout for rollout in rollouts if rollout.finish_reason == "stop"]
+    return {
+        **_lengths("length", rollouts),
+        **(_lengths("terminated_length", ended) if ended else {}),
+        "completions/clipped_ratio": statistics.fmean(
+            rollout.finish_reason == "length" for rollout in rollouts
+        ),
+    }
+
+
+def _conversation_metrics(groups_P: Sequence[RolloutGroup]) -> dict[str, float]:
+    rollouts = [rollout for group in groups_P for rollout in group.rollouts]
+    played = [rollout.info for rollout in rollouts if not rollout.went_wrong]
+    found = {
+        name: [info[name] for info in played if name in info]
+        for name in ("turns", "tool_calls", "tool_errors", "environment_s")
+    }
+    return {
+        **{
+            f"conversations/mean_{name}": statistics.fmean(numbers)
+            for name, numbers in found.items()
+            if numbers
+        },
+        "conversations/forks": sum(len(rollout.branches) for rollout in rollouts),
+        **_agent_metrics(played),
+        "environment_failures": statistics.fmean(
+            ENVIRONMENT_FAILED in rollout.info for rollout in rollouts
+        ),
+    }
+
+
+def _agent_metrics(played: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns the means of the metrics that agents reported, over the rollouts with each."""
+    found: dict[str, list[float]] = {}
+    for info in played:
+        for name, value in info.get("agent", {}).items():
+            found.setdefault(f"agent/mean_{name}", []).append(value)
+    return {name: statistics.fmean(values) for name, values in found.items()}
+
+
+def _lengths(what: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    lengths = [rollout.num_sampled for rollout in rollouts]
+    return {
+        f"completions/mean_{what}": statistics.fmean(lengths),
+        f"completions/min_{what}": min(lengths),
+        f"completions/max_{what}": max(lengths),
+    }
+
+
+class StepClock:
+    """Measures one step after another, without a gap between them. `busy_s` returns the seconds so
+    far in which each service had work of the job."""
+
+    def __init__(
+        self,
+        busy_s: Callable[[], Mapping[str, float]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._busy_s = busy_s
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a step now."""
+        self._began, self._before = self._clock(), dict(self._busy_s())
+
+    def end(self) -> dict[str, float]:
+        """Returns `time/step`, and as `utilization/<service>` the share of it in which the service
+        was busy, 0 to 1; the next step begins."""
+        began, before = self._began, self._before
+        self.begin()
+        seconds = self._began - began
+        shares = {
+            f"utilization/{service}": (busy_s - before.get(service, 0.0)) / seconds
+            for service, busy_s in self._before.items()
+        }
+        return {"time/step": seconds, **(shares if seconds else {})}

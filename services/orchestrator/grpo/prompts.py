@@ -1,0 +1,313 @@
+"""The job's prompts, made of the rows of its data. A step's prompts are a pure function of (job
+seed, step, round), so resuming needs no saved position."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from services.orchestrator.data.choosing import (
+    PROMPT,
+    BadRow,
+    Columns,
+    Problem,
+    chosen,
+    looked_at,
+    streamed,
+    unrenderable,
+)
+from services.orchestrator.data.difficulty import History, Skipping
+from services.orchestrator.data.order import InStream, InTable, Order
+from services.orchestrator.data.sources import Ask, asks_of, open_source
+from services.orchestrator.data.tables import Table
+from services.orchestrator.grpo.groups import num_rounds
+from shared.errors import BadRequest
+from shared.job import DataSpec, Job, TemplateMessage
+from shared.job.checks import all_warm_up
+from shared.settings import Settings
+from shared.templates import RENDERER, CannotRender
+from shared.wire import Prompt
+
+Content = str | tuple[dict[str, Any], ...]
+
+MAX_STEPS = 10**9
+
+NUM_FIRST = 8
+"""Held-out prompts of each set among the first prompts of a job of 0 steps."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out set, called `name` in the job ("" for `data.eval`) and `where` in messages. All of
+    its problems have the `columns`; `version` identifies its content."""
+
+    name: str
+    spec: DataSpec
+    where: str
+    columns: tuple[str, ...]
+    problems: Sequence[Problem]
+    version: str | None = None
+
+    def prompts(self) -> tuple[Prompt, ...]:
+        """Returns the prompts. Takes as long as the templates."""
+        return self.made_of(self.problems)
+
+    def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:
+        """Returns the prompts of some of the problems. Raises BadRow for a prompt that cannot be
+        made."""
+        return make_prompts(problems, self.spec, self.where)
+
+
+@dataclass(eq=False)
+class Prompts:
+    """Training prompts by step, and the held-out ones. Making them may wait for a disk, the Hub or
+    a template: call the methods off the event loop.
+
+    Every problem, also held-out ones, has the `columns`. `versions` identify the sources' content,
+    by "train", "eval" and "eval.<set>", if known. `train` are all training problems, which messages
+    call `name`, None for a stream; `sets` are the held-out sets. `history` has the verdicts on
+    earlier groups, for an order that skips problems. A job of 0 steps has no training problems, and
+    no `order`; neither has a job whose groups are sampled elsewhere.
+    """
+
+    job: Job
+    order: Order | None
+    sets: Sequence[HeldOut]
+    columns: tuple[str, ...] = ()
+    name: str = "data.train"
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    train: Sequence[Problem] | None = None
+    history: History = field(default_factory=History)
+
+    @property
+    def num_train(self) -> int | None:
+        return None if self.train is None else len(self.train)
+
+    @property
+    def num_held_out(self) -> int:
+        return sum(len(held_out.problems) for held_out in self.sets)
+
+    def for_step(self, step: int, round: int = 0) -> tuple[Prompt, ...]:
+        """Returns the step's `[P]` prompts. Each pass over the data has another order; step 1 is
+        the first.
+
+        Rounds from 1 return prompts that may replace groups without signal. They come from rows
+        that no earlier round of the step could have taken, so they are fewer than `[P]` once a
+        small data set has no more.
+        """
+        assert self.order is not None, "a job of 0 steps has no steps"
+        return self.made_of(self.order.take(step, round))
+
+    def first(self) -> tuple[Prompt, ...]:
+        """Returns the prompts of the first step; of a job of 0 steps, the first held-out prompts,
+        taken from each set in turn."""
+        if self.order is not None:
+            return self.for_step(1)
+        firsts = [held_out.made_of(held_out.problems[:NUM_FIRST]) for held_out in self.sets]
+        rounds = itertools.zip_longest(*firsts)
+        return tuple(prompt for each in rounds for prompt in each if prompt is not None)
+
+    def made_of(self, problems: Sequence[Problem]) -> tuple[Prompt, ...]:
+        """Returns the prompts of training problems. Raises BadRow for a prompt that cannot be
+        made."""
+        return make_prompts(problems, self.job.data, self.name)
+
+    def num_skipped(self, step: int) -> int | None:
+        """Returns how many problems the step skips; None if the job skips none, or the step is no
+        longer known."""
+        return self.order.num_skipped(step) if isinstance(self.order, Skipping) else None
+
+    def held_out(self) -> dict[str, tuple[Prompt, ...]]:
+        """Returns the prompts of each held-out set by name, the same each time; "" is
+        `data.eval`."""
+        return {held_out.name: held_out.prompts() for held_out in self.sets}
+
+
+def load_prompts(
+    job: Job,
+    settings: Settings,
+    versions: Mapping[str, str] | None = None,
+    history: History | None = None,
+) -> Prompts:
+    """Returns the job's prompts. `versions` are its data's versions at submission: other content is
+    refused. `history` has the verdicts on its groups so far.
+
+    Raises BadRequest for a source that is missing, not allowed, empty or unreadable, and for a
+    missing column; MustPause for a file that has changed; Unavailable while the Hub cannot be
+    reached. Takes as long as reading the files; call it off the event loop.
+    """
+    ask, history = asks_of(job, settings, versions).get("train"), history or History()
+    if ask is None:
+        held_out = load_held_out(job, settings, versions)
+        columns = _shared_columns(held_out[0].columns, held_out) if held_out else ()
+        return Prompts(job, None, held_out, columns, versions=_versions(held_out), train=())
+    train = open_source(ask)
+    columns, order, problems = _ordered(job, train, history, settings.filter_cpu_s)
+    held_out = load_held_out(job, settings, versions)
+    found = {"train": train.version} if train.version else {}
+    return Prompts(
+        job,
+        order,
+        held_out,
+        columns=_shared_columns(columns.names, held_out),
+        name=train.name,
+        versions=found | _versions(held_out),
+        train=problems,
+        history=history,
+    )
+
+
+def _shared_columns(names: Sequence[str], held_out: Sequence[HeldOut]) -> tuple[str, ...]:
+    return tuple(name for name in names if all(name in each.columns for each in held_out))
+
+
+def _versions(held_out: Sequence[HeldOut]) -> dict[str, str]:
+    return {_version_key(each.name): each.version for each in held_out if each.version}
+
+
+def with_steps(job: Job, num_train: int | None) -> Job:
+    """Returns the job with the number of steps for `data.epochs`, if given. The last step of a pass
+    takes some prompts of the next pass. Raises BadRequest if all of them are of a warm-up."""
+    if job.data.epochs is None or num_train is None:
+        return job
+    epochs = Fraction(str(job.data.epochs))  # as written: 1.1 * 10 is above 11 in floats
+    steps = math.ceil(epochs * num_train / job.sampling.prompts_per_step)
+    found = job.model_copy(update={"steps": min(steps, job.steps or steps, MAX_STEPS)})
+    if found.warmup.steps >= found.steps:
+        raise BadRequest(f"data.epochs is {job.data.epochs:g}: {all_warm_up(found)}")
+    return found
+
+
+def load_held_out(
+    job: Job, settings: Settings, versions: Mapping[str, str] | None = None
+) -> list[HeldOut]:
+    """Returns the job's held-out sets, `data.eval` first. Raises as `load_prompts`."""
+    asks, limit = asks_of(job, settings, versions), job.evaluation.num_prompts
+    found = [_held_out("", asks["eval"], limit)] if "eval" in asks else []
+    for name, each in job.evaluation.sets.items():
+        found.append(_held_out(name, asks[_version_key(name)], each.num_prompts or limit))
+    return found
+
+
+def _version_key(name: str) -> str:
+    return f"eval.{name}" if name else "eval"
+
+
+def _ordered(
+    job: Job, table: Table, history: History, filter_cpu_s: float
+) -> tuple[Columns, Order, Sequence[Problem] | None]:
+    if not job.data.streaming:
+        columns, problems = chosen(table, job.data, job.data.max_samples, filter_cpu_s)
+        skips = job.difficulty.skips
+        order = Skipping(job, problems, history) if skips else InTable(job, problems)
+        return columns, order, problems
+    columns = looked_at(table, job.data)
+    order = InStream(job, lambda: streamed(table, columns, job.data, filter_cpu_s), num_rounds(job))
+    return columns, order, None
+
+
+def _held_out(name: str, ask: Ask, limit: int | None) -> HeldOut:
+    table, spec, cpu_s = open_source(ask), ask.spec, ask.settings.filter_cpu_s
+    if spec.streaming:
+        columns = looked_at(table, spec)
+        passing = streamed(table, columns, spec, cpu_s)
+        problems: Sequence[Problem] = [*itertools.islice(passing, limit)]
+    else:
+        columns, problems = chosen(table, spec, limit, cpu_s)
+    return HeldOut(name, spec, table.name, columns.names, problems, table.version)
+
+
+def make_prompts(problems: Sequence[Problem], spec: DataSpec, where: str) -> tuple[Prompt, ...]:
+    """Returns the prompt of each problem. Raises BadRow for a prompt that cannot be made, and
+    BadRequest for a template that works on no row."""
+    problems = list(problems)
+    if spec.template is not None:
+        texts = _rendered("data.template", spec.template, problems, where)
+        contents: list[Any] = [_with_system(text, spec) for text in texts]
+    elif spec.messages is not None:
+        contents = _conversations(spec.messages, problems, spec, where)
+    else:
+        contents = [_given(problem, spec, where) for problem in problems]
+    for problem, content in zip(problems, contents, strict=True):
+        if not content:
+            raise BadRow(f"row {problem.index} of {where}: its prompt is empty; expected text")
+    return tuple(
+        Prompt(index=problem.index, content=content, row=problem.row)
+        for problem, content in zip(problems, contents, strict=True)
+    )
+
+
+def _conversations(
+    messages: tuple[TemplateMessage, ...],
+    problems: Sequence[Problem],
+    spec: DataSpec,
+    where: str,
+) -> list[Content]:
+    texts_MP = [
+        _rendered(f"data.messages.{number}.content", message.content, problems, where)
+        for number, message in enumerate(messages)
+    ]
+    roles = [message.role for message in messages]
+    return [
+        (
+            *_system(spec),
+            *({"role": role, "content": text} for role, text in zip(roles, texts, strict=True)),
+        )
+        for texts in zip(*texts_MP, strict=True)
+    ]
+
+
+def _rendered(key: str, template: str, problems: Sequence[Problem], where: str) -> list[str]:
+    try:
+        return RENDERER.texts(template, [problem.row for problem in problems])
+    except CannotRender as error:
+        raise unrenderable(key, error, problems, where) from error
+
+
+def _system(spec: DataSpec) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": spec.system_prompt}] if spec.system_prompt else []
+
+
+def _with_system(text: str, spec: DataSpec) -> Content:
+    system = _system(spec)
+    return (*system, {"role": "user", "content": text}) if system else text
+
+
+def _given(problem: Problem, spec: DataSpec, where: str) -> Content:
+    """Returns the prompt from a row's prompt column."""
+    value = problem.row[PROMPT]
+    if isinstance(value, dict) and "messages" in value:  # OpenAI's `input` of preferences
+        value = value["messages"]
+    if isinstance(value, str):
+        return _with_system(value, spec)
+    if isinstance(value, list) and value and all(map(_is_message, value)):
+        return (*_system(spec), *value)
+    column = spec.columns.get(PROMPT, PROMPT)
+    raise BadRow(
+        f"row {problem.index} of {where}, column {column!r}: got {value!r:.80}; expected text or a "
+        "list of chat messages, each with a role and its content"
+    )
+
+
+def _is_message(value: Any) -> bool:
+    """Whether the value has a role and another key. A message with an assistant's tool calls has no
+    `content`. A key that only other rows have is None."""
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("role"), str)
+        and any(said is not None for key, said in value.items() if key != "role")
+    )
+
+
+def group_seed(job: Job, *place: object) -> int | None:
+    """Returns the seed of the first completion of the group at `place` in the job; each next
+    completion has one more. None: the job does not ask for seeds."""
+    if not job.sampling.repeatable:
+        return None
+    named = ":".join(map(str, (job.seed, *place)))
+    return int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "big") >> 2

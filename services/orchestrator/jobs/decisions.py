@@ -1,0 +1,194 @@
+"""What happens to a job after an error: one table, for every error that reaches its run. And the
+outcome of a job: at the end of an attempt, or from its run folder.
+
+One rollout's fault is no error, but data (groups.py). Faults outside the job (a service, a volume,
+a proxy) are waited for (needs.py). Faults that may be the job's are tried again a few times. If
+that does not help, or only an operator can fix the fault, the job pauses, and the sentence says
+what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, cast
+
+from services.orchestrator.errors import MustPause, PutAway, TooDear
+from services.orchestrator.store.connection import StoreUnavailable
+from services.orchestrator.store.folder import BatchExists, RunFolder
+from services.orchestrator.store.found import WAS_DELETED, End
+from services.orchestrator.store.leases import LeaseLost
+from shared.errors import (
+    BadRequest,
+    Conflict,
+    Failed,
+    Forbidden,
+    HoneError,
+    NotFound,
+    StateLost,
+    Unauthorized,
+    Unavailable,
+)
+from shared.host.logs import get_logger
+
+MAX_RECOVERIES = 3
+"""Recoveries in a row without a new step."""
+
+MAX_LOSSES = 20
+"""How often in a row, without a new step, the job may lose services after it was loaded. Beyond
+that the job itself probably crashes them."""
+
+PAUSES_S = (0.0, 5.0, 30.0, 60.0, 120.0, 300.0)
+"""Seconds before each recovery in a row; the last value counts for all later ones. Services that
+are unreachable are waited for in addition."""
+
+
+class Action(Enum):
+    STOP = "stop"
+    """Stop without a report: another worker has the job, or the store is unreachable or another
+    one."""
+    GIVE_BACK = "give back"
+    """A newer attempt was found. If this worker still has the lease, it gives it back, so that the
+    next worker need not wait until it expires."""
+    WAIT = "wait"
+    """Not the job's fault: load it again, without limit, once everything that it needs is there."""
+    RELOAD = "reload"
+    """A service lost the job, or went away: load it again, up to MAX_LOSSES times in a row."""
+    RECOVER = "recover"
+    """Load the job into trainer and sampler again, and continue from the trainer's step."""
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule for errors of class `kind`, and with one of `codes` if given. `remedy` says what a
+    person does before resuming the job; "": nothing, it resumes automatically."""
+
+    kind: type[Exception]
+    action: Action
+    remedy: str = "fix the cause"
+    codes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`why` is a sentence for an operator, with the remedy if the job pauses."""
+
+    action: Action
+    why: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt at the job ended. `why` says why the job paused, or succeeded before its last
+    step; `summary` is its result. "queued": it continues in another attempt, because a newer one
+    was found or another trainer takes it. "failed" and "cancelled" come only from the run
+    folder."""
+
+    status: Literal["succeeded", "paused", "failed", "cancelled", "queued"]
+    why: str | None = None
+    summary: dict[str, Any] | None = None
+
+
+def _codes(*codes: str) -> frozenset[str]:
+    return frozenset(codes)
+
+
+SAME_TOKEN = "give all services the same HONE_TOKEN"
+LOOK = "make sure that it works (`hone doctor` shows how the services are)"
+
+ENDS_THEM = (
+    "that happened again and again before a step was done, so the job probably ends its services "
+    "itself: look into their logs"
+)
+CHANGE_IT = "change the job (`hone resume JOB --set KEY=VALUE`) or the service"
+PROXY = "fix what stands between the services: a proxy, or another program at the address"
+SAME_VERSION = "make sure that all services have the same version (`hone doctor`)"
+MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --set KEY=VALUE`"
+
+RULES = (
+    Rule(LeaseLost, Action.STOP),
+    Rule(BatchExists, Action.GIVE_BACK),
+    Rule(StoreUnavailable, Action.STOP),
+    Rule(TooDear, Action.PAUSE, "raise it with `hone resume JOB --set stop.max_cost=...`"),
+    Rule(PutAway, Action.PAUSE, ""),
+    Rule(MustPause, Action.PAUSE),
+    Rule(Conflict, Action.STOP, codes=_codes("emptied")),
+    Rule(Conflict, Action.GIVE_BACK, codes=_codes("stale")),
+    Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order", "no_adapters", "episode_lost")),
+    Rule(Conflict, Action.WAIT, codes=_codes("taken")),
+    Rule(Conflict, Action.PAUSE),
+    Rule(StateLost, Action.RELOAD, ENDS_THEM),
+    Rule(Unavailable, Action.PAUSE, "find out why, or raise the deadline", _codes("deadline")),
+    Rule(Unavailable, Action.RELOAD, ENDS_THEM, _codes("unreachable")),
+    Rule(Unavailable, Action.WAIT),
+    Rule(Failed, Action.RECOVER, "free some space", _codes("disk_full")),
+    Rule(Failed, Action.PAUSE, "put it back", _codes("run_folder_gone")),
+    Rule(Failed, Action.PAUSE, MEMORY, _codes("out_of_memory")),
+    Rule(
+        Failed,
+        Action.PAUSE,
+        'submit it with a smaller learning rate, or training.on_nonfinite = "skip"',
+        _codes("not_finite"),
+    ),
+    Rule(Failed, Action.RECOVER, LOOK),
+    Rule(NotFound, Action.WAIT, codes=_codes("foreign")),
+    Rule(BadRequest, Action.WAIT, codes=_codes("not_there")),
+    Rule(BadRequest, Action.PAUSE, PROXY, _codes("foreign")),
+    Rule(Unauthorized, Action.PAUSE, SAME_TOKEN),
+    Rule(Forbidden, Action.PAUSE, SAME_TOKEN),
+    Rule(NotFound, Action.PAUSE, SAME_VERSION),
+    Rule(BadRequest, Action.PAUSE, CHANGE_IT),
+    Rule(OSError, Action.RECOVER, "check HONE_RUNS_DIR and its disk"),
+    Rule(Exception, Action.PAUSE, "look at the trace in the orchestrator's log"),
+)
+"""The first matching rule counts."""
+
+
+LIMITS = {Action.RECOVER: MAX_RECOVERIES, Action.RELOAD: MAX_LOSSES}
+"""How often in a row each action may happen; beyond it the job pauses."""
+
+
+def decide(error: Exception, num_in_a_row: int = 0) -> Decision:
+    """Returns what happens to the job. `num_in_a_row` counts reloads without a new step."""
+    code = error.code if isinstance(error, HoneError) else None
+    rule = next(
+        rule
+        for rule in RULES
+        if isinstance(error, rule.kind) and (not rule.codes or code in rule.codes)
+    )
+    action = rule.action
+    if num_in_a_row >= LIMITS.get(action, math.inf):
+        action = Action.PAUSE
+    why = _sentence(error)
+    has_remedy = action is Action.PAUSE and rule.remedy
+    return Decision(action, f"{why}; {rule.remedy}" if has_remedy else why)
+
+
+def found_end(folder: RunFolder) -> Outcome | None:
+    """Returns the outcome of a job that has ended according to its run folder. In that case Redis
+    was restored from an older file, and the job must not begin again. An unreadable folder is
+    ignored here: the job meets the same error at once."""
+    try:
+        note = folder.note()
+        if note is None or not note.has_ended:
+            # Only a job that has ended is deleted.
+            return Outcome("cancelled", WAS_DELETED) if folder.is_deleted else None
+        summary = folder.summary() if note.status == "succeeded" else None
+    except (HoneError, OSError, ValueError) as error:
+        get_logger().warning("run folder not read", folder=str(folder.path), reason=str(error))
+        return None
+    get_logger().warning("the run folder says that the job has ended", folder=str(folder.path))
+    why = note.error if note.status == "failed" else (summary or {}).get("stopped")
+    return Outcome(cast(End, note.status), why, summary)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, HoneError):
+        return error.detail
+    if isinstance(error, BatchExists):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"the disk refuses: {error}"
+    return f"a bug in Hone: {type(error).__name__}: {error}"

@@ -1,0 +1,172 @@
+"""The needs of a job: a trainer, a sampler, the reward service, a writable runs folder, its data,
+and its model's folder. No job is taken while one of them is unreachable; a running job that lost
+one continues once it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from pathlib import Path
+
+from services.orchestrator.data.sources import files_of
+from services.orchestrator.samplers.discovery import sampler_urls
+from services.orchestrator.store.leases import resource
+from services.orchestrator.store.store import Store
+from services.orchestrator.store.writable import ANSWERS_WITHIN_S, Writable
+from shared.errors import BadRequest, HoneError
+from shared.host.logs import get_logger
+from shared.host.processes import Look
+from shared.http import ownership
+from shared.http.client import Client
+from shared.job import SYNC_METHODS, Job
+from shared.settings import Settings
+from shared.wire import ServingWeights, TrainerState, VersionInfo
+
+ANSWER_S = 5.0
+"""Seconds for a service to answer."""
+
+LOOK_AT_NEEDS_S = 2.0
+"""Seconds between two checks of the needs of jobs while the trainer is free."""
+
+ASKED: dict[str, tuple[str, type[TrainerState] | type[ServingWeights] | type[VersionInfo]]] = {
+    "trainer": ("/state", TrainerState),
+    "rollout": ("/weights", ServingWeights),
+    "reward": ("/version", VersionInfo),
+}
+"""The request that shows whether a service is there. Trainer and sampler also say whether another
+orchestrator has them."""
+
+
+class Needs:
+    """The needs of all jobs of one trainer. `settings` name the trainer and its samplers; leases
+    are on `trainer` and `samplers`. `name` is the trainer's name with this host's. `missing` says
+    which of the needs was away at the last look, None if none was."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self._settings = settings
+        self._store = store
+        self.trainer = resource(settings.trainer_url)
+        self.samplers = sorted({resource(url) for url in settings.rollout_urls})
+        self.name = f"{self.trainer}/{socket.gethostname()}"
+        self.missing: str | None = None
+        self.looked_at: float | None = None
+        self._writable = Writable(settings.runs_dir)
+        self._mounted = Look[str | None](ANSWERS_WITHIN_S)
+
+    async def are_met(self) -> bool:
+        """Returns whether nothing was missing, as of at most two seconds ago."""
+        if self.looked_at is None or time.monotonic() >= self.looked_at + LOOK_AT_NEEDS_S:
+            await self.look()
+        return self.missing is None
+
+    async def another_trainer(self) -> str | None:
+        """Returns another trainer that takes a job now; None if there is none."""
+        every = await self._store.trainers.all()
+        return next((t.trainer for t in every if t.trainer != self.trainer and t.free), None)
+
+    async def look(self) -> str | None:
+        """Returns what is unreachable now, as sentences; None if nothing is."""
+        missing = await self._find_missing()
+        if missing != self.missing:
+            get_logger().warning(
+                "no job can be run" if missing else "jobs can be run",
+                trainer=self.trainer,
+                reason=missing,
+            )
+        self.missing, self.looked_at = missing, time.monotonic()
+        return missing
+
+    async def _find_missing(self) -> str | None:
+        settings = self._settings
+        urls = await sampler_urls(settings.rollout_urls, self._store.samplers.urls)
+        trainer, reward, folder, *samplers = await asyncio.gather(
+            self._away("trainer", settings.trainer_url),
+            self._away("reward", settings.reward_url),
+            self._folder_away(),
+            *(self._away("rollout", url) for url in urls),
+        )
+        rollout = None if None in samplers else "; ".join(filter(None, samplers))
+        if not samplers:
+            rollout = f"HONE_ROLLOUT_URL is {settings.rollout_url!r}, which stands for none now"
+        return "; ".join(filter(None, (trainer, rollout, reward, folder))) or None
+
+    async def _folder_away(self) -> str | None:
+        runs_dir = self._settings.runs_dir
+        late = (
+            f"folder {str(runs_dir)!r} did not say within {ANSWERS_WITHIN_S:g} s whether it has "
+            "the jobs' run folders; check HONE_RUNS_DIR and its disk"
+        )
+        why = await self._writable.why_not()
+        return why or await self._mounted.at(lambda: self._store.unmounted(runs_dir), late)
+
+    async def _away(self, name: str, url: str) -> str | None:
+        """Returns why no job can use the service: it does not answer, or is taken. None if a job
+        can."""
+        token = self._settings.bearer()
+        headers = ownership.headers(self._store.identity, self._settings)
+        path, kind = ASKED[name]
+        async with Client(name, url, token=token, patience_s=0.0, headers=headers) as client:
+            try:
+                found = await client.get(path, kind, deadline_s=ANSWER_S)
+            except HoneError as error:
+                return error.detail
+        return None if isinstance(found, VersionInfo) else found.taken
+
+
+class DataFiles:
+    """The files that a job needs: its data, and its model's configuration. A hanging disk keeps no
+    caller waiting."""
+
+    def __init__(self, job: Job, settings: Settings) -> None:
+        self.job = job
+        self._settings = settings
+        self._look = Look[str | None](ANSWERS_WITHIN_S)
+
+    async def missing(self) -> str | None:
+        """Returns which file cannot be read, as a sentence; None if all can."""
+        late = f"the job's data cannot be read: its disk gave no answer in {ANSWERS_WITHIN_S:g} s"
+        return await self._look.at(self._first_unreadable, late)
+
+    def _first_unreadable(self) -> str | None:
+        for key, path in files_of(self.job, self._settings):
+            if why := _unreadable(path):
+                return f"{key} cannot be read at {str(path)!r}: {why}"
+        return None
+
+
+def _unreadable(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def check_colocation(job: Job, settings: Settings) -> None:
+    """Raises BadRequest for a job that would sample while the trainer has the GPU, frees the
+    sampler's memory itself, or keeps memory that the trainer cannot move off the GPU. A job of 0
+    steps loads no trainer."""
+    if not (settings.colocate and job.trains):
+        return
+    if job.max_staleness:
+        raise BadRequest(
+            "HONE_COLOCATE is set, so sampler and trainer take turns on one GPU: got max_staleness "
+            f"{job.max_staleness}, expected 0"
+        )
+    if SYNC_METHODS[job.weight_sync].ends_requests:
+        raise BadRequest(
+            f"HONE_COLOCATE is set, so the sampler sleeps at each step anyway: got weight_sync "
+            f'"{job.weight_sync}", expected "auto" or a method that loads in place'
+        )
+    if job.memory.zero_stage == 3 and not job.memory.offload_optimizer:
+        raise BadRequest(
+            "HONE_COLOCATE is set, so the trainer leaves the GPU to the sampler, which DeepSpeed's "
+            "ZeRO-3 cannot: got memory.zero_stage 3, expected 2, or memory.offload_optimizer = true"
+        )
+    if any(len(each.rollout_urls) > 1 for each in settings.per_trainer):
+        raise BadRequest(
+            "HONE_COLOCATE is set, so the sampler is the one on the trainer's GPU: got "
+            f"HONE_ROLLOUT_URL {settings.rollout_url!r}, expected one URL for each trainer"
+        )

@@ -1,0 +1,85 @@
+"""Which sampler a group gets: the least loaded one with room. Groups wait for room in the order of
+asking, so that a step's groups come before the next step's. The next turn of a conversation goes
+first, to the sampler with its earlier turns in its cache, if that sampler has room soon."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from services.orchestrator.samplers.sampler import Sampler
+
+
+def choose(samplers: Iterable[Sampler]) -> Sampler | None:
+    """Returns the least loaded sampler that can begin a group now; None if none can."""
+    free = [
+        sampler
+        for sampler in samplers
+        if sampler.up and sampler.listed and not sampler.held and sampler.room > 0
+    ]
+    return min(free, key=lambda sampler: sampler.load, default=None)
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A group that waits for room; at first only at the sampler `near`, unless that is None."""
+
+    num_completions: int
+    given: asyncio.Future[Sampler]
+    near: Sampler | None = None
+
+    def give(self, sampler: Sampler) -> None:
+        sampler.take(self.num_completions)
+        self.given.set_result(sampler)
+
+
+class Queue:
+    """The groups that wait for room: conversations' turns that wait for their own sampler, and
+    groups that any sampler may have."""
+
+    def __init__(self) -> None:
+        self._turns: list[Waiting] = []
+        self._groups: deque[Waiting] = deque()
+
+    def __bool__(self) -> bool:
+        """Whether a group waits that any sampler may have."""
+        return bool(self._groups)
+
+    def add(self, waiting: Waiting) -> None:
+        (self._turns if waiting.near else self._groups).append(waiting)
+
+    def remove(self, waiting: Waiting) -> None:
+        for queue in (self._turns, self._groups):
+            if waiting in queue:
+                queue.remove(waiting)
+
+    def wait_anywhere(self, turn: Waiting) -> None:
+        """Lets a turn that waits for its own sampler wait for any sampler, as the first."""
+        if turn in self._turns:
+            self._turns.remove(turn)
+            self._groups.appendleft(turn)
+
+    def admit(self, samplers: Sequence[Sampler], nobody: Callable[[], BaseException]) -> None:
+        """Gives waiting groups to samplers, as long as a sampler has room. If none serves, the
+        groups get the error that `nobody` returns."""
+        for turn in [*self._turns]:
+            near = turn.near
+            if near is None or not (near.up and near.listed):
+                self.wait_anywhere(turn)
+            elif near.room > 0 and not near.held:
+                self._turns.remove(turn)
+                turn.give(near)
+        serves = any(sampler.up and sampler.listed for sampler in samplers)
+        while self._groups:
+            sampler = choose(samplers)
+            if serves and not sampler:
+                return
+            waiting = self._groups.popleft()
+            if waiting.given.done():
+                continue
+            if sampler:
+                waiting.give(sampler)
+            else:
+                waiting.given.set_exception(nobody())

@@ -1,0 +1,172 @@
+"""Tracks the unanswered calls of a job to its services, and each service's last answer. If no call
+is answered for long, the job's events name the services."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+from shared.errors import Failed
+from shared.host import tracing
+
+if TYPE_CHECKING:
+    from services.orchestrator.samplers.services import Services
+
+LOOKS = 10
+"""How often the watch checks within `HONE_STALL_S`."""
+
+MAX_LOOK_S = 5.0
+
+SERVICES = ("rollout", "trainer", "reward")
+
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Waits:
+    """The unanswered calls, by service. `progress_at` is the time of the last answer."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._under_way: dict[object, tuple[str, str, float]] = {}
+        self._last: dict[str, tuple[str, float]] = {}
+        self._calls: Counter[str] = Counter()
+        self._busy_since: dict[str, float] = {}
+        self._busy_s: dict[str, float] = {}
+        self.progress_at = clock()
+
+    @contextlib.contextmanager
+    def on(self, service: str, what: str) -> Generator[Callable[[str], None]]:
+        """Notes that the job waits for the service in this block, and that the service answered if
+        the block raises nothing. `what` is as in "sampling a group". Yields a function that says it
+        in other words while it waits."""
+        call, since = object(), self._clock()
+
+        def say(what: str) -> None:
+            self._under_way[call] = service, what, since
+
+        say(what)
+        self._count(service, 1)
+        try:
+            yield say
+            self.progress_at = self._clock()
+            self._last[service] = what, self.progress_at
+        finally:
+            del self._under_way[call]
+            self._count(service, -1)
+
+    def _count(self, service: str, change: int) -> None:
+        before = self._calls[service]
+        self._calls[service] = before + change
+        if not before:
+            self._busy_since[service] = self._clock()
+        elif before + change == 0:
+            since = self._busy_since.pop(service)
+            self._busy_s[service] = self._busy_s.get(service, 0.0) + self._clock() - since
+
+    def busy_s(self) -> dict[str, float]:
+        """Returns the seconds so far in which each service had at least one call."""
+        now = self._clock()
+        return {
+            service: self._busy_s.get(service, 0.0) + now - self._busy_since.get(service, now)
+            for service in SERVICES
+        }
+
+    @property
+    def services(self) -> set[str]:
+        """The services that the job waits for."""
+        return {service for service, _, _ in self._under_way.values()}
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._under_way
+
+    def told(self) -> list[str]:
+        """Returns the unanswered calls by service, as in "trainer: training a step, 3 s"."""
+        now = self._clock()
+        found: dict[tuple[str, str], list[float]] = {}
+        for service, what, since in self._under_way.values():
+            found.setdefault((service, what), []).append(since)
+        return [
+            f"{service}: {f'{len(calls)} x ' if len(calls) > 1 else ''}{what}, "
+            f"{now - min(calls):.0f} s"
+            for (service, what), calls in sorted(found.items())
+        ]
+
+    def stalled_s(self) -> float:
+        """Returns the seconds since the last answer."""
+        return self._clock() - self.progress_at
+
+    def sentence(self, at: Mapping[str, int]) -> str:
+        """Returns which services are waited for, and each one's last answer, as a sentence. `at`
+        are the completions under way by sampler."""
+        now = self._clock()
+        waits = "; ".join(self._waiting(service, at, now) for service in sorted(self.services))
+        last = ", ".join(
+            f"{service} {what} {now - done_at:.0f} s ago"
+            for service, (what, done_at) in self._last.items()
+        )
+        return (
+            f"no progress for {self.stalled_s():.0f} s: "
+            f"{waits or 'nothing is under way'}; last answered: {last or 'nothing'}"
+        )
+
+    def _waiting(self, service: str, at: Mapping[str, int], now: float) -> str:
+        calls = [call for call in self._under_way.values() if call[0] == service]
+        counts = Counter(what for _, what, _ in calls)
+        what = ", ".join(f"{count} x {what}" for what, count in counts.items())
+        oldest_s = now - min(since for _, _, since in calls)
+        where = [f"{url} has {count} completions" for url, count in at.items() if count]
+        places = f" ({', '.join(where)})" if service == "rollout" and where else ""
+        return f"it waits for {service}{places}: {what}, the oldest for {oldest_s:.0f} s"
+
+
+def waits_for(
+    service: str, what: str, span: str | None = None
+) -> Callable[
+    [Callable[Concatenate[Services, P], Coroutine[Any, Any, T]]],
+    Callable[Concatenate[Services, P], Coroutine[Any, Any, T]],
+]:
+    """Decorates a method: each call is noted as a wait, and as a span of the current trace, called
+    `span` or `what`."""
+
+    def decorate(
+        method: Callable[Concatenate[Services, P], Coroutine[Any, Any, T]],
+    ) -> Callable[Concatenate[Services, P], Coroutine[Any, Any, T]]:
+        @functools.wraps(method)
+        async def call(self: Services, *args: P.args, **kwargs: P.kwargs) -> T:
+            with self.waits.on(service, what), tracing.span(span or what):
+                return await method(self, *args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+async def watch(
+    waits: Waits,
+    stall_s: float,
+    samplers: Callable[[], Mapping[str, int]],
+    tell: Callable[[str, bool], Awaitable[None]],
+) -> None:
+    """Whenever nothing was answered for `stall_s` seconds, tells once which services are waited
+    for, and later that the job continues. Raises Failed if no call is under way, because then no
+    answer can come."""
+    told_at: float | None = None
+    while True:
+        await asyncio.sleep(min(stall_s / LOOKS, MAX_LOOK_S))
+        if told_at not in (None, waits.progress_at):
+            await tell("the job continues: there was an answer again", False)
+            told_at = None
+        stalls = waits.stalled_s() >= stall_s
+        if stalls and waits.is_idle:
+            raise Failed(waits.sentence({}))
+        if stalls and told_at is None:
+            told_at = waits.progress_at
+            await tell(waits.sentence(samplers()), True)

@@ -1,0 +1,93 @@
+"""Sizes that may not grow silently. A change that exceeds a budget removes something, or raises the
+budget and says why in its commit message."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PIPELINE = "services.orchestrator.grpo.pipeline"
+
+LINES = {
+    "hone": 11_200,
+    "shared": 14_250,
+    "services/orchestrator/api": 2_550,
+    "services/orchestrator/data": 2_000,
+    "services/orchestrator/extensions": 11_900,
+    "services/orchestrator/grpo": 3_000,
+    "services/orchestrator/jobs": 2_000,
+    "services/orchestrator/samplers": 2_750,
+    "services/orchestrator/store": 3_200,
+    "services/reward": 14_800,
+    "services/rollout": 5_700,
+    "services/trainer": 10_100,
+    "bench": 5_650,
+    "deploy": 4_650,
+}
+"""Most lines of Python by room."""
+
+BETWEEN_EXTENSIONS = {
+    ("agents", "environments"),  # both record conversations
+    ("diagnosis", "teacher"),  # reads a sampler's log-probs of given tokens as the teacher does
+    ("openai", "agents"),  # calls with a session's key are turns of the session
+    ("page", "diagnosis"),  # `hone view` shows findings
+}
+"""Which extension may import which other."""
+
+
+def files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def num_lines(paths: list[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def path_of(module: str) -> Path | None:
+    base = ROOT.joinpath(*module.split("."))
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yields the modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("room", LINES)
+def test_a_room_is_within_its_budget(room: str) -> None:
+    assert num_lines(files(room)) <= LINES[room]
+
+
+def test_the_pipeline_is_read_with_at_most_50_files_of_9000_lines() -> None:
+    start = path_of(PIPELINE)
+    assert start is not None
+    found, waiting = set[Path](), [start]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            waiting += [other for name in imported(path) if (other := path_of(name))]
+    assert len(found) <= 50 and num_lines([*found]) <= 9_000
+
+
+def test_an_extension_imports_no_other_but_those_that_are_named() -> None:
+    package = "services.orchestrator.extensions."
+    for path in files("services/orchestrator/extensions"):
+        own = path.relative_to(ROOT / "services/orchestrator/extensions").parts[0]
+        own = own.removesuffix(".py")
+        for name in imported(path):
+            other = name.removeprefix(package).partition(".")[0]
+            if name.startswith(package) and other != own:
+                assert (own, other) in BETWEEN_EXTENSIONS, f"{path} imports {name}"
