@@ -19,7 +19,7 @@
                rollouts/000012.ungraded.msgpack   the same before it was graded, if that must wait
                rollouts/000012.trained.msgpack    what the trainer said of its tokens
                rollouts/000012.groups/            finished groups of a step that has no batch yet
-               pushed/            groups that were sampled elsewhere, and in what order (pushed.py)
+               pushed/            groups that were sampled elsewhere, and in what order (queue.py)
                held_out/000010.msgpack    completions of the evaluation after step 10, for people;
                                           of a named set in held_out/<name>/; in a job of 0 steps,
                                           of the model with this number in its report
