@@ -1,5 +1,5 @@
 """The parts of the documentation that `make docs` writes: docs/graders.md, from the texts of `hone
-explain` for each grader; docs/pages.md; the rooms of the orchestrator in docs/architecture.md,
+explain` for each grader; docs/migrating.md; the rooms of the orchestrator in docs/architecture.md,
 with what each imports (`tests/unit/test_imports.py` holds their order); the parameters of
 `hone.Trainer` in docs/trainer.md; and the metrics of a step in docs/observability.md, from the file
 that the page reads."""

@@ -77,6 +77,7 @@ class RenderingSampler:
             self.tokenizer.chat_template = self.template
         self.vocab_size = len(self.tokenizer)
         self.chat, self.job_id, self.sessions = self, "job-1", Sessions()
+        self.caller = self.samplers = self
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -88,7 +89,7 @@ class RenderingSampler:
         asked = {name: value for name, value in asked.items() if value is not None}
         return await self._generate(prompt=messages, min_version=min_version, fit=True, **asked)
 
-    async def go_on(
+    async def complete(
         self, prompt: str | TokenIds, min_version: int, *, key: str, sampling: Sampling
     ) -> RolloutGroup:
         given = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}

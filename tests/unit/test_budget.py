@@ -13,20 +13,20 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
-    "hone": 11_200,
-    "shared": 14_250,
+    "hone": 11_000,
+    "shared": 14_000,
     "services/orchestrator/api": 1_750,
-    "services/orchestrator/data": 2_000,
-    "services/orchestrator/extensions": 11_900,
-    "services/orchestrator/grpo": 3_000,
+    "services/orchestrator/data": 1_900,
+    "services/orchestrator/extensions": 11_850,
+    "services/orchestrator/grpo": 2_950,
     "services/orchestrator/jobs": 2_850,
-    "services/orchestrator/samplers": 2_750,
-    "services/orchestrator/store": 3_200,
-    "services/reward": 14_800,
-    "services/rollout": 5_700,
-    "services/trainer": 10_100,
-    "bench": 5_650,
-    "deploy": 4_650,
+    "services/orchestrator/samplers": 2_800,
+    "services/orchestrator/store": 3_050,
+    "services/reward": 14_900,
+    "services/rollout": 5_650,
+    "services/trainer": 10_050,
+    "bench": 3_900,
+    "deploy": 4_600,
 }
 """Most lines of Python by room."""
 

@@ -183,7 +183,7 @@ class RoundRobin:
     each other caller by one of them. A caller never gets the last free place if it has all others,
     so another caller need not wait for slow work. Raises Busy beyond `MAX_WAITING_BYTES`.
 
-    The caller that began a turn ends it. The sandbox (`services/reward/sandbox/turns.py`) is
+    The caller that began a turn ends it. The sandbox (`services/reward/sandbox/base.py`) is
     similar, but gives turns by time used, and at three levels.
     """
 
