@@ -8,12 +8,10 @@ from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.checks import check_groups
 from shared.plan import rates
-from shared.plan.gpus import Gpu, GpuGroup, parse_gpus, visible_gpus
+from shared.plan.gpus import Gpu, GpuGroup, Price, parse_gpus, price_per_hour, visible_gpus
 from shared.plan.memory import GIB
 from shared.plan.model import CannotPlan, Model
-from shared.plan.placement import PlanInput, placements
-from shared.plan.prices import Price, price_per_hour
-from shared.plan.remedies import enough_gpus, remedies
+from shared.plan.placement import PlanInput, enough_gpus, placements, remedies
 from shared.settings import Settings
 from shared.wire.planning import Cost, Placement, Plan, PromptLengths
 

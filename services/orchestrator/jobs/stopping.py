@@ -17,7 +17,7 @@ from services.orchestrator.jobs.summary import measured
 from shared.errors import BadRequest
 from shared.host.logs import get_logger
 from shared.job import Job, StopSpec
-from shared.plan.prices import Price, price_of_jobs
+from shared.plan.gpus import Price, price_of_jobs
 from shared.settings import Settings
 from shared.wire import Batch, MetricsRow
 

@@ -19,7 +19,7 @@ from services.orchestrator.store.leases import Lease
 from services.orchestrator.store.note import Note
 from services.orchestrator.store.run_folders import note_ends
 from shared.errors import Conflict, HoneError
-from shared.plan.prices import Price
+from shared.plan.gpus import Price
 from shared.wire import MetricsRow
 from tests.support.job_records import JOB
 

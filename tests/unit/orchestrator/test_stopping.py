@@ -9,7 +9,7 @@ from services.orchestrator.jobs import stopping
 from services.orchestrator.jobs.stopping import COST, HOURS, TOKENS, Spent, reason_to_stop
 from services.orchestrator.jobs.summary import best_step
 from shared.job import CheckpointSpec, Job, StopSpec
-from shared.plan.prices import Price
+from shared.plan.gpus import Price
 from shared.wire import MetricsRow
 from tests.support.scored_batches import make_batch, make_job, score
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import BadRequest
-from shared.plan.gpus import parse_gpus
-from shared.plan.prices import price_of_jobs, price_per_hour, read_prices
+from shared.plan.gpus import parse_gpus, price_of_jobs, price_per_hour, read_prices
 from shared.settings import Settings
 
 TABLE = """
