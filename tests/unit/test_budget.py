@@ -14,10 +14,10 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 11_200,
-    "shared": 14_250,
+    "shared": 14_200,
     "services/orchestrator/api": 2_550,
     "services/orchestrator/data": 2_000,
-    "services/orchestrator/extensions": 11_900,
+    "services/orchestrator/extensions": 11_350,
     "services/orchestrator/grpo": 3_000,
     "services/orchestrator/jobs": 2_000,
     "services/orchestrator/samplers": 2_750,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.extensions.environments.recording import joined
+from services.orchestrator.extensions.environments.recording import row_of
 from services.orchestrator.grpo.examples import step_totals, to_examples
 from services.orchestrator.grpo.metrics import reward_metrics, step_metrics
 from services.orchestrator.grpo.pipeline import Step
@@ -178,7 +178,7 @@ def test_a_conversation_is_graded_by_the_length_that_the_policy_sampled() -> Non
 
 def test_a_conversation_is_graded_after_the_prompt_of_its_last_answer() -> None:
     ends = ("assistant\n", "assistant\n<think>\n")
-    row = joined(((1,), rollout(2).model_copy(update={"prompt_end": end})) for end in ends)
+    row = row_of(((1,), rollout(2).model_copy(update={"prompt_end": end})) for end in ends)
     prompt = Prompt(index=0, content="p", row={})
     found = score_item(prompt, row.model_copy(update={"text": "4?</think>5"}))
     assert found.prompt_end == "assistant\n<think>\n"

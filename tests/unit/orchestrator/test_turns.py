@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.orchestrator.api.history import graded
-from services.orchestrator.extensions.environments.recording import branch, joined
+from services.orchestrator.extensions.environments.recording import branch, row_of
 from services.orchestrator.grpo.advantages import batch_advantages, has_signal, returns_of
 from services.orchestrator.grpo.examples import (
     placed_examples,
@@ -68,7 +68,7 @@ def rollout_of(ids: list[int]) -> Rollout:
 def rollout(turn_rewards: list[float | None] | None, reward: float | None = None) -> Rollout:
     """Answers of two tokens, 7 and 8, and between them a tool's 9."""
     numbers = range(len(turn_rewards or [None]))
-    row = joined(([9] * bool(number), rollout_of([7, 8])) for number in numbers)
+    row = row_of(([9] * bool(number), rollout_of([7, 8])) for number in numbers)
     info = {"turn_rewards": turn_rewards} if turn_rewards else {}
     earned = [one for one in turn_rewards or () if one is not None]
     info["reward"] = reward if reward is not None else sum(earned)
@@ -147,8 +147,8 @@ def test_a_reward_of_weight_0_gives_no_turn_a_return() -> None:
 
 def forked(turn_rewards: list[float | None]) -> Rollout:
     """Says 1 2; continues with 3, and then, from 1 2 again, with 4 5 6. Rewards are row by row."""
-    own = joined([((), rollout_of([1, 2])), ([9], rollout_of([4, 5, 6]))])
-    other = joined([((), rollout_of([3]))])
+    own = row_of([((), rollout_of([1, 2])), ([9], rollout_of([4, 5, 6]))])
+    other = row_of([((), rollout_of([3]))])
     info: dict[str, Any] = {"turn_rewards": turn_rewards, "turn_times": [5, 2, 7]}
     info["reward"] = sum(one for one in turn_rewards if one is not None)
     return own.model_copy(
@@ -311,7 +311,7 @@ def test_a_cut_off_conversation_counts_in_the_baseline_and_is_not_trained_on() -
 def test_a_row_knows_where_answers_begin_and_old_rows_are_read() -> None:
     found = rollout([1.0, 2.0, 3.0])
     assert found.turns == [0, 3, 6]
-    assert joined([([5, 5], found)]).turns == [2, 5, 8]
+    assert row_of([([5, 5], found)]).turns == [2, 5, 8]
     old = found.model_dump_json(exclude={"turns"}).encode()
     assert codec.decode_tolerantly(Rollout, old).turns == []
 

@@ -217,7 +217,7 @@ class Recording:
         """Returns the conversation as a group of one: its newest row, and the others as branches.
         `messages`: those after its prompt, if they are more than the turns have."""
         *others, (leaf, _, own) = self.rows()
-        found = joined(
+        found = row_of(
             _parts(own),
             leaf.rollout.text,
             finish_reason or leaf.rollout.finish_reason,
@@ -246,7 +246,7 @@ class Recording:
         before = shared[-1].token_ids if shared else []
         later = self.turns[self.turns.index(leaf) + 1 :]
         because = next((turn.because for turn in later if turn.because), "")
-        return branch(TokenIds([*before, *own[0].given]), joined(_parts(own)), because)
+        return branch(TokenIds([*before, *own[0].given]), row_of(_parts(own)), because)
 
 
 def branch(prompt_token_ids: TokenIds, row: Rollout, because: str) -> Branch:
@@ -264,7 +264,7 @@ def _parts(own: Sequence[Turn]) -> list[Part]:
     return [(turn.given if number else (), turn.rollout) for number, turn in enumerate(own)]
 
 
-def joined(
+def row_of(
     parts: Iterable[Part],
     text: str = "",
     finish_reason: FinishReason = "stop",
