@@ -33,7 +33,7 @@ from deploy.machine import on_free_ports
 from services.orchestrator.app import run_extensions
 from services.orchestrator.extensions.agents.sessions import Sessions
 from services.orchestrator.extensions.agents.worker_episodes import Episodes
-from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.grpo.groups import sample_group
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.waits import Caller

@@ -17,25 +17,22 @@ from services.orchestrator.api import (
     stack,
 )
 from services.orchestrator.extensions import trackers
-from services.orchestrator.extensions.agents import episodes, worker_episodes
 from services.orchestrator.extensions.agents import routes as dialects
+from services.orchestrator.extensions.agents import worker_episodes
 from services.orchestrator.extensions.agents.routes import SessionKeys
 from services.orchestrator.extensions.agents.sessions import Sessions
 from services.orchestrator.extensions.agents.worker_episodes import Episodes
-from services.orchestrator.extensions.diagnosis import routes as diagnosis
-from services.orchestrator.extensions.diagnosis.diagnosing import diagnose_run
+from services.orchestrator.extensions.diagnosis import diagnosing, experiments
+from services.orchestrator.extensions.environments.conversation import PLAYERS, play_group
 from services.orchestrator.extensions.environments.kinds import environment_of
-from services.orchestrator.extensions.environments.playing import PLAYERS, play_group
 from services.orchestrator.extensions.openai import calling, fine_tuning
 from services.orchestrator.extensions.page import routes as page
 from services.orchestrator.extensions.pushed import atropos, groups
 from services.orchestrator.extensions.pushed.groups import Pushing
-from services.orchestrator.extensions.pushed.source import pushed_groups
+from services.orchestrator.extensions.pushed.queue import pushed_groups
 from services.orchestrator.extensions.teacher import Teacher
-from services.orchestrator.extensions.tinker import downloads, managing
 from services.orchestrator.extensions.tinker import routes as tinker
-from services.orchestrator.extensions.tinker.driving import drive
-from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.extensions.tinker.driving import SampleOrders, drive
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.worker import SharedTrainer, Worker
 from services.orchestrator.seams import Extensions
@@ -79,7 +76,7 @@ def create_service(
         noting = asyncio.create_task(note_ends(store))
         removing = asyncio.create_task(files.finish_removals(settings, store))
         clearing = asyncio.create_task(keep_unsubmitted_removed(store, settings.runs_dir))
-        expiring = asyncio.create_task(managing.Management(store).remove_expired_forever())
+        expiring = asyncio.create_task(tinker.Management(store).remove_expired_forever())
         leaving = [asyncio.create_task(_work(worker, service.draining)) for worker in workers]
         try:
             yield
@@ -102,7 +99,7 @@ def create_service(
         readiness=readiness,
         lifespan=lifespan,
         keys=SessionKeys(sessions, named),
-        public=lambda path: page.is_public(path) or downloads.is_public(path),
+        public=lambda path: page.is_public(path) or tinker.is_public(path),
     )
     if workers:
         _add_gauges(service, workers)
@@ -127,7 +124,7 @@ def run_extensions(episodes: Episodes, sessions: Sessions, orders: SampleOrders)
         tracker_of=trackers.Tracker,
         source_of=pushed_groups,
         drive=functools.partial(drive, orders),
-        diagnose=diagnose_run,
+        diagnose=diagnosing.diagnose_run,
         warn_of=trackers.missing_key,
         attending=episodes.run_of,
         forget=forget,
@@ -148,8 +145,8 @@ def _add_routes(
     history.add_routes(service, store)
     rollouts.add_routes(service, store)
     regrade.add_route(service, settings, store, checks.extensions)
-    diagnosis.add_reading(service, store)
-    diagnosis.add_experiments(service, settings, store)
+    diagnosing.add_routes(service, store)
+    experiments.add_routes(service, settings, store)
     stack.add_routes(service, settings, store)
     files.add_routes(service, settings, store)
     access.add_routes(service, settings, named)
@@ -160,7 +157,7 @@ def _add_routes(
 def _add_agents_routes(
     service: Service, settings: Settings, store: Store, sessions: Sessions, offered: Episodes
 ) -> None:
-    episodes.add_routes(service, store, offered)
+    worker_episodes.add_routes(service, store, offered)
     calling.add_routes(service, settings, store, sessions)
     dialects.add_routes(service, sessions)
     pushing = Pushing(store)

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from services.orchestrator.extensions.pushed import atropos, checking, groups
-from services.orchestrator.extensions.pushed.checking import Model
+from services.orchestrator.extensions.pushed import atropos, groups
+from services.orchestrator.extensions.pushed.groups import Model
 from shared.job import Job
 from shared.wire import PushedGroup, ScoredGroup
 from tests.contract.test_pushed import pushed_job
@@ -115,7 +115,7 @@ async def test_a_group_that_waits_for_room_is_checked_once(
 
     def scored_group(group: PushedGroup, model: Model) -> ScoredGroup:
         checked.append(group)
-        return checking.scored_group(group, model)
+        return groups.scored_group(group, model)
 
     monkeypatch.setattr(groups, "scored_group", scored_group)
     monkeypatch.setattr(atropos, "LOOK_S", 0.01)

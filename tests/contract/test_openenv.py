@@ -12,9 +12,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from services.orchestrator.extensions.environments.allowed import check_allowed
-from services.orchestrator.extensions.environments.openenv import OpenEnv
-from services.orchestrator.extensions.environments.sockets import Socket
+from services.orchestrator.extensions.environments.openenv import OpenEnv, Socket
+from services.orchestrator.extensions.environments.tools import check_allowed
 from services.orchestrator.seams import Lost, Unreachable
 from shared.errors import BadRequest
 from shared.job import EnvironmentSpec

@@ -257,7 +257,7 @@ def test_files_are_small_and_packed_once() -> None:
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
-    from services.orchestrator.extensions.page.folders import run_folders
+    from services.orchestrator.extensions.page.view import run_folders
 
     with pytest.raises(BadRequest, match="has no run folder; expected runs/<job>, or runs"):
         run_folders([tmp_path])

@@ -16,14 +16,13 @@ import pytest
 import zstandard
 
 from services.orchestrator.extensions.tinker import (
-    bodies,
     driving,
-    futures,
     log,
     messages,
-    sampling,
+    models,
+    routes,
 )
-from services.orchestrator.extensions.tinker.saved import Saved
+from services.orchestrator.extensions.tinker.log import Saved
 from shared.errors import Conflict, Failed, StateLost
 from shared.weights.folders import MANIFEST, STATE
 from shared.wire import (
@@ -437,7 +436,7 @@ async def test_a_model_that_rests_makes_room_and_comes_back(
 async def test_a_program_waits_while_somebody_has_paused_its_model(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(futures, "WAIT_S", 0.2)
+    monkeypatch.setattr(models, "WAIT_S", 0.2)
     model = await created(stack)
     await result(stack, await post(stack, "forward_backward", call(model, 1)))
     await stack.http.post(f"/v1/jobs/{model}/pause")
@@ -499,7 +498,7 @@ async def test_samples_that_fail_again_and_again_hold_no_place(
 async def test_a_momentary_failure_of_a_sampler_is_not_the_samples_result(
     stack: Stack, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    monkeypatch.setattr(sampling, "AGAIN_S", 0.01)
+    monkeypatch.setattr(driving, "AGAIN_S", 0.01)
     model = await created(stack)
     session = (await snapshot(stack, model, 1, None))["sampling_session_id"]
     tried: list[GenerateRequest] = []
@@ -594,7 +593,7 @@ async def test_a_future_that_names_no_request_is_not_found(stack: Stack) -> None
 async def test_a_body_that_unpacks_to_too_much_is_refused(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MAX_CALL_BYTES", 1000)
+    monkeypatch.setattr(routes, "MAX_CALL_BYTES", 1000)
     packed = zstandard.ZstdCompressor().compress(bytes(1001))
     refused = await asked(stack, "forward_backward", packed, **ZSTD)
     assert "more than 1000 bytes" in refused.json()["detail"]
@@ -604,14 +603,14 @@ async def test_a_body_that_unpacks_to_too_much_is_refused(
     assert "Content-Encoding is 'zstd'; expected none for JSON" in refused.json()["detail"]
     refused = await asked(stack, "forward_backward", packed, **{"content-encoding": "br"})
     assert "Content-Encoding is 'br'; expected 'zstd', or none" in refused.json()["detail"]
-    refused = await asked(stack, "get_info", b" " * (bodies.MAX_JSON_BYTES + 1))
-    assert f"more than {bodies.MAX_JSON_BYTES} bytes" in refused.json()["detail"]
+    refused = await asked(stack, "get_info", b" " * (routes.MAX_JSON_BYTES + 1))
+    assert f"more than {routes.MAX_JSON_BYTES} bytes" in refused.json()["detail"]
 
 
 async def test_bodies_are_unpacked_one_at_a_time_and_not_on_the_loop(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unpacked, under_way, most = bodies._unpacked, [0], [0]
+    unpacked, under_way, most = routes._unpacked, [0], [0]
 
     def noted(body: bytes, encoding: str | None) -> bytes:
         assert threading.current_thread() is not threading.main_thread()
@@ -623,8 +622,8 @@ async def test_bodies_are_unpacked_one_at_a_time_and_not_on_the_loop(
         finally:
             under_way[0] -= 1
 
-    monkeypatch.setattr(bodies, "_unpacked", noted)
-    packed = zstandard.ZstdCompressor().compress(bytes(bodies.MAX_CALL_BYTES))
+    monkeypatch.setattr(routes, "_unpacked", noted)
+    packed = zstandard.ZstdCompressor().compress(bytes(routes.MAX_CALL_BYTES))
     assert len(packed) < 10_000
     sent = (asked(stack, "forward_backward", packed, **ZSTD) for _ in range(10))
     assert {one.status_code for one in await asyncio.gather(*sent)} == {422}

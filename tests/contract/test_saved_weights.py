@@ -11,10 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from services.orchestrator.extensions.tinker import saved
-from services.orchestrator.extensions.tinker.downloads import is_public
-from services.orchestrator.extensions.tinker.managing import Management
-from services.orchestrator.extensions.tinker.saved import Saved
+from services.orchestrator.extensions.tinker import log
+from services.orchestrator.extensions.tinker.log import Saved
+from services.orchestrator.extensions.tinker.routes import Management, is_public
 from shared.weights.folders import MANIFEST, StoredFile
 from shared.wire import SavedKind, SavedWeights
 from tests.contract.test_programs import ADAM, call, created, job, post, result, session_on, stack
@@ -146,7 +145,7 @@ def test_weights_that_another_entry_or_the_model_needs_stay(tmp_path: Path) -> N
 def test_a_snapshot_without_a_name_stays_for_an_hour_after_its_last_sample(tmp_path: Path) -> None:
     entry(tmp_path, 1, "snapshot", 2, name="")
     kept, file = Saved(tmp_path), tmp_path / "saved/00000001.msgpack"
-    long_ago = file.stat().st_mtime - saved.UNNAMED_S - 1
+    long_ago = file.stat().st_mtime - log.UNNAMED_S - 1
     os.utime(file, (long_ago, long_ago))
     kept.use(1)
     assert [one.number for one in kept.all()] == [1] and kept.expired() == []

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.extensions.tinker.saved import Saved
+from services.orchestrator.extensions.tinker.log import Saved
 from shared.weights.folders import stored_tensors, tensor_digests
 from tests.compat.packages import ROOT, python_with
 from tests.faults.__main__ import made_job

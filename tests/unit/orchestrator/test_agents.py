@@ -12,7 +12,7 @@ import pytest
 from services.orchestrator.app import run_extensions
 from services.orchestrator.extensions.agents import worker_episodes as agents
 from services.orchestrator.extensions.agents.worker_episodes import Episodes
-from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.grpo.groups import environment_failed, sample_group
 from services.orchestrator.samplers.waits import Waits
 from shared.errors import BadRequest

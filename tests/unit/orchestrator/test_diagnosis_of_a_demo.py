@@ -10,7 +10,8 @@ from typing import cast
 
 import pytest
 
-from services.orchestrator.extensions.diagnosis import gathering, known
+from services.orchestrator.extensions.diagnosis import diagnosing
+from services.orchestrator.extensions.diagnosis import facts as gathering
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose, findings_of
 from services.orchestrator.extensions.diagnosis.facts import Facts
 from services.orchestrator.store.folder import Note, RunFolder
@@ -67,8 +68,8 @@ async def test_pages_that_ask_at_once_read_a_run_once_until_it_changes(
         async def newest_events(self, *_: object) -> list[Event]:
             return []
 
-    monkeypatch.setattr(known, "of_folder", of_folder)
-    findings = known.Findings(cast(Readable, OneJob()))
+    monkeypatch.setattr(diagnosing, "of_folder", of_folder)
+    findings = diagnosing.Findings(cast(Readable, OneJob()))
     first, *others = await asyncio.gather(*(findings.of("demo-1") for _ in range(3)))
     assert first == findings_of(facts, record) and others == [first, first]
     assert read == [run_folder]

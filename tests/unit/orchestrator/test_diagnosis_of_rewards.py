@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.extensions.diagnosis.rewards import correlation
+from services.orchestrator.extensions.diagnosis.samples import correlation
 from shared.wire import Part, Score
 from tests.support.run_facts import batch, codes, facts, job_with, only, rollout
 

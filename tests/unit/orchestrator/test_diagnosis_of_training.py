@@ -8,7 +8,7 @@ import pytest
 
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
 from services.orchestrator.extensions.diagnosis.facts import Facts, Series
-from services.orchestrator.extensions.diagnosis.suspects import _shares
+from services.orchestrator.extensions.diagnosis.training import _shares
 from shared.wire import MetricsRow
 from tests.support.run_facts import batch, codes, facts, job_with, only
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.extensions.environments.token_row import TokenRow
+from services.orchestrator.extensions.environments.recording import row_of
 from services.orchestrator.grpo.examples import step_totals, to_examples
 from services.orchestrator.grpo.metrics import reward_metrics, step_metrics
 from services.orchestrator.grpo.pipeline import Step
@@ -177,12 +177,10 @@ def test_a_conversation_is_graded_by_the_length_that_the_policy_sampled() -> Non
 
 
 def test_a_conversation_is_graded_after_the_prompt_of_its_last_answer() -> None:
-    row = TokenRow()
-    for end in ("assistant\n", "assistant\n<think>\n"):
-        row.add_given((1,))
-        row.add(rollout(2).model_copy(update={"prompt_end": end}))
+    ends = ("assistant\n", "assistant\n<think>\n")
+    row = row_of(((1,), rollout(2).model_copy(update={"prompt_end": end})) for end in ends)
     prompt = Prompt(index=0, content="p", row={})
-    found = score_item(prompt, row.rollout("4?</think>5", "stop", ()))
+    found = score_item(prompt, row.model_copy(update={"text": "4?</think>5"}))
     assert found.prompt_end == "assistant\n<think>\n"
     assert score_item(prompt, rollout(2)).prompt_end is None
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from services.orchestrator.extensions.diagnosis import probing
+from services.orchestrator.extensions.diagnosis import experiments
 from services.orchestrator.extensions.diagnosis.experiments import Measured, judge, report
 from services.orchestrator.store.folder import Proof
 from shared.settings import Settings
@@ -171,9 +171,9 @@ async def probed(
 ) -> list[Experiment]:
     transport = httpx.MockTransport(fake.answer)
     http = httpx.AsyncClient(transport=transport, base_url="http://sampler")
-    monkeypatch.setattr(probing, "Client", lambda *_, **__: fake)
-    monkeypatch.setattr(probing, "_http", lambda *_: http)
-    return await probing.probe("http://sampler", Settings(), job_id, TENTHS)
+    monkeypatch.setattr(experiments, "Client", lambda *_, **__: fake)
+    monkeypatch.setattr(experiments, "_http", lambda *_: http)
+    return await experiments.probe("http://sampler", Settings(), job_id, TENTHS)
 
 
 async def test_a_sampler_is_asked_for_all_that_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:

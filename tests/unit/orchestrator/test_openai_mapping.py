@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.extensions.openai import mapping
+from services.orchestrator.extensions.openai import fine_tuning
 from shared.job import Job, WandbSpec
 from shared.wire import CreateFineTuningJob, JobRecord
 
@@ -35,7 +35,7 @@ def request(hyperparameters: dict[str, Any] | None = None, **more: Any) -> Creat
 
 
 def job_of(asked: CreateFineTuningJob) -> Job:
-    return Job.model_validate(mapping.job_document(asked))
+    return Job.model_validate(fine_tuning.job_document(asked))
 
 
 def test_what_is_left_to_us_is_as_in_any_job_with_an_adapter():
@@ -74,7 +74,7 @@ def test_each_knob_goes_where_the_table_says():
     assert (job.name, job.seed, job.metadata) == ("my-model", 11, {"team": "a"})
     assert job.wandb == WandbSpec(project="p", name="mine", tags=("a",))
     # three passes over 20 rows, 6 at a time
-    assert mapping.steps(asked, 20, 6) == 10
+    assert fine_tuning.num_steps(asked, 20, 6) == 10
 
 
 def by(method: dict[str, Any] | None, **more: Any) -> Job:
@@ -141,7 +141,7 @@ def test_a_request_that_another_version_stored_is_shown():
         run_dir="/r",
         job=stored,
     )
-    assert mapping.fine_tuning_job(record, now=2.0, trained_tokens=None).id == "a-1"
+    assert fine_tuning.fine_tuning_job(record, now=2.0, trained_tokens=None).id == "a-1"
 
 
 def test_a_record_is_shown_in_openais_words():
@@ -159,13 +159,13 @@ def test_a_record_is_shown_in_openais_words():
         run_dir="/runs/x",
         job=job,
     )
-    shown = mapping.fine_tuning_job(record, now=100.0, trained_tokens=None)
+    shown = fine_tuning.fine_tuning_job(record, now=100.0, trained_tokens=None)
     assert (shown.created_at, shown.estimated_finish, shown.fine_tuned_model) == (10, 130, None)
     assert shown.method.reinforcement.hyperparameters.n_epochs == 2
     ended = record.model_copy(update={"status": "succeeded", "finished_at": 50.0})
-    shown = mapping.fine_tuning_job(ended, now=100.0, trained_tokens=7)
+    shown = fine_tuning.fine_tuning_job(ended, now=100.0, trained_tokens=7)
     assert (shown.fine_tuned_model, shown.finished_at) == ("fine-tuning-1", 50)
     assert (shown.estimated_finish, shown.trained_tokens) == (None, 7)
     paused = record.model_copy(update={"status": "paused", "error": "the disk is full"})
-    error = mapping.fine_tuning_job(paused, now=100.0, trained_tokens=None).error
+    error = fine_tuning.fine_tuning_job(paused, now=100.0, trained_tokens=None).error
     assert error is not None and (error.code, error.message) == ("paused", "the disk is full")

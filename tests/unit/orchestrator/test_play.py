@@ -11,7 +11,7 @@ from services.orchestrator.app import run_extensions
 from services.orchestrator.extensions.agents.sessions import Sessions
 from services.orchestrator.extensions.agents.worker_episodes import Episodes
 from services.orchestrator.extensions.environments.conversation import Conversation, first_messages
-from services.orchestrator.extensions.tinker.sampling import SampleOrders
+from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.grpo.groups import environment_failed, sample_group
 from services.orchestrator.samplers.waits import Waits
 from shared.errors import Conflict

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.orchestrator.extensions.tinker import messages, requests, results
+from services.orchestrator.extensions.tinker import messages, requests
 from shared.errors import BadRequest
 from shared.wire import Logprobs, OperationOutcome, ProgramOperation
 
@@ -46,7 +46,7 @@ def test_a_datum_with_k_targets_for_each_token_is_k_examples() -> None:
 
     found = OperationOutcome(logprobs=Logprobs([-1, -2, -3, -4, -5, -6, -7, -8]))
     message = messages.new("ForwardBackwardOutput")
-    message.ParseFromString(results.forward_backward_output(operation, found))
+    message.ParseFromString(messages.forward_backward_output(operation, found))
     first, second = message.loss_fn_outputs
     field = second.fields["logprobs"]
     assert np.frombuffer(first.fields["logprobs"].data, "<f4").tolist() == [-1, -2]
@@ -60,7 +60,7 @@ def test_one_target_for_each_token_may_have_an_axis_of_its_own() -> None:
     assert [tuple(one.token_ids) for one in operation.examples] == [(6, 7)]
     message = messages.new("ForwardBackwardOutput")
     found = OperationOutcome(logprobs=Logprobs([-1, -2]))
-    message.ParseFromString(results.forward_backward_output(operation, found))
+    message.ParseFromString(messages.forward_backward_output(operation, found))
     assert message.loss_fn_outputs[0].fields["logprobs"].trailing_shape == [1]
 
 

@@ -10,8 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from services.orchestrator.api.rollouts import graded
-from services.orchestrator.extensions.environments.recording import branch
-from services.orchestrator.extensions.environments.token_row import TokenRow
+from services.orchestrator.extensions.environments.recording import branch, row_of
 from services.orchestrator.grpo.advantages import batch_advantages, has_signal, returns_of
 from services.orchestrator.grpo.examples import (
     placed_examples,
@@ -69,14 +68,12 @@ def rollout_of(ids: list[int]) -> Rollout:
 
 def rollout(turn_rewards: list[float | None] | None, reward: float | None = None) -> Rollout:
     """Answers of two tokens, 7 and 8, and between them a tool's 9."""
-    row = TokenRow()
-    for number in range(len(turn_rewards or [None])):
-        row.add_given([9] * bool(number))
-        row.add(rollout_of([7, 8]))
+    numbers = range(len(turn_rewards or [None]))
+    row = row_of(([9] * bool(number), rollout_of([7, 8])) for number in numbers)
     info = {"turn_rewards": turn_rewards} if turn_rewards else {}
     earned = [one for one in turn_rewards or () if one is not None]
     info["reward"] = reward if reward is not None else sum(earned)
-    return row.rollout("x", "stop", ()).model_copy(update={"info": info})
+    return row.model_copy(update={"info": info})
 
 
 def scored(found: Rollout, job: Job, **others: float) -> Score:
@@ -151,14 +148,10 @@ def test_a_reward_of_weight_0_gives_no_turn_a_return() -> None:
 
 def forked(turn_rewards: list[float | None]) -> Rollout:
     """Says 1 2; continues with 3, and then, from 1 2 again, with 4 5 6. Rewards are row by row."""
-    row, other = TokenRow(), TokenRow()
-    for ids in ([1, 2], [4, 5, 6]):
-        row.add_given([9] * bool(len(row)))
-        row.add(rollout_of(ids))
-    other.add(rollout_of([3]))
+    own = row_of([((), rollout_of([1, 2])), ([9], rollout_of([4, 5, 6]))])
+    other = row_of([((), rollout_of([3]))])
     info: dict[str, Any] = {"turn_rewards": turn_rewards, "turn_times": [5, 2, 7]}
     info["reward"] = sum(one for one in turn_rewards if one is not None)
-    own = row.rollout("x", "stop", ())
     return own.model_copy(
         update={"branches": (branch(TokenIds([1, 1, 2, 9]), other, "edited"),), "info": info}
     )
@@ -319,10 +312,7 @@ def test_a_cut_off_conversation_counts_in_the_baseline_and_is_not_trained_on() -
 def test_a_row_knows_where_answers_begin_and_old_rows_are_read() -> None:
     found = rollout([1.0, 2.0, 3.0])
     assert found.turns == [0, 3, 6]
-    row = TokenRow()
-    row.add_given([5, 5])
-    row.add(found)
-    assert row.rollout("x", "stop", ()).turns == [2, 5, 8]
+    assert row_of([([5, 5], found)]).turns == [2, 5, 8]
     old = found.model_dump_json(exclude={"turns"}).encode()
     assert codec.decode_tolerantly(Rollout, old).turns == []
 

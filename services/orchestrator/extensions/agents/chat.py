@@ -1,4 +1,6 @@
-"""OpenAI's chat completions, and completions, as turns of a session."""
+"""OpenAI's chat completions, and completions, as turns of a session; and vLLM's route for token
+ids, `/inference/v1/generate`, whose client renders prompts and parses answers itself: a turn
+continues from the recorded turn whose tokens its prompt begins with."""
 
 from __future__ import annotations
 
@@ -185,3 +187,39 @@ def stream_completion(answer: Answer, asked: Body) -> str:
 
 CHAT = Dialect("/v1/chat/completions", read_chat, chat_body, stream_chat)
 COMPLETIONS = Dialect("/v1/completions", read_completion, completion_body, stream_completion)
+
+
+OF_TOKENS = {"token_ids", "sampling_params"}
+
+OF_SAMPLING = {"max_tokens", "stop", "stop_token_ids", "detokenize", "include_stop_str_in_output"}
+
+
+def read_tokens(body: Body, _: Session) -> tuple[Asked, Limits]:
+    check_fields(body, OF_TOKENS)
+    params = table(body, "sampling_params")
+    check_fields(params, OF_SAMPLING)
+    return given_turn(listed(body, "token_ids"), "token_ids", params)
+
+
+def tokens_body(answer: Answer, asked: Body) -> dict[str, Any]:
+    """Returns vLLM's answer. Its tokens have their log-probs, always."""
+    content = [{**each, "top_logprobs": []} for each in logprobs_of(answer)]
+    choice = {
+        "index": 0,
+        "token_ids": list(answer.rollout.token_ids),
+        "finish_reason": answer.rollout.finish_reason,
+        "logprobs": {"content": content},
+    }
+    return {
+        "request_id": str(asked.get("request_id") or answer.id),
+        "choices": [choice],
+        "prompt_token_ids": list(answer.prompt_token_ids),
+        "usage": usage_of(answer),
+    }
+
+
+def stream_tokens(answer: Answer, asked: Body) -> str:
+    return event(tokens_body(answer, asked)) + event("[DONE]")
+
+
+TOKENS = Dialect("/inference/v1/generate", read_tokens, tokens_body, stream_tokens)

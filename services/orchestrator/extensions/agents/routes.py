@@ -14,7 +14,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from services.orchestrator.extensions.agents.chat import CHAT, COMPLETIONS
+from services.orchestrator.extensions.agents.chat import CHAT, COMPLETIONS, TOKENS
 from services.orchestrator.extensions.agents.dialect import Dialect
 from services.orchestrator.extensions.agents.messages import MESSAGES
 from services.orchestrator.extensions.agents.responses import RESPONSES
@@ -26,7 +26,6 @@ from services.orchestrator.extensions.agents.sessions import (
     Session,
     Sessions,
 )
-from services.orchestrator.extensions.agents.tokens import TOKENS
 from services.orchestrator.extensions.environments.recording import Asked
 from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http import codec, rendering

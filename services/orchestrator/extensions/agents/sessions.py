@@ -31,14 +31,14 @@ from services.orchestrator.extensions.environments.recording import (
     Recording,
     Turn,
     digest,
-    group_of,
     read_fields,
 )
 from services.orchestrator.samplers.services import Services
 from shared.errors import BadRequest, Conflict, Failed, Gone, HoneError, Malformed
 from shared.host.logs import get_logger
 from shared.job import Job
-from shared.wire import ChatRequest, Known, Message, Rollout, RolloutGroup, Sampling, TokenIds
+from shared.wire import ChatRequest, Message, Rollout, RolloutGroup, Sampling
+from shared.wire.base import TokenIds
 
 KEY = "sk-hone-"
 """What the keys of sessions begin with."""
@@ -119,11 +119,9 @@ class Session:
         self._recording = Recording()
         self._calls: list[_Call] = []
         self._keys: dict[str, _Call] = {}
-        self._clock = 0
         self._num_begun = 0
         self._full = ""
         self._lost: HoneError | None = None
-        self._replica = ""
         self._agent = _Stopwatch()
 
     async def answer(self, request: ChatRequest, *, key: str | None, again: bool) -> Answer:
@@ -208,7 +206,7 @@ class Session:
 
     def recorded(self) -> RolloutGroup:
         """Returns what was recorded so far, of which a client has an answer."""
-        group = group_of(self._recording, self._replica, "length" if self._full else None)
+        group = self._recording.group("length" if self._full else None)
         last = group.rollouts[0].finish_reason
         turns = [turn for _, _, own in self._recording.rows() for turn in own]
         info: dict[str, Any] = {
@@ -265,7 +263,7 @@ class Session:
                 self._keys.pop(key, None)
 
     async def _next(self, asked: Asked, limits: Limits, number: int) -> Answer:
-        began = self._tick()
+        began = self._recording.tick()
         self._agent.stop()
         try:
             parent = self._recording.before(asked)
@@ -284,7 +282,13 @@ class Session:
         finally:
             self._agent.start()
         self._check(group)
-        return self._record(asked, parent, because, group, number, began)
+        turn = self._recording.add(
+            f"{self.id}-{number}", asked, parent, group, began=began, because=because
+        )
+        self._full, self._lost = "", None
+        if turn.because:
+            get_logger().info("session forked", session=self.id, because=turn.because)
+        return Answer(int(time.time()), group.prompt_token_ids, turn)
 
     def _limited(self, limits: Limits, parent: Turn | None, number: int) -> Sampling:
         """Returns how the turn is sampled: by the job, with the agent's limits. Raises BadRequest
@@ -318,9 +322,6 @@ class Session:
             return await self._services.samplers.complete(
                 prompt, self._min_version, key=key, sampling=sampling
             )
-        known = parent and Known(
-            num_messages=parent.num_messages, token_ids=TokenIds(parent.token_ids)
-        )
         return await self._services.samplers.answer(
             asked.messages,
             self._min_version,
@@ -328,7 +329,7 @@ class Session:
             tools=asked.tools,
             tool_choice=asked.tool_choice,
             template_args=asked.template_args,
-            known=known,
+            known=parent and parent.known,
             sampling=sampling,
         )
 
@@ -340,51 +341,11 @@ class Session:
         if rollout.went_wrong:
             raise Failed(rollout.error or f"the answer ended with {rollout.finish_reason!r}")
 
-    def _record(
-        self,
-        asked: Asked,
-        parent: Turn | None,
-        because: str,
-        group: RolloutGroup,
-        number: int,
-        began: int,
-    ) -> Answer:
-        rollout = group.rollouts[0]
-        message: Message = (
-            rollout.messages[0]
-            if rollout.messages
-            else {"role": "assistant", "content": rollout.text}
-        )
-        prompt = list(group.prompt_token_ids)
-        given, because = prompt, group.forked or because
-        if parent and not group.forked:
-            given = prompt[len(parent.token_ids) :]
-        turn = Turn(
-            id=f"{self.id}-{number}",
-            asked=asked,
-            parent=None if group.forked else parent,
-            given=TokenIds(given),
-            rollout=rollout,
-            message=message,
-            because=because,
-            began=began,
-            ended=self._tick(),
-        )
-        self._recording.turns.append(turn)
-        self._replica, self._full, self._lost = group.replica or self._replica, "", None
-        if because:
-            get_logger().info("session forked", session=self.id, because=because)
-        return Answer(int(time.time()), group.prompt_token_ids, turn)
-
     def _refused(self, ended: str, why: str) -> BadRequest:
         """Notes that the rollout is cut off unless another answer follows."""
         self._full = ended
         # 400, as OpenAI's API answers: agents know it by that and the code
         return Malformed(f"session {self.id!r} has no room for another answer: {why}", code=FULL)
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
 
 
 class _Stopwatch:

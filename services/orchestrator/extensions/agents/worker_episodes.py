@@ -23,7 +23,9 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Path
 
 from services.orchestrator.extensions.agents.sessions import Session, Sessions
 from services.orchestrator.extensions.environments.conversation import (
@@ -34,13 +36,18 @@ from services.orchestrator.extensions.environments.conversation import (
 )
 from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED
 from services.orchestrator.samplers.services import Services
-from shared.errors import BadRequest, HoneError
+from services.orchestrator.store.store import Store
+from shared.errors import BadRequest, HoneError, NotFound, Unavailable
 from shared.host.logs import get_logger
+from shared.http.service import Service
 from shared.job import Job
 from shared.wire import (
     EpisodeResult,
+    JobRecord,
     LeasedEpisode,
+    LeasedEpisodes,
     LeaseEpisodes,
+    LeaseId,
     LeasesRenewed,
     Prompt,
     RenewLeases,
@@ -370,3 +377,39 @@ def _why(failures: list[str], deaths: list[str]) -> str:
     if len(failures) == MAX_PLAYED:
         return f"the agent failed {MAX_PLAYED} times: {failures[-1]}"
     return f"{MAX_DIED} workers died while they played it: {deaths[-1]}"
+
+
+Id = Annotated[LeaseId, Path()]
+
+
+def check_here(record: JobRecord) -> None:
+    """Raises Unavailable for a job that runs, and not here: it may come here later."""
+    if record.status == "running" and record.place is None:
+        raise Unavailable(
+            f"job {record.id!r} is run by another orchestrator, which has the trainer at "
+            f"{record.trainer}, and episodes are leased by that one alone; expected its URL in "
+            "HONE_ORCHESTRATOR_URL of the worker"
+        )
+
+
+def add_routes(service: Service, store: Store, episodes: Episodes) -> None:
+    async def lease_episodes(body: LeaseEpisodes) -> LeasedEpisodes:
+        """Takes episodes for a worker. Repeated with the same Idempotency-Key, it has the same
+        answer. 503: another orchestrator runs the job."""
+        taken = await episodes.lease(body)
+        if body.job_id and not taken and not episodes.runs[body.job_id]:
+            with contextlib.suppress(NotFound):  # it was deleted, and offers nothing
+                check_here(await store.get(body.job_id))
+        return LeasedEpisodes(episodes=taken)
+
+    async def renew_leases(body: RenewLeases) -> LeasesRenewed:
+        """Renews a worker's leases, and gives some back."""
+        return episodes.renew(body)
+
+    service.operation("POST", "/v1/episodes/lease", lease_episodes, cancellable=True)
+    service.operation("POST", "/v1/episodes/renew", renew_leases)
+
+    @service.app.post("/v1/episodes/{id}/result")
+    async def end_episode(id: Id, result: EpisodeResult) -> ResultTaken:
+        """Ends an episode with what it earned, or with why its agent failed."""
+        return episodes.end(id, result)

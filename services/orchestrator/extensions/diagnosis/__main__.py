@@ -7,8 +7,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from services.orchestrator.extensions.diagnosis import gathering
 from services.orchestrator.extensions.diagnosis.diagnosing import findings_of
+from services.orchestrator.extensions.diagnosis.facts import alone
 from shared.errors import HoneError
 
 WRONG = 2
@@ -19,7 +19,7 @@ def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     try:
-        facts, record = gathering.alone(Path(sys.argv[1]))
+        facts, record = alone(Path(sys.argv[1]))
     except HoneError as error:
         sys.stderr.write(error.detail)
         sys.exit(WRONG)

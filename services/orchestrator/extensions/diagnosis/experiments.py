@@ -1,5 +1,5 @@
 """Why sampler and trainer disagree, by small experiments with a sampler that serves the job's
-newest version. Pure: what was measured, and what follows; probing.py measures.
+newest version.
 
 The trainer's side is the canary of that version: a fixed sequence with the trainer's log-probs,
 which every sync brings. So each cause is told apart by what still agrees:
@@ -14,25 +14,112 @@ which every sync brings. So each cause is told apart by what still agrees:
 | prefix_cache | engine, weights, tokens, seed   | what it cached is of other weights            |
 
 Where all of them agree, what is left is how the job samples: temperature and masks.
+
+The sampler is asked by routes that it has anyway: `/weights`, `/weights/check`, `/generate`, and
+vLLM's `/v1/completions` for log-probs of given tokens. Nothing that it serves changes, and
+`/weights/check` alone holds up sampling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import asyncio
+import itertools
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
+import httpx2 as httpx
+from fastapi import Request
+from fastapi.responses import Response
+
+from services.orchestrator.extensions.teacher import read
+from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.samplers.syncing import tolerance
-from services.orchestrator.store.folder import Proof
+from services.orchestrator.store.folder import Proof, RunFolder
+from services.orchestrator.store.store import Store
+from services.orchestrator.tasks import all_of
+from shared.errors import Conflict, Failed, HoneError, Unavailable
+from shared.http import rendering
+from shared.http.client import Client
+from shared.http.connecting import proxy_headers, trusted
+from shared.http.service import Service
+from shared.http.urls import is_direct
+from shared.settings import Settings
 from shared.wire import (
     CheckedWeights,
     Experiment,
     ExperimentReport,
+    GenerateRequest,
+    NoBody,
+    RolloutGroup,
+    Sampling,
     ServingWeights,
 )
+
+T = TypeVar("T")
 
 LATER = 3.0
 """How many times as far the second half of the canary may differ as the first: positions that are
 counted wrongly show with distance."""
+
+POLICY = "policy"
+"""What the sampler calls the weights in training."""
+
+NUM_SAMPLED = 32
+"""Tokens that are sampled to compare: enough for a mean, and done in a second."""
+
+CHECK_S = 120.0
+"""Seconds for reading an engine's tensors back."""
+
+ANSWER_S = 60.0
+
+CACHED = re.compile(r"^hone_rollout_cached_prompt_tokens (\S+)$", re.MULTILINE)
+
+NOT_CACHED = (
+    "nothing of the prompt was cached: it is shorter than a block of the cache, or the engine "
+    "keeps none"
+)
+
+
+def add_routes(service: Service, settings: Settings, store: Store) -> None:
+    given = rendering.answers(ExperimentReport) | rendering.accepted()
+
+    @service.app.post("/v1/jobs/{job_id}/experiments", response_model=None, responses=given)
+    async def experiments(job_id: str, request: Request) -> Response:
+        """Compares each sampler that serves the job with the trainer, by small experiments, and
+        returns which causes of a mismatch they leave. Changes nothing; sampling waits while a
+        sampler's tensors are read back."""
+        record = await store.get(job_id)
+        folder = RunFolder(Path(record.run_dir))
+        key = request.headers.get("idempotency-key")
+        operation = service.operations.start(
+            lambda: _run(settings, store, job_id, folder),
+            f"experiments {job_id} {key}" if key else None,
+            "{}",
+            f"experiments of {job_id}",
+        )
+        return await service.answer(operation, request)
+
+
+async def _run(
+    settings: Settings, store: Store, job_id: str, folder: RunFolder
+) -> ExperimentReport:
+    newest = await asyncio.to_thread(folder.proof)
+    if newest is None:
+        raise Conflict(f"job {job_id!r} has brought no weights with a canary to a sampler yet")
+    urls = await sampler_urls(settings.rollout_urls, store.samplers.urls)
+    of_all = await all_of(probe(url, settings, job_id, newest) for url in urls)
+    experiments = [one for of_one in of_all for one in of_one]
+    if not experiments:
+        raise Conflict(
+            f"no sampler serves job {job_id!r} now: experiments need its weights, until another "
+            "job takes the samplers"
+        )
+    return report(job_id, newest.version, experiments)
 
 
 @dataclass(frozen=True)
@@ -55,22 +142,79 @@ class Measured:
 
 def judge(newest: Proof, measured: Measured) -> list[Experiment]:
     """Returns the experiments with their results, in the order in which they are read."""
-    found = {
-        "version": _version(newest, measured),
-        "tensors": _tensors(measured),
-        "dtype": _dtype(newest, measured),
-        "same_tokens": _same_tokens(newest, measured),
-        "decoding": _decoding(newest, measured),
-        "prefix_cache": _prefix_cache(newest, measured),
+    serving, whys = measured.serving, measured.why_not or {}
+    ours, theirs = newest.canary.dtype, serving.dtype
+    found: dict[str, dict[str, Any] | None] = {
+        "version": {
+            "agrees": (serving.version, serving.digest) == (newest.version, newest.digest),
+            "detail": f"it serves version {serving.version}, digest {str(serving.digest)[:12]}; "
+            f"the newest is version {newest.version}, digest {newest.digest[:12]}",
+        },
+        "tensors": _tensors(measured.checked) if measured.checked else None,
+        "dtype": {
+            "agrees": ours == theirs,
+            "detail": f"the trainer computes in {ours}, the sampler in {theirs}",
+        },
     }
-    whys = measured.why_not or {}
+    allowed = tolerance(newest.canary, serving)  # the nats that rounding may come to, as at a sync
+    for name, ones, others, detail in (
+        ("same_tokens", newest.canary.logprobs, measured.again, "the trainer's and the {}"),
+        (
+            "decoding",
+            measured.sampled,
+            measured.reread,
+            "the {}, as it sampled and as it read them",
+        ),
+        (
+            "prefix_cache",
+            measured.cold,
+            measured.warm,
+            "the {}, before and after it had the prompt",
+        ),
+    ):
+        if ones is None or others is None:
+            found[name] = None
+            continue
+        gaps = [abs(a - b) for a, b in zip(ones, others, strict=True)]
+        told = detail.format(f"sampler's log-probs of {len(gaps)} tokens")
+        found[name] = {
+            "agrees": _mean(gaps) <= allowed,
+            "difference": round(_mean(gaps), 8),
+            "allowed": round(allowed, 8),
+            "detail": told + (_later(gaps, allowed) if name == "same_tokens" else ""),
+        }
     return [
-        experiment
-        or Experiment(
-            name=name, sampler=measured.serving.replica, agrees=None, detail=whys.get(name, "")
+        Experiment(
+            name=name,
+            sampler=serving.replica,
+            **(result or {"agrees": None, "detail": whys.get(name, "")}),
         )
-        for name, experiment in found.items()
+        for name, result in found.items()
     ]
+
+
+def _tensors(checked: CheckedWeights) -> dict[str, Any]:
+    read = checked.num_tensors - len(checked.unread)
+    detail = f"{read} of {checked.num_tensors} tensors were read back from the engine"
+    if checked.differing:
+        detail += f", and {len(checked.differing)} differ, the first is {checked.differing[0]!r}"
+    return {"agrees": None if not read else not checked.differing, "detail": detail}
+
+
+def _later(gaps: Sequence[float], allowed: float) -> str:
+    """Returns what it points at if later tokens differ more."""
+    half = len(gaps) // 2
+    first, second = _mean(gaps[:half]), _mean(gaps[half:])
+    if not half or second <= max(LATER * first, allowed):
+        return ""
+    return (
+        f"; later tokens differ more ({first:.2g}, then {second:.2g} nats): look at positions "
+        "(RoPE) and attention"
+    )
+
+
+def _mean(gaps: Sequence[float]) -> float:
+    return sum(gaps) / len(gaps) if gaps else 0.0
 
 
 def report(job_id: str, version: int, experiments: Sequence[Experiment]) -> ExperimentReport:
@@ -110,92 +254,120 @@ def _causes(experiments: Sequence[Experiment]) -> Iterator[str]:
         )
 
 
-def _version(newest: Proof, measured: Measured) -> Experiment:
-    serving = measured.serving
-    agrees = (serving.version, serving.digest) == (newest.version, newest.digest)
-    detail = (
-        f"it serves version {serving.version}, digest {str(serving.digest)[:12]}; the newest is "
-        f"version {newest.version}, digest {newest.digest[:12]}"
-    )
-    return Experiment(name="version", sampler=serving.replica, agrees=agrees, detail=detail)
+async def probe(url: str, settings: Settings, job_id: str, newest: Proof) -> list[Experiment]:
+    """Returns the experiments with the sampler at `url`; none if it does not serve the job, or does
+    not answer."""
+    token = settings.bearer()
+    async with Client("rollout", url, token=token, patience_s=0.0) as client:
+        try:
+            serving = await client.get("/weights", ServingWeights, deadline_s=ANSWER_S)
+        except HoneError:  # `hone doctor` says how the services are
+            return []
+        if serving.job_id != job_id:
+            return []
+        async with _http(url, token) as http:
+            return judge(newest, await _Probe(client, http).measured(serving, newest))
 
 
-def _tensors(measured: Measured) -> Experiment | None:
-    checked = measured.checked
-    if checked is None:
-        return None
-    read = checked.num_tensors - len(checked.unread)
-    detail = f"{read} of {checked.num_tensors} tensors were read back from the engine"
-    if checked.differing:
-        detail += f", and {len(checked.differing)} differ, the first is {checked.differing[0]!r}"
-    agrees = None if not read else not checked.differing
-    return Experiment(
-        name="tensors", sampler=measured.serving.replica, agrees=agrees, detail=detail
-    )
-
-
-def _dtype(newest: Proof, measured: Measured) -> Experiment:
-    ours, theirs = newest.canary.dtype, measured.serving.dtype
-    return Experiment(
-        name="dtype",
-        sampler=measured.serving.replica,
-        agrees=ours == theirs,
-        detail=f"the trainer computes in {ours}, the sampler in {theirs}",
+def _http(url: str, token: str | None) -> httpx.AsyncClient:
+    authorization = {"authorization": f"Bearer {token}"} if token else {}
+    return httpx.AsyncClient(
+        base_url=url,
+        headers=authorization | proxy_headers(url),
+        timeout=ANSWER_S,
+        trust_env=not is_direct(urlsplit(url).hostname or ""),
+        verify=trusted(),
     )
 
 
-def _same_tokens(newest: Proof, measured: Measured) -> Experiment | None:
-    if measured.again is None:
-        return None
-    ours = list(newest.canary.logprobs)
-    allowed, gaps = _allowed(newest, measured), _gaps(ours, measured.again)
-    half = len(gaps) // 2
-    detail = f"the trainer's and the sampler's log-probs of {len(gaps)} tokens"
-    if half and _mean(gaps[half:]) > max(LATER * _mean(gaps[:half]), allowed):
-        detail += (
-            f"; later tokens differ more ({_mean(gaps[:half]):.2g}, then "
-            f"{_mean(gaps[half:]):.2g} nats): look at positions (RoPE) and attention"
+class _Probe:
+    def __init__(self, client: Client, http: httpx.AsyncClient) -> None:
+        self._client = client
+        self._http = http
+        self._why_not: dict[str, str] = {}
+
+    async def measured(self, serving: ServingWeights, newest: Proof) -> Measured:
+        ids = list(newest.canary.token_ids)
+        start = 1 + secrets.randbelow(len(ids) - 1)  # a prompt that no cache has
+        prompt = (ids[start:] + ids[:start])[: max(len(ids) - NUM_SAMPLED, len(ids) // 2)]
+        found = Measured(
+            serving,
+            checked=await self._or_why("tensors", self._checked),
+            again=await self._or_why("same_tokens", lambda: self._logprobs(ids)),
+            why_not=self._why_not,
         )
-    return _compared("same_tokens", measured, gaps, allowed, detail)
+        before = await self._or_why("prefix_cache", self._num_cached)
+        first = await self._or_why("decoding", lambda: self._sampled(prompt))
+        if first is None:
+            return found
+        tokens, sampled = first
+        reread = await self._or_why("decoding", lambda: self._logprobs(prompt + tokens))
+        found = replace(found, sampled=sampled, reread=reread and reread[len(prompt) - 1 :])
+        second = await self._or_why("prefix_cache", lambda: self._sampled(prompt))
+        after = await self._or_why("prefix_cache", self._num_cached)
+        if second is None or before is None or after is None:
+            return found
+        if not after > before:
+            self._why_not["prefix_cache"] = NOT_CACHED
+            return found
+        num_same = _num_same(tokens, second[0])
+        return replace(found, cold=sampled[:num_same], warm=second[1][:num_same])
+
+    async def _or_why(self, name: str, ask: Callable[[], Awaitable[T]]) -> T | None:
+        """Returns the answer; None, and notes why, if there is none."""
+        try:
+            return await ask()
+        except (HoneError, httpx.HTTPError) as error:
+            detail = error.detail if isinstance(error, HoneError) else repr(error)
+            self._why_not.setdefault(name, detail)
+            return None
+
+    async def _checked(self) -> CheckedWeights:
+        return await self._client.call(
+            "POST", "/weights/check", NoBody(), CheckedWeights, deadline_s=CHECK_S
+        )
+
+    async def _sampled(self, prompt: list[int]) -> tuple[list[int], list[float]]:
+        """Returns the tokens of one completion at temperature 1, the same each time, and their
+        log-probs."""
+        body = GenerateRequest(
+            prompt_token_ids=prompt,  # pyright: ignore[reportArgumentType]
+            sampling=Sampling(max_tokens=NUM_SAMPLED, temperature=1.0, seed=0),
+            fit=True,
+        )
+        group = await self._client.call(
+            "POST", "/generate", body, RolloutGroup, deadline_s=ANSWER_S
+        )
+        rollout = group.rollouts[0]
+        if rollout.went_wrong or not len(rollout.token_ids):
+            raise Failed(f"the sampler sampled nothing: {rollout.error or rollout.finish_reason}")
+        return list(rollout.token_ids), list(rollout.logprobs)
+
+    async def _logprobs(self, ids: list[int]) -> list[float]:
+        """Returns the log-probs `[T - 1]` of all tokens but the first, read in one pass, without a
+        cache."""
+        asked = {"model": POLICY, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0}
+        asked["cache_salt"] = secrets.token_hex(8)
+        answer = await self._http.post("/v1/completions", json=asked)
+        if answer.status_code != 200:
+            raise Unavailable(
+                f"the sampler answered {answer.status_code} to /v1/completions: {answer.text[:200]}"
+            )
+        told = await asyncio.to_thread(read, answer.content, ids)
+        if told is None:
+            raise Unavailable("the sampler gave no log-probs of the tokens that it was sent")
+        return [value for value in told[0][1:] if value is not None]
+
+    async def _num_cached(self) -> float:
+        """Returns how many tokens of prompts the cache has held so far."""
+        answer = await self._http.get("/metrics")
+        found = CACHED.search(answer.text)
+        if not found:
+            raise Unavailable("the sampler's /metrics do not say what was cached")
+        return float(found[1])
 
 
-def _decoding(newest: Proof, measured: Measured) -> Experiment | None:
-    if measured.sampled is None or measured.reread is None:
-        return None
-    gaps = _gaps(measured.sampled, measured.reread)
-    detail = f"the sampler's log-probs of {len(gaps)} tokens, as it sampled and as it read them"
-    return _compared("decoding", measured, gaps, _allowed(newest, measured), detail)
-
-
-def _prefix_cache(newest: Proof, measured: Measured) -> Experiment | None:
-    if measured.cold is None or measured.warm is None:
-        return None
-    gaps = _gaps(measured.cold, measured.warm)
-    detail = f"the sampler's log-probs of {len(gaps)} tokens, before and after it had the prompt"
-    return _compared("prefix_cache", measured, gaps, _allowed(newest, measured), detail)
-
-
-def _allowed(newest: Proof, measured: Measured) -> float:
-    """Returns the nats that rounding may come to, as at a sync."""
-    return tolerance(newest.canary, measured.serving)
-
-
-def _gaps(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
-
-
-def _mean(gaps: Sequence[float]) -> float:
-    return sum(gaps) / len(gaps) if gaps else 0.0
-
-
-def _compared(
-    name: str, measured: Measured, gaps: Sequence[float], allowed: float, detail: str
-) -> Experiment:
-    return Experiment(
-        name=name,
-        sampler=measured.serving.replica,
-        agrees=_mean(gaps) <= allowed,
-        difference=round(_mean(gaps), 8),
-        allowed=round(allowed, 8),
-        detail=detail,
-    )
+def _num_same(ones: list[int], others: list[int]) -> int:
+    """Returns how many tokens both begin with."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ones, others, strict=False))
+    return len(list(same))

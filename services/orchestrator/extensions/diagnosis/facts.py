@@ -1,18 +1,32 @@
 """What findings follow from: a run's rows of metrics, some of its stored batches, its syncs, its
-record. Pure; gathering.py reads it."""
+record; and how these are read from a run folder."""
 
 from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from services.orchestrator.grpo.advantages import outcomes
 from services.orchestrator.grpo.held_out import HIGH, LOW, metric_prefix
+from services.orchestrator.store.folder import RunFolder
+from services.orchestrator.store.leases import PAUSED_ON_REQUEST
+from services.orchestrator.store.records import FoundRun, find_run
+from shared.errors import BadRequest, NotFound
 from shared.job import Job
-from shared.wire import Batch, Evidence, JobRecord, MetricsRow
+from shared.wire import Batch, Evidence, Finding, JobRecord, MetricsRow
+from shared.wire.jobs import FindingCode, FindingLevel
+
+FIRST_ROWS, LAST_ROWS = 200, 2000
+"""Rows of a very long run that are looked at, from its beginning and its end: enough for all
+windows, and a bound for the time that it takes."""
+
+TRIES = 8
+"""Most stored batches that are tried for one that is graded."""
 
 WINDOW = 10
 """Steps that a median is over: four odd steps among ten do not move it, and ten come soon."""
@@ -44,6 +58,11 @@ class Series:
     def __iter__(self) -> Iterator[tuple[int, float]]:
         return zip(self.steps, self.values, strict=True)
 
+    def kept(self, keep: Callable[[int, float], bool]) -> Series:
+        """Returns the values that `keep`, of step and value, holds for."""
+        pairs = [pair for pair in self if keep(*pair)]
+        return Series(self.metric, tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
+
     def first(self, count: int = WINDOW) -> Series:
         return Series(self.metric, self.steps[:count], self.values[:count])
 
@@ -52,8 +71,7 @@ class Series:
 
     def up_to(self, step: int) -> Series:
         """Returns the values of steps up to `step`, included."""
-        count = sum(each <= step for each in self.steps)
-        return self.first(count)
+        return self.kept(lambda each, _: each <= step)
 
     @property
     def median(self) -> float:
@@ -130,13 +148,9 @@ class Facts:
         return self._series(metric, 1)
 
     def _series(self, metric: str, first_step: int) -> Series:
-        found = [
-            (row.step, row.metrics[metric])
-            for row in self.rows
-            if row.step >= first_step and metric in row.metrics
-        ]
-        steps, values = zip(*found, strict=True) if found else ((), ())
-        return Series(metric, steps, values)
+        rows = [row for row in self.rows if row.step >= first_step and metric in row.metrics]
+        steps, values = (row.step for row in rows), (row.metrics[metric] for row in rows)
+        return Series(metric, tuple(steps), tuple(values))
 
     @property
     def newest(self) -> Batch | None:
@@ -156,12 +170,9 @@ class Facts:
         rewards = self._series(f"{prefix}reward", 0)
         ignored = set(self._series(f"{prefix}ignored", 0).steps)
         low, high = (dict(self._series(prefix + each, 0)) for each in (LOW, HIGH))
-        kept = [(step, value) for step, value in rewards if step not in ignored]
-        if not kept:
-            return None
-        steps, values = zip(*kept, strict=True)
-        widths = [(high[step] - low[step]) / 2 if step in low else 0.0 for step in steps]
-        return HeldOut(name, Series(rewards.metric, steps, values), tuple(widths))
+        kept = rewards.kept(lambda step, _: step not in ignored)
+        widths = [(high[step] - low[step]) / 2 if step in low else 0.0 for step in kept.steps]
+        return HeldOut(name, kept, tuple(widths)) if kept else None
 
     @property
     def learned(self) -> bool:
@@ -174,6 +185,30 @@ class Facts:
         )
 
 
+def finding(
+    code: FindingCode,
+    level: FindingLevel,
+    since_step: int | None,
+    evidence: Sequence[Series | Evidence],
+    *,
+    title: str,
+    cause: str,
+    remedy: str,
+    keys: str = "",
+) -> Finding:
+    """Returns a finding. Of a series the newest values are shown."""
+    return Finding(
+        code=code,
+        level=level,
+        title=title,
+        since_step=since_step,
+        evidence=tuple(each.evidence() if isinstance(each, Series) else each for each in evidence),
+        cause=cause,
+        remedy=remedy,
+        keys=tuple(keys.split()),
+    )
+
+
 def percent(share: float) -> str:
     """Returns a share for people: "31 %"; below 1 % with one digit more."""
     return f"{share:.0%}" if share >= 0.01 or not share else f"{share:.1%}"
@@ -183,3 +218,67 @@ def steps_of(series: Series) -> str:
     """Returns the steps for people: "steps 31 to 40", "step 3"."""
     first, last = series.steps[0], series.steps[-1]
     return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def of_folder(folder: RunFolder, job: Job, rows: Sequence[MetricsRow] | None = None) -> Facts:
+    """Returns the facts that the run folder has; `rows` if they are known already."""
+    rows = folder.metrics() if rows is None else rows
+    if len(rows) > FIRST_ROWS + LAST_ROWS:
+        rows = [*rows[:FIRST_ROWS], *rows[-LAST_ROWS:]]
+    return Facts(job=job, rows=rows, batches=_batches(folder), syncs=folder.syncs())
+
+
+def alone(path: Path) -> tuple[Facts, JobRecord]:
+    """Returns the facts of a run folder without a stack, and the record as far as it tells. A job
+    that has not ended counts as paused on request. Raises BadRequest for a folder of no job."""
+    found = find_run(path.resolve())
+    if found is None or found.job is None:
+        raise BadRequest(
+            found.problem
+            if found and found.problem
+            else f"{str(path)!r} is no run folder: expected one with job.json"
+        )
+    record = record_of(found, found.job)
+    return of_folder(RunFolder(found.path), found.job).about(record, None, time.time()), record
+
+
+def record_of(found: FoundRun, job: Job) -> JobRecord:
+    """Returns the record as far as the folder tells."""
+    known: dict[str, Any] = {
+        "status": found.end or "paused",
+        "error": found.error if found.end else PAUSED_ON_REQUEST,
+    }
+    return JobRecord(
+        id=found.id,
+        name=job.name,
+        model=job.model,
+        created_at=found.created_at,
+        finished_at=found.finished_at,
+        step=found.step,
+        steps=job.steps,
+        run_dir=str(found.path),
+        summary=found.summary,
+        data=found.data,
+        job=job,
+        **known,
+    )
+
+
+def _batches(folder: RunFolder) -> list[Batch]:
+    """Returns the oldest and the newest graded batch; fewer if there are not two."""
+    steps = folder.batch_steps()
+    oldest = _first_graded(folder, steps[:TRIES])
+    newest = _first_graded(folder, steps[: -TRIES - 1 : -1])
+    found = {batch.step: batch for batch in (oldest, newest) if batch}
+    return list(found.values())
+
+
+def _first_graded(folder: RunFolder, steps: Sequence[int]) -> Batch | None:
+    for step in steps:
+        try:
+            batch = folder.batch(step)
+        except NotFound:  # removed just now
+            continue
+        if batch.graded:
+            return batch
+    return None

@@ -14,26 +14,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from services.orchestrator.extensions.environments.recording import branch
-from services.orchestrator.extensions.environments.token_row import TokenRow
+from services.orchestrator.extensions.environments.recording import Asked, Recording, Turn, row_of
 from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.seams import LOST
+from services.orchestrator.seams import LOST, Player
+from services.orchestrator.tasks import all_of
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.job import EnvironmentSpec, Job
 from shared.wire import (
-    Branch,
     EpisodeClosed,
     EpisodeOpened,
     FinishReason,
-    Known,
     Message,
     Prompt,
     Rollout,
@@ -55,21 +54,23 @@ T = TypeVar("T")
 
 @dataclass
 class Played:
-    """A conversation under way. `known` are all its tokens, of `messages`."""
+    """A conversation under way: its messages, of which the first are the prompt, and its turns."""
 
     messages: list[Message]
     num_prompt: int
-    prompt: tuple[int, ...] = ()
-    branches: tuple[Branch, ...] = ()
-    row: TokenRow = field(default_factory=TokenRow)
-    known: Known | None = None
-    last: Rollout | None = None
-    num_turns: int = 0
+    recording: Recording = field(default_factory=Recording)
     num_calls: int = 0
     num_failed: int = 0
     environment_s: float = 0.0
     turn_rewards: list[float | None] = field(default_factory=list[float | None])
-    replica: str = ""
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.recording.turns)
+
+    @property
+    def last(self) -> Turn | None:
+        return self.recording.turns[-1] if self.recording.turns else None
 
 
 class EnvironmentFailed(Exception):
@@ -148,9 +149,7 @@ class Conversation:
                 break
             if rollout.went_wrong:
                 return group
-            if group.forked and played.num_turns:
-                fork(played, group.forked)
-            add_answer(played, group)
+            self._record(played, group)
             calls = tool_calls(rollout)
             if not calls or rollout.finish_reason == "length":
                 why = "stop" if rollout.finish_reason == "stop" else "max_tokens"
@@ -185,13 +184,21 @@ class Conversation:
             self._min_version,
             key=f"{id}:{turn}",
             tools=opened.tools,
-            known=played.known,
+            known=played.last and played.last.known,
             sampling=sampling,
         )
 
+    def _record(self, played: Played, group: RolloutGroup) -> None:
+        name = str(played.num_turns)
+        asked, began = Asked(name, tuple(played.messages)), played.recording.tick()
+        turn = played.recording.add(name, asked, played.last, group, began=began)
+        played.recording.taken.add(turn)
+        played.messages.append(turn.message)
+        played.turn_rewards.append(None)
+
     def _room(self, played: Played) -> int:
         """Returns how many tokens the next answer may have."""
-        return self._sampling.max_tokens - len(played.row)
+        return self._sampling.max_tokens - (played.last.num_tokens if played.last else 0)
 
     async def _called(self, id: str, played: Played, calls: tuple[ToolCall, ...]) -> bool:
         """Makes the calls, appends their results, and returns whether the episode is over."""
@@ -254,49 +261,17 @@ def tool_calls(rollout: Rollout) -> tuple[ToolCall, ...]:
     )
 
 
-def fork(played: Played, because: str) -> None:
-    """Makes the row so far a branch. The next answer begins another row."""
-    found = branch(TokenIds(played.prompt), played.row, because)
-    played.branches = (*played.branches, found)
-    played.row, played.known = TokenRow(), None
-
-
-def add_answer(played: Played, group: RolloutGroup) -> None:
-    """Appends an answer, and the tokens between it and the answer before."""
-    rollout = group.rollouts[0]
-    if played.known is None:
-        played.prompt = tuple(group.prompt_token_ids)
-    else:
-        played.row.add_given(group.prompt_token_ids[len(played.known.token_ids) :])
-    played.row.add(rollout)
-    played.messages += rollout.messages
-    played.known = Known(
-        num_messages=len(played.messages),
-        token_ids=TokenIds([*played.prompt, *played.row.token_ids]),
-    )
-    played.last, played.replica = rollout, group.replica
-    played.num_turns += 1
-    played.turn_rewards.append(None)
-
-
 def ended(played: Played, finish_reason: FinishReason, why: str) -> RolloutGroup:
     """Returns the conversation as a group of one. `why` it ended is "stop", or the limit that it
     reached."""
-    assert played.last is not None, "it has an answer"
-    found = played.row.rollout(
-        played.last.text, finish_reason, played.messages[played.num_prompt :]
-    )
-    found = found.model_copy(update={"branches": played.branches})
-    group = RolloutGroup(
-        prompt_token_ids=TokenIds(played.prompt), rollouts=(found,), replica=played.replica
-    )
+    group = played.recording.group(finish_reason, played.messages[played.num_prompt :])
     info = {
         "ended": why,
         "turns": played.num_turns,
         "tool_calls": played.num_calls,
         "tool_errors": played.num_failed,
         "environment_s": played.environment_s,
-        "forks": len(played.branches),
+        "forks": len(group.rollouts[0].branches),
     }
     return with_info(group, info)
 
@@ -326,8 +301,61 @@ def after(group: RolloutGroup, num_shared: int) -> Rollout:
     rollout = group.rollouts[0]
     if (rest := group.prompt_token_ids[num_shared:]) == ():
         return rollout
-    row = TokenRow()
-    row.add_given(rest)
-    row.add(rollout)
-    found = row.rollout(rollout.text, rollout.finish_reason, rollout.messages)
+    found = row_of([(rest, rollout)], rollout.text, rollout.finish_reason, rollout.messages)
     return found.model_copy(update={"info": rollout.info, "branches": rollout.branches})
+
+
+async def play_group(
+    players: Mapping[str, Player],
+    services: Services,
+    job: Job,
+    prompt: Prompt,
+    min_version: int,
+    key: str,
+    sampling: Sampling,
+) -> RolloutGroup:
+    """Returns the group of `sampling.n` conversations, each by the player of the environment's
+    kind."""
+    assert job.environment is not None
+    play = players[job.environment.kind]
+    played = await all_of(
+        play(services, job, prompt, min_version, f"{key}:{number}", _nth(sampling, number))
+        for number in range(sampling.n)
+    )
+    return joined(played)
+
+
+async def converse(
+    services: Services, job: Job, prompt: Prompt, min_version: int, key: str, sampling: Sampling
+) -> RolloutGroup:
+    """Returns one conversation with an environment, as a group of one."""
+    return await Conversation(services, job, prompt, min_version, key, sampling).play()
+
+
+PLAYERS: dict[str, Player] = {"class": converse, "tools": converse, "openenv": converse}
+
+
+def _nth(sampling: Sampling, number: int) -> Sampling:
+    seed = None if sampling.seed is None else sampling.seed + number
+    return sampling.model_copy(update={"n": 1, "seed": seed})
+
+
+def _are_equal(ids: tuple[int, ...]) -> bool:
+    return len(set(ids)) == 1
+
+
+def joined(played: list[RolloutGroup]) -> RolloutGroup:
+    """Returns one group of groups of one. Its prompt is what all prompts begin with; what differs,
+    such as what each environment said first, begins the rollouts as tokens that no one sampled."""
+    whole = [group for group in played if not group.rollouts[0].went_wrong]
+    prompts = [list(group.prompt_token_ids) for group in whole] or [[]]
+    shared = [ids[0] for ids in itertools.takewhile(_are_equal, zip(*prompts, strict=False))]
+    rollouts = tuple(
+        after(group, len(shared)) if group in whole else group.rollouts[0] for group in played
+    )
+    return RolloutGroup(
+        prompt_token_ids=TokenIds(shared),
+        rollouts=rollouts,
+        replica=next((group.replica for group in whole), played[0].replica),
+        overlong=any(group.overlong for group in played),
+    )

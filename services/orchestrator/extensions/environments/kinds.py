@@ -1,14 +1,101 @@
-"""What each kind of `[environment]` is."""
+"""What each kind of `[environment]` is; and the kind of the job's own file, whose environments and
+tools the reward service runs in its sandbox."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
 from services.orchestrator.extensions.environments.openenv import OpenEnv
-from services.orchestrator.extensions.environments.sandboxed import Sandboxed
 from services.orchestrator.extensions.environments.tools import Tools
 from services.orchestrator.seams import Environment
 from shared.http.client import Client
-from shared.job import Job
+from shared.job import EnvironmentSpec, Job
 from shared.settings import Settings
+from shared.wire import (
+    CloseEpisode,
+    EnvironmentValidated,
+    EpisodeClosed,
+    EpisodeOf,
+    EpisodeOpened,
+    EpisodeStepped,
+    OpenEpisode,
+    StepEpisode,
+    ToolCall,
+    ValidateEnvironment,
+)
+
+EPISODE_ROOM_S = 150.0
+"""Seconds that a call of an environment may take beyond its own limit: its sandbox starts, and the
+job's file is loaded."""
+
+R = TypeVar("R", bound=BaseModel)
+
+
+class Sandboxed:
+    """Episodes of a job by the `client` of the reward service, which is waited for `patience_s`
+    seconds. `attributes`: reward functions need the environments' attributes."""
+
+    service = "reward"
+
+    def __init__(
+        self,
+        client: Client,
+        job_id: str,
+        spec: EnvironmentSpec,
+        patience_s: float | None,
+        *,
+        attributes: bool = False,
+    ) -> None:
+        self._client = client
+        self._job_id = job_id
+        self._spec = spec
+        self._patience_s = patience_s
+        self._attributes = attributes
+
+    async def open(self, id: str, row: Mapping[str, Any]) -> EpisodeOpened:
+        body = OpenEpisode(**self._episode(id), row=dict(row))
+        return await self._call("open", body, EpisodeOpened, self._spec.boot_s)
+
+    async def step(self, id: str, turn: int, calls: tuple[ToolCall, ...]) -> EpisodeStepped:
+        body = StepEpisode(**self._episode(id), turn=turn, calls=calls)
+        return await self._call("step", body, EpisodeStepped, self._spec.step_s)
+
+    async def close(self, id: str, *, rewarded: bool) -> EpisodeClosed:
+        body = CloseEpisode(
+            **self._episode(id), rewarded=rewarded, attributes=self._attributes and rewarded
+        )
+        return await self._call("close", body, EpisodeClosed, self._spec.step_s)
+
+    def drop(self, id: str) -> None:
+        """The service ends it when no request has come for `episode_s`."""
+
+    async def validate(self, row: Mapping[str, Any]) -> EnvironmentValidated:
+        return await self._client.call(
+            "POST",
+            "/episodes/validate",
+            ValidateEnvironment(environment=self._spec, row=dict(row)),
+            EnvironmentValidated,
+            deadline_s=self._spec.boot_s + EPISODE_ROOM_S,
+        )
+
+    async def shut(self) -> None:
+        """Episodes of the service end by themselves."""
+
+    async def _call(self, verb: str, body: EpisodeOf, result: type[R], limit_s: float) -> R:
+        return await self._client.call(
+            "POST",
+            f"/episodes/{verb}",
+            body,
+            result,
+            deadline_s=limit_s + EPISODE_ROOM_S,
+            patience_s=self._patience_s,
+        )
+
+    def _episode(self, id: str) -> dict[str, Any]:
+        return {"job_id": self._job_id, "environment": self._spec, "id": id}
 
 
 def environment_of(

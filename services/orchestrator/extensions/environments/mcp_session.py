@@ -10,8 +10,8 @@ import httpx2 as httpx
 from mcp import Client, MCPError
 from mcp.client.streamable_http import streamable_http_client
 
-from services.orchestrator.extensions.environments.results import of_blocks, result, tool_schema
-from services.orchestrator.extensions.environments.sockets import MAX_MESSAGE_BYTES
+from services.orchestrator.extensions.environments.openenv import MAX_MESSAGE_BYTES
+from services.orchestrator.extensions.environments.tools import of_blocks, result, tool_schema
 from services.orchestrator.seams import Lost
 from shared.errors import first_line
 from shared.http.connecting import trusted

@@ -1,4 +1,6 @@
 """Environments of OpenEnv servers. READ FIRST of the kinds that the orchestrator speaks to itself.
+It follows the package `openenv` 0.10: a WebSocket is an episode, and each message is answered by
+one message, in order. Jobs name the servers, so no redirect is followed to another one.
 
     open      a connection to the server with the fewest episodes, and a reset with the row
     step      an action for each call; what is seen is the call's result, and may have a reward
@@ -12,29 +14,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from services.orchestrator.extensions.environments.allowed import check_allowed
-from services.orchestrator.extensions.environments.connecting import (
-    connect,
-    schema_of_actions,
-    session,
-)
-from services.orchestrator.extensions.environments.results import (
+from services.orchestrator.extensions.environments.tools import (
     arguments_of,
     as_text,
+    check_allowed,
     of_blocks,
     result,
     tool_schema,
 )
-from services.orchestrator.extensions.environments.sockets import Away, Full, Refused, Seen, Socket
 from services.orchestrator.seams import Lost, Unreachable
 from shared.errors import BadRequest
+from shared.http.connecting import trusted
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import (
@@ -42,9 +42,162 @@ from shared.wire import (
     EpisodeClosed,
     EpisodeOpened,
     EpisodeStepped,
+    Reported,
     ToolCall,
     ToolResult,
 )
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""Largest message that an environment may send."""
+
+CLOSE_S = 5.0
+"""Seconds that a server has to end an episode."""
+
+MAX_CHARS = 1000
+
+
+class Away(Exception):
+    """The server cannot be reached."""
+
+
+class Full(Exception):
+    """The server has no room for another episode."""
+
+
+class Refused(Exception):
+    """The server could not read the message, which changed nothing: the message is for the
+    model."""
+
+
+class Seen(BaseModel):
+    """What the environment answers a reset and a step with."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+    observation: dict[str, Any]
+    reward: Reported | None = None
+    done: bool = False
+
+
+class Socket:
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse, url: str) -> None:
+        self._socket = socket
+        self._url = url
+
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> Seen:
+        """Sends a reset or a step and returns its answer. Raises Full, Refused, or Lost."""
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # then an error waits to be read
+            await self._socket.send_json({"type": kind, "data": dict(data)})
+        received = await self._socket.receive()
+        if received.type is not aiohttp.WSMsgType.TEXT:
+            why = f": {received.extra}" if received.extra else f" (code {self._socket.close_code})"
+            raise Lost(f"the environment at {self._url} closed the connection{why}")
+        return self._read(received.data)
+
+    def _read(self, text: str) -> Seen:
+        try:
+            frame = json.loads(text)
+            if frame["type"] == "observation":
+                return Seen.model_validate(frame["data"])
+            code, message = frame["data"]["code"], str(frame["data"]["message"])
+        except (ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:
+            raise Lost(
+                f"the environment at {self._url} sent {text[:200]!r}; expected an observation with "
+                f"a finite reward, or an error"
+            ) from error
+        if code == "VALIDATION_ERROR":
+            raise Refused(_with_faults(message, frame["data"].get("errors")))
+        if code == "CAPACITY_REACHED":
+            raise Full(f"the environment at {self._url} has no room: {message[:MAX_CHARS]}")
+        raise Lost(f"the environment at {self._url} failed ({code}): {message[:MAX_CHARS]}")
+
+    async def close(self) -> None:
+        """Ends the episode. Returns once the server has made room for another one, or is late."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._socket.send_json({"type": "close"})
+                while not self._socket.closed:
+                    await self._socket.receive()
+        await self.drop()
+
+    async def drop(self) -> None:
+        """Closes the connection without the server's consent: an answer that is still to come would
+        be taken for the answer to the next message."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._socket.close()
+
+
+def _with_faults(message: str, errors: Any) -> str:
+    faults = [
+        f"{'.'.join(map(str, fault.get('loc', ())))}: {fault.get('msg')}"
+        for fault in (errors if isinstance(errors, list) else [])
+        if isinstance(fault, dict)
+    ]
+    return "; ".join([message, *faults])[:MAX_CHARS]
+
+
+CONNECT_S = 10.0
+
+
+def session() -> aiohttp.ClientSession:
+    """Returns a client without cookies, a limit of connections, or redirects."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=trusted(), limit=0),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        middlewares=(_without_redirects,),
+    )
+
+
+async def connect(http: aiohttp.ClientSession, url: str) -> Socket:
+    """Returns a connection to `/ws` of the server. Raises Away."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            socket = await http.ws_connect(f"{url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
+    except TimeoutError as error:
+        raise Away(f"the environment at {url} took no connection in {CONNECT_S:g} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        why = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        raise Away(f"the environment at {url} cannot be reached: {why}") from error
+    return Socket(socket, url)
+
+
+async def schema_of_actions(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """Returns the JSON Schema of the environment's actions, from `/schema`."""
+    try:
+        async with http.get(f"{url}/schema") as answer:
+            actions = json.loads(await _whole(answer))["action"]
+    except (aiohttp.ClientError, OSError, RecursionError, ValueError, KeyError, TypeError) as error:
+        raise Lost(
+            f"{url}/schema cannot be read ({type(error).__name__}: {error}); expected the schemas "
+            "of an OpenEnv server"
+        ) from error
+    if not isinstance(actions, dict) or not isinstance(actions.get("properties", {}), dict):
+        raise Lost(f"{url}/schema has {str(actions)[:200]} as 'action'; expected a JSON Schema")
+    return actions
+
+
+async def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    """Returns the body, of which one read gives what has arrived. Raises ValueError for more than
+    MAX_MESSAGE_BYTES."""
+    found = bytearray()
+    while piece := await answer.content.read(MAX_MESSAGE_BYTES):
+        found += piece
+        if len(found) > MAX_MESSAGE_BYTES:
+            raise ValueError(f"it has more than {MAX_MESSAGE_BYTES} bytes")
+    return bytes(found)
+
+
+async def _without_redirects(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    answer = await handler(request)
+    if 300 <= answer.status < 400:
+        where = urlsplit(answer.headers.get("Location", "")).netloc or "another address"
+        answer.close()
+        raise aiohttp.ClientError(f"it redirects to {where}, which is not followed")
+    return answer
+
 
 SKIP_S = 10.0
 """Most seconds that a server is skipped after it could not be reached."""

@@ -1,8 +1,11 @@
-"""The turns of a session as a tree, and the rows of tokens that they are. Pure.
+"""What a conversation was, as tokens: its turns as a tree, and the rows that they are. Pure. The
+tokens are the sampler's, and are never made again from text. Conversations with an environment and
+agents' sessions are both recorded here.
 
-A request whose messages begin with an earlier turn's messages and answer continues from that turn;
-so does one whose token ids begin with that turn's. Any other request begins anew, as a root. A row
-is the way from a root to a leaf:
+A session's request whose messages begin with an earlier turn's messages and answer continues from
+that turn; so does one whose token ids begin with that turn's. Any other request begins anew, as a
+root; so does a turn whose history the sampler had to render anew. A row is the way from a root to a
+leaf:
 
     root   prompt | answer | given | answer      the newest leaf's row: the rollout
                        `--- given' | answer      its own answer is sampled here; before it, a prompt
@@ -14,12 +17,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from services.orchestrator.extensions.environments.token_row import TokenRow
-from shared.wire import Branch, Message, Rollout, RolloutGroup, TokenIds
+from shared.wire import Branch, FinishReason, Known, Message, Rollout, RolloutGroup, Span
+from shared.wire.base import Logprobs, Mask, TokenIds
 
 COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id")
 """The fields in which two equal messages agree. Clients add and drop other fields."""
@@ -85,6 +89,11 @@ class Turn:
         return sum(len(ids) for turn in way for ids in turn.added) - len(way[0].given)
 
     @property
+    def known(self) -> Known:
+        """What the next request tells the sampler of the tokens so far."""
+        return Known(num_messages=self.num_messages, token_ids=TokenIds(self.token_ids))
+
+    @property
     def added(self) -> tuple[TokenIds, TokenIds]:
         """Its tokens: given, and sampled."""
         return self.given, self.rollout.token_ids
@@ -101,12 +110,48 @@ def read_fields(message: Message) -> Message:
 
 
 class Recording:
-    """The turns of one session, in the order in which they were answered. A client has got the
+    """The turns of one conversation, in the order in which they were answered. A client has got the
     answers in `taken`."""
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self.taken: set[Turn] = set()
+        self._replica = ""
+        self._clock = 0
+
+    def tick(self) -> int:
+        """Returns the next number in the order of what happens."""
+        self._clock += 1
+        return self._clock
+
+    def add(
+        self,
+        id: str,
+        asked: Asked,
+        parent: Turn | None,
+        group: RolloutGroup,
+        *,
+        began: int,
+        because: str = "",
+    ) -> Turn:
+        """Records the answer that is the group's one rollout, and returns its turn."""
+        if group.forked:
+            parent, because = None, group.forked
+        (rollout,) = group.rollouts
+        turn = Turn(
+            id=id,
+            asked=asked,
+            parent=parent,
+            given=TokenIds(group.prompt_token_ids[len(parent.token_ids) if parent else 0 :]),
+            rollout=rollout,
+            message=next(iter(rollout.messages), {"role": "assistant", "content": rollout.text}),
+            because=because,
+            began=began,
+            ended=self.tick(),
+        )
+        self.turns.append(turn)
+        self._replica = group.replica or self._replica
+        return turn
 
     def before(self, asked: Asked) -> Turn | None:
         """Returns the longest turn that the request continues from, of equal ones the newest."""
@@ -166,57 +211,98 @@ class Recording:
             taken |= set(way)
         return found[::-1]
 
+    def group(
+        self, finish_reason: FinishReason | None = None, messages: Sequence[Message] | None = None
+    ) -> RolloutGroup:
+        """Returns the conversation as a group of one: its newest row, and the others as branches.
+        `messages`: those after its prompt, if they are more than the turns have."""
+        *others, (leaf, _, own) = self.rows()
+        found = row_of(
+            _parts(own),
+            leaf.rollout.text,
+            finish_reason or leaf.rollout.finish_reason,
+            self._said(own) if messages is None else messages,
+        )
+        branches = tuple(self._branch(*each) for each in others)
+        return RolloutGroup(
+            prompt_token_ids=own[0].given,
+            rollouts=(found.model_copy(update={"branches": branches}),),
+            replica=self._replica,
+        )
 
-def group_of(recording: Recording, replica: str, finish_reason: Any = None) -> RolloutGroup:
-    """Returns the session as a group of one: its newest row, and the others as branches."""
-    *others, (leaf, _, own) = recording.rows()
-    root = own[0]
-    found = _row(own).rollout(
-        leaf.rollout.text, finish_reason or leaf.rollout.finish_reason, _said(recording, own)
-    )
-    branches = tuple(_branch(recording, *each) for each in others)
-    return RolloutGroup(
-        prompt_token_ids=root.given,
-        rollouts=(found.model_copy(update={"branches": branches}),),
-        replica=replica,
-    )
+    def _said(self, own: Sequence[Turn]) -> list[Message]:
+        """Returns the messages of the newest row after the first prompt; after its own, if it
+        begins otherwise. Of texts and tokens only the answers are messages."""
+        leaf, first = own[-1], self.turns[0].asked.messages
+        messages = leaf.asked.messages
+        if not messages:
+            return [turn.message for turn in own]
+        num_prompt = _num_same(first, messages)
+        if num_prompt < len(first):
+            num_prompt = len(own[0].asked.messages)
+        return [*messages[num_prompt:], leaf.message]
+
+    def _branch(self, leaf: Turn, shared: Sequence[Turn], own: Sequence[Turn]) -> Branch:
+        before = shared[-1].token_ids if shared else []
+        later = self.turns[self.turns.index(leaf) + 1 :]
+        because = next((turn.because for turn in later if turn.because), "")
+        return branch(TokenIds([*before, *own[0].given]), row_of(_parts(own)), because)
 
 
-def _said(recording: Recording, own: Sequence[Turn]) -> list[Message]:
-    """Returns the messages of the newest row after the session's first prompt; after its own, if it
-    begins otherwise. Of texts and tokens only the answers are messages."""
-    leaf, first = own[-1], recording.turns[0].asked.messages
-    messages = leaf.asked.messages
-    if not messages:
-        return [turn.message for turn in own]
-    num_prompt = _num_same(first, messages)
-    if num_prompt < len(first):
-        num_prompt = len(own[0].asked.messages)
-    return [*messages[num_prompt:], leaf.message]
-
-
-def _branch(
-    recording: Recording, leaf: Turn, shared: Sequence[Turn], own: Sequence[Turn]
-) -> Branch:
-    before = shared[-1].token_ids if shared else []
-    later = recording.turns[recording.turns.index(leaf) + 1 :]
-    because = next((turn.because for turn in later if turn.because), "")
-    return branch(TokenIds([*before, *own[0].given]), _row(own), because)
-
-
-def branch(prompt_token_ids: TokenIds, row: TokenRow, because: str) -> Branch:
+def branch(prompt_token_ids: TokenIds, row: Rollout, because: str) -> Branch:
     """Returns a row as a branch."""
-    columns = row.rollout("", "stop", ()).model_dump(include=set(Branch.model_fields))
+    columns = row.model_dump(include=set(Branch.model_fields))
     return Branch(**{**columns, "prompt_token_ids": prompt_token_ids, "because": because})
 
 
-def _row(own: Sequence[Turn]) -> TokenRow:
+Part = tuple[Sequence[int], Rollout]
+"""Tokens that were not sampled, and the answer after them, or a whole row."""
+
+
+def _parts(own: Sequence[Turn]) -> list[Part]:
     """Returns what follows the prompt before the first of these turns."""
-    row = TokenRow()
-    for number, turn in enumerate(own):
-        row.add_given(turn.given if number else ())
-        row.add(turn.rollout)
-    return row
+    return [(turn.given if number else (), turn.rollout) for number, turn in enumerate(own)]
+
+
+def row_of(
+    parts: Iterable[Part],
+    text: str = "",
+    finish_reason: FinishReason = "stop",
+    messages: Sequence[Message] = (),
+) -> Rollout:
+    """Returns the parts as one rollout, whose last answer is `text`."""
+    token_ids, sampled, turns = array("i"), array("B"), array("i")
+    logprobs, kept_ids, kept_counts = array("f"), array("i"), array("i")
+    spans: list[Span] = []
+    prompt_end: str | None = None
+    for given, rollout in parts:
+        zeros = [0] * len(given)
+        start, length = len(token_ids) + len(given), len(rollout.token_ids)
+        token_ids.extend((*given, *rollout.token_ids))
+        logprobs.extend((*zeros, *rollout.logprobs))
+        sampled.extend((*zeros, *(rollout.sampled or [1] * length)))
+        kept_ids.extend(rollout.kept_ids)
+        kept_counts.extend((*zeros, *(rollout.kept_counts or [0] * length)))
+        turns.extend(start + first for first in rollout.turns or (0,))
+        prompt_end = rollout.prompt_end
+        for span in rollout.spans:
+            if not spans:  # tokens before it are context, of no version
+                spans.append(Span(version=span.version, start=0))
+            elif spans[-1].version != span.version:
+                spans.append(Span(version=span.version, start=start + span.start))
+    return Rollout(
+        text=text,
+        token_ids=TokenIds(token_ids),
+        logprobs=Logprobs(logprobs),
+        finish_reason=finish_reason,
+        prompt_end=prompt_end,
+        spans=tuple(spans),
+        sampled=Mask(sampled),
+        kept_ids=TokenIds(kept_ids),
+        kept_counts=TokenIds(kept_counts if kept_ids else ()),
+        messages=tuple(messages),
+        turns=TokenIds(turns),
+    )
 
 
 def _has_messages(turn: Turn, asked: Asked, at: int) -> int | None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping
+import json
+from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from services.orchestrator.extensions.environments.allowed import check_allowed
-from services.orchestrator.extensions.environments.results import arguments_of, result
 from services.orchestrator.seams import Environment, Lost, Unreachable
 from shared.errors import BadRequest
+from shared.http.gate import caller
+from shared.http.urls import is_loopback
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import (
@@ -26,6 +28,77 @@ from shared.wire import (
 
 if TYPE_CHECKING:
     from services.orchestrator.extensions.environments.mcp_session import McpSession
+
+
+def check_allowed(url: str, field: str, settings: Settings) -> None:
+    """Raises BadRequest unless HONE_ALLOWED_ENVIRONMENTS has the URL's host."""
+    parts = urlsplit(url)
+    host, allowed = parts.hostname or "", settings.allowed_environments
+    is_own = is_loopback(settings.host) and caller.get() is None
+    if allowed is None and is_own and is_loopback(host):
+        return
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    named = {name.lower() for name in allowed or ()}
+    if {host, f"{host}:{port}"} & named:
+        return
+    unset = f"not set, so {'this machine' if is_own else 'none'}"
+    hosts = unset if allowed is None else ", ".join(allowed) or "none"
+    raise BadRequest(
+        f"environment.{field} is {url!r:.200}, and jobs may not name its host; expected a host of "
+        f"HONE_ALLOWED_ENVIRONMENTS ({hosts})"
+    )
+
+
+MAX_RESULT_CHARS = 32_768
+"""Characters of one result, as in the sandbox. The rest is cut off."""
+
+
+def arguments_of(call: ToolCall, tools: Collection[str]) -> dict[str, Any]:
+    """Returns the arguments of a call. Raises ValueError, with a sentence for the model, unless
+    they are an object and the tool exists."""
+    if call.name not in tools:
+        known = ", ".join(tools) or "none"
+        raise ValueError(f"There is no tool {call.name!r:.100}; the tools are: {known}.")
+    arguments: Any = call.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"The arguments of {call.name} are not JSON: {error}.") from error
+    if not isinstance(arguments, dict):
+        shown = f"{json.dumps(arguments)[:100]}, expected a JSON object"
+        raise ValueError(f"The arguments of {call.name} are {shown}.")
+    return arguments
+
+
+def result(call: ToolCall, content: str, *, failed: bool = False) -> ToolResult:
+    return ToolResult(id=call.id, content=cut(content), failed=failed)
+
+
+def as_text(value: Any) -> str:
+    """Returns text as it is, and anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def of_blocks(blocks: Any) -> str | None:
+    """Returns the text of MCP's blocks of content, None for anything else. Blocks that are no text,
+    such as images, are named only."""
+    if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+        return None
+    return "\n".join(str(block.get("text", f"[{block.get('type')}]")) for block in blocks)
+
+
+def tool_schema(name: str, description: str | None, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tool in OpenAI's shape."""
+    function = {"name": name, "description": description or "", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def cut(text: str) -> str:
+    if len(text) <= MAX_RESULT_CHARS:
+        return text
+    return f"{text[:MAX_RESULT_CHARS]}... [cut off after {MAX_RESULT_CHARS} of {len(text)}]"
+
 
 RETRY_S = 1.0
 """Seconds between two tries to reach a server."""

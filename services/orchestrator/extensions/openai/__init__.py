@@ -2,7 +2,6 @@
 
 | file | what |
 |---|---|
-| `mapping.py` | OpenAI's requests to jobs; records, events and checkpoints to OpenAI's shapes |
 | `fine_tuning.py` | the routes `/v1/fine_tuning/jobs` and `/v1/fine_tuning/alpha/graders` |
 | `calling.py` | `/v1/models` and completions, passed on to a sampler that has the model |
 """

@@ -12,6 +12,7 @@ step that is done again takes what its line says, so no group is lost and none i
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -20,9 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from services.orchestrator.samplers.waits import Waits
 from services.orchestrator.seams import Round
 from services.orchestrator.store.finished import CHECKSUM_BYTES, checksum
 from services.orchestrator.store.folder import PUSHED_FOLDER
+from services.orchestrator.tasks import to_disk
 from services.orchestrator.writable import writing
 from shared.errors import Conflict, Failed
 from shared.host import disk
@@ -236,3 +239,39 @@ def _same(known: tuple[int, str], key: str, digest: str) -> int:
 def _versions_of(group: ScoredGroup) -> Versions:
     found = [version for rollout in group.group.rollouts for version in rollout.versions]
     return (min(found), max(found)) if found else None
+
+
+POLL_S = 0.2
+"""Seconds between two looks for groups that other processes accepted."""
+
+
+class PushedGroups:
+    """A step holds `turn` until it has its groups. Steps ask for it in their order, so they get
+    groups in their order."""
+
+    def __init__(self, queue: PushedQueue, waits: Waits) -> None:
+        self._queue = queue
+        self._waits = waits
+        self.turn = asyncio.Lock()
+
+    async def take(self, asked: Round) -> list[ScoredGroup]:
+        """Returns the groups of a round. Waits for them without a limit."""
+        numbers, is_whole = await to_disk(self._queue.take, asked)
+        while not is_whole:
+            numbers, is_whole = await self._after(len(numbers), asked)
+        return [await asyncio.to_thread(self._queue.group, number) for number in numbers]
+
+    async def _after(self, num_here: int, asked: Round) -> tuple[list[int], bool]:
+        """Returns what the queue gives once that is more than `num_here` groups."""
+        what = f"{num_here} of the {asked.count} that step {asked.step} needs are here"
+        with self._waits.on("pushed groups", what):
+            while True:
+                await asyncio.sleep(POLL_S)
+                numbers, is_whole = await to_disk(self._queue.take, asked)
+                if len(numbers) != num_here:
+                    return numbers, is_whole
+
+
+def pushed_groups(run: Path, waits: Waits) -> PushedGroups:
+    """Returns the groups that were pushed to the run folder `run`."""
+    return PushedGroups(PushedQueue(run), waits)

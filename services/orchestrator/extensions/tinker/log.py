@@ -1,10 +1,14 @@
-"""The operations of a program's model: files in its run folder, so that they outlive every process.
+"""The operations of a program's model, and what they saved: files in its run folder, so that they
+outlive every process.
 
     operations/00000017.msgpack          operation 17, once it is accepted
     operations/00000017.outcome.msgpack  what it did, once it is done
     operations/start.msgpack             which operations are done for good
     operations/session-<id>.msgpack      a session of samples, and the weights that it samples by
     operations/sample-<id>.msgpack       samples that were asked for, and .outcome.msgpack
+    saved/<number>.msgpack               what operation <number> saved, until it expires
+    snapshots/s<number>/                 the adapter of a snapshot, which the trainer wrote
+    checkpoints/step-<step>/             a checkpoint
 
 Operations are numbered from 1 by the program, and done in this order. The same number again with
 the same body is the same operation; with another body it is refused. What is done for good is
@@ -15,14 +19,19 @@ wait for the disk: call them in a thread.
 from __future__ import annotations
 
 import contextlib
+import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from shared.errors import Conflict, Failed
+from shared.errors import BadRequest, Conflict, Failed
 from shared.host import disk
+from shared.host.logs import get_logger
 from shared.http import codec
+from shared.weights.folders import CHECKPOINTS, SNAPSHOT, SNAPSHOTS, step_of
 from shared.wire import (
     DeliveredSamples,
     LogStart,
@@ -30,8 +39,70 @@ from shared.wire import (
     ProgramOperation,
     SampleOrder,
     SamplingSession,
+    SavedKind,
+    SavedWeights,
     Wire,
 )
+
+ROOT = "/api/v1"
+
+KINDS: dict[str, tuple[SavedKind, str]] = {
+    "weights": ("checkpoint", "training"),
+    "sampler_weights": ("snapshot", "sampler"),
+    "external_weights": ("export", "external"),
+}
+"""The kinds by their part of a path, and Tinker's names of their types."""
+
+PARTS = {kind: part for part, (kind, _) in KINDS.items()}
+
+PATH = re.compile(r"tinker://([\w:-]+)/([a-z_]+)/([\w.-]+)")
+
+NAME = re.compile(r"[\w.-]{1,100}")
+"""Name of a checkpoint, snapshot or export."""
+
+SESSION = re.compile(r"[0-9]{1,12}|x[0-9a-f]{16}")
+"""Name of a sampling session: the number of a snapshot without a name, or "x" and 16 digits of a
+digest."""
+
+SAMPLE = re.compile(rf"sample:((?:{SESSION.pattern})--?[0-9]{{1,20}})")
+"""A future of samples, in its model: the session, and the order's number there."""
+
+NUMBER = re.compile(r"[0-9]{1,9}")
+"""A future of an operation, in its model: the operation's number. 0: the model itself."""
+
+
+def path_to(model_id: str, kind: SavedKind, name: str) -> str:
+    return f"tinker://{model_id}/{PARTS[kind]}/{name}"
+
+
+def read_path(path: Any, kind: SavedKind) -> tuple[str, str]:
+    """Returns the model's id and the name of a path `tinker://MODEL/PART/NAME`. Raises BadRequest
+    for any other path."""
+    found = PATH.fullmatch(str(path))
+    if not found or found[2] != PARTS[kind]:
+        raise BadRequest(f"the path is {path!r:.200}; expected tinker://MODEL/{PARTS[kind]}/NAME")
+    return found[1], found[3]
+
+
+def read_name(path: Any) -> str:
+    """Returns the name under which something is to be saved. Raises BadRequest."""
+    if not isinstance(path, str) or not NAME.fullmatch(path) or not path.strip("."):
+        raise BadRequest(
+            f"'path': got {path!r:.120}; expected a name of letters, digits, '.', '_' and '-', of "
+            "at most 100 characters"
+        )
+    return path
+
+
+def future_of(model_id: str, number: int) -> str:
+    """Returns the id of an operation's future."""
+    return f"{model_id}:{number}"
+
+
+def future_of_samples(model_id: str, order: str) -> str:
+    """Returns the id of the future of an order of samples."""
+    return f"{model_id}:sample:{order}"
+
 
 W = TypeVar("W", bound=Wire)
 
@@ -202,3 +273,114 @@ def _read(path: Path, kind: type[W]) -> W | None:
     except FileNotFoundError:
         return None
     return codec.decode(kind, data, codec.MSGPACK)
+
+
+FOLDER = "saved"
+
+UNNAMED_S = 3600.0
+"""Seconds that a snapshot without a name stays after its last sample."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the model of the run folder `run` saved."""
+
+    run: Path
+
+    def add(self, saved: SavedWeights) -> None:
+        """Returns once the entry is on disk. Replaces the entry of that number."""
+        disk.make_folder(self.run / FOLDER)
+        disk.write_file(self._file(saved.number), codec.encode(saved, codec.MSGPACK))
+
+    def all(self) -> list[SavedWeights]:
+        """Returns what is there and has not expired, in the order of the operations."""
+        return [saved for saved in self._entries() if not self._is_expired(saved)]
+
+    def expired(self) -> list[SavedWeights]:
+        return [saved for saved in self._entries() if self._is_expired(saved)]
+
+    def _entries(self) -> list[SavedWeights]:
+        return [saved for saved in map(self._read, self._files()) if saved]
+
+    def _has_unreadable(self) -> bool:
+        return any(self._read(file) is None for file in self._files())
+
+    def _files(self) -> list[Path]:
+        return sorted((self.run / FOLDER).glob("*.msgpack"))
+
+    def find(self, kind: SavedKind, name: str) -> SavedWeights | None:
+        """Returns the newest of that kind and name."""
+        return next(
+            (one for one in reversed(self.all()) if (one.kind, one.name) == (kind, name)), None
+        )
+
+    def steps(self) -> tuple[int, ...]:
+        """Returns the steps of all checkpoints whose entries have not been removed. An entry that
+        cannot be read may be of any checkpoint."""
+        if self._has_unreadable():
+            return tuple(sorted(_steps_in(self.run / CHECKPOINTS)))
+        return tuple(sorted({one.step for one in self._entries() if one.kind != "snapshot"}))
+
+    def use(self, number: int) -> None:
+        """Notes that a snapshot is sampled now."""
+        with contextlib.suppress(FileNotFoundError):
+            self._file(number).touch()
+
+    def remove(self, saved: SavedWeights) -> None:
+        """Removes the weights, unless another entry or the model needs them, and the entry. The
+        entry goes last: a removal that was cut off is made again."""
+        if saved.kind == "snapshot":
+            _discard(self.run / SNAPSHOTS / f"{SNAPSHOT}{saved.number}")
+        elif not self._is_needed(saved):
+            _discard(Path(saved.path))
+        self._file(saved.number).unlink(missing_ok=True)
+
+    def _is_needed(self, saved: SavedWeights) -> bool:
+        """Whether another entry has the checkpoint's folder, or it is the newest."""
+        others = (one for one in self._entries() if one.number != saved.number)
+        if saved.step in {one.step for one in others if one.kind != "snapshot"}:
+            return True
+        newest = max(_steps_in(Path(saved.path).parent), default=0)
+        return saved.step >= newest or self._has_unreadable()
+
+    def change(self, saved: SavedWeights) -> None:
+        """Replaces an entry, unless it was removed meanwhile."""
+        if self._file(saved.number).exists():
+            self.add(saved)
+
+    def _is_expired(self, saved: SavedWeights) -> bool:
+        expires_at = saved.expires_at
+        if not saved.name:
+            with contextlib.suppress(FileNotFoundError):
+                expires_at = self._file(saved.number).stat().st_mtime + UNNAMED_S
+        return expires_at is not None and expires_at < time.time()
+
+    def _file(self, number: int) -> Path:
+        return self.run / FOLDER / f"{number:08}.msgpack"
+
+    def _read(self, file: Path) -> SavedWeights | None:
+        """Returns the entry; None if it is not there, or cannot be read."""
+        try:
+            data = file.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            return codec.decode(SavedWeights, data, codec.MSGPACK)
+        except BadRequest as error:
+            get_logger().warning("entry is not valid", path=str(file), detail=error.detail)
+            return None
+
+
+def _steps_in(checkpoints: Path) -> set[int]:
+    """Returns the steps of the folders `step-*`."""
+    found = (step_of(path.name) for path in checkpoints.glob("step-*"))
+    return {step for step in found if step is not None}
+
+
+def _discard(folder: Path) -> None:
+    """Removes a folder of which no one may see half."""
+    aside = folder.with_name(f".tmp-{folder.name}")
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

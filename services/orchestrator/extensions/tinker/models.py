@@ -1,30 +1,54 @@
-"""The models that programs drive: made, found by id, and described."""
+"""The models that programs drive: made, found by id, and described; their operations, each on disk
+before the id of its future is given out; the results; and sessions that sample what they saved."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fastapi.responses import JSONResponse, Response
+
 from services.orchestrator import errors
-from services.orchestrator.extensions.tinker import mapping
-from services.orchestrator.extensions.tinker.mapping import adapter_of
-from services.orchestrator.extensions.tinker.paths import future_of, read_path
-from services.orchestrator.extensions.tinker.requests import id_of
-from services.orchestrator.extensions.tinker.saved import Saved
+from services.orchestrator.extensions.tinker import messages, requests
+from services.orchestrator.extensions.tinker.driving import SampleOrders
+from services.orchestrator.extensions.tinker.log import (
+    NUMBER,
+    SAMPLE,
+    SESSION,
+    OperationLog,
+    Saved,
+    future_of,
+    future_of_samples,
+    read_name,
+    read_path,
+)
+from services.orchestrator.extensions.tinker.requests import adapter_of, id_of
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.preflight import check_job
+from services.orchestrator.store.leases import PAUSED_ON_REQUEST
 from services.orchestrator.store.lists import Wanted
 from services.orchestrator.store.records import Submission
 from services.orchestrator.store.run_folders import accept, accepted
 from services.orchestrator.store.store import Store
+from services.orchestrator.tasks import to_disk
 from services.orchestrator.writable import Writable
-from shared.errors import NotFound
+from shared.errors import BadRequest, Conflict, NotFound
 from shared.http.gate import scoped
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.settings import Settings
-from shared.wire import JobRecord, SavedKind, SavedWeights
+from shared.wire import (
+    TERMINAL,
+    JobRecord,
+    ProgramOperation,
+    SampleOrder,
+    SamplingSession,
+    SavedKind,
+    SavedWeights,
+)
 
 MAX_LISTED = 100
 """How many of the newest jobs are looked at for base models, or for a model that may sample."""
@@ -55,7 +79,7 @@ class Models:
         """Returns the job of a model's id, which the SDK may have made of the session's."""
         if ":train:" not in model_id:
             return model_id
-        wanted = Wanted(metadata={mapping.MODEL: model_id})
+        wanted = Wanted(metadata={requests.MODEL: model_id})
         listed = (await self._store.list(None, 1, wanted)).jobs
         if not listed:
             raise NotFound(f"there is no model {model_id!r:.200}")
@@ -63,16 +87,18 @@ class Models:
 
     async def create(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits the model as a job. The same model of a session is the same job."""
-        return await self._created(body, mapping.job_document(body))
+        return await self._created(body, requests.job_document(body))
 
     async def load(self, body: dict[str, Any]) -> dict[str, Any]:
         """Submits a model that begins with a checkpoint, as a job."""
         source, checkpoint = await self.saved(body.get("path"), "checkpoint")
-        return await self._created(body, mapping.loaded_document(body, source.job, checkpoint.path))
+        return await self._created(
+            body, requests.loaded_document(body, source.job, checkpoint.path)
+        )
 
     async def _created(self, body: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
-        document = document | {"metadata": mapping.metadata(body)}
-        key = f"tinker:{mapping.creation_key(body, 'model_seq_id')}"
+        document = document | {"metadata": requests.metadata(body)}
+        key = f"tinker:{requests.creation_key(body, 'model_seq_id')}"
         record = await self.submitted(read_job(document), key)
         return {"request_id": future_of(record.id, 0), "model_id": record.id}
 
@@ -134,3 +160,344 @@ def read_job(document: dict[str, Any]) -> Job:
 def is_put_away(record: JobRecord) -> bool:
     """Whether the model made room for another job, and its next operation brings it back."""
     return record.status == "paused" and errors.is_put_away(record.error)
+
+
+MAX_AHEAD = 1000
+"""How far a number may be beyond the newest: the SDK sends a few at a time, in any order."""
+
+Read = Callable[[], ProgramOperation]
+
+
+class Operations:
+    """Operations of the models."""
+
+    def __init__(self, store: Store, models: Models) -> None:
+        self._store = store
+        self._models = models
+
+    async def forward_backward(self, message: Any, digest: str) -> dict[str, Any]:
+        """Accepts a call, and returns the id of its future. Raises BadRequest."""
+
+        def read() -> ProgramOperation:
+            return requests.read_forward_backward(message, digest)
+
+        return await self._accept(message.model_id, message.seq_id, digest, read)
+
+    async def optim_step(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
+        """Accepts an optimizer step, and returns the id of its future. Raises BadRequest."""
+        return await self._numbered(body, digest, lambda: requests.read_optim_step(body, digest))
+
+    async def save(self, body: dict[str, Any], digest: str, kind: SavedKind) -> dict[str, Any]:
+        """Accepts that something is saved, and returns the id of its future. Raises BadRequest."""
+
+        def read() -> ProgramOperation:
+            is_unnamed = kind == "snapshot" and body.get("path") is None
+            name = "" if is_unnamed else read_name(body.get("path"))
+            return ProgramOperation(
+                kind=kind, digest=digest, name=name, ttl_s=requests.read_ttl(body)
+            )
+
+        return await self._numbered(body, digest, read)
+
+    async def refuse_load(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
+        """Refuses a checkpoint for a model that exists. Raises BadRequest."""
+
+        def refuse() -> ProgramOperation:
+            raise BadRequest(
+                f"{body.get('path')!r:.200} cannot be loaded into an existing model; expected "
+                "a new model: create_training_client_from_state, or ..._with_optimizer"
+            )
+
+        if body.get("model_id") is None:
+            refuse()
+        return await self._numbered(body, digest, refuse)
+
+    async def unload(self, body: dict[str, Any], digest: str) -> dict[str, Any]:
+        """Accepts the model's end, after all that has come, and returns the id of its future. Again
+        it is the same end."""
+        record = await self._models.get(requests.id_of(body, "model_id"))
+        log = OperationLog(Path(record.run_dir))
+        operation = ProgramOperation(kind="unload", digest=digest)
+        while True:
+            if (end := await asyncio.to_thread(log.end)) is not None:
+                return {"request_id": future_of(record.id, end), "model_id": record.id}
+            newest = await asyncio.to_thread(log.newest)
+            try:
+                return await self._accept(record.id, newest + 1, digest, lambda: operation)
+            except Conflict as error:
+                if error.code != "body_differs":  # else another operation has come meanwhile
+                    raise
+
+    async def _numbered(self, body: dict[str, Any], digest: str, read: Read) -> dict[str, Any]:
+        model_id = requests.id_of(body, "model_id")
+        return await self._accept(model_id, body.get("seq_id"), digest, read)
+
+    async def _accept(self, model_id: str, number: Any, digest: str, read: Read) -> dict[str, Any]:
+        """Accepts the operation. If it cannot be read, its number is done with, and those after it
+        need not wait for it."""
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise BadRequest(f"'seq_id': got {number!r:.40}; expected a whole number from 1 on")
+        record = await self._models.get(model_id)
+        if record.status in TERMINAL:
+            raise Conflict(f"the model {model_id!r} is {record.status}; expected one that runs")
+        log = OperationLog(Path(record.run_dir))
+        await asyncio.to_thread(_check_near, log, number)
+        try:
+            operation = await asyncio.to_thread(read)
+        except BadRequest as error:
+            await to_disk(log.refuse, number, digest, error.detail)
+            raise
+        await to_disk(log.accept, number, operation)
+        if is_put_away(record):
+            await self._store.resume(record.id)
+        return {"request_id": future_of(record.id, number), "model_id": record.id}
+
+
+def _check_near(log: OperationLog, number: int) -> None:
+    """Raises BadRequest for a number far beyond all that have come."""
+    if log.operation(number - 1) is None and number > (newest := log.newest()) + MAX_AHEAD:
+        raise BadRequest(
+            f"'seq_id': got {number}, and the model's newest operation is {newest}; expected at "
+            f"most {newest + MAX_AHEAD}"
+        )
+
+
+POLL_S = 0.05
+"""Seconds between two looks for a result."""
+
+WAIT_S = 20.0
+"""Seconds that a question for a future's result waits for it; the SDK gives it 45."""
+
+PROTOBUF = "application/x-protobuf"
+
+
+class Futures:
+    """The futures of all that was accepted of the models."""
+
+    def __init__(self, store: Store, models: Models, orders: SampleOrders) -> None:
+        self._store = store
+        self._models = models
+        self._orders = orders
+
+    async def retrieve(self, body: dict[str, Any]) -> Response:
+        """Returns the result of a future, or 408 while there is none."""
+        id = requests.id_of(body, "request_id")
+        model_id, _, rest = id.partition(":")
+        record = await self._models.get(model_id)
+        log, end = OperationLog(Path(record.run_dir)), time.monotonic() + WAIT_S
+        while True:
+            found = await self._result(record, log, rest)
+            if found is not None:
+                return found
+            if time.monotonic() > end:
+                state = {"type": "try_again", "request_id": id, **_queue_state(record)}
+                return JSONResponse(state, 408)
+            await asyncio.sleep(POLL_S)
+            record = await self._models.get(model_id)
+
+    async def _result(self, record: JobRecord, log: OperationLog, rest: str) -> Response | None:
+        if rest == "0":
+            kind = "load_weights" if record.job.training.start_from else "create_model"
+            return JSONResponse({"type": kind, "model_id": record.id})
+        found: Response | None = None
+        if order := SAMPLE.fullmatch(rest):
+            found = await self._sample_result(record, log, order[1])
+        elif NUMBER.fullmatch(rest):
+            found = await asyncio.to_thread(_operation_result, record.id, log, int(rest))
+        else:
+            raise NotFound(f"there is no request {record.id}:{rest}")
+        if found is None and is_put_away(record):
+            await self._store.resume(record.id)
+        elif found is None and _is_over(record):
+            why = f"the model {record.id!r} is {record.status}: {record.error or 'it has ended'}"
+            return _failed(why, user=False)
+        return found
+
+    async def _sample_result(
+        self, record: JobRecord, log: OperationLog, id: str
+    ) -> Response | None:
+        order = await asyncio.to_thread(log.ordered, id)
+        if order is None:
+            raise NotFound(f"the model {record.id!r} has no samples {id!r}")
+        samples = await asyncio.to_thread(log.samples, id)
+        if samples is None:
+            self._orders.carry_out(record.id, id, log)
+            return None
+        if samples.group is None or samples.error:
+            return _failed(samples.error or "there are no samples", user=True)
+        return Response(messages.sample_response(order, samples.group), media_type=PROTOBUF)
+
+
+def _is_over(record: JobRecord) -> bool:
+    """Whether the model has ended, or is paused for an error that someone has to fix."""
+    if record.status == "paused":
+        return record.error != PAUSED_ON_REQUEST and not is_put_away(record)
+    return record.status in TERMINAL
+
+
+def _queue_state(record: JobRecord) -> dict[str, Any]:
+    """Returns what the SDK logs of a model that waits for long."""
+    if record.status == "running":
+        return {"queue_state": "active"}
+    if record.status == "paused" and not is_put_away(record):
+        reason = f"someone paused it; `hone resume {record.id}` continues"
+    else:
+        reason = "it waits for a place on the trainer"
+    return {"queue_state": "paused_capacity", "queue_state_reason": reason}
+
+
+def _operation_result(model_id: str, log: OperationLog, number: int) -> Response | None:
+    operation, outcome = log.operation(number), log.outcome(number)
+    if operation is None:
+        raise NotFound(f"the model {model_id!r} has no operation {number}, or not any more")
+    if outcome is None:
+        return None
+    if outcome.error is not None:
+        return _failed(outcome.error, user=True)
+    if operation.kind in ("forward", "forward_backward"):
+        found = messages.forward_backward_output(operation, outcome)
+        return Response(found, media_type=PROTOBUF)
+    return JSONResponse(messages.json_result(model_id, number, operation, outcome))
+
+
+def _failed(error: str, *, user: bool) -> Response:
+    return JSONResponse({"error": error, "category": "user" if user else "server"})
+
+
+class SamplingSessions:
+    """The sessions of samples. Each lies in the run folder of the model that samples for it."""
+
+    def __init__(self, store: Store, models: Models, orders: SampleOrders) -> None:
+        self._store = store
+        self._models = models
+        self._orders = orders
+
+    async def create(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Opens a session on a snapshot, by its path, or on a base model. The same number of the
+        SDK's session is the same session."""
+        key = requests.creation_key(body, "sampling_session_seq_id")
+        path, base = requests.field(body, "model_path", str), body.get("base_model")
+        if path:
+            source, session = await self._snapshot(path)
+            if base is not None and base != source.job.model:
+                raise BadRequest(
+                    f"'base_model': got {base!r:.200}, expected {source.job.model!r}, which the "
+                    "snapshot is of"
+                )
+            sampler = source
+            if source.status in TERMINAL:
+                document = requests.sampler_document(body, source.job)
+                rank = source.job.lora.rank if source.job.lora else 0
+                sampler = await self._sampler(body, document, rank)
+        else:
+            session = SamplingSession(own_weights=True)
+            sampler = await self._sampler(body, requests.sampler_document(body), 0)
+        id = "x" + requests.digest_of(key.encode())[:16]
+        await to_disk(OperationLog(Path(sampler.run_dir)).open_session, id, session)
+        return {"type": "create_sampling_session", "sampling_session_id": f"{sampler.id}:{id}"}
+
+    async def _snapshot(self, path: str) -> tuple[JobRecord, SamplingSession]:
+        """Returns the model of a snapshot's path, and the session that samples the snapshot."""
+        record, saved = await self._models.saved(path, "snapshot")
+        if record.status in TERMINAL and saved.adapter is None:
+            raise Conflict(
+                f"the model {record.id!r} is {record.status}, and its snapshot is no adapter that "
+                "another model's samplers could take; expected a model that runs"
+            )
+        return record, SamplingSession(step=saved.step, adapter=saved.adapter, of_path=path)
+
+    async def _sampler(
+        self, body: dict[str, Any], document: dict[str, Any], rank: int
+    ) -> JobRecord:
+        """Returns a model whose samplers have the document's base model, and take adapters of the
+        rank: one that the same program has made and not ended, or a new one. A model of another
+        program would end when that program likes, and have this one's prompts in its folder."""
+        wanted, program = read_job(document), body["session_id"]
+        for status in ("running", "queued", "paused"):
+            listed = await self._store.list(None, MAX_LISTED, Wanted(status=status))
+            for one in listed.jobs:
+                if requests.program_of(one.metadata) != program:
+                    continue
+                record = await self._store.get(one.id)
+                may_run = status != "paused" or is_put_away(record)
+                if may_run and _can_sample(record.job, wanted.model, rank):
+                    return record
+        key = f"tinker:{program}:sampler:{requests.digest_of(repr(document).encode())}"
+        while (found := await self._models.submitted(wanted, key)).status in TERMINAL:
+            key = f"{key[:200]}:{found.id}"
+        return found
+
+    async def get(self, id: str) -> dict[str, Any]:
+        """Returns which weights a session samples."""
+        record, session, _ = await self._session(id)
+        return {
+            "sampler_id": id,
+            "base_model": record.job.model,
+            "model_path": session.of_path,
+        }
+
+    async def _session(self, id: str) -> tuple[JobRecord, SamplingSession, str]:
+        """Returns the model that samples for a session, the session, and its name there."""
+        model_id, _, name = id.rpartition(":")
+        if not SESSION.fullmatch(name):
+            raise _no_session(id)
+        record = await self._models.get(model_id)
+        session = await asyncio.to_thread(_stored_session, Path(record.run_dir), name)
+        if session is None:
+            raise _no_session(id)
+        return record, session, name
+
+    async def order(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Orders samples. The same number in a session is the same order. Raises Conflict for a
+        new order of a model that has ended."""
+        number = requests.field(body, "seq_id", int)
+        if number is None:
+            raise BadRequest("'seq_id' is missing; expected a whole number")
+        record, session, name = await self._session(requests.id_of(body, "sampling_session_id"))
+        sampling = requests.read_sampling(body)
+        order = SampleOrder(
+            session=session,
+            prompt_token_ids=requests.read_prompt(body),
+            sampling=sampling,
+            prompt_logprobs=requests.read_prompt_logprobs(body),
+            top_prompt_logprobs=requests.read_top(body, "topk_prompt_logprobs"),
+            top_logprobs=requests.read_top(body, "topk_sample_logprobs"),
+        )
+        if name.isdecimal():
+            await to_disk(Saved(Path(record.run_dir)).use, int(name))
+        log, id = OperationLog(Path(record.run_dir)), f"{name}-{number}"
+        if record.status in TERMINAL and await asyncio.to_thread(log.ordered, id) is None:
+            raise Conflict(
+                f"the model {record.id!r}, which samples for this session, is {record.status}; "
+                "expected a session on a model that has not ended: create a new sampling client"
+            )
+        await to_disk(log.order, id, order)
+        self._orders.carry_out(record.id, id, log)
+        return {
+            "request_id": future_of_samples(record.id, id),
+            "model_id": record.id,
+            "sample_sequence_ids": [f"{record.id}:{id}:{each}" for each in range(sampling.n)],
+        }
+
+
+def _can_sample(job: Job, base_model: str, rank: int) -> bool:
+    """Whether the samplers of a program's model have the base model, and take adapters of the
+    rank."""
+    is_fit = job.is_program and job.model == base_model
+    return is_fit and job.served_rank is not None and job.served_rank >= rank
+
+
+def _stored_session(run: Path, name: str) -> SamplingSession | None:
+    """Returns the session of that name. The number of a snapshot is a session too."""
+    if not name.isdecimal():
+        return OperationLog(run).session(name)
+    found = (one for one in Saved(run).all() if one.number == int(name) and one.kind == "snapshot")
+    saved = next(found, None)
+    return saved and SamplingSession(step=saved.step, adapter=saved.adapter)
+
+
+def _no_session(id: str) -> BadRequest:
+    return BadRequest(
+        f"'sampling_session_id': got {id!r:.120}; expected a session of this server whose snapshot "
+        "still exists"
+    )

@@ -1,33 +1,60 @@
 """`/api/v1`: what the `tinker` SDK asks for. Every operation is answered at once with the id of its
-future, once it is on disk; `/retrieve_future` has the result, and 408 until it is there."""
+future, once it is on disk; `/retrieve_future` has the result, and 408 until it is there. Bodies are
+unpacked and read in a thread, one at a time for each API key: 2 KB may unpack to `MAX_CALL_BYTES`.
+Training runs and what they saved are shown, deleted and downloaded, by signed addresses that need
+no key for a while."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import json
+import re
 import secrets
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
+from weakref import WeakValueDictionary
 
+import zstandard
 from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from services.orchestrator.extensions.tinker.bodies import MAX_JSON_BYTES, MAX_SAMPLE_BYTES, Bodies
-from services.orchestrator.extensions.tinker.downloads import FILES, Downloads
-from services.orchestrator.extensions.tinker.futures import Futures
-from services.orchestrator.extensions.tinker.managing import Management
-from services.orchestrator.extensions.tinker.models import Models
-from services.orchestrator.extensions.tinker.operations import Operations
-from services.orchestrator.extensions.tinker.paths import ROOT
-from services.orchestrator.extensions.tinker.requests import read_ttl
-from services.orchestrator.extensions.tinker.results import SAVED
-from services.orchestrator.extensions.tinker.sampling import SampleOrders
-from services.orchestrator.extensions.tinker.sampling_sessions import SamplingSessions
+from services.orchestrator.extensions.tinker import requests
+from services.orchestrator.extensions.tinker.driving import SampleOrders
+from services.orchestrator.extensions.tinker.log import (
+    KINDS,
+    PARTS,
+    ROOT,
+    OperationLog,
+    Saved,
+    path_to,
+)
+from services.orchestrator.extensions.tinker.messages import SAVED
+from services.orchestrator.extensions.tinker.models import (
+    Futures,
+    Models,
+    Operations,
+    SamplingSessions,
+)
+from services.orchestrator.extensions.tinker.requests import MODEL, adapter_of, read_ttl
 from services.orchestrator.jobs.check_executor import CheckExecutor
+from services.orchestrator.store.run_folders import files_of, path_of
 from services.orchestrator.store.store import Store
-from services.orchestrator.writable import Writable
+from services.orchestrator.tasks import to_disk
+from services.orchestrator.writable import Writable, writing
+from shared.errors import BadRequest, Conflict, HoneError, NotFound, Unauthorized
+from shared.host import disk
+from shared.host.logs import get_logger
+from shared.http.gate import caller
 from shared.http.operations import DownloadedFile
 from shared.http.service import Service
 from shared.settings import Settings
-from shared.wire import SavedKind
+from shared.wire import JobRecord, JobSummary, SavedKind, SavedWeights
 
 CHECKPOINT = "training_runs/{id}/checkpoints/{checkpoint:path}"
 
@@ -178,3 +205,278 @@ def _add_downloads(service: Service, models: Models, downloads: Downloads) -> No
     _add(service, "GET", f"{CHECKPOINT}/external_weights_urls", urls)
     files = FILES.removeprefix(f"{ROOT}/")
     _add(service, "GET", f"{files}/{{sign}}/{{expires}}/{{job}}/{{number}}/{{name:path}}", file)
+
+
+MAX_CALL_BYTES = 64 << 20
+"""Most bytes of a `forward_backward`, unpacked: the SDK sends 5 MB at a time."""
+
+MAX_SAMPLE_BYTES = 8 << 20
+"""Most bytes of a request for samples: a prompt of a million tokens."""
+
+MAX_JSON_BYTES = 256 << 10
+"""Most bytes of any other body."""
+
+
+class Bodies:
+    """Reads the bodies of requests."""
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by API key
+
+    async def message(self, request: Request) -> tuple[Any, str]:
+        """Returns the message of a `forward_backward` or `forward`, and the digest of its unpacked
+        body. Raises BadRequest."""
+        packed, encoding = await request.body(), request.headers.get("content-encoding")
+
+        def read() -> tuple[Any, str]:
+            body = _unpacked(packed, encoding)
+            return requests.read_message(body), requests.digest_of(body)
+
+        async with self._lock():
+            return await asyncio.to_thread(read)
+
+    async def json(
+        self, request: Request, max_bytes: int = MAX_JSON_BYTES
+    ) -> tuple[dict[str, Any], str]:
+        """Returns the object of a body of JSON, and the body's digest. Raises BadRequest."""
+        if encoding := request.headers.get("content-encoding"):
+            raise BadRequest(f"Content-Encoding is {encoding!r:.40}; expected none for JSON")
+        body = await request.body()
+        _check_length(body, max_bytes)
+
+        def read() -> tuple[dict[str, Any], str]:
+            return _json(body), requests.digest_of(body)
+
+        async with self._lock():
+            return await asyncio.to_thread(read)
+
+    def _lock(self) -> asyncio.Lock:
+        key = caller.get()
+        return self._locks.setdefault(key.name if key else "", asyncio.Lock())
+
+
+def _unpacked(body: bytes, encoding: str | None) -> bytes:
+    if encoding == "zstd":
+        try:
+            body = zstandard.ZstdDecompressor().stream_reader(body).read(MAX_CALL_BYTES + 1)
+        except zstandard.ZstdError as error:
+            raise BadRequest(f"the body is no zstd: {error}") from error
+    elif encoding:
+        raise BadRequest(f"Content-Encoding is {encoding!r:.40}; expected 'zstd', or none")
+    _check_length(body, MAX_CALL_BYTES)
+    return body
+
+
+def _check_length(body: bytes, max_bytes: int) -> None:
+    if len(body) > max_bytes:
+        raise BadRequest(f"the body has more than {max_bytes} bytes; expected at most {max_bytes}")
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    try:
+        given = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error!s:.200}") from error
+    if not isinstance(given, dict):
+        raise BadRequest(f"the body is {given!r:.80}; expected a JSON object")
+    return given
+
+
+PAGE = 100
+
+EXPIRY_S = 600.0
+"""Seconds between two removals of what has expired."""
+
+
+class Management:
+    """What the models of a store saved."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def training_runs(self, limit: int, offset: int) -> dict[str, Any]:
+        found = [one async for one in models_of(self._store)]
+        records = [await self._store.get(one.id) for one in found[offset : offset + limit]]
+        runs = [await self.training_run(record) for record in records]
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        return {"training_runs": runs, "cursor": cursor}
+
+    async def training_run(self, record: JobRecord) -> dict[str, Any]:
+        listed = (await self.checkpoints(record))["checkpoints"]
+
+        def last(kind: str) -> Any:
+            return next((one for one in reversed(listed) if one["checkpoint_type"] == kind), None)
+
+        changed_at = await asyncio.to_thread(OperationLog(Path(record.run_dir)).changed_at)
+        return {
+            "training_run_id": record.id,
+            "base_model": record.job.model,
+            "model_owner": record.submitted_by or "HONE_TOKEN",
+            **adapter_of(record.job),
+            "corrupted": record.status == "failed",
+            "last_request_time": iso(changed_at or record.created_at),
+            "last_checkpoint": last("training"),
+            "last_sampler_checkpoint": last("sampler"),
+            "user_metadata": {k: v for k, v in record.job.metadata.items() if k != MODEL},
+        }
+
+    async def checkpoints(self, record: JobRecord) -> dict[str, Any]:
+        """Returns what the model saved under a name, oldest first."""
+        saved = await asyncio.to_thread(Saved(Path(record.run_dir)).all)
+        return {"checkpoints": [_checkpoint(record.id, one) for one in saved if one.name]}
+
+    async def all_checkpoints(self, limit: int, offset: int) -> dict[str, Any]:
+        """Returns what all models saved, newest first."""
+        found: list[dict[str, Any]] = []
+        async for one in models_of(self._store):
+            found += (await self.checkpoints(await self._store.get(one.id)))["checkpoints"]
+        found.sort(key=lambda one: str(one["time"]), reverse=True)
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
+
+    async def delete(self, record: JobRecord, id: str) -> None:
+        await self._remove(Path(record.run_dir), await asyncio.to_thread(saved_as, record, id))
+
+    async def _remove(self, run: Path, saved: SavedWeights) -> None:
+        """Raises Conflict if a job that has not ended begins with the checkpoint."""
+        if saved.path:
+            for use in await self._store.models_below(Path(saved.path)):
+                raise Conflict(
+                    f"{saved.name!r} is used by job {use.job_id!r}, which is {use.status}; cancel "
+                    "that job, or wait for its end"
+                )
+        await to_disk(Saved(run).remove, saved)
+
+    async def expire(self, record: JobRecord, id: str, ttl_s: float | None) -> None:
+        one = await asyncio.to_thread(saved_as, record, id)
+        expires_at = None if ttl_s is None else time.time() + ttl_s
+        await to_disk(
+            Saved(Path(record.run_dir)).change, one.model_copy(update={"expires_at": expires_at})
+        )
+
+    # --- what has expired ------------------------------------------------------------------------
+
+    async def remove_expired_forever(self) -> None:
+        """Removes, again and again, what has expired."""
+        while True:
+            try:
+                found = [one.id async for one in models_of(self._store)]
+            except HoneError as error:  # Redis is unreachable; a later removal may do better
+                get_logger().warning("expired weights not removed", reason=str(error))
+                found = []
+            for job_id in found:
+                await self.remove_expired(job_id)
+            await asyncio.sleep(EXPIRY_S)
+
+    async def remove_expired(self, job_id: str) -> None:
+        """Removes what has expired of a model, but for what a job needs."""
+        try:
+            run = Path((await self._store.get(job_id)).run_dir)
+            for saved in await asyncio.to_thread(Saved(run).expired):
+                with contextlib.suppress(Conflict):
+                    await self._remove(run, saved)
+        except (HoneError, OSError) as error:  # a later removal may do better
+            get_logger().warning("expired weights not removed", job=job_id, reason=str(error))
+
+
+def saved_as(record: JobRecord, id: str) -> SavedWeights:
+    """Returns what the model saved under Tinker's id, for example `weights/NAME`. Raises
+    NotFound."""
+    part, _, name = id.partition("/")
+    found = part in KINDS and Saved(Path(record.run_dir)).find(KINDS[part][0], name)
+    if not found:
+        raise NotFound(f"the model {record.id!r} has no {id!r:.200}, or not any more")
+    return found
+
+
+async def models_of(store: Store) -> AsyncIterator[JobSummary]:
+    """Yields the models that programs made, newest first."""
+    after: str | None = None
+    while True:
+        page = await store.list(after, PAGE)
+        for one in page.jobs:
+            if MODEL in one.metadata:
+                yield one
+        after = page.next_after
+        if after is None:
+            return
+
+
+def _checkpoint(model_id: str, saved: SavedWeights) -> dict[str, Any]:
+    part = PARTS[saved.kind]
+    return {
+        "checkpoint_id": f"{part}/{saved.name}",
+        "checkpoint_type": KINDS[part][1],
+        "time": iso(saved.made_at),
+        "tinker_path": path_to(model_id, saved.kind, saved.name),
+        "size_bytes": saved.size_bytes,
+        "public": False,
+        "expires_at": None if saved.expires_at is None else iso(saved.expires_at),
+    }
+
+
+def iso(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+FILES = f"{ROOT}/files"
+
+IS_FILE = re.compile(rf"{FILES}/[0-9a-f]{{64}}/[0-9]{{1,12}}/[\w-]+/[0-9]{{1,9}}/.+")
+
+URL_S = 3600.0
+"""Seconds for which the address of an export's file is valid."""
+
+
+def is_public(path: str) -> bool:
+    """Returns whether the path has a signature in place of a key."""
+    return IS_FILE.fullmatch(path) is not None
+
+
+class Downloads:
+    """The files of exports. Orchestrators with one folder of runs share the secret that signs
+    their addresses."""
+
+    def __init__(self, store: Store, runs_dir: Path) -> None:
+        self._store = store
+        self._secret_file = runs_dir / ".keys" / "addresses.secret"
+
+    async def urls(self, record: JobRecord, id: str, base_url: str) -> dict[str, Any]:
+        """Returns an address for each file of an export. `base_url` is the server's."""
+        one = await asyncio.to_thread(saved_as, record, id)
+        expires = int(time.time() + URL_S)
+        files = await asyncio.to_thread(files_of, Path(one.path))
+        secret = await to_disk(self._secret)
+        urls: dict[str, str] = {}
+        for file in files:
+            signature = _signed(secret, record.id, one.number, file.name, expires)
+            rest = f"{signature}/{expires}/{record.id}/{one.number}/{file.name}"
+            urls[file.name] = f"{base_url.rstrip('/')}{FILES}/{rest}"
+        return {"urls": urls, "expires": iso(expires)}
+
+    async def file(self, signature: str, expires: int, job: str, number: int, name: str) -> Path:
+        """Returns the file behind an address of `urls`. Raises Unauthorized for any other one."""
+        wanted = _signed(await to_disk(self._secret), job, number, name, expires)
+        if not hmac.compare_digest(wanted.encode(), signature.encode()) or expires < time.time():
+            raise Unauthorized("the address is not one of an export's files, or not any more")
+        run_dir = Path((await self._store.get(job)).run_dir)
+        found = {one.number: one for one in await asyncio.to_thread(Saved(run_dir).all)}
+        if number not in found:
+            raise NotFound(f"the export {number} of the model {job!r} is not there any more")
+        return await asyncio.to_thread(path_of, Path(found[number].path), name)
+
+    def _secret(self) -> bytes:
+        """Returns the secret of this folder of runs, which the first call makes."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._secret_file.read_bytes()
+        folder = self._secret_file.parent
+        with writing("folder", folder):
+            disk.make_folder(folder)
+            folder.chmod(0o700)
+            with contextlib.suppress(FileExistsError):
+                disk.create_file(self._secret_file, secrets.token_bytes(32))
+        return self._secret_file.read_bytes()
+
+
+def _signed(secret: bytes, job: str, number: int, name: str, expires: int) -> str:
+    text = f"{job}\n{number}\n{name}\n{expires}"
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
