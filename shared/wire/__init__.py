@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shared.wire.episodes import *
     from shared.wire.jobs import *
     from shared.wire.openai import *
+    from shared.wire.packed import *
     from shared.wire.records import *
     from shared.wire.rewards import *
     from shared.wire.rollouts import *

@@ -16,7 +16,8 @@ from pydantic import ConfigDict, Field, RootModel, field_validator
 
 from shared.documented import Plain
 from shared.job.sampling import EnvironmentSpec
-from shared.wire.base import JobId, Logprobs, Mask, Message, Reported, TokenIds, Wire
+from shared.wire.base import JobId, Message, Reported, Wire
+from shared.wire.packed import Logprobs, Mask, TokenIds
 from shared.wire.rollouts import RolloutGroup
 
 EpisodeId = str

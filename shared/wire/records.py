@@ -11,8 +11,9 @@ from pydantic import ConfigDict, Field
 
 from shared.documented import Plain
 from shared.job import Job, RewardSpec
-from shared.wire.base import JobId, Listing, Logprobs, Mask, Message, Wire
+from shared.wire.base import JobId, Listing, Message, Wire
 from shared.wire.jobs import JobSummary
+from shared.wire.packed import Logprobs, Mask
 from shared.wire.rewards import Part
 from shared.wire.rollouts import FinishReason
 

@@ -11,7 +11,8 @@ from pydantic import ConfigDict, FailFast, Field
 from shared.documented import Plain
 from shared.errors import BadRequest
 from shared.job import RewardSpec
-from shared.wire.base import JobId, Logprobs, Message, Wire
+from shared.wire.base import JobId, Message, Wire
+from shared.wire.packed import Logprobs
 from shared.wire.rollouts import FinishReason, Prompt, RolloutGroup
 
 

@@ -11,7 +11,8 @@ from shared.documented import Plain
 from shared.job import SyncMethod
 from shared.job.sampling import MAX_TEMPERATURE
 from shared.weights.meeting import LOADING_DEADLINES, MEETING_DEADLINES
-from shared.wire.base import Fenced, Fencing, JobId, Logprobs, Mask, Message, TokenIds, Wire
+from shared.wire.base import Fenced, Fencing, JobId, Message, Wire
+from shared.wire.packed import Logprobs, Mask, TokenIds
 
 
 class PublishRequest(Fenced):

@@ -9,7 +9,8 @@ from pydantic import AfterValidator, Field
 
 from shared.http.urls import check_service_url
 from shared.job import MAX_SERVED_RANK
-from shared.wire.base import Beside, Fencing, JobId, Listing, Logprobs, Wire
+from shared.wire.base import Beside, Fencing, JobId, Listing, Wire
+from shared.wire.packed import Logprobs
 from shared.wire.training import TrainerState
 
 

@@ -9,19 +9,8 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from shared.job import Job
-from shared.wire.base import (
-    Beside,
-    Fenced,
-    Fencing,
-    JobId,
-    Listing,
-    Logprobs,
-    Mask,
-    Orchestrator,
-    TokenIds,
-    Weight,
-    Wire,
-)
+from shared.wire.base import Beside, Fenced, Fencing, JobId, Listing, Orchestrator, Weight, Wire
+from shared.wire.packed import Logprobs, Mask, TokenIds
 from shared.wire.rewards import Score
 from shared.wire.rollouts import MAX_TOP, AdapterWeights, Prompt, RolloutGroup, Sampling, Span
 

@@ -23,7 +23,7 @@ import pytest
 
 from shared.job import Job
 from shared.wire import Example, Optimization, TokenLoss
-from shared.wire.base import Logprobs, Mask
+from shared.wire.packed import Logprobs, Mask
 from tests.support.engine_ranks import SPREAD_SMALL, Ranks, a_job
 from tests.support.tiny_models import make_tiny_model
 from tests.support.trainer_reference import some_examples

@@ -44,7 +44,7 @@ from shared.wire import (
     TokenColumns,
     TrainedTokens,
 )
-from shared.wire.base import Logprobs, Mask
+from shared.wire.packed import Logprobs, Mask
 from shared.wire.pages import MAX_ROWS
 
 SetName = Annotated[str, Query(pattern=r"^([a-z0-9][a-z0-9_-]*)?$", max_length=40)]

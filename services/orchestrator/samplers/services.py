@@ -42,7 +42,7 @@ from shared.wire import (
     SleepRequest,
     VersionInfo,
 )
-from shared.wire.base import TokenIds
+from shared.wire.packed import TokenIds
 
 PRESENCE_DEADLINE_S = 15.0
 """Seconds that an idle service has to answer the question whether it is there."""

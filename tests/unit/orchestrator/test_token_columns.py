@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from services.orchestrator.api.rollouts import token_columns
 from shared.templates import PromptReader
 from shared.wire import Rollout, Score
-from shared.wire.base import Logprobs, Mask, TokenIds
+from shared.wire.packed import Logprobs, Mask, TokenIds
 
 VOCABULARY = {"[UNK]": 0, "one": 1, "two": 2, "three": 3}
 

@@ -38,7 +38,7 @@ from shared.errors import BadRequest, Conflict, Failed, Gone, HoneError, Malform
 from shared.host.logs import get_logger
 from shared.job import Job
 from shared.wire import ChatRequest, Message, Rollout, RolloutGroup, Sampling
-from shared.wire.base import TokenIds
+from shared.wire.packed import TokenIds
 
 KEY = "sk-hone-"
 """What the keys of sessions begin with."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shared.wire import Branch, FinishReason, Known, Message, Rollout, RolloutGroup, Span
-from shared.wire.base import Logprobs, Mask, TokenIds
+from shared.wire.packed import Logprobs, Mask, TokenIds
 
 COMPARED = ("role", "content", "name", "tool_calls", "tool_call_id")
 """The fields in which two equal messages agree. Clients add and drop other fields."""

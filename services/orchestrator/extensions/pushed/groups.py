@@ -42,7 +42,7 @@ from shared.wire import (
     ScoredGroup,
     Span,
 )
-from shared.wire.base import Packed, TokenIds
+from shared.wire.packed import Packed, TokenIds
 
 REWARD = "environment"
 """The name of a pushed reward in metrics, as of every reward that no grader gave."""
