@@ -37,7 +37,7 @@ from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.grpo.groups import sample_group
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.waits import Caller
-from services.orchestrator.tasks import all_of
+from services.orchestrator.tasks import gather_all
 from services.rollout.rl_routes import CacheReset
 from shared.job import EvaluatedModel, Job
 from shared.settings import Settings
@@ -112,10 +112,12 @@ def job_of(model: Path) -> Job:
 async def timed(calls: Iterable[Coroutine[Any, Any, Result]]) -> tuple[list[Result], float]:
     """Returns the results of calls that are made at once, and the seconds that they took."""
     began = time.perf_counter()
-    return await all_of(calls), time.perf_counter() - began
+    return await gather_all(calls), time.perf_counter() - began
 
 
-def played(services: Services, job: Job, name: str) -> Iterator[Coroutine[Any, Any, RolloutGroup]]:
+def play_groups(
+    services: Services, job: Job, name: str
+) -> Iterator[Coroutine[Any, Any, RolloutGroup]]:
     for at in range(GROUPS):
         prompt = Prompt(index=at, content=f"{at}: find the number.", row={})
         yield sample_group(services, job, prompt, 0, key=f"{name}:{at}", seed=at)
@@ -177,7 +179,7 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
     try:
         await services.samplers.serve_own_weights(EvaluatedModel(model=job.model))
         for repeat in range(repeats + 1):
-            groups, seconds = await timed(played(services, job, f"played{repeat}"))
+            groups, seconds = await timed(play_groups(services, job, f"played{repeat}"))
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             check(rollouts)
             await timed(again(services, groups, f"warm{repeat}", answers))
@@ -191,16 +193,16 @@ async def measure(urls: dict[str, str], folder: Path, repeats: int) -> list[Figu
             if repeat:  # the first requests of an engine are slow
                 found["next, cached"].append(cached_s)
                 found["next, anew"].append(anew_s)
-                found["played"].append(1e6 * seconds / num_tokens)
+                found["play_groups"].append(1e6 * seconds / num_tokens)
                 found["sampling alone"].append(1e6 * alone_s / num_again)
                 found["tokens"].append(num_tokens / seconds)
     finally:
         await services.close()
-    times = ratios(found["played"], found["sampling alone"])
+    times = ratios(found["play_groups"], found["sampling alone"])
     anew_to_cached = ratios(found["next, anew"], found["next, cached"])
     return [
         repeated("64 conversations to their sampling alone", times, "x", MOST_RATIO, "max"),
-        repeated("played", found["played"], "us/token"),
+        repeated("played", found["play_groups"], "us/token"),
         repeated("sampling alone, all in cache", found["sampling alone"], "us/token"),
         repeated("tokens per second, played", found["tokens"], "/s"),
         repeated("next token of all, from the cache", found["next, cached"], "s"),

@@ -26,7 +26,7 @@ from shared.job.file import parse_job
 from shared.plan.gpus import CpuRates, GpuGroup, cpu, host_memory_bytes
 from shared.plan.memory import Ranks, trainer_memory
 from shared.plan.model import find_model
-from shared.plan.planning import Known, make_plan
+from shared.plan.planning import PlanMeasurements, make_plan
 from shared.settings import Settings
 
 MIB = 1 << 20
@@ -131,7 +131,9 @@ def measure(job: Job, store: Path, step: Task, *, as_set: bool) -> dict[str, Any
     planned = trainer_memory(model, job, ranks, longest, num_tokens(step))
     sizes = {name.removesuffix("_gib"): 1024 * gib for name, gib in planned.model_dump().items()}
     pools = CpuRates().pools((GpuGroup(1, cpu()),))
-    time_s = make_plan(job, model, Settings(), pools, Known(step.prompt[0])).placement.time
+    time_s = make_plan(
+        job, model, Settings(), pools, PlanMeasurements(step.prompt[0])
+    ).placement.time
     return {
         "measured_mib": peak / MIB,
         "loaded_mib": loaded / MIB,

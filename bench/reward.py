@@ -101,7 +101,7 @@ Run = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     per_s: float
     latencies_s: list[float]
     cpu_s: float
@@ -332,8 +332,8 @@ def program(number: int, index: int) -> str:
 
 async def in_turn(
     ways: dict[str, Run], at_once: int, rounds: int, seconds: float
-) -> dict[str, list[Measured]]:
-    measured: dict[str, list[Measured]] = {way: [] for way in ways}
+) -> dict[str, list[Measurement]]:
+    measured: dict[str, list[Measurement]] = {way: [] for way in ways}
     for number in range(rounds + 1):  # the first warms up
         for way, run in ways.items():
             result = await measure(run, at_once, seconds if number else 0.2)
@@ -341,7 +341,7 @@ async def in_turn(
     return measured
 
 
-async def measure(run: Run, at_once: int, seconds: float) -> Measured:
+async def measure(run: Run, at_once: int, seconds: float) -> Measurement:
     latencies: list[float] = []
     cpu_before_s, start = cpu_s(), time.perf_counter()
 
@@ -352,7 +352,9 @@ async def measure(run: Run, at_once: int, seconds: float) -> Measured:
 
     await asyncio.gather(*(client() for _ in range(at_once)))
     seconds = time.perf_counter() - start
-    return Measured(len(latencies) / seconds, latencies, (cpu_s() - cpu_before_s) / len(latencies))
+    return Measurement(
+        len(latencies) / seconds, latencies, (cpu_s() - cpu_before_s) / len(latencies)
+    )
 
 
 def cpu_s() -> float:
@@ -370,7 +372,7 @@ def cpu_s() -> float:
     return sum(ticks.get(pid, 0) for pid in own) / os.sysconf("SC_CLK_TCK")
 
 
-def rate_ratios(measured: dict[str, list[Measured]], other: str) -> list[float]:
+def rate_ratios(measured: dict[str, list[Measurement]], other: str) -> list[float]:
     own, others = ([run.per_s for run in measured[way]] for way in ("sandbox", other))
     return ratios(own, others)
 

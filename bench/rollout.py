@@ -44,7 +44,7 @@ MOST_BYTES = 9.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class Measurement:
     """Tokens, the seconds they took, and the CPU seconds of the service's process among them."""
 
     num_tokens: int
@@ -60,7 +60,7 @@ class Measured:
         return self.cpu_s / self.num_tokens * 1e6
 
 
-class Counted(httpx.AsyncHTTPTransport):
+class CountingTransport(httpx.AsyncHTTPTransport):
     """Counts the bytes of bodies, both ways."""
 
     num_bytes = 0
@@ -84,7 +84,7 @@ def main() -> int:
 
 async def measure(side: Side, repeats: int) -> list[Figure]:
     url = await asyncio.to_thread(side.told)
-    transport = Counted()
+    transport = CountingTransport()
     figures: list[Figure] = []
     async with Client("rollout", url, binary=True, transport=transport) as client:
         await over_http(client, 8, 64)  # the first requests of an engine are slow
@@ -100,23 +100,23 @@ async def measure(side: Side, repeats: int) -> list[Figure]:
 
 async def compare(
     side: Side, client: Client, num_groups: int, num_tokens: int, repeats: int
-) -> dict[str, list[Measured]]:
+) -> dict[str, list[Measurement]]:
     """Returns what was measured of both, by name, once per repeat."""
     ways = {
         "/generate": lambda: over_http(client, num_groups, num_tokens),
         "vLLM": lambda: directly(side, num_groups, num_tokens),
     }
     rounds = max(LEAST_TOKENS // (num_groups * 8 * num_tokens), 1)
-    found: dict[str, list[Measured]] = {name: [] for name in ways}
+    found: dict[str, list[Measurement]] = {name: [] for name in ways}
     for name in in_turns(ways, repeats):
         cpu_before = cpu_s(side.process.pid)
         counts = [await ways[name]() for _ in range(rounds)]
         tokens, seconds = map(sum, zip(*counts, strict=True))
-        found[name].append(Measured(int(tokens), seconds, cpu_s(side.process.pid) - cpu_before))
+        found[name].append(Measurement(int(tokens), seconds, cpu_s(side.process.pid) - cpu_before))
     return found
 
 
-def figures_of(label: str, found: dict[str, list[Measured]], wire_bytes: float) -> list[Figure]:
+def figures_of(label: str, found: dict[str, list[Measurement]], wire_bytes: float) -> list[Figure]:
     rates = {name: [one.rate for one in of] for name, of in found.items()}
     to_vllm = ratios(rates["/generate"], rates["vLLM"])
     return [

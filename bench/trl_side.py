@@ -58,7 +58,7 @@ class Recipe:
         return self.num_prompts * self.group_size
 
 
-class Measured:
+class TimedReward:
     """The reward function, which also counts the completions of a step. And seconds of the step's
     stages, without the stages inside them."""
 
@@ -109,7 +109,7 @@ class Measured:
 class StepRequests:
     """Lets the trainer make the steps that lines on stdin ask for, and prints each turn."""
 
-    def __init__(self, measured: Measured, out: TextIO) -> None:
+    def __init__(self, measured: TimedReward, out: TextIO) -> None:
         self._measured = measured
         self._out = out
         self._steps: list[dict[str, Any]] = []
@@ -164,7 +164,7 @@ def train(generation: str, folder: Path, recipe: Recipe, save: Path | None, out:
     defined: dict[str, Any] = {}
     exec((folder / "reward.py").read_text(), defined)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    measured = Measured(defined[recipe.reward], rows, recipe)
+    measured = TimedReward(defined[recipe.reward], rows, recipe)
     requests = StepRequests(measured, out)
 
     class Callback(TrainerCallback):

@@ -1,5 +1,5 @@
 """A stack on one machine: its services, their ports, and their GPUs. Several trainers and samplers
-are possible. If another stack of Hone has a port that this stack needs, `told` names it."""
+are possible. If another stack of Hone has a port that this stack needs, `port_error` names it."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def ports(settings: Settings) -> dict[str, int]:
     trainers = [slot.trainer for slot in slots(settings)]
     samplers = [port for slot in slots(settings) for port in slot.samplers]
     found = {name: int(getattr(settings, f"{name}_port")) for name in SERVICES}
-    found |= {beside("trainer", port): port for port in trainers[1:]}
-    found |= {beside("rollout", port): port for port in samplers[1:]}
+    found |= {process_name("trainer", port): port for port in trainers[1:]}
+    found |= {process_name("rollout", port): port for port in samplers[1:]}
     owners: dict[int, str] = {}
     for name, port in found.items():
         if (other := owners.setdefault(port, name)) != name:
@@ -93,7 +93,7 @@ def on_free_ports(*, trainers: int = 1, samplers: int = 1) -> dict[str, str]:
     }
 
 
-def beside(service: str, port: int) -> str:
+def process_name(service: str, port: int) -> str:
     """Returns the name of a trainer or sampler, and so of its log, if it is not the first."""
     return f"{service}-{port}"
 
@@ -118,7 +118,7 @@ def variables(
 # --- another stack ----------------------------------------------------------------------------
 
 
-def told(settings: Settings, port: int) -> BadRequest | None:
+def port_error(settings: Settings, port: int) -> BadRequest | None:
     """Returns the error for a port that a service of Hone has, with what to do; None if no service
     of Hone has it."""
     url = url_at(settings.host, port)

@@ -113,7 +113,7 @@ def picture() -> str:
     return "\n".join(["```mermaid", "graph TD", *arrows, "```"]) + "\n"
 
 
-def drawn(page: str) -> str:
+def draw_rooms(page: str) -> str:
     """Returns the page with the picture of the rooms as they are now."""
     return _between(page, BEGIN, END, picture())
 
@@ -247,6 +247,6 @@ def _neutral(values: tuple[object, ...]) -> str:
 if __name__ == "__main__":
     GRADERS.write_text(page())
     MIGRATING.write_text(migrating_page())
-    ARCHITECTURE.write_text(drawn(ARCHITECTURE.read_text()))
+    ARCHITECTURE.write_text(draw_rooms(ARCHITECTURE.read_text()))
     TRAINER.write_text(with_parameters(TRAINER.read_text()))
     OBSERVABILITY.write_text(with_metrics(OBSERVABILITY.read_text()))

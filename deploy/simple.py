@@ -33,8 +33,8 @@ from services.orchestrator.jobs.results import best_step, summarize
 from services.orchestrator.samplers.clients import RewardClient
 from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.store.folder import Note, RunFolder
-from services.orchestrator.tasks import all_of
-from services.trainer.disk.checkpoints import described, path_of, remove_old
+from services.orchestrator.tasks import gather_all
+from services.trainer.disk.checkpoints import describe_checkpoint, path_of, remove_old
 from services.trainer.learning.schedule import learning_rate
 from shared.errors import Failed, HoneError
 from shared.job import Job
@@ -104,7 +104,7 @@ def train(job: Job, folder: RunFolder, created_at: float) -> None:
             job=job,
             run_dir=str(folder.path),
         )
-        last = described(path_of(folder.checkpoints, job.steps), job.steps)
+        last = describe_checkpoint(path_of(folder.checkpoints, job.steps), job.steps)
         versions = {"trl": metadata.version("trl")}
         folder.write_summary(summarize(record, folder.metrics(), last, train_s, versions))
         loop.run(reward.client.close())
@@ -202,7 +202,7 @@ class SimpleRun:
         self, prompts: Sequence[Prompt], groups: Sequence[RolloutGroup]
     ) -> list[tuple[Score, ...]]:
         pairs = zip(prompts, groups, strict=True)
-        return self._loop.run(all_of(self._reward.score(*pair) for pair in pairs))
+        return self._loop.run(gather_all(self._reward.score(*pair) for pair in pairs))
 
     def _rollout(self, text: str, ids: Sequence[int], version: int) -> Rollout:
         ended = bool(ids) and ids[-1] in self.trainer.eos_token_ids

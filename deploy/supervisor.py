@@ -283,7 +283,7 @@ class Supervisor:
             try:
                 check_port(self._settings.host, port, _service(name))
             except BadRequest as error:
-                raise machine.told(self._settings, port) or error from error
+                raise machine.port_error(self._settings, port) or error from error
 
     def _check_elsewhere(self) -> None:
         """Raises BadRequest for a service that the orchestrator needs, if it is neither started
@@ -336,7 +336,7 @@ class Supervisor:
         for slot in self._slots():
             environment |= self._of_slot(slot)
             for port in slot.samplers if name == "rollout" else (slot.trainer,):
-                child = name if port == self._port(name) else machine.beside(name, port)
+                child = name if port == self._port(name) else machine.process_name(name, port)
                 self._add(child, command, environment | {f"HONE_{name.upper()}_PORT": str(port)})
 
     def _of_slot(self, slot: Slot) -> dict[str, str]:

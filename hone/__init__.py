@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shared.lazily import exporting
+from shared.lazily import export_lazily
 
 if TYPE_CHECKING:
     from hone.agents.working import work
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from shared.rewards import FunctionConfig, Outcome, Reward, RewardEnvironment, SandboxConfig
     from shared.wire import Event, JobRecord, JobSummary
 else:
-    __getattr__, __dir__ = exporting(__file__, globals())
+    __getattr__, __dir__ = export_lazily(__file__, globals())
 
 __all__ = [
     "AsyncClient",

@@ -18,12 +18,12 @@ from hone import calling
 from hone.calling import URL, Calls, body_of, check_text, job_of
 from shared import wire
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable
-from shared.explain import shown
+from shared.explain import elide
 from shared.wire.pages import MAX_ROWS
 
 if TYPE_CHECKING:  # imported where they are used, because most calls do not need them
-    from hone.calling import Resumed
-    from hone.long_calls import Downloaded, Progress
+    from hone.calling import ResumeResult
+    from hone.long_calls import CheckpointDownload, Progress
     from shared.job import EvaluatedModel, Job, RewardSpec
 
 SUBMIT_DEADLINE_S = 1800.0
@@ -128,7 +128,7 @@ class AsyncClient:
         given = {"after": after, "status": status, "name": name}
         query = {key: value for key, value in given.items() if value is not None}
         if not isinstance(metadata, Mapping | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadRequest(f"metadata is {shown(metadata)}; expected a dict of texts")
+            raise BadRequest(f"metadata is {elide(metadata)}; expected a dict of texts")
         query |= {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
         path = f"/v1/jobs?{urlencode({'limit': limit, **query})}"
         return await self._calls.get(path, wire.JobList)
@@ -150,7 +150,7 @@ class AsyncClient:
         check_overrides(changes)
         return await self._post(job, "resume", wire.ResumeRequest(set=tuple(changes)))
 
-    async def resume_all(self) -> tuple[Resumed, ...]:
+    async def resume_all(self) -> tuple[ResumeResult, ...]:
         """Queues every paused job again, oldest first, jobs that a person paused included. Returns
         the result for each: a job that cannot be resumed does not hold up the others."""
         from hone import calling
@@ -305,7 +305,7 @@ class AsyncClient:
         step: int | None = None,
         state: bool = False,
         progress: Progress = lambda _name, _have, _size: None,
-    ) -> Downloaded:
+    ) -> CheckpointDownload:
         """Downloads the checkpoint of `step`, or the newest, into the folder `to`, by default named
         after job and step: the files that plain `transformers` loads, and with `state` the training
         state. After an interruption another call resumes. `progress` is called with each file's
@@ -418,7 +418,7 @@ class AsyncClient:
         paused job continues once it is resumed. Raises NotEnded after `timeout_s` seconds."""
         is_time = isinstance(timeout_s, int | float) and timeout_s >= 0
         if timeout_s is not None and not is_time:
-            raise BadRequest(f"timeout_s is {shown(timeout_s)}; expected seconds, from 0 on")
+            raise BadRequest(f"timeout_s is {elide(timeout_s)}; expected seconds, from 0 on")
         job_id = await self._id(job)
         try:
             async with asyncio.timeout(timeout_s):

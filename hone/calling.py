@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from shared import wire
 from shared.errors import BadRequest, Failed, HoneError, NotFound, Unavailable, no_job
-from shared.explain import sentences, shown
+from shared.explain import elide, sentences
 from shared.http import client as shared_client
 from shared.http import codec
 from shared.http.client import Client
@@ -83,7 +83,7 @@ class Calls:
         """Calls with `job` as an id, and if there is none as a name. Reads no record, so a job with
         an unreadable record can still be cancelled and removed."""
         if not isinstance(job, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadRequest(f"the job is {shown(job)}; expected its id or its name")
+            raise BadRequest(f"the job is {elide(job)}; expected its id or its name")
         if not re.fullmatch(JOB_ID, job):
             raise no_job(job)
         try:
@@ -109,7 +109,7 @@ def job_of(given: Job | Mapping[str, Any]) -> Job:
         return given
     if not isinstance(given, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(
-            f"the job is {shown(given)}; expected a dict, or a Job, which hone.load_job reads from "
+            f"the job is {elide(given)}; expected a dict, or a Job, which hone.load_job reads from "
             "a file"
         )
     return make_job(deepcopy({**given}), (), "job")
@@ -120,7 +120,7 @@ def check_text(what: str, value: Any, *, secret: bool = False) -> None:
     shown."""
     if isinstance(value, str) and _VISIBLE.fullmatch(value):
         return
-    got = "" if secret else f"got {shown(value)}; "
+    got = "" if secret else f"got {elide(value)}; "
     raise BadRequest(f"{what}: {got}expected text of visible ASCII characters")
 
 
@@ -192,7 +192,7 @@ async def follow(
 # --- all paused jobs -----------------------------------------------------------------------------
 
 
-class Resumed(BaseModel):
+class ResumeResult(BaseModel):
     """A job that was paused, and its status now; None: `problem` says why it was not resumed."""
 
     id: str
@@ -200,7 +200,7 @@ class Resumed(BaseModel):
     problem: str | None = None
 
 
-async def resume_all(client: AsyncClient) -> tuple[Resumed, ...]:
+async def resume_all(client: AsyncClient) -> tuple[ResumeResult, ...]:
     """Resumes each paused job, oldest first, and returns the results."""
     ids: list[str] = []
     after: str | None = None
@@ -212,11 +212,11 @@ async def resume_all(client: AsyncClient) -> tuple[Resumed, ...]:
             return tuple([await _resumed(client, id) for id in reversed(ids)])
 
 
-async def _resumed(client: AsyncClient, id: str) -> Resumed:
+async def _resumed(client: AsyncClient, id: str) -> ResumeResult:
     try:
         state = await client.resume(id)
     except Unavailable:
         raise
     except HoneError as error:
-        return Resumed(id=id, problem=error.detail)
-    return Resumed(id=id, status=state.status)
+        return ResumeResult(id=id, problem=error.detail)
+    return ResumeResult(id=id, status=state.status)

@@ -25,7 +25,7 @@ from shared.host import logs
 
 
 @functools.cache
-def found() -> Mapping[str, tuple[str, str]]:
+def find_commands() -> Mapping[str, tuple[str, str]]:
     """Returns the module of each command, and a line on what it does. Imports no module, so a
     command takes only its own module's time."""
     return dict(sorted((name, told) for file in _files() for name, told in _commands_in(file)))
@@ -73,10 +73,10 @@ class Commands(MutableMapping[str, Any]):
         return typer.main.get_group(registered).commands[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(found())
+        return iter(find_commands())
 
     def __len__(self) -> int:
-        return len(found())
+        return len(find_commands())
 
     def __setitem__(self, name: str, command: Any) -> None:
         raise TypeError(f"got a command {name!r}; expected it in a file of hone/commands")
@@ -92,7 +92,7 @@ class Group(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in found().items()])
+            formatter.write_dl([(name, text) for name, (_, text) in find_commands().items()])
 
 
 app = typer.Typer(

@@ -38,7 +38,7 @@ PATIENCE_S = 60.0
 PAUSE_S = 1.0
 
 
-class Downloaded(BaseModel):
+class CheckpointDownload(BaseModel):
     """The checkpoint of `step`, whose `files` are in `folder`."""
 
     step: int
@@ -54,12 +54,12 @@ async def download(
     progress: Progress,
     *,
     state: bool,
-) -> Downloaded:
+) -> CheckpointDownload:
     """Puts the files of a job's checkpoint into `folder`; the training state only with `state`."""
     path = f"/v1/jobs/{job_id}/checkpoints/{checkpoint.step}/files"
     wanted = tuple(file for file in checkpoint if state or not file.name.startswith(f"{STATE}/"))
     await Download(client, path, folder, progress).all(wanted)
-    return Downloaded(step=checkpoint.step, folder=folder, files=wanted)
+    return CheckpointDownload(step=checkpoint.step, folder=folder, files=wanted)
 
 
 class Download:

@@ -41,20 +41,23 @@ def reward_service(sandbox_slots: int | None = 1) -> Generator[tuple[str, str | 
     tried. A service that is started here has so many slots of the sandbox; None: as many as its
     settings say."""
     settings = load_settings()
-    named, url = "reward_url" in settings.model_fields_set, stack.located(settings).reward_url
+    named, url = (
+        "reward_url" in settings.model_fields_set,
+        stack.with_stack_urls(settings).reward_url,
+    )
     try:
         asyncio.run(_ping(url, settings.bearer()))
     except Unavailable:
         if named:
             raise
-        with started(sandbox_slots) as own:
+        with start_service(sandbox_slots) as own:
             yield own
     else:
         yield url, settings.bearer()
 
 
 @contextlib.contextmanager
-def started(sandbox_slots: int | None = 1) -> Generator[tuple[str, str]]:
+def start_service(sandbox_slots: int | None = 1) -> Generator[tuple[str, str]]:
     """Yields the URL and token of a service of our own, ended afterwards. Raises BadRequest if its
     packages are missing."""
     check_installed("reward", "reward")

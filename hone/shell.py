@@ -165,7 +165,7 @@ def page_of(client: Client, job_id: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def saying(what: str) -> Generator[None]:
+def report_progress(what: str) -> Generator[None]:
     """Says on stderr every few seconds that it still continues: "checking the job, 6 s"."""
     ended, began = threading.Event(), time.monotonic()
 

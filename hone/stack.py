@@ -25,7 +25,7 @@ def orchestrator(folder: Path = FOLDER) -> tuple[str, str | None]:
     """Returns the orchestrator's URL and the token to send, or None."""
     from shared.settings import load_settings  # `hone --help` reads no settings
 
-    settings = located(load_settings(), folder)
+    settings = with_stack_urls(load_settings(), folder)
     return settings.orchestrator_url, settings.bearer()
 
 
@@ -70,7 +70,7 @@ def control(
     return subprocess.call(command, stdout=told_to, env=os.environ | dict(settings or {}))
 
 
-def located(settings: Settings, folder: Path = FOLDER) -> Settings:
+def with_stack_urls(settings: Settings, folder: Path = FOLDER) -> Settings:
     """Returns the settings. Services whose URL is not in the environment get the URL of the stack
     that was started in `folder`."""
     state = _state(folder)

@@ -97,7 +97,7 @@ SHOWN_SHARE = 0.1
 """Least share of tokens that a shared prefix saved for a step's line to say so."""
 
 
-def shared(metrics: dict[str, float]) -> str:
+def shared_tokens(metrics: dict[str, float]) -> str:
     """Returns how much of the step's tokens were computed once for several sequences; "" if
     little."""
     share = metrics.get("tokens/shared_fraction", 0.0)
@@ -364,7 +364,7 @@ class Follower:
         eta = event.data.get("eta_s")
         left = f"  ETA {duration(eta)}" if eta is not None else ""
         step = f"step {event.data['step']}/{event.data['steps']}"
-        played = conversations(metrics) + shared(metrics)
+        played = conversations(metrics) + shared_tokens(metrics)
         return f"{step}  {name} {shown}{curve}{played}  {time_split(metrics)}{left}"
 
 
@@ -376,22 +376,25 @@ def text_curve(rows: Sequence[MetricsRow], title: str) -> str:
     """Returns the mean reward and the held-out reward over the steps; without either, the loss of
     supervised steps. If there are more steps than columns, a column is the mean of several. Without
     any of them, returns a sentence."""
-    series = {"reward of the steps": of(rows, "reward"), "held-out reward": of(rows, "eval/reward")}
-    losses = of([row for row in rows if "supervised" in row.metrics], "loss")
+    series = {
+        "reward of the steps": metric_by_step(rows, "reward"),
+        "held-out reward": metric_by_step(rows, "eval/reward"),
+    }
+    losses = metric_by_step([row for row in rows if "supervised" in row.metrics], "loss")
     return curves(series if any(series.values()) or not losses else {"loss": losses}, title)
 
 
 def compared_curves(jobs: Mapping[str, MetricsList]) -> str:
     """Returns several jobs' curves in one picture: of held-out rewards if all have some, else of
     the rewards of the steps."""
-    held_out = {job: of(listed.rows, "eval/reward") for job, listed in jobs.items()}
+    held_out = {job: metric_by_step(listed.rows, "eval/reward") for job, listed in jobs.items()}
     if all(held_out.values()):
         return curves(held_out, "held-out reward", LETTERS)
-    rewards = {job: of(listed.rows, "reward") for job, listed in jobs.items()}
+    rewards = {job: metric_by_step(listed.rows, "reward") for job, listed in jobs.items()}
     return curves(rewards, "reward of the steps", LETTERS)
 
 
-def of(rows: Sequence[MetricsRow], name: str) -> dict[int, float]:
+def metric_by_step(rows: Sequence[MetricsRow], name: str) -> dict[int, float]:
     """Returns a metric by step."""
     return {row.step: row.metrics[name] for row in rows if name in row.metrics}
 

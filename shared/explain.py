@@ -97,7 +97,7 @@ def _explain(fault: dict[str, Any], model: type[BaseModel], where: str) -> dict[
     elif fault["type"] == "union_tag_invalid":
         detail = f"{key!r}: got {context['tag']!r}; expected one of {context['expected_tags']}"
     else:
-        detail = refused(key, fault)
+        detail = refusal_message(key, fault)
     start = f"{where}: " if where else ""
     return {
         "pointer": "/" + "/".join(str(part)[:MAX_SHOWN_CHARS] for part in path),
@@ -143,7 +143,7 @@ def _fields(annotation: Any) -> Mapping[str, FieldInfo]:
     return {}
 
 
-def refused(key: str, fault: dict[str, Any]) -> str:
+def refusal_message(key: str, fault: dict[str, Any]) -> str:
     """Returns the message for a value that pydantic refused: what it was and what was expected."""
     if fault["type"] == "missing":
         return f"{key!r} is missing and has no default"
@@ -152,10 +152,10 @@ def refused(key: str, fault: dict[str, Any]) -> str:
         return message
     unit = UNITS.get(key.lower().rpartition("_")[2])
     message += f"; expected {unit}" if unit and fault["type"] in NO_NUMBER else ""
-    return f"{key!r}: got {shown(fault.get('input'))}; {message[0].lower() + message[1:]}"
+    return f"{key!r}: got {elide(fault.get('input'))}; {message[0].lower() + message[1:]}"
 
 
-def shown(value: Any) -> str:
+def elide(value: Any) -> str:
     """Returns the beginning of `repr(value)`. The whole text of a large value is never made."""
     text = _SHORT.repr(value[:MAX_SHOWN_CHARS] if isinstance(value, bytes) else value)
     text = without_password(text)

@@ -14,7 +14,9 @@ from typing import Any
 _DEFINED = re.compile(r"^(?:class |def )?([A-Za-z]\w*)(?=[(:]| = )", re.MULTILINE)
 
 
-def exporting(file: str, names: dict[str, Any]) -> tuple[Callable[[str], Any], Callable[[], Any]]:
+def export_lazily(
+    file: str, names: dict[str, Any]
+) -> tuple[Callable[[str], Any], Callable[[], Any]]:
     """Returns `__getattr__` and `__dir__` for the package with the `__init__.py` `file` and the
     globals `names`. The package exports its imports under `if TYPE_CHECKING`. A `*` there stands
     for what that module of the package defines."""

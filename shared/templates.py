@@ -28,7 +28,7 @@ ROWS_PER_REQUEST = 64
 INSIDE = Path(__file__).with_name("inside_templates.py")
 
 
-class CannotRender(Exception):
+class RenderFailed(Exception):
     """Why a template failed, and at which row; None: at all rows."""
 
     def __init__(self, reason: str, position: int | None) -> None:
@@ -46,16 +46,16 @@ class Renderer:
         self._turn = threading.Lock()
 
     def texts(self, template: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-        """Returns the text of each row. Raises CannotRender."""
+        """Returns the text of each row. Raises RenderFailed."""
         return self._values("text", template, rows)[0]
 
     def holds(self, expression: str, rows: Sequence[dict[str, Any]]) -> tuple[list[bool], float]:
         """Returns for each row whether the expression is true, and the CPU seconds for all rows.
-        Raises CannotRender."""
+        Raises RenderFailed."""
         return self._values("test", expression, rows)
 
     def chats(self, template: str, values: Sequence[dict[str, Any]]) -> list[str]:
-        """Returns the text that a model's chat template makes of each. Raises CannotRender."""
+        """Returns the text that a model's chat template makes of each. Raises RenderFailed."""
         return self._values("chat", template, values)[0]
 
     def close(self) -> None:
@@ -78,9 +78,9 @@ class Renderer:
             several = rows[start : start + ROWS_PER_REQUEST]
             try:
                 answer = self._ask(kind, source, several)
-            except CannotRender as error:
+            except RenderFailed as error:
                 position = None if error.position is None else start + error.position
-                raise CannotRender(error.reason, position) from None
+                raise RenderFailed(error.reason, position) from None
             values += answer["values"]
             cpu_s += answer["cpu_s"]
         return values, cpu_s
@@ -90,14 +90,14 @@ class Renderer:
             request = json.dumps({"kind": kind, "source": source, "rows": rows})
         except (TypeError, ValueError) as error:
             reason = f"{error}; expected text, numbers, lists and tables of them"
-            raise CannotRender(reason, 0) from error
+            raise RenderFailed(reason, 0) from error
         with self._turn:
             line = self._exchange(request)
             if not line:
-                raise CannotRender(self._why_it_ended(), None)
+                raise RenderFailed(self._why_it_ended(), None)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise CannotRender(answer["error"], answer["position"])
+            raise RenderFailed(answer["error"], answer["position"])
         return answer
 
     def _exchange(self, request: str) -> str:
@@ -141,7 +141,7 @@ Content = str | Sequence[Mapping[str, Any]]
 """A prompt: text, or chat messages."""
 
 
-class CannotCount(Exception):
+class TokenizerUnavailable(Exception):
     """Why the tokens of prompts are not known here."""
 
 
@@ -210,7 +210,7 @@ class PromptReader:
         ]
         try:
             return RENDERER.chats(self.template, asked)
-        except CannotRender as error:
+        except RenderFailed as error:
             raise BadRequest(
                 f"the chat template of model {self.model!r} does not take the prompts: "
                 f"{error.reason}"
@@ -220,19 +220,21 @@ class PromptReader:
 def prompt_reader(
     model: str, folder: Path, template_args: Mapping[str, Any] | None = None
 ) -> PromptReader:
-    """Returns how the model in `folder` reads prompts. Raises CannotCount for a folder without a
-    `tokenizer.json` that can be read."""
+    """Returns how the model in `folder` reads prompts. Raises TokenizerUnavailable for a folder
+    without a `tokenizer.json` that can be read."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise CannotCount(f"the model {model!r} has no tokenizer.json")
+        raise TokenizerUnavailable(f"the model {model!r} has no tokenizer.json")
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
-        raise CannotCount("the library tokenizers is not installed here") from error
+        raise TokenizerUnavailable("the library tokenizers is not installed here") from error
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
-        raise CannotCount(f"the tokenizer.json of {model!r} cannot be read: {error}") from error
+        raise TokenizerUnavailable(
+            f"the tokenizer.json of {model!r} cannot be read: {error}"
+        ) from error
     config = _config(folder)
     values = _special_tokens(config) | dict(template_args or {})
     return PromptReader(model, _chat_template(folder, config), values, tokenizer)

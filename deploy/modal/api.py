@@ -13,7 +13,7 @@ from typing import Any
 from deploy.modal import inside
 from deploy.modal.common import RETRIES, SETTINGS
 from services.orchestrator.app import create_service
-from services.orchestrator.store.lists import Wanted
+from services.orchestrator.store.lists import JobFilter
 from services.orchestrator.store.registrations import TRAINER_REGISTRATION_S
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict, NotFound, Unavailable
@@ -58,7 +58,7 @@ def open_store(settings: Settings) -> Store:
 
 async def has_work(store: Store) -> bool:
     """Returns whether a job waits for the trainer, or has it."""
-    pages = [await store.list(None, 1, Wanted(status=one)) for one in ("queued", "running")]
+    pages = [await store.list(None, 1, JobFilter(status=one)) for one in ("queued", "running")]
     return any(page.jobs or page.unreadable for page in pages)
 
 
@@ -113,7 +113,7 @@ async def _waiting(store: Store) -> AsyncGenerator[JobSummary]:
     for status in ("queued", "running"):
         after: str | None = None
         while True:
-            page = await store.list(after, PAGE, Wanted(status=status))
+            page = await store.list(after, PAGE, JobFilter(status=status))
             for job in page.jobs:
                 if job.place is not None:
                     yield job

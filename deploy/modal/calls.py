@@ -43,7 +43,7 @@ NONE = Call(is_running=False)
 
 
 @contextlib.contextmanager
-def own_errors() -> Generator[None]:
+def as_hone_errors() -> Generator[None]:
     """Turns every exception of the Function's work into an error of Hone's. Modal raises the
     Function's exception again when someone asks for the call. There Modal also raises errors of
     its own: a TimeoutError while the call runs, and OF_MODAL if it cannot answer. So the two can be
@@ -63,7 +63,7 @@ async def start() -> None:
 
 async def last() -> Call:
     """Raises one of OF_MODAL if Modal cannot answer. The call's own exception is never one of
-    these: see `own_errors`."""
+    these: see `as_hone_errors`."""
     known = await _kept().get.aio(LAST)
     if known is None:
         return NONE

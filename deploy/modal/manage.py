@@ -124,10 +124,10 @@ def main() -> None:
                 result = upload(arguments.files)
     except (HoneError, modal.exception.Error) as error:
         sys.exit(f"hone: {getattr(error, 'detail', error)}")
-    print(json.dumps(result) if arguments.output == "json" else shown(result))
+    print(json.dumps(result) if arguments.output == "json" else format_result(result))
 
 
-def shown(result: dict[str, Any]) -> str:
+def format_result(result: dict[str, Any]) -> str:
     """Returns a result as text for people."""
     match result:
         case {"url": url}:

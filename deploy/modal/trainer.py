@@ -62,7 +62,7 @@ def work() -> None:
     """Trains until no job waits or runs. Ends if a service elsewhere does not answer. Then `watch`
     of the orchestrator's app, which costs no GPU, wakes the service and calls this again, or pauses
     the jobs."""
-    with calls.own_errors():
+    with calls.as_hone_errors():
         _work()
 
 

@@ -54,7 +54,7 @@ class Environment:
         with _variable(api_key) as name:
             calls = vf.EvalClientConfig(base_url=base_url, api_key_var=name)
             episode = await client.run(calls, MODEL, vf.SamplingConfig(), row[TASK])
-        return earned(episode)
+        return sum_rewards(episode)
 
     async def _serve(self) -> Any:
         """Returns a client of the server, once it answers."""
@@ -82,7 +82,7 @@ def _variable(value: str) -> Generator[str]:
         del os.environ[name]
 
 
-def earned(episode: Any) -> dict[str, Any]:
+def sum_rewards(episode: Any) -> dict[str, Any]:
     """Returns the sum of the rewards of an episode's traces, and the means of their metrics. Raises
     AgentFailed for an episode in which something else than the policy failed."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

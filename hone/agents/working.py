@@ -32,7 +32,7 @@ from shared.errors import (
     Unavailable,
     first_line,
 )
-from shared.explain import shown
+from shared.explain import elide
 from shared.wire import TERMINAL, EpisodeResult, JobRecord, LeasedEpisode
 
 Agent = Callable[[dict[str, Any], str, str], Any]
@@ -223,7 +223,7 @@ class Worker:
 
     async def _result(self, episode: LeasedEpisode) -> EpisodeResult:
         row = {"prompt": episode.prompt, **episode.row}
-        called = called_with(self._agent, row, self._client.url + episode.path, episode.api_key)
+        called = call_agent(self._agent, row, self._client.url + episode.path, episode.api_key)
         loop = self._playing.loop
         try:
             value = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(called, loop))
@@ -321,7 +321,7 @@ def _total(result: EpisodeResult) -> float | None:
     return sum(numbers) if numbers else None
 
 
-async def called_with(agent: Agent, row: dict[str, Any], base_url: str, api_key: str) -> Any:
+async def call_agent(agent: Agent, row: dict[str, Any], base_url: str, api_key: str) -> Any:
     """Returns what the agent returns. Raises AgentFailed for one that exits: its SystemExit would
     end the loop of all agents."""
     try:
@@ -380,7 +380,7 @@ def result_of(value: Any) -> EpisodeResult:
         reward: Any = given.pop("reward")
         metrics: Any = given.pop("metrics", None) or {}
         if given or not isinstance(metrics, Mapping):
-            raise AgentFailed(f"the agent returned {shown(cast(Any, value))}; {EXPECTED}")
+            raise AgentFailed(f"the agent returned {elide(cast(Any, value))}; {EXPECTED}")
         named = cast(Mapping[Any, Any], metrics)
         found = {str(name): _number(f"metric {name}", each) for name, each in named.items()}
         return EpisodeResult(reward=_reward(reward), metrics=found)
@@ -413,7 +413,7 @@ def _number(what: str, value: Any) -> float:
     try:
         number = float(value) if not isinstance(value, str | bytes) else math.nan
     except (TypeError, ValueError):
-        raise AgentFailed(f"the agent's {what} is {shown(value)}; {EXPECTED}") from None
+        raise AgentFailed(f"the agent's {what} is {elide(value)}; {EXPECTED}") from None
     if not math.isfinite(number):
-        raise AgentFailed(f"the agent's {what} is {shown(value)}; expected a finite number")
+        raise AgentFailed(f"the agent's {what} is {elide(value)}; expected a finite number")
     return number

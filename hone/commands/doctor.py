@@ -21,7 +21,16 @@ from pydantic import BaseModel
 from rich.text import Text
 
 from hone import host, stack
-from hone.shell import FAILED, Output, OutputOption, command, connect, job_names, saying, show
+from hone.shell import (
+    FAILED,
+    Output,
+    OutputOption,
+    command,
+    connect,
+    job_names,
+    report_progress,
+    show,
+)
 from hone.stack import ENGINES, check_installed, engines_of, version_of
 from shared.errors import BadRequest, HoneError, how_to_install
 from shared.host import nvidia
@@ -129,7 +138,7 @@ def _experiment(job: str | None, output: Output) -> None:
 
     if job is None:
         raise BadRequest("--experiments are with a job's samplers; name the job")
-    with connect() as client, saying("experiments with the samplers"):
+    with connect() as client, report_progress("experiments with the samplers"):
         report = client.experiments(job)
     show(output, report, lambda: experiments_text(report))
     if any(experiment.agrees is False for experiment in report):
@@ -163,7 +172,7 @@ def examine(*, weights: bool = False) -> Report:
         checks.append(Check("settings", "fault", error.detail))
     else:
         checks.append(_sandbox(settings))
-        located = stack.located(settings)
+        located = stack.with_stack_urls(settings)
         checks.extend(asyncio.run(examine_stack(located, weights=weights)))
     return Report(ok=all(check.state != "fault" for check in checks), checks=checks)
 

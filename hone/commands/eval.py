@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from hone import long_calls, reports
 from hone.client import Client
-from hone.commands.submit import accepted
+from hone.commands.submit import submit_or_withdraw
 from hone.shell import (
     INTERRUPTED,
     PAUSED,
@@ -88,7 +88,7 @@ def eval(
     with connect() as client:
         job = _job(client, file, data, grader, changes)
         found = [_model(client, model) for model in models]
-        record = accepted(client, long_calls.evaluation_of(job, found), None, None)
+        record = submit_or_withdraw(client, long_calls.evaluation_of(job, found), None, None)
         for line in (*(f"warning: {each}" for each in record.warnings), f"job {record.id}"):
             say(line)
         report = _followed(client, record.id)

@@ -91,7 +91,7 @@ def grade(
         own = own_reward(file, function, param or []) if file else None
         rewards = (own or RewardSpec(grader=grader or "", params=_params(param or [])),)
     if completions is not None:
-        graded = Graded.of(score(items_in(completions), rewards))
+        graded = FileScores.of(score(items_in(completions), rewards))
         show(output, graded, lambda: list_of(graded))
         missing = graded.num_missing
     else:
@@ -103,7 +103,7 @@ def grade(
         raise typer.Exit(1)
 
 
-class Graded(BaseModel):
+class FileScores(BaseModel):
     """The scores of a file's completions in its order. `mean` leaves missing rewards out."""
 
     mean: float | None
@@ -111,7 +111,7 @@ class Graded(BaseModel):
     scores: tuple[Score, ...]
 
     @classmethod
-    def of(cls, scores: Sequence[Score]) -> Graded:
+    def of(cls, scores: Sequence[Score]) -> FileScores:
         values = [score.value for score in scores if score.value is not None]
         mean = statistics.fmean(values) if values else None
         return cls(mean=mean, num_missing=len(scores) - len(values), scores=tuple(scores))
@@ -174,7 +174,7 @@ def score(items: Sequence[ScoreItem], rewards: Sequence[RewardSpec]) -> list[Sco
         return [each for ask in requests for each in asyncio.run(_score(url, token, ask))]
 
 
-def list_of(graded: Graded) -> Table:
+def list_of(graded: FileScores) -> Table:
     """Returns one line per completion, each reward in a column, what its graders said, and the
     mean."""
     labels = list(graded.scores[0].parts)

@@ -11,7 +11,7 @@ from hone.shell import Output, OutputOption, as_json, command, out, say
 from shared.errors import BadRequest
 
 if TYPE_CHECKING:
-    from hone.importing.importing import Imported
+    from hone.importing.importing import ImportResult
 
 
 @command
@@ -32,9 +32,9 @@ def import_(
     """Make a job of a configuration of TRL, OpenRLHF, verl or prime-rl.
 
     The job goes to the shell's output or to --to. What has no counterpart is said beside it."""
-    from hone.importing.importing import imported
+    from hone.importing.importing import import_config
 
-    found = imported(source, trainer, processes)
+    found = import_config(source, trainer, processes)
     if to is not None:
         try:
             to.write_text(found.toml, encoding="utf-8")
@@ -49,7 +49,7 @@ def import_(
         say(line)
 
 
-def _said(found: Imported, to: Path | None) -> list[str]:
+def _said(found: ImportResult, to: Path | None) -> list[str]:
     """Returns what a person must know beside the job."""
     lines = [f"fill in {key}: {why}" for key, why in found.fill_in.items()]
     lines += [f"the job would be refused: {fault}" for fault in found.faults]

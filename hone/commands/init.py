@@ -31,7 +31,7 @@ WHICH_DATA = "Which problems does it train on: a file, or a Hugging Face dataset
 WHAT_GRADES = f"What grades answers: {', '.join(REWARDS[:-1])} or {REWARDS[-1]}?"
 
 
-class Written(BaseModel):
+class InitResult(BaseModel):
     """The files that `hone init` wrote, and its findings; `notes` are sentences for people."""
 
     job: str
@@ -139,7 +139,7 @@ def _check_reward(draft: Draft) -> None:
 def _measured(draft: Draft) -> tuple[Draft, list[str]]:
     """Returns the draft with bounds that fit the model, and the findings as sentences."""
     # they load libraries that `hone --help` does not need
-    from shared.templates import CannotCount, prompt_reader
+    from shared.templates import TokenizerUnavailable, prompt_reader
     from shared.weights.model_folder import check_model_folder, model_folder, read_config, window_of
 
     source, layout = draft.source, draft.source.layout
@@ -150,7 +150,7 @@ def _measured(draft: Draft) -> tuple[Draft, list[str]]:
     check_model_folder(folder)
     try:
         reader = prompt_reader(draft.model, folder)
-    except CannotCount as error:
+    except TokenizerUnavailable as error:
         return draft, [*notes, f"tokens are not counted: {error}"]
     draft = replace(draft, has_template=reader.template is not None)
     window = window_of(read_config(folder))
@@ -203,7 +203,7 @@ def _told(lengths: Lengths) -> str:
     )
 
 
-def _write(draft: Draft, file: Path, notes: Sequence[str], *, force: bool) -> Written:
+def _write(draft: Draft, file: Path, notes: Sequence[str], *, force: bool) -> InitResult:
     """Writes the job, and its reward file where it has one, and reads it as `hone submit` would."""
     texts = {file: job_text(draft)}
     if draft.reward == "function":
@@ -217,7 +217,7 @@ def _write(draft: Draft, file: Path, notes: Sequence[str], *, force: bool) -> Wr
         except OSError as error:
             raise BadRequest(f"{str(path)!r} cannot be written: {error.strerror}") from error
     job = load_job(file)
-    return Written(
+    return InitResult(
         job=str(file),
         files=tuple(map(str, texts)),
         reward=draft.reward,
@@ -229,7 +229,7 @@ def _write(draft: Draft, file: Path, notes: Sequence[str], *, force: bool) -> Wr
     )
 
 
-def _next(written: Written) -> list[str]:
+def _next(written: InitResult) -> list[str]:
     return [
         f"wrote {' and '.join(written.files)}",
         f"  hone run {written.job}                 starts a stack if there is none, and trains",

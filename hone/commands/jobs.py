@@ -31,7 +31,7 @@ from shared.wire import TERMINAL, JobStatus
 from shared.wire.pages import MAX_LAST
 
 if TYPE_CHECKING:
-    from hone.calling import Resumed
+    from hone.calling import ResumeResult
     from hone.client import Client
     from shared.wire import JobRecord
 
@@ -123,7 +123,7 @@ def resume(
     show(output, state, lambda: f"job {state.id} is {state.status}; {watches}")
 
 
-def _show_resumed(found: tuple[Resumed, ...], output: Output) -> None:
+def _show_resumed(found: tuple[ResumeResult, ...], output: Output) -> None:
     said = [
         f"job {job.id} is {job.status}"
         if job.status

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 COMPARED = ["reward", "eval/reward"]
 
 
-class Compared(BaseModel):
+class MetricsComparison(BaseModel):
     """The metrics of each job, by the name that was asked for."""
 
     jobs: dict[str, MetricsList]
@@ -47,7 +47,9 @@ def metrics(
     if len(job) > 1:
         rows = tuple(row for listed in listed_of.values() for row in listed)
         chosen = COMPARED if keys is None else _names(keys, rows)
-        show(output, Compared(jobs=listed_of), lambda: view.side_by_side(listed_of, chosen))
+        show(
+            output, MetricsComparison(jobs=listed_of), lambda: view.side_by_side(listed_of, chosen)
+        )
         return
     (listed,) = listed_of.values()
     columns = view.COLUMNS
@@ -96,7 +98,7 @@ def plot(
         (own,), title = metrics.values(), records[0].name
         body, text = own, partial(text_curve, own.rows, records[0].id)
     else:
-        body, title = Compared(jobs=metrics), ", ".join(record.name for record in records)
+        body, title = MetricsComparison(jobs=metrics), ", ".join(record.name for record in records)
         text = partial(compared_curves, metrics)
     if png is not None:
         _draw(body, png, title)

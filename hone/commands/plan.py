@@ -25,9 +25,9 @@ from shared.errors import BadRequest, Failed
 from shared.http import codec
 from shared.job import Job
 from shared.plan.gpus import CpuRates, parse_gpus
-from shared.plan.model import CannotPlan, find_model
-from shared.plan.planning import Known, make_plan, planned_gpus
-from shared.plan.rates import Measured, rates_of
+from shared.plan.model import UnknownModelSize, find_model
+from shared.plan.planning import PlanMeasurements, make_plan, planned_gpus
+from shared.plan.rates import MeasuredRates, rates_of
 from shared.settings import load_settings
 from shared.wire import MetricsRow, PromptLengths
 
@@ -59,7 +59,7 @@ def plan(
     settings = load_settings()
     pools = parse_gpus(gpus) if gpus is not None else planned_gpus(settings)
     lengths = PromptLengths() if prompt_tokens else lengths_of(job)
-    known = Known(prompt_tokens, measured_in(measured) if measured else None, lengths)
+    known = PlanMeasurements(prompt_tokens, read_rates(measured) if measured else None, lengths)
     if known.measured is None:
         pools = CpuRates().pools(pools)
     try:
@@ -69,7 +69,7 @@ def plan(
     try:
         model = find_model(job.model, job.model_revision)
         planned = make_plan(job, model, settings, pools, known)
-    except CannotPlan as error:
+    except UnknownModelSize as error:
         raise BadRequest(str(error)) from error
     show(output, planned, lambda: "\n".join(plan_lines(planned)))
 
@@ -94,7 +94,7 @@ def lengths_of(job: Job) -> PromptLengths:
     return PromptLengths.model_validate_json(done.stdout)
 
 
-def measured_in(folder: Path) -> Measured:
+def read_rates(folder: Path) -> MeasuredRates:
     """Returns the measured rates of the run in a folder. Raises BadRequest for a folder without
     them."""
     try:

@@ -59,7 +59,7 @@ def completions(model: str | None, asked: dict[str, Any]) -> dict[str, Any]:
     from shared.http.urls import REGISTERED
     from shared.settings import load_settings
 
-    settings = stack.located(load_settings())
+    settings = stack.with_stack_urls(load_settings())
     first = settings.rollout_urls[0]
     url = settings.orchestrator_url if first == REGISTERED else first
     with _client(settings, url) as http:
@@ -75,7 +75,7 @@ def completions(model: str | None, asked: dict[str, Any]) -> dict[str, Any]:
 def _client(settings: Settings, url: str) -> httpx.Client:
     import httpx2 as httpx
 
-    from shared.http.connecting import proxy_headers, trusted_by
+    from shared.http.connecting import proxy_headers, ssl_context_for
     from shared.http.urls import is_direct
 
     token = settings.bearer()
@@ -84,7 +84,7 @@ def _client(settings: Settings, url: str) -> httpx.Client:
         headers=proxy_headers(url) | ({"authorization": f"Bearer {token}"} if token else {}),
         timeout=httpx.Timeout(ANSWER_S, connect=5.0),
         trust_env=not is_direct(httpx.URL(url).host),
-        verify=trusted_by(url),
+        verify=ssl_context_for(url),
     )
 
 

@@ -28,8 +28,8 @@ from hone.shell import (
     job_in,
     out,
     page_of,
+    report_progress,
     say,
-    saying,
     show,
 )
 from shared.errors import HoneError, Unavailable
@@ -65,14 +65,14 @@ def submit(
     job = job_in(file, overrides)
     with connect() as client:
         if dry:
-            with saying(CHECKING):
+            with report_progress(CHECKING):
                 tried = client.dry_run(job)
             show(output, tried, lambda: view.dry_run(tried))
             return
         if following:
             submit_and_follow(client, job, output, key=key)
             return
-        record = accepted(client, job, output, key)
+        record = submit_or_withdraw(client, job, output, key)
         if output is Output.table:
             _say_more(client, record, job)
             out.print(f"  hone logs -f {record.id}    to watch it", highlight=False)
@@ -81,18 +81,20 @@ def submit(
 
 def submit_and_follow(client: Client, job: Job, output: Output, *, key: str | None = None) -> None:
     """Shows a job from its submission to its end or a pause, and exits as `follow` does."""
-    record = accepted(client, job, output if output is Output.table else None, key)
+    record = submit_or_withdraw(client, job, output if output is Output.table else None, key)
     if output is Output.table:
         _say_more(client, record, job)
     follow(client, record.id, output)
 
 
-def accepted(client: Client, job: Job, output: Output | None, key: str | None) -> JobRecord:
+def submit_or_withdraw(
+    client: Client, job: Job, output: Output | None, key: str | None
+) -> JobRecord:
     """Returns the record of the job once it is accepted, and shows it (`output` None: does not). If
     interrupted before, the submission is withdrawn, unless the caller gave a key."""
     own = secrets.token_hex(12) if key is None else key
     try:
-        with saying(CHECKING):
+        with report_progress(CHECKING):
             record = client.submit(job, key=own)
         if output is Output.json:
             as_json(record)

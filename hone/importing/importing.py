@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from hone.importing import trl
 from hone.importing.openrlhf import OPENRLHF
 from hone.importing.prime_rl import PRIME_RL
-from hone.importing.table import Draft, Framework, Lacking, convert, of_file, of_words
+from hone.importing.table import Draft, Framework, UnsupportedKey, convert, parse_words, read_values
 from hone.importing.verl import VERL
 from shared.errors import BadRequest
 from shared.job import name_of
@@ -36,7 +36,7 @@ REQUIRED: dict[str, tuple[str, Any]] = {
 """Keys that every job needs: what to write, and a value with which the others are checked."""
 
 
-class Imported(BaseModel):
+class ImportResult(BaseModel):
     """A job made of another trainer's configuration. `fill_in` are keys that the user must give,
     `faults` what else keeps the job from being accepted, `settings` are the stack's. `lacking` has
     no counterpart, and `ignored` needs none."""
@@ -47,13 +47,13 @@ class Imported(BaseModel):
     fill_in: dict[str, str]
     faults: tuple[str, ...]
     settings: dict[str, Any]
-    lacking: tuple[Lacking, ...]
+    lacking: tuple[UnsupportedKey, ...]
     ignored: tuple[str, ...]
 
 
-def imported(
+def import_config(
     source: Sequence[str], name: str | None = None, processes: int | None = None
-) -> Imported:
+) -> ImportResult:
     """Returns the job for a file or arguments; `name` is the trainer's, else it is recognized.
     `processes` multiply TRL's batches. Raises BadRequest for what cannot be read."""
     try:
@@ -66,14 +66,14 @@ def imported(
     return found
 
 
-def _imported(source: Sequence[str], name: str | None, processes: int | None) -> Imported:
+def _imported(source: Sequence[str], name: str | None, processes: int | None) -> ImportResult:
     framework, given = _read(source, name)
     if processes is not None:
         given["num_processes"] = processes
-    draft = trl.translated(given) if framework is trl.TRL else convert(framework, given)
+    draft = trl.translate_arguments(given) if framework is trl.TRL else convert(framework, given)
     _complete(draft)
     document, faults = _checked(draft)
-    return Imported(
+    return ImportResult(
         framework=framework.title.lower(),
         toml=_text(draft, framework.title, document),
         job=document,
@@ -89,18 +89,18 @@ def _read(source: Sequence[str], name: str | None) -> tuple[Framework, dict[str,
     path = Path(source[0])
     is_word = len(source) == 1 and not re.search(r"[\s=]", source[0])
     if is_word and (path.suffix or path.exists()):
-        return _recognized(of_file(path), name, "")
+        return _recognized(read_values(path), name, "")
     words = shlex.split(source[0]) if len(source) == 1 else list(source)
     if "--" in words:  # as after `ray job submit`
         words = words[words.index("--") + 1 :]
     command = " ".join(words[:12])
     modules = [each for each in words if each.startswith(("openrlhf.", "verl.trainer"))]
-    given = of_words(words[words.index(modules[0]) :] if modules else words)
+    given = parse_words(words[words.index(modules[0]) :] if modules else words)
     after_at = next((word for sign, word in itertools.pairwise(words) if sign == "@"), None)
     for key, file in (("config", given.get("config")), ("@", after_at)):  # prime-rl's `rl @ FILE`
         if isinstance(file, str):
             given.pop(key, None)
-            given = of_file(Path(file)) | given
+            given = read_values(Path(file)) | given
     return _recognized(given, name, command)
 
 

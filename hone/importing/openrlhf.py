@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from hone.importing import table as t
-from hone.importing.table import FillIn, LacksError, Said, Values
+from hone.importing.table import ConvertedValue, FillIn, NoCounterpart, Values
 from hone.trainer.single import SCHEDULES
 
 
 def _loss(value: Any, values: Values) -> Any:
     if value == "gspo":
-        return Said("gspo", t.KL_OF_TOKENS if values.get("algo.kl.use_loss") else "")
+        return ConvertedValue("gspo", t.KL_OF_TOKENS if values.get("algo.kl.use_loss") else "")
     if value != "ppo":
-        raise LacksError("the losses here are ppo and gspo of them")
+        raise NoCounterpart("the losses here are ppo and gspo of them")
     return t.token_mean(_minibatches(values["train.batch_size"], values))
 
 
@@ -29,22 +29,22 @@ def _minibatches(trained: Any, values: Values) -> Any:
 DR_GRPO = "as there, the loss stays a mean over tokens; Dr.GRPO's is loss = dr_grpo"
 ESTIMATORS: dict[str, tuple[str, Any]] = {
     "group_norm": ("mean", "group"),
-    "dr_grpo": ("mean", Said("none", DR_GRPO)),
+    "dr_grpo": ("mean", ConvertedValue("none", DR_GRPO)),
     "rloo": ("leave_one_out", "none"),
-    "reinforce_baseline": ("mean", Said("batch", t.BATCH_STD)),
+    "reinforce_baseline": ("mean", ConvertedValue("batch", t.BATCH_STD)),
 }
 
 
 def _estimator(value: Any, values: Values) -> Any:
     if value not in ESTIMATORS:
-        raise LacksError(f"{value!r} needs a value model or no baseline; the job is GRPO's")
+        raise NoCounterpart(f"{value!r} needs a value model or no baseline; the job is GRPO's")
     no_std = value == "reinforce_baseline" and values.get("algo.advantage.no_std_norm")
     return ("mean", "none") if no_std else ESTIMATORS[value]
 
 
 def _kl(value: Any, values: Values) -> Any:
     in_loss = values.get("algo.kl.use_loss")
-    kind = values["algo.kl.estimator"] if in_loss else Said("k3_true", t.KL_IN_REWARD)
+    kind = values["algo.kl.estimator"] if in_loss else ConvertedValue("k3_true", t.KL_IN_REWARD)
     return (value, kind) if value else (0.0, None)
 
 
@@ -57,7 +57,7 @@ def _correction(value: Any, values: Values) -> Any:
     bounds = values["algo.advantage.is_correction_threshold"]
     if kind == "seq-mask-tis":
         note = "there a kept sequence's tokens have weights of their own, here its sequence's"
-        return Said("sequence_mask", note), *bounds, "geometric_mean"
+        return ConvertedValue("sequence_mask", note), *bounds, "geometric_mean"
     return {"tis": "token_tis", "icepop": "icepop"}[kind], *bounds
 
 
@@ -86,7 +86,7 @@ def _max_prompt(value: Any, values: Values) -> Any:
 
 
 def _refills(value: Any, _: Values) -> Any:
-    return Said(t.MOST_REFILLS, t.NO_SIGNAL) if value else None
+    return ConvertedValue(t.MOST_REFILLS, t.NO_SIGNAL) if value else None
 
 
 def _reward(path: Any, _: Values) -> Any:

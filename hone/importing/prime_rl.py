@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.importing import table as t
-from hone.importing.table import FillIn, Said, Values
+from hone.importing.table import ConvertedValue, FillIn, Values
 
 ORCH, SAMPLING, EVAL = "orchestrator.", "orchestrator.train.sampling.", "orchestrator.eval."
 OPTIM, SCHEDULER, MODEL = (f"trainer.{part}." for part in ("optim", "scheduler", "model"))
@@ -29,7 +29,7 @@ def _loss(value: Any, values: Values) -> Any:
     note = (
         "the ratio is to the sampler's log-probs, as there; it is clipped, there tokens are masked"
     )
-    return t.one_of(default="dapo")(value, values), Said("sampler", note)
+    return t.one_of(default="dapo")(value, values), ConvertedValue("sampler", note)
 
 
 def _schedule(value: Any, values: Values) -> Any:
@@ -40,8 +40,12 @@ def _schedule(value: Any, values: Values) -> Any:
         return value, warmup, least
     decay, steps = values.get(f"{SCHEDULER}decay_steps", 10), values.get("max_steps") or 0
     if 2 * decay > steps - warmup:
-        return Said(value, "here it decays over all steps after the warm-up"), warmup, least
-    return Said("constant", f"there it decays over the last {decay} steps"), warmup, None
+        return (
+            ConvertedValue(value, "here it decays over all steps after the warm-up"),
+            warmup,
+            least,
+        )
+    return ConvertedValue("constant", f"there it decays over the last {decay} steps"), warmup, None
 
 
 TABLE: dict[t.Convert | str, str] = {

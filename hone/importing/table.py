@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel
 
 from shared.errors import BadRequest
-from shared.explain import sections, shown
+from shared.explain import elide, sections
 from shared.job import Job
 
 Values = Mapping[str, Any]
@@ -33,7 +33,7 @@ UNRESOLVED = re.compile(r"\$[{(]|^\$\w+$|`")
 NOT_REPLACED = "the variable was not replaced; write its value"
 
 
-class LacksError(Exception):
+class NoCounterpart(Exception):
     """A value has no counterpart. Its text is the reason."""
 
 
@@ -45,7 +45,7 @@ class FillIn:
 
 
 @dataclass(frozen=True)
-class Said:
+class ConvertedValue:
     """A value of the job, and what differs with just this value."""
 
     value: Any
@@ -63,7 +63,7 @@ class Row:
     neutral: tuple[Any, ...] = ()
 
 
-class Recorded(dict[str, Any]):
+class TrackedConfig(dict[str, Any]):
     """A configuration that records which of its keys a conversion looked up."""
 
     def __init__(self, values: Values) -> None:
@@ -131,7 +131,7 @@ def framework(
                 rows[name] = Row("", same, by, neutral)
             else:
                 rows[name] = Row(value, by)
-    given = of_words(defaults.split())
+    given = parse_words(defaults.split())
     return Framework(title, rows, tuple(ignored.split()), given, former, marks)
 
 
@@ -140,7 +140,7 @@ def _pair(text: str) -> tuple[str, str]:
     return key, value
 
 
-class Lacking(BaseModel):
+class UnsupportedKey(BaseModel):
     """A key without a counterpart, and why."""
 
     name: str
@@ -165,7 +165,7 @@ class Draft:
     entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
     rewards: list[Entry] = field(default_factory=list[Entry])
     fill_in: dict[str, str] = field(default_factory=dict[str, str])
-    lacking: list[Lacking] = field(default_factory=list[Lacking])
+    lacking: list[UnsupportedKey] = field(default_factory=list[UnsupportedKey])
     ignored: list[str] = field(default_factory=list[str])
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -183,7 +183,7 @@ class Draft:
         self.fill_in.pop(key, None)
 
     def lacks(self, name: str, value: Any, why: str) -> None:
-        self.lacking.append(Lacking(name=name, value=value, why=why))
+        self.lacking.append(UnsupportedKey(name=name, value=value, why=why))
 
 
 def _is_toml(value: Any) -> bool:
@@ -203,11 +203,11 @@ def convert(framework: Framework, given: Values) -> Draft:
         key = framework.current(name)
         if own.get(key) not in (None, value) and value is not None:
             raise BadRequest(
-                f"{name} is {shown(value)}, and {shown(own[key])} by another name of {key}; "
+                f"{name} is {elide(value)}, and {elide(own[key])} by another name of {key}; "
                 "expected one value"
             )
         own[key] = own.get(key) if value is None else value
-    values, draft = Recorded({**framework.defaults, **own}), Draft()
+    values, draft = TrackedConfig({**framework.defaults, **own}), Draft()
     for name, row in framework.rows.items():
         if name in values and values[name] is not None:
             _convert_one(row, name, values, draft, is_default=name not in own)
@@ -226,7 +226,7 @@ def _convert_one(row: Row, name: str, values: Values, draft: Draft, *, is_defaul
     if UNRESOLVED.search(str(value)):
         draft.lacks(name, value, NOT_REPLACED)
         if key and not key.startswith("HONE_"):
-            draft.fill_in[key] = f"{name} is {shown(value)}; expected the variable's value"
+            draft.fill_in[key] = f"{name} is {elide(value)}; expected the variable's value"
     elif key.startswith("HONE_"):
         draft.settings[key] = value
     elif not key:
@@ -235,12 +235,12 @@ def _convert_one(row: Row, name: str, values: Values, draft: Draft, *, is_defaul
     else:
         try:
             found = row.convert(value, values)
-        except LacksError as why:
+        except NoCounterpart as why:
             draft.lacks(name, value, str(why))
         except Exception:
             # the value, or another one that it is converted with, is of another kind than there
             draft.fill_in[key] = (
-                f"{name}: {shown(value)} cannot be converted with the values beside it"
+                f"{name}: {elide(value)} cannot be converted with the values beside it"
             )
         else:
             _set(row, name, found, draft, is_default=is_default)
@@ -249,7 +249,7 @@ def _convert_one(row: Row, name: str, values: Values, draft: Draft, *, is_defaul
 def _set(row: Row, name: str, found: Any, draft: Draft, *, is_default: bool) -> None:
     several = cast(tuple[Any, ...], found) if isinstance(found, tuple) else (found,)
     for key, value in zip(row.here.split(","), several, strict=False):
-        said = value if isinstance(value, Said) else Said(value, "")
+        said = value if isinstance(value, ConvertedValue) else ConvertedValue(value, "")
         if isinstance(said.value, FillIn):
             draft.fill_in[key] = f"{name}: {said.value.why}"
         elif said.value not in (None, {}) and not (is_default and said.value == default(key)):
@@ -308,13 +308,15 @@ def minibatches(sampled: float, trained: float, what: str) -> Any:
     count = max(round(sampled / trained), 1)
     if count * trained == sampled or count == 1 == sampled:
         return count
-    return Said(count, f"{sampled:g} {what} in batches of {trained:g} there")
+    return ConvertedValue(count, f"{sampled:g} {what} in batches of {trained:g} there")
 
 
 def token_mean(num_minibatches: Any) -> str:
     """Returns the loss that is a mean over an optimizer step's tokens. With one step per batch
     "dapo" is the same."""
-    count = num_minibatches.value if isinstance(num_minibatches, Said) else num_minibatches
+    count = (
+        num_minibatches.value if isinstance(num_minibatches, ConvertedValue) else num_minibatches
+    )
     return "dapo" if count == 1 else "bnpo"
 
 
@@ -329,9 +331,9 @@ def one_source(value: Any, _: Values) -> Any:
 def own_reward(path: Any, name: str, signature: str) -> Any:
     """Returns the reward of a file with a function of another signature."""
     if not str(path).endswith(".py"):
-        raise LacksError("a reward is a grader or Python code; a grader may ask an endpoint")
+        raise NoCounterpart("a reward is a grader or Python code; a grader may ask an endpoint")
     why = f"write it as `reward(completions, **columns)`; there it is {signature}"
-    return Said({"file": path, "function": name}, why)
+    return ConvertedValue({"file": path, "function": name}, why)
 
 
 def overlong(buffer: Any, max_tokens: Any, penalty: Any) -> Any:
@@ -353,7 +355,7 @@ def one_of(*names: str, **known: str) -> Convert:
 
     def convert(value: Any, _: Values) -> Any:
         if value not in [*table]:
-            raise LacksError(f"expected one of {', '.join(table)}")
+            raise NoCounterpart(f"expected one of {', '.join(table)}")
         return table[value]
 
     return convert
@@ -371,13 +373,13 @@ def modules(targets: Any) -> Any:
 def accepted(value: Any, _: Values) -> Any:
     """Returns a bound on sampled tokens, such as top_p, and that the trainer does not follow it."""
     value = max(value, 0)
-    return value, Said("accept", ACCEPTED) if value not in (0, 1) else None
+    return value, ConvertedValue("accept", ACCEPTED) if value not in (0, 1) else None
 
 
 def every(value: Any, _: Values) -> Any:
     """Returns the steps between two evaluations. Less than 1 means never, and has no key."""
     if value < 1:
-        raise LacksError("leave data.eval out for no evaluation")
+        raise NoCounterpart("leave data.eval out for no evaluation")
     return value
 
 
@@ -400,7 +402,7 @@ MAX_BYTES, MAX_VALUES = 1 << 20, 10_000
 """The longest file, and the most values of a YAML file; a configuration is far below both."""
 
 
-def of_words(words: Sequence[str]) -> dict[str, Any]:
+def parse_words(words: Sequence[str]) -> dict[str, Any]:
     """Returns the arguments of a command line: `--name value`, `--name=value`, `--flag`, several
     values, and hydra's `a.b=c`."""
     found: dict[str, list[Any]] = {}
@@ -438,7 +440,7 @@ def value_of(text: str) -> Any:
     return text
 
 
-def of_file(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, Any]:
     """Returns the values of a YAML, TOML or JSON file by dotted keys."""
     if path.suffix == ".py":
         raise BadRequest(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, cast, get_args
 
 from hone.importing import table as t
-from hone.importing.table import Draft, LacksError, Values, default, flat
+from hone.importing.table import Draft, NoCounterpart, Values, default, flat
 from hone.trainer.parameters import JOINT_NAMES, NO_BOUND, translate
 from hone.trainer.single import CONVERTED, REFUSED, SAME, WITHOUT_EFFECT, key_of
 from shared.errors import BadRequest
@@ -39,7 +39,7 @@ def _reward(name: str) -> dict[str, Any]:
         return dict(REWARDS[name])
     module, dot, function = name.rpartition(".")
     if not dot or "/" in name:
-        raise LacksError(f"{name!r} is a reward model, or not known; `score_model` asks a model")
+        raise NoCounterpart(f"{name!r} is a reward model, or not known; `score_model` asks a model")
     return {"file": f"{module.replace('.', '/')}.py", "function": function}
 
 
@@ -50,7 +50,7 @@ def _held_out(split: Any, values: Values) -> Any:
 
 def _evaluates(value: Any, _: Values) -> None:
     if value not in ("no", "steps"):
-        raise LacksError("a job counts steps between evaluations: set evaluation.every")
+        raise NoCounterpart("a job counts steps between evaluations: set evaluation.every")
 
 
 def _max_model_len(value: Any, values: Values) -> Any:
@@ -107,7 +107,7 @@ MODEL_CONFIG = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 """The defaults of `trl grpo --use_peft`."""
 
 
-def translated(given: Values) -> Draft:
+def translate_arguments(given: Values) -> Draft:
     """Returns the job for the arguments of a GRPO run."""
     draft = t.convert(TRL, {name: given[name] for name in given if TRL.knows(name)})
     own = {

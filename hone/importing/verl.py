@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from hone.importing import table as t
-from hone.importing.table import LacksError, Said, Values
+from hone.importing.table import ConvertedValue, NoCounterpart, Values
 
 A, R, M = (f"actor_rollout_ref.{part}." for part in ("actor", "rollout", "model"))
 OPTIM, STEPS, LOSS = f"{A}optim.", "trainer.total_training_steps", f"{A}policy_loss.loss_mode"
@@ -18,18 +18,22 @@ MANAGER = "reward.reward_manager.name"
 ESTIMATORS: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(("grpo", "grpo_vectorized", "gdpo"), ("mean", "group")),
     **dict.fromkeys(("rloo", "rloo_vectorized"), ("leave_one_out", "none")),
-    "reinforce_plus_plus_baseline": ("mean", Said("batch", t.BATCH_STD)),
+    "reinforce_plus_plus_baseline": ("mean", ConvertedValue("batch", t.BATCH_STD)),
 }
 WHITENED = "there the sum's mean and deviation are over all tokens, here over completions"
 
 
 def _estimator(value: Any, values: Values) -> Any:
     if value not in ESTIMATORS:
-        raise LacksError(f"the estimators here are {', '.join(ESTIMATORS)}")
+        raise NoCounterpart(f"the estimators here are {', '.join(ESTIMATORS)}")
     baseline, std = ESTIMATORS[value]
     if std == "group" and not values["algorithm.norm_adv_by_std_in_grpo"]:
         std = "none"
-    return baseline, std, Said("normalize_then_sum", WHITENED) if value == "gdpo" else None
+    return (
+        baseline,
+        std,
+        ConvertedValue("normalize_then_sum", WHITENED) if value == "gdpo" else None,
+    )
 
 
 def _minibatches(trained: Any, values: Values) -> Any:
@@ -39,16 +43,18 @@ def _minibatches(trained: Any, values: Values) -> Any:
 def _loss(mode: Any, values: Values) -> Any:
     averages = values[f"{A}loss_agg_mode"]
     if mode == "cispo":
-        return Said("cispo", "there the weight has a lower bound too, and loss_agg_mode counts")
+        return ConvertedValue(
+            "cispo", "there the weight has a lower bound too, and loss_agg_mode counts"
+        )
     if mode in ("gspo", "sapo"):
         differs = values.get(f"{A}use_kl_loss") and averages != "seq-mean-token-mean"
-        return Said(mode, t.KL_OF_TOKENS if differs else "")
+        return ConvertedValue(mode, t.KL_OF_TOKENS if differs else "")
     if mode != "vanilla":
-        raise LacksError("the losses here are vanilla, gspo, sapo and cispo of them")
+        raise NoCounterpart("the losses here are vanilla, gspo, sapo and cispo of them")
     if averages == "token-mean":
         return t.token_mean(_minibatches(values[f"{A}ppo_mini_batch_size"], values))
     if averages == "seq-mean-token-sum":
-        return Said("dr_grpo", "here divided by sampling.max_tokens, there not")
+        return ConvertedValue("dr_grpo", "here divided by sampling.max_tokens, there not")
     known = {"seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
     return t.one_of(**known)(averages, values)
 
@@ -57,7 +63,7 @@ def _kl_loss(value: Any, values: Values) -> Any:
     kind = values[f"{A}kl_loss_type"]
     known = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
     if value and kind.removesuffix("+") not in known:
-        raise LacksError(f"the estimates are {', '.join(known)}, not {kind!r}")
+        raise NoCounterpart(f"the estimates are {', '.join(known)}, not {kind!r}")
     estimate = "k3_true" if kind.endswith("+") else known.get(kind)
     coefficient = values[f"{A}kl_loss_coef"]
     return (coefficient, estimate) if value else None
@@ -65,10 +71,10 @@ def _kl_loss(value: Any, values: Values) -> Any:
 
 def _kl_reward(value: Any, values: Values) -> Any:
     if value and values.get(f"{A}use_kl_loss"):
-        raise LacksError("a job has one KL divergence: see use_kl_loss")
+        raise NoCounterpart("a job has one KL divergence: see use_kl_loss")
     note = f"{t.KL_IN_REWARD}, and not divided by the group's deviation as there"
     coefficient = values["algorithm.kl_ctrl.kl_coef"]
-    return (coefficient, Said("k3_true", note)) if value else None
+    return (coefficient, ConvertedValue("k3_true", note)) if value else None
 
 
 def _correction(value: Any, values: Values) -> Any:
@@ -92,11 +98,11 @@ def _overlong(value: Any, values: Values) -> Any:
     if value is False:
         return None
     if value is not True:
-        raise LacksError("expected true or false")
+        raise NoCounterpart("expected true or false")
     if manager != "dapo":
-        raise LacksError(f"reward manager 'dapo' applies this penalty; it is {manager!r}")
+        raise NoCounterpart(f"reward manager 'dapo' applies this penalty; it is {manager!r}")
     if most < length:
-        raise LacksError(f"the penalty grows beyond {most} tokens of {length}; here it does not")
+        raise NoCounterpart(f"the penalty grows beyond {most} tokens of {length}; here it does not")
     return t.overlong(buffer, most, penalty)
 
 
@@ -118,7 +124,7 @@ def _schedule(value: Any, values: Values) -> Any:
 
 def _refills(value: Any, values: Values) -> Any:
     rounds = values.get("algorithm.filter_groups.max_num_gen_batches") or t.MOST_REFILLS
-    return Said(min(rounds, t.MOST_REFILLS), t.NO_SIGNAL) if value else None
+    return ConvertedValue(min(rounds, t.MOST_REFILLS), t.NO_SIGNAL) if value else None
 
 
 def _epochs(value: Any, values: Values) -> Any:

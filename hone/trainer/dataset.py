@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shared.errors import BadRequest
-from shared.explain import shown
+from shared.explain import elide
 from shared.job import MAX_INLINE_BYTES, MAX_INLINE_ROWS
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _rows(given: Any, what: str) -> Iterable[Any]:
     if kind == "datasets.Dataset" or isinstance(given, Sequence):
         return cast(Iterable[Any], given)
     raise BadRequest(
-        f"{what} is {shown(given)}; expected a datasets.Dataset, a list of dicts, a DataFrame, a "
+        f"{what} is {elide(given)}; expected a datasets.Dataset, a list of dicts, a DataFrame, a "
         "path, or a name of the Hugging Face Hub"
     )
 
@@ -114,7 +114,7 @@ def _digest(content: bytes) -> str:
 def _line(row: Any, number: int, what: str) -> bytes:
     if not isinstance(row, Mapping):
         raise BadRequest(
-            f"{what}: row {number} is {shown(row)}; expected a dict of columns, such as "
+            f"{what}: row {number} is {elide(row)}; expected a dict of columns, such as "
             '{"prompt": "2+2?", "answer": "4"}'
         )
     try:
@@ -123,7 +123,7 @@ def _line(row: Any, number: int, what: str) -> bytes:
         columns = cast(Mapping[Any, Any], row)
         column = next((column for column in columns if not _is_json(columns[column])), None)
         raise BadRequest(
-            f"{what}: row {number}, column {column!r} is {shown(columns.get(column))}, which "
+            f"{what}: row {number}, column {column!r} is {elide(columns.get(column))}, which "
             "cannot be written as JSON; expected text, numbers, lists and dicts of them"
         ) from error
 

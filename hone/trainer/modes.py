@@ -25,7 +25,7 @@ from typing import Any, Literal
 from hone import stack
 from hone.client import Client
 from shared.errors import BadRequest, Unavailable, how_to_install
-from shared.explain import shown
+from shared.explain import elide
 from shared.job import Job
 
 GPUS = "a GPU as Modal writes it, such as 'A100' or 'H100:2'"
@@ -132,7 +132,7 @@ class Distributed(Mode):
         workers: Any = self.num_rollout_workers
         if type(workers) is not int or workers < 1:
             raise BadRequest(
-                f"num_rollout_workers is {shown(workers)}; expected a whole number from 1 on"
+                f"num_rollout_workers is {elide(workers)}; expected a whole number from 1 on"
             )
 
     def stack(self, packages: tuple[str, ...] = ()) -> Address:
@@ -147,7 +147,7 @@ class Distributed(Mode):
 def _gpu(text: Any, what: str) -> tuple[str, int]:
     kind, _, count = str(text).partition(":")
     if not (isinstance(text, str) and kind and re.fullmatch(r"([1-9]\d*)?", count)):
-        raise BadRequest(f"{what} is {shown(text)}; expected {GPUS}")
+        raise BadRequest(f"{what} is {elide(text)}; expected {GPUS}")
     return kind, int(count or 1)
 
 

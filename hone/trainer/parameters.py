@@ -25,7 +25,7 @@ from hone.trainer.single import (
     set_alone,
 )
 from shared.errors import BadRequest
-from shared.explain import closest, shown
+from shared.explain import closest, elide
 from shared.job import Job
 from shared.job.learning import LEARNING_RATE, LORA_LEARNING_RATE
 
@@ -75,7 +75,7 @@ KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 def check_kinds(given: Values) -> None:
     """Raises BadRequest for each value of another kind than its name's."""
     faults = [
-        f"{name} is {shown(given[name])}; expected {expected}"
+        f"{name} is {elide(given[name])}; expected {expected}"
         for names, can_be, expected in KINDS
         for name in names
         if name in given and not can_be(given[name])
@@ -144,7 +144,7 @@ def _intervals(given: Values, job: Translation, updates: int) -> None:
         job.set("checkpoints.every", 0)
     elif strategy != "steps":
         job.refused["save_strategy"] = (
-            f"{shown(strategy)}; expected 'steps' with save_steps, or 'no'; a job counts the steps "
+            f"{elide(strategy)}; expected 'steps' with save_steps, or 'no'; a job counts the steps "
             "between checkpoints, and checkpoints.keep_best keeps the best"
         )
     for name, key in (("eval_steps", "evaluation.every"), ("save_steps", "checkpoints.every")):
@@ -293,12 +293,12 @@ def _lora(given: Values, job: Translation) -> None:
     fields = {name: given[name] for name in LORA if name in given}
     if config is not None:
         if not hasattr(config, "r") or getattr(config, "peft_type", "LORA") != "LORA":
-            raise BadRequest(f"peft_config is {shown(config)}; expected a peft.LoraConfig")
+            raise BadRequest(f"peft_config is {elide(config)}; expected a peft.LoraConfig")
         own = {name: getattr(config, name, None) for name in LORA}
         fields |= {name: value for name, value in own.items() if value is not None}
         for name, neutral in LORA_NEUTRAL.items():
             if (value := getattr(config, name, neutral)) != neutral:
-                job.refused[f"peft_config.{name}"] = f"{shown(value)}; expected {neutral!r}"
+                job.refused[f"peft_config.{name}"] = f"{elide(value)}; expected {neutral!r}"
     if not (fields or config is not None or given.get("use_lora") or given.get("use_peft")):
         return
     lora = {
@@ -322,7 +322,7 @@ def _precision(given: Values, job: Translation) -> None:
         if name in names:
             job.set(names[name], dtype(value) if "dtype" in name else value)
         elif value not in (None, False):
-            job.refused[f"model_init_kwargs.{name}"] = f"{shown(value)} has no key of the job"
+            job.refused[f"model_init_kwargs.{name}"] = f"{elide(value)} has no key of the job"
 
 
 def _least_rate(given: Values, job: Translation) -> None:
@@ -339,7 +339,7 @@ def _least_rate(given: Values, job: Translation) -> None:
             job.set("training.min_learning_rate", rate * peak)
     if options:
         wanted = "expected the number min_lr or min_lr_rate"
-        job.refused["lr_scheduler_kwargs"] = f"{shown(options)}; {wanted}"
+        job.refused["lr_scheduler_kwargs"] = f"{elide(options)}; {wanted}"
 
 
 def _generation(given: Values, job: Translation) -> None:
@@ -347,7 +347,7 @@ def _generation(given: Values, job: Translation) -> None:
         if key_of(name).startswith("sampling."):
             set_alone(name, value, job)
         else:
-            job.refused[f"generation_kwargs.{name}"] = f"{shown(value)} has no key of [sampling]"
+            job.refused[f"generation_kwargs.{name}"] = f"{elide(value)} has no key of [sampling]"
 
 
 def _reports(given: Values, job: Translation) -> None:
@@ -449,7 +449,7 @@ def translate(given: Values) -> Translation:
         try:
             function(given, job)
         except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-            said = ", ".join(f"{name} {shown(given[name])}" for name in names if name in given)
+            said = ", ".join(f"{name} {elide(given[name])}" for name in names if name in given)
             raise BadRequest(f"{said} cannot be converted together: {error}") from error
     _merge(job.job, {name: given[name] for name in given.keys() & SECTIONS_AND_KEYS - SAME.keys()})
     return job
@@ -461,7 +461,7 @@ def _translate_one(name: str, value: Any, job: Translation) -> None:
     elif name in REFUSED:
         neutral, why = REFUSED[name]
         if value not in neutral:
-            job.refused[name] = f"{shown(value)}: {why}"
+            job.refused[name] = f"{elide(value)}: {why}"
     elif name in WITHOUT_EFFECT:
         job.ignored[name] = WITHOUT_EFFECT[name]
     elif name not in JOINT_NAMES and name not in SECTIONS_AND_KEYS:
@@ -497,12 +497,12 @@ def _nearest(name: str) -> str:
     return f"; did you mean {known!r}?" if known else ""
 
 
-def given_by(config: Any) -> dict[str, Any]:
+def explicit_parameters(config: Any) -> dict[str, Any]:
     """Returns the parameters of a dataclass of arguments, such as a `trl.GRPOConfig`: the names
     that say what is learned, and refused names where they are not at their defaults."""
     if not dataclasses.is_dataclass(config) or isinstance(config, type):
         raise BadRequest(
-            f"args is {shown(config)}; expected a trl.GRPOConfig, or parameters by name"
+            f"args is {elide(config)}; expected a trl.GRPOConfig, or parameters by name"
         )
     known = {*SAME, *CONVERTED, *JOINT_NAMES, "seed", "use_vllm"}
     values = {each.name: (getattr(config, each.name), each) for each in dataclasses.fields(config)}

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from hone.trainer.source import instance_source, source_of
 from shared.errors import BadRequest
-from shared.explain import shown
+from shared.explain import elide
 from shared.rewards import Reward
 from shared.wire.rewards import reward_of
 
@@ -36,7 +36,7 @@ def rewards_of(given: Any, weights: Sequence[float] | None) -> list[dict[str, An
     if weights is not None:
         if not isinstance(weights, list | tuple) or not all(map(_is_number, weights)):
             raise BadRequest(
-                f"reward_weights is {shown(weights)}; expected a list with a number for each reward"
+                f"reward_weights is {elide(weights)}; expected a list with a number for each reward"
             )
         if len(weights) != len(tables):
             raise BadRequest(
@@ -92,7 +92,7 @@ def _table(given: Any, position: int) -> dict[str, Any]:
     if isinstance(given, type) or callable(given):
         return _own(given, position)
     raise BadRequest(
-        f"reward_funcs[{position}] is {shown(given)}; expected a function, a hone.Reward, the name "
+        f"reward_funcs[{position}] is {elide(given)}; expected a function, a hone.Reward, the name "
         "of a grader, or a grader object"
     )
 
@@ -105,7 +105,7 @@ def _own(given: Any, position: int) -> dict[str, Any]:
         )
     if inspect.ismethod(given):
         raise BadRequest(
-            f"reward_funcs[{position}] is a method of {shown(given.__self__)}; expected a "
+            f"reward_funcs[{position}] is a method of {elide(given.__self__)}; expected a "
             "function, or an instance of hone.Reward"
         )
     name = getattr(given, "__name__", "") or f"reward_{position}"
@@ -180,14 +180,14 @@ def _has_reward(found: tuple[str, type]) -> bool:
 def _function(given: Any, where: str) -> tuple[str, Callable[..., Any]]:
     name = getattr(given, "__name__", "")
     if not callable(given) or isinstance(given, type) or not name.isidentifier():
-        raise BadRequest(f"{where} is {shown(given)}; expected a function with a name")
+        raise BadRequest(f"{where} is {elide(given)}; expected a function with a name")
     return name, given
 
 
 def _class(given: Any, where: str) -> tuple[str, type]:
     if not isinstance(given, type) or not callable(getattr(given, "reset", None)):
         raise BadRequest(
-            f"{where} is {shown(given)}; expected a class with reset(**row), whose public methods "
+            f"{where} is {elide(given)}; expected a class with reset(**row), whose public methods "
             "are the tools"
         )
     return given.__name__, given

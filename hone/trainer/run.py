@@ -16,7 +16,7 @@ from hone.async_client import NotEnded
 from hone.trainer.modes import Address
 from hone.view import COLUMNS, Follower
 from shared.errors import BadRequest, Failed, NotFound, Unavailable, how_to_install
-from shared.explain import shown
+from shared.explain import elide
 
 if TYPE_CHECKING:
     from hone.async_client import AsyncClient
@@ -74,7 +74,7 @@ def attach(job: str, url: str | None = None, *, token: str | None = None) -> Run
         return Run(client.get(job).id, address)
 
 
-class Measured:
+class MetricsRun:
     """A run whose steps have metrics."""
 
     def __init__(self, id: str) -> None:
@@ -108,7 +108,7 @@ class Measured:
         return curves(self._rows(), metrics, self.id)
 
 
-class Run(Measured):
+class Run(MetricsRun):
     """A job that was submitted. Its methods work from any process that reaches its
     orchestrator."""
 
@@ -215,7 +215,7 @@ class Run(Measured):
         it is served. `sampling` are parameters of OpenAI's chat completions. Raises Unavailable if
         the samplers have other weights."""
         if not said or not isinstance(said, str | Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise BadRequest(f"the message is {shown(said)}; expected text, or a list of messages")
+            raise BadRequest(f"the message is {elide(said)}; expected text, or a list of messages")
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said)
 
         async def ask(client: AsyncClient) -> str:

@@ -21,10 +21,10 @@ from typing import Any, Self
 from hone.stack import check_installed, version_of
 from hone.trainer.dataset import Problems
 from hone.trainer.modes import Mode
-from hone.trainer.run import Measured, TrainOutput, view_here
+from hone.trainer.run import MetricsRun, TrainOutput, view_here
 from hone.trainer.single import SAME
 from shared.errors import BadRequest, Failed, how_to_install
-from shared.explain import shown
+from shared.explain import elide
 from shared.host.processes import ending_with_parent
 from shared.job import Job
 from shared.weights.folders import step_of
@@ -47,7 +47,7 @@ class Simple(Mode):
     def check(self, job: Job) -> None:
         folder: Any = self.folder
         if folder is not None and (not isinstance(folder, str | Path) or Path(folder).is_file()):
-            raise BadRequest(f"folder is {shown(folder)}; expected a folder, or one to be made")
+            raise BadRequest(f"folder is {elide(folder)}; expected a folder, or one to be made")
         check(job)
 
     def start(self, job: Job, sources: Mapping[str, Problems]) -> SimpleRun:
@@ -71,7 +71,7 @@ class Simple(Mode):
         return SimpleRun.begin(path, job)
 
 
-class SimpleRun(Measured):
+class SimpleRun(MetricsRun):
     """A run of TRL's trainer, with its run folder at `path`."""
 
     def __init__(self, path: Path, process: subprocess.Popen[bytes]) -> None:
@@ -245,7 +245,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 def check(job: Job) -> None:
     """Raises BadRequest with a sentence for each key that TRL has no parameter for."""
     faults = [
-        f"{key} is {shown(value)}, expected {' or '.join(map(repr, allowed))}: {why}"
+        f"{key} is {elide(value)}, expected {' or '.join(map(repr, allowed))}: {why}"
         for key, (allowed, why) in REFUSED.items()
         if (value := attrgetter(key)(job)) not in allowed
     ]

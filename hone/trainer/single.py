@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.errors import BadRequest
-from shared.explain import shown
+from shared.explain import elide
 
 
 @dataclass
@@ -145,7 +145,7 @@ def set_alone(name: str, value: Any, job: Translation) -> None:
         job.set(CONVERTED[name].key, CONVERTED[name].of(value))
     except (BadRequest, TypeError, ValueError) as error:
         wanted = error.detail if isinstance(error, BadRequest) else "expected a number"
-        raise BadRequest(f"{name} is {shown(value)}; {wanted}") from error
+        raise BadRequest(f"{name} is {elide(value)}; {wanted}") from error
 
 
 # --- names without a key -------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from hone.trainer.rewards import environment_of, packages_of, rewards_of
 from hone.trainer.run import Run, TrainOutput
 from hone.trainer.simple import Simple, SimpleRun
 from shared.errors import BadRequest
-from shared.explain import shown
+from shared.explain import elide
 from shared.job import Job, name_of
 from shared.job.checks import check_groups
 from shared.job.file import load_job, make_job
@@ -66,7 +66,7 @@ class Trainer:
         tools: Any = None,
         **recipe: Any,
     ) -> None:
-        given = {} if args is None else parameters.given_by(args)
+        given = {} if args is None else parameters.explicit_parameters(args)
         translation = parameters.translate(given | {"peft_config": peft_config} | recipe)
         parameters.check(translation, "Trainer")
         sources = {
@@ -87,7 +87,7 @@ class Trainer:
             document["rewards"] = [*document.get("rewards", ()), {"grader": "environment"}]
         if not isinstance(given := document.get("data", {}), dict):
             raise BadRequest(
-                f'data is {shown(given)}; expected a dict such as {{"config": "main"}}'
+                f'data is {elide(given)}; expected a dict such as {{"config": "main"}}'
             )
         data: dict[str, Any] = {**given, **{key: found.source for key, found in sources.items()}}
         document["data"] = data
@@ -171,7 +171,7 @@ class Trainer:
         import tomli_w
 
         if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-            raise BadRequest(f"{shown(str(path))} cannot be written; expected a file in a folder")
+            raise BadRequest(f"{elide(str(path))} cannot be written; expected a file in a folder")
         document = self.job.model_dump(mode="json", exclude_defaults=True, exclude_none=True)
         for key, source in self._sources.items():
             if path is not None:
@@ -197,7 +197,7 @@ def _checked(mode: Any) -> Mode:
         return mode
     hint = f"{mode.__name__}(...), with its arguments" if isinstance(mode, type) else "hone.Local()"
     raise BadRequest(
-        f"mode is {shown(mode)}; expected {hint}: one of Local(), Remote(url), SingleNode(gpu), "
+        f"mode is {elide(mode)}; expected {hint}: one of Local(), Remote(url), SingleNode(gpu), "
         "Distributed(actor, rollout), Simple()"
     )
 
@@ -205,13 +205,13 @@ def _checked(mode: Any) -> Mode:
 def _model(model: Any, processing_class: Any) -> str:
     if not isinstance(model, str | Path) or not str(model):
         raise BadRequest(
-            f"model is {shown(model)}; expected a folder in Hugging Face format or a name of the "
+            f"model is {elide(model)}; expected a folder in Hugging Face format or a name of the "
             "Hub: save a model in memory by its save_pretrained first"
         )
     own = getattr(processing_class, "name_or_path", None)
     if processing_class is not None and own != str(model):
         raise BadRequest(
-            f"processing_class is {shown(own or processing_class)}; expected the tokenizer of "
+            f"processing_class is {elide(own or processing_class)}; expected the tokenizer of "
             f"{str(model)!r}, which the job takes by itself"
         )
     return str(model)
@@ -221,7 +221,7 @@ def _folder(output_dir: Any) -> Path | None:
     if output_dir is None:
         return None
     if not isinstance(output_dir, str | Path) or Path(output_dir).is_file():
-        raise BadRequest(f"output_dir is {shown(output_dir)}; expected a folder, or one to be made")
+        raise BadRequest(f"output_dir is {elide(output_dir)}; expected a folder, or one to be made")
     return Path(output_dir)
 
 

@@ -13,7 +13,7 @@ def main(settings: Settings) -> None:
     from services.orchestrator import watchdog
     from services.orchestrator.app import create_service
     from services.orchestrator.store.store import Store
-    from services.orchestrator.writable import Writable
+    from services.orchestrator.writable import RunsDirCheck
 
     if settings.redis_url is None:
         raise BadRequest(
@@ -34,7 +34,7 @@ def main(settings: Settings) -> None:
 
     async def opening() -> None:
         await store.open()
-        await Writable(settings.runs_dir).open()
+        await RunsDirCheck(settings.runs_dir).open()
         watchdog.watch(asyncio.get_running_loop(), watchdog.limit_s(settings))
 
     create_service(settings, store).run(settings.orchestrator_port, opening=opening)

@@ -28,7 +28,7 @@ from services.orchestrator.extensions.environments.kinds import environment_of
 from services.orchestrator.extensions.openai import calling, fine_tuning
 from services.orchestrator.extensions.page import routes as page
 from services.orchestrator.extensions.pushed import atropos, groups
-from services.orchestrator.extensions.pushed.groups import Pushing
+from services.orchestrator.extensions.pushed.groups import GroupIntake
 from services.orchestrator.extensions.pushed.queue import pushed_groups
 from services.orchestrator.extensions.teacher import Teacher
 from services.orchestrator.extensions.tinker import routes as tinker
@@ -39,9 +39,9 @@ from services.orchestrator.seams import Extensions
 from services.orchestrator.store.run_folders import keep_unsubmitted_removed, note_ends
 from services.orchestrator.store.store import Store
 from services.orchestrator.tasks import stop
-from services.orchestrator.writable import Writable
+from services.orchestrator.writable import RunsDirCheck
 from shared.errors import HoneError
-from shared.http.operations import Draining
+from shared.http.operations import DrainState
 from shared.http.service import Service
 from shared.plan.gpus import CpuRates
 from shared.settings import Settings
@@ -90,7 +90,7 @@ def create_service(
 
     named, writable = (
         access.Keys(settings.runs_dir, store.submitted_by),
-        Writable(settings.runs_dir),
+        RunsDirCheck(settings.runs_dir),
     )
     readiness = {"redis": store.why_unusable, "runs": writable.why_not}
     service = Service(
@@ -136,7 +136,7 @@ def _add_routes(
     settings: Settings,
     store: Store,
     named: access.Keys,
-    writable: Writable,
+    writable: RunsDirCheck,
     orders: SampleOrders,
     checks: CheckExecutor,
 ) -> None:
@@ -160,7 +160,7 @@ def _add_agents_routes(
     worker_episodes.add_routes(service, store, offered)
     calling.add_routes(service, settings, store, sessions)
     dialects.add_routes(service, sessions)
-    pushing = Pushing(store)
+    pushing = GroupIntake(store)
     groups.add_routes(service, pushing)
     atropos.add_routes(service, settings, pushing)
 
@@ -174,7 +174,7 @@ def _add_gauges(service: Service, workers: Sequence[Worker]) -> None:
     )
 
 
-async def _work(worker: Worker, draining: Draining) -> None:
+async def _work(worker: Worker, draining: DrainState) -> None:
     """Runs the worker until the service is asked to end. The worker then gives its lease back at
     once, because open connections may keep the service for a while."""
     task = asyncio.create_task(worker.run_forever())

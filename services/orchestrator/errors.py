@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from shared.errors import Failed
 
-PUT_AWAY = "put away"
-"""What the sentence of a `PutAway` begins with."""
+PREEMPTED = "put away"
+"""What the sentence of a `Preempted` begins with."""
 
 
-def is_put_away(why: str | None) -> bool:
-    """Returns whether this is the sentence of a `PutAway`."""
-    return (why or "").startswith(PUT_AWAY)
+def is_preempted(why: str | None) -> bool:
+    """Returns whether this is the sentence of a `Preempted`."""
+    return (why or "").startswith(PREEMPTED)
 
 
-class MustPause(Failed):
+class OperatorActionNeeded(Failed):
     """The job cannot continue until an operator has done what the sentence says. Nothing is lost:
     it continues where it was."""
 
 
-class PutAway(MustPause):
+class Preempted(OperatorActionNeeded):
     """The job made room for another one, and continues automatically once it has something to
     do."""
 
 
-class TooDear(MustPause):
+class BudgetExceeded(OperatorActionNeeded):
     """The job has reached its cost limit."""
 
 

@@ -31,7 +31,7 @@ from shared.wire import (
 
 if TYPE_CHECKING:
     from services.orchestrator.samplers.services import Services
-    from services.orchestrator.samplers.waits import Waits
+    from services.orchestrator.samplers.waits import PendingCalls
     from services.orchestrator.store.folder import RunFolder
     from services.orchestrator.store.journal import Journal
 
@@ -121,7 +121,7 @@ class Teacher(Protocol):
 
 
 @dataclass(frozen=True)
-class Tracked:
+class TrackerReport:
     """A sentence on which rows the tracker has of a run; `complete`: it has all rows."""
 
     message: str
@@ -138,7 +138,7 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
-    async def finish(self, succeeded: bool) -> Tracked | None:
+    async def finish(self, succeeded: bool) -> TrackerReport | None:
         """Returns what the tracker has of the run; None if it was given no row."""
         ...
 
@@ -187,7 +187,7 @@ class Extensions:
     tracker_of: Callable[[Job, str, Path], Tracker] | None = None
     """Of a job, its id and its run folder."""
 
-    source_of: Callable[[Path, Waits], GroupSource] = _missing
+    source_of: Callable[[Path, PendingCalls], GroupSource] = _missing
     """Of the run folder of a job whose groups are pushed."""
 
     drive: Callable[[Program], Awaitable[int]] = _missing

@@ -30,7 +30,7 @@ async def stop(*tasks: asyncio.Task[Any]) -> None:
         raise cancelled
 
 
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+async def finish_despite_cancel(work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of work that must not be left half done, such as closing connections. If
     this call is cancelled meanwhile, it raises that after the work has ended."""
     task = asyncio.create_task(work)
@@ -45,14 +45,14 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-async def to_disk(write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def write_despite_cancel(write: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Returns the result of `write`, run in a thread. If this call is cancelled meanwhile, it
     raises that after `write` has ended: an abandoned write would continue while another worker has
     the job."""
-    return await to_the_end(asyncio.to_thread(write, *args, **kwargs))
+    return await finish_despite_cancel(asyncio.to_thread(write, *args, **kwargs))
 
 
-async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Returns all results, in order. If one fails, raises its error after the others have ended."""
     tasks = [asyncio.create_task(each) for each in work]
     try:

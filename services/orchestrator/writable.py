@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shared.errors import Failed, Unavailable
 from shared.host import disk
-from shared.host.processes import Look
+from shared.host.processes import BoundedProbe
 
 ANSWERS_WITHIN_S = 3.0
 """Seconds for writing a small file. A network volume that is unreachable blocks a write as long as
@@ -73,12 +73,12 @@ def make_runs_dir(runs_dir: Path) -> None:
             disk.flush(runs_dir.parent)
 
 
-class Writable:
+class RunsDirCheck:
     """Whether `runs_dir` can be written. A hanging disk keeps no caller waiting."""
 
     def __init__(self, runs_dir: Path, answers_within_s: float = ANSWERS_WITHIN_S) -> None:
         self._runs_dir = runs_dir
-        self._look = Look[str | None](answers_within_s)
+        self._look = BoundedProbe[str | None](answers_within_s)
 
     async def open(self) -> None:
         """Makes the folder if it is missing. Raises Unavailable if it cannot be written."""

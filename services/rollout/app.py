@@ -22,7 +22,7 @@ from services.rollout.weights.adapters import one_call
 from shared.errors import HoneError
 from shared.host.logs import get_logger
 from shared.http.client import Client
-from shared.http.operations import Draining
+from shared.http.operations import DrainState
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import (
@@ -53,7 +53,7 @@ GOODBYE_S = 2.0
 
 @contextlib.asynccontextmanager
 async def registered(
-    settings: Settings, serving: Callable[[], ServingWeights], draining: Draining
+    settings: Settings, serving: Callable[[], ServingWeights], draining: DrainState
 ) -> AsyncGenerator[None]:
     """Keeps the sampler registered until the service drains, if its settings have its URL.
     `serving` returns what serves now, and the sampler's name."""
@@ -69,7 +69,7 @@ async def registered(
 
 
 async def _stay(
-    settings: Settings, serving: Callable[[], ServingWeights], draining: Draining
+    settings: Settings, serving: Callable[[], ServingWeights], draining: DrainState
 ) -> None:
     url, token, boot_id = settings.rollout_advertise_url, settings.bearer(), secrets.token_hex(8)
     assert url is not None

@@ -52,7 +52,7 @@ THOUGHT = "hone-thought-5b1f0c"
 END_OF_THOUGHTS = "</think>"
 
 
-class CannotContinue(Exception):
+class PrefixChanged(Exception):
     """The chat template renders earlier messages differently once more messages follow."""
 
 
@@ -68,7 +68,7 @@ async def next_prompt(
     `known_ids`, the tokens of the first `num_known` messages; else a reason comes with them."""
     try:
         between = await tokens_after(chat, request, num_known, known_ids[-1])
-    except CannotContinue as error:
+    except PrefixChanged as error:
         return await prompt_tokens(chat, request), str(error)
     return [*known_ids, *between], ""
 
@@ -77,17 +77,17 @@ async def tokens_after(
     chat: Chat, request: ChatRequest, num_known: int, last_token: int
 ) -> list[int]:
     """Returns the token ids `[T]` between the answer that is message `num_known - 1`, whose last
-    sampled token is `last_token`, and the next answer. Raises CannotContinue."""
+    sampled token is `last_token`, and the next answer. Raises PrefixChanged."""
     earlier, answer = request.messages[: num_known - 1], request.messages[num_known - 1]
     marked = (*earlier, {**_without_thoughts(answer), "content": _marked(answer)})
     shown = await chat.render(request, marked, answering=False)
     everything = (*marked, *request.messages[num_known:])
     shown_whole = await chat.render(request, everything, answering=True)
     if THOUGHT in shown and THOUGHT not in shown_whole:
-        raise CannotContinue("the chat template drops an answer's thoughts once messages follow")
+        raise PrefixChanged("the chat template drops an answer's thoughts once messages follow")
     known, whole = _after_mark(shown), _after_mark(shown_whole)
     if not whole.startswith(known):
-        raise CannotContinue("the chat template renders an answer differently once messages follow")
+        raise PrefixChanged("the chat template renders an answer differently once messages follow")
     ending = await _ending(chat, request, earlier, known, chat.special_text(last_token))
     return chat.tokenize(ending + whole[len(known) :])
 
@@ -104,7 +104,7 @@ async def _ending(
     plain: Message = {"role": "assistant", "content": MARK}
     text = await chat.render(request, (*earlier, plain), answering=False)
     if MARK not in text:
-        raise CannotContinue("the chat template does not render the text of an answer")
+        raise PrefixChanged("the chat template does not render the text of an answer")
     return _after_mark(text)
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from services.rollout.running import Running
 from services.rollout.sampler import Sampler
-from services.rollout.weights.proofs import proven_adapter
+from services.rollout.weights.proofs import verified_adapter
 from shared.errors import BadRequest, Conflict, Failed, NotFound, Unavailable
 from shared.http.gate import other_folders
 from shared.http.service import Service
@@ -71,7 +71,7 @@ Handler = Callable[[Any], Awaitable[BaseModel]]
 
 
 def add_rl_routes(service: Service, sampler: Sampler) -> None:
-    by_hand = ByHand(sampler, service.settings)
+    by_hand = EngineRoutes(sampler, service.settings)
 
     async def health() -> Health:
         """Whether the engine samples; 503 if it does not, or not yet."""
@@ -98,7 +98,7 @@ def by_state(_: BaseModel) -> str:
     return ""
 
 
-class ByHand:
+class EngineRoutes:
     """The handlers of the routes that change the engine."""
 
     def __init__(self, sampler: Sampler, settings: Settings) -> None:
@@ -168,7 +168,7 @@ class ByHand:
         try:
             tensors = await asyncio.to_thread(adapter_digests, copy.folder)
             whole = ref.model_copy(update={"tensors": tensors, "digest": digest(tensors)})
-            await asyncio.to_thread(proven_adapter, whole, copy.folder, running.expected)
+            await asyncio.to_thread(verified_adapter, whole, copy.folder, running.expected)
         except (Failed, Conflict) as error:
             copies.remove(copy)
             raise BadRequest(f"'lora_path': {error.detail}") from error

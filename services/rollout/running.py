@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from services.rollout.engine import Adapter, Engine
 from services.rollout.weights.adapters import LoadedAdapters
-from services.rollout.weights.proofs import Expected, Seen, differing, given_tensors
+from services.rollout.weights.proofs import CanaryReading, ExpectedVersion, differing, given_tensors
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
 from shared.http.connecting import since
 from shared.http.operations import Starting
@@ -163,7 +163,7 @@ def not_serving(request: GenerateRequest, serving: ServingWeights | Fenced) -> C
 
 
 @dataclass
-class _UnderWay:
+class _ActiveRequest:
     request: GenerateRequest
     key: str | None
     ended: HoneError | None = None
@@ -173,13 +173,13 @@ class Requests:
     """What is being sampled, and for whom."""
 
     def __init__(self) -> None:
-        self._under_way: dict[asyncio.Task[Any], _UnderWay] = {}
+        self._under_way: dict[asyncio.Task[Any], _ActiveRequest] = {}
 
     async def run(self, request: GenerateRequest, work: Coroutine[Any, Any, R]) -> R:
         """Returns what `work` gives, or raises what `end` was given for this request. It can be
         ended from the moment of the call."""
         task = asyncio.create_task(work)
-        entry = self._under_way[task] = _UnderWay(request, request_key.get())
+        entry = self._under_way[task] = _ActiveRequest(request, request_key.get())
         try:
             await asyncio.wait({task})
         finally:
@@ -210,7 +210,7 @@ class Requests:
 
     def _end(
         self,
-        which: Callable[[_UnderWay], bool],
+        which: Callable[[_ActiveRequest], bool],
         error: Callable[[GenerateRequest], HoneError],
     ) -> int:
         ended = [
@@ -245,13 +245,13 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedVersion:
     """A version that serves. `published` has the digests of its tensors, and `seen` the engine's
     log-probs of its canary. `by_adapter`: it is an adapter beside the model."""
 
     weights: ServingWeights
     published: dict[str, str] = field(default_factory=dict)
-    seen: Seen | None = None
+    seen: CanaryReading | None = None
     by_adapter: bool = False
 
 
@@ -265,11 +265,11 @@ class Running:
 
     engine: Engine
     spec: EngineSpec
-    expected: Expected
+    expected: ExpectedVersion
     adapters: LoadedAdapters
     nothing: ServingWeights
-    latest: Served
-    of_jobs: dict[str, Served] = field(default_factory=dict)
+    latest: ServedVersion
+    of_jobs: dict[str, ServedVersion] = field(default_factory=dict)
     is_base: bool = True
     is_paused: bool = False
     is_asleep: bool = False
@@ -311,12 +311,12 @@ class Running:
         """The weights that were loaded last."""
         return self.latest.weights
 
-    def served_to(self, job_id: str | None) -> Served:
+    def served_to(self, job_id: str | None) -> ServedVersion:
         """Returns the version that serves the job; the latest one for no job, and for a job that
         has none."""
         return self.of_jobs.get(job_id or "", self.latest)
 
-    def serve(self, served: Served) -> None:
+    def serve(self, served: ServedVersion) -> None:
         """Makes the version serve: beside other adapters, or alone."""
         job_id = served.weights.job_id
         if not served.by_adapter:
@@ -423,15 +423,15 @@ class Running:
         self.adapters.forget()
         self.is_base = False
 
-    def forget(self, seen: Seen | None = None) -> None:
+    def forget(self, seen: CanaryReading | None = None) -> None:
         """No version serves from now on. `seen` is what the next one is compared with."""
-        self.latest = Served(self.nothing, seen=seen)
+        self.latest = ServedVersion(self.nothing, seen=seen)
         self.of_jobs.clear()
 
     def drop(self, job_id: str, why: str) -> str:
         """Forgets the version of one of several jobs, and returns the reason as a sentence."""
         served = self.of_jobs.pop(job_id)
-        self.latest = Served(self.nothing, seen=served.seen)
+        self.latest = ServedVersion(self.nothing, seen=served.seen)
         return f"version {served.weights.version} of job {job_id!r} does not serve: {why}"
 
     async def fall_asleep(self, requests: Requests) -> None:

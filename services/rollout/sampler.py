@@ -36,16 +36,16 @@ from services.rollout.running import (
     Fences,
     Requests,
     Running,
-    Served,
+    ServedVersion,
     Start,
     owner_of,
     stale,
     taken,
 )
-from services.rollout.weights.adapters import Held, LoadedAdapters
+from services.rollout.weights.adapters import LoadedAdapter, LoadedAdapters
 from services.rollout.weights.copies import Copies
-from services.rollout.weights.loading import Load, ProvenAdapter, prove
-from services.rollout.weights.proofs import Expected, expected_of
+from services.rollout.weights.loading import Load, VerifiedAdapter, prove
+from services.rollout.weights.proofs import ExpectedVersion, expected_version
 from shared.errors import BadRequest, Conflict, HoneError, StateLost, Unavailable
 from shared.host.logs import get_logger
 from shared.http.ownership import Ownership
@@ -206,7 +206,7 @@ class Sampler:
         if running and not await running.failure() and running.covers(spec):
             return running.serving
         folder = await self._starter.find_model(spec)
-        expected = expected_of(folder, self._weight_roots, self._refresh)
+        expected = expected_version(folder, self._weight_roots, self._refresh)
         await self._stop_engine()
         self._starting = Start(spec.model)
         start = time.monotonic()
@@ -233,11 +233,11 @@ class Sampler:
         running.adapters.serving = None
         await running.engine.set_version(owner_of(request), 0)
         of_job = request.model_dump(include={"job_id", "attempt", "epoch"})
-        running.serve(Served(running.nothing.model_copy(update={**of_job, "version": 0})))
+        running.serve(ServedVersion(running.nothing.model_copy(update={**of_job, "version": 0})))
         return running.serving
 
     def _started(
-        self, engine: Engine, spec: EngineSpec, expected: Expected, load_s: float
+        self, engine: Engine, spec: EngineSpec, expected: ExpectedVersion, load_s: float
     ) -> Running:
         serving = self._nothing.model_copy(
             update={
@@ -257,7 +257,7 @@ class Sampler:
             replace(expected, max_lora_rank=engine.max_lora_rank),
             LoadedAdapters(engine, self.copies, self._max_adapters),
             nothing=serving,
-            latest=Served(serving),
+            latest=ServedVersion(serving),
         )
 
     async def _stop_engine(self) -> None:
@@ -298,7 +298,7 @@ class Sampler:
             return contextlib.nullcontext()
         return running.adapters.using(await self._snapshot(request.snapshot, running))
 
-    async def _snapshot(self, ref: AdapterWeights, running: Running) -> Held:
+    async def _snapshot(self, ref: AdapterWeights, running: Running) -> LoadedAdapter:
         """Returns the adapter, loaded."""
         if held := running.adapters.snapshot(ref.adapter):
             return held
@@ -308,7 +308,7 @@ class Sampler:
             if held := running.adapters.snapshot(ref.adapter):
                 return held
             proven = await prove(ref, running.expected, self.copies)
-            assert isinstance(proven, ProvenAdapter), "the method is lora"
+            assert isinstance(proven, VerifiedAdapter), "the method is lora"
             return await running.adapters.load_snapshot(ref, proven.copy)
 
     async def abort(self, request: AbortRequest) -> Aborted:

@@ -94,13 +94,13 @@ class Engine(Protocol):
         """Changes the weights by the gradient so far, and returns its norm before clipping."""
         ...
 
-    def set_aside(self) -> object:
+    def swap_out(self) -> object:
         """Ends the turn of the job, and returns what is its own, in host memory: adapter,
         optimizer, random numbers, gradient. Only of a job that `shares_as` something."""
         ...
 
-    def take_up(self, job: Job, aside: Any) -> None:
-        """Begins the turn of a job that shares the engine: continues from a result of `set_aside`,
+    def swap_in(self, job: Job, aside: Any) -> None:
+        """Begins the turn of a job that shares the engine: continues from a result of `swap_out`,
         or at the job's start (None)."""
         ...
 

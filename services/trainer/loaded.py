@@ -11,8 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 from services.trainer.disk import checkpoints
-from services.trainer.disk.checkpoints import FORMAT, Damaged, Found, Manifest, read_manifest
-from services.trainer.disk.folders import written_aside
+from services.trainer.disk.checkpoints import (
+    FORMAT,
+    DamagedCheckpoint,
+    Manifest,
+    ResumePoint,
+    read_manifest,
+)
+from services.trainer.disk.folders import write_atomically
 from services.trainer.disk.weights import Publisher
 from services.trainer.engine import Engine
 from services.trainer.processes.together import Ranks, SaveAll
@@ -34,7 +40,7 @@ from shared.wire import (
 
 
 @dataclass
-class Loaded:
+class LoadedJob:
     """`model` is the fingerprint of the job's model, `job` the job as the engine has it, `last` the
     fingerprint of the last step's body with its result, `canary` the canary of a step. Rank 0 has a
     publisher. `aside` is the job's own part of an engine that has another job's turn."""
@@ -52,7 +58,7 @@ class Loaded:
     last: tuple[str, StepResult | ForwardBackwardResult | OptimStepResult] | None = None
     canary: tuple[int, Canary | None] | None = None
 
-    def resume(self, found: Found) -> None:
+    def resume(self, found: ResumePoint) -> None:
         """Resumes from the found checkpoint, if there is one, and else begins with the checkpoint
         that the job names. Raises Conflict for a checkpoint of another model."""
         self.damaged = found.damaged
@@ -73,7 +79,7 @@ class Loaded:
         model."""
         try:
             model = read_manifest(folder).model
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             raise BadRequest(f"training.start_from {str(folder)!r}: {error}") from error
         if model != self.model:
             raise BadRequest(
@@ -149,21 +155,21 @@ class RunsVolume:
 
 
 def save_checkpoint(
-    ranks: Ranks, loaded: Loaded, path: Path, request: CheckpointRequest, runs: RunsVolume
+    ranks: Ranks, loaded: LoadedJob, path: Path, request: CheckpointRequest, runs: RunsVolume
 ) -> Checkpoint | None:
     """Writes a checkpoint of the loaded job to `path`, and removes old ones. Returns it on rank 0,
     None elsewhere."""
     engine = loaded.engine
 
     def lead(save_all: SaveAll) -> Checkpoint:
-        with written_aside(path, checkpoint_bytes(engine), durable=True) as aside:
+        with write_atomically(path, checkpoint_bytes(engine), durable=True) as aside:
             runs.show()
             shares: list[dict[str, StoredFile]] = save_all(aside)
             files = {name: file for share in shares for name, file in share.items()}
             checkpoints.write_manifest(aside, loaded.manifest(ranks.num_ranks, files))
         runs.keep()
         checkpoints.remove_old(path.parent, loaded.request.job.checkpoints, request.keep)
-        return checkpoints.described(path, request.step)
+        return checkpoints.describe_checkpoint(path, request.step)
 
     def save_state(aside: Path) -> None:
         (aside / STATE).mkdir(exist_ok=True)
@@ -177,7 +183,7 @@ def save_checkpoint(
         save_state,
         lambda _: runs.show(),
         lambda _: runs.look(),
-        lambda aside: checkpoints.measured(aside, slice(ranks.rank, None, ranks.num_ranks)),
+        lambda aside: checkpoints.measure_files(aside, slice(ranks.rank, None, ranks.num_ranks)),
     )
 
 

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from services.trainer.disk import checkpoints
-from services.trainer.disk.checkpoints import Found, newest_step, newest_whole
+from services.trainer.disk.checkpoints import ResumePoint, newest_step, newest_undamaged
 from services.trainer.disk.folders import sweep
 from services.trainer.disk.weights import Publisher, volume_dir
 from services.trainer.engine import Engine, OutOfMemory, Update
 from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.schedule import learning_rate
-from services.trainer.loaded import Loaded, RunsVolume, save_checkpoint
-from services.trainer.processes.launch_folder import Past
+from services.trainer.loaded import LoadedJob, RunsVolume, save_checkpoint
+from services.trainer.processes.launch_folder import RestartHistory
 from services.trainer.processes.together import Ranks, SaveAll
 from services.trainer.turns import Turns
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
@@ -93,13 +93,13 @@ class Trainer:
     """
 
     def __init__(
-        self, settings: Settings, ranks: Ranks, seams: Seams, past: Past | None = None
+        self, settings: Settings, ranks: Ranks, seams: Seams, past: RestartHistory | None = None
     ) -> None:
         self._settings = settings
         self._ranks = ranks
         self._runs = RunsVolume.of(settings, ranks.rank)
         self._seams = seams
-        self._past = past or Past()
+        self._past = past or RestartHistory()
         self._turns = Turns(ranks, seams.start_engine)
         self._holders = Holders()
         self._newest: TrainerJob | None = None
@@ -121,10 +121,10 @@ class Trainer:
             has_memory = loaded.request.job.memory == request.job.memory
             if has_memory and newest_step(self._ranks, folder) <= loaded.step:
                 return self._continued(loaded, request)
-        self._ranks.together(lambda: self._seams.check_job(request.job))
+        self._ranks.on_all_ranks(lambda: self._seams.check_job(request.job))
         model = self._ranks.from_rank_0(lambda: self._seams.fingerprint(request.job))
-        self._ranks.together(self._runs.look)
-        found = newest_whole(self._ranks, folder, request, model)
+        self._ranks.on_all_ranks(self._runs.look)
+        found = newest_undamaged(self._ranks, folder, request, model)
         self._free_superseded(request, model)
         started = time.monotonic()
         loaded = self._resumed(request, model, found)
@@ -160,7 +160,7 @@ class Trainer:
         it."""
         shares = request.job.shares_as
 
-        def stays(other: Loaded) -> bool:
+        def stays(other: LoadedJob) -> bool:
             alike = shares and (other.request.job.shares_as, other.model) == (shares, model)
             return bool(alike) and other.request.attempt in self._holders
 
@@ -172,7 +172,7 @@ class Trainer:
         """Keeps the newest attempt's job for restarted ranks, else they would let older ones in."""
         self._seams.remember_job(self._newest)
 
-    def _continued(self, loaded: Loaded, request: TrainerJob) -> TrainerState:
+    def _continued(self, loaded: LoadedJob, request: TrainerJob) -> TrainerState:
         """Continues with the loaded engine. The job may differ in keys that an engine does not
         use."""
         loaded.request = request
@@ -230,7 +230,7 @@ class Trainer:
 
         return self._in_order(loaded, request, apply)
 
-    def _in_order(self, loaded: Loaded, request: Numbered, apply: Callable[[], R]) -> R:
+    def _in_order(self, loaded: LoadedJob, request: Numbered, apply: Callable[[], R]) -> R:
         """Returns what the job's next operation does, or what the last one did if the request is
         that again."""
         fingerprint = _fingerprint(request)
@@ -295,13 +295,13 @@ class Trainer:
             published = self._ranks.write(lead, save)
         finally:  # on every rank, also where rank 0 alone failed: the sampler takes its turn
             if self._settings.colocate:
-                self._ranks.together(engine.offload)
+                self._ranks.on_all_ranks(engine.offload)
         return published and published.model_copy(update={"canary": canary})
 
-    def _canary(self, loaded: Loaded) -> Canary | None:
+    def _canary(self, loaded: LoadedJob) -> Canary | None:
         """Returns the canary of the last applied step: a collective, once per step."""
         if loaded.canary is None or loaded.canary[0] != loaded.step:
-            loaded.canary = loaded.step, self._ranks.together(loaded.engine.canary)[0]
+            loaded.canary = loaded.step, self._ranks.on_all_ranks(loaded.engine.canary)[0]
         return loaded.canary[1]
 
     def write_checkpoint(self, request: CheckpointRequest) -> Checkpoint | None:
@@ -311,7 +311,7 @@ class Trainer:
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, request.job_id)
         path = checkpoints.path_of(folder, request.step)
         known = self._ranks.from_rank_0(
-            lambda: checkpoints.described(path, request.step) if path.is_dir() else None
+            lambda: checkpoints.describe_checkpoint(path, request.step) if path.is_dir() else None
         )
         if known is None and request.step != loaded.step:
             raise Conflict(
@@ -329,10 +329,10 @@ class Trainer:
             self._ranks.from_rank_0(self._runs.keep)  # which may have failed when it was written
             return known if self._ranks.rank == 0 else None
         with ExitStack() as stack:
-            self._ranks.together(lambda: stack.enter_context(self._seams.writing()))
+            self._ranks.on_all_ranks(lambda: stack.enter_context(self._seams.writing()))
             return save_checkpoint(self._ranks, loaded, path, request, self._runs)
 
-    def state(self, loaded: Loaded | None = None) -> TrainerState:
+    def state(self, loaded: LoadedJob | None = None) -> TrainerState:
         """Returns this trainer's state, with that of a job, by default of the job whose turn it is.
         Safe to call from another thread."""
         loaded = loaded or self._turns.current
@@ -372,7 +372,7 @@ class Trainer:
         if loaded is None:
             return CheckpointList(checkpoints=())
         folder = checkpoints.checkpoints_dir(self._settings.runs_dir, loaded.request.job_id)
-        return CheckpointList(checkpoints=checkpoints.listed(folder))
+        return CheckpointList(checkpoints=checkpoints.list_checkpoints(folder))
 
     def unload(self) -> None:
         """Forgets all jobs: restarted ranks will not load one. Frees their memory, their shared
@@ -397,7 +397,7 @@ class Trainer:
         if self._ranks.rank == 0 and not self._turns.num_jobs:
             self._seams.remember_job(None)
 
-    def _job(self, request: Fenced) -> Loaded:
+    def _job(self, request: Fenced) -> LoadedJob:
         """Returns the loaded job, whose turn begins if it was another's. Raises StateLost if the
         request's job is not loaded, and Conflict unless it has the same fence."""
         self._turns.new_command()
@@ -424,11 +424,11 @@ class Trainer:
 
     def _fitting(self, request: TrainerJob) -> Job:
         """Returns the job with the smallest budget of a micro-batch among the ranks."""
-        tokens = min(self._ranks.together(lambda: self._seams.budget(request)))
+        tokens = min(self._ranks.on_all_ranks(lambda: self._seams.budget(request)))
         memory = request.job.memory.model_copy(update={"micro_batch_tokens": tokens})
         return request.job.model_copy(update={"memory": memory})
 
-    def _resumed(self, request: TrainerJob, model: str, found: Found) -> Loaded:
+    def _resumed(self, request: TrainerJob, model: str, found: ResumePoint) -> LoadedJob:
         """Returns the job at its checkpoint, or at its start if there is none."""
         job = self._fitting(request)
         engine = self._turns.engine_for(job)
@@ -436,7 +436,7 @@ class Trainer:
         if self._ranks.rank == 0:
             publisher = Publisher(self._settings, request.job_id, engine.live_weights)
             publisher.close()
-        loaded = Loaded(request, model, job, engine, publisher)
+        loaded = LoadedJob(request, model, job, engine, publisher)
         try:
             loaded.resume(found)
         except BaseException:  # undone and raised again, whatever it was
@@ -445,7 +445,7 @@ class Trainer:
         self._turns.current = loaded
         return loaded
 
-    def _trained(self, loaded: Loaded, train: Callable[[], T]) -> T:
+    def _trained(self, loaded: LoadedJob, train: Callable[[], T]) -> T:
         """Returns what `train` does with the engine. If it breaks off in a way that the engine
         cannot undo, frees the job and the engine; jobs that share it are in host memory."""
         if loaded.publisher is not None:
@@ -466,7 +466,7 @@ class Trainer:
             self._turns.close_engine()
             raise
 
-    def _apply(self, loaded: Loaded, request: TrainStepRequest) -> StepResult:
+    def _apply(self, loaded: LoadedJob, request: TrainStepRequest) -> StepResult:
         started = time.monotonic()
         rate = learning_rate(loaded.request.job, request.step)
         update = Update(0.0, 0.0, {}, num_updates=0)

@@ -72,7 +72,7 @@ class Broadcast:
         self._host = host
         self._timeout = timedelta(seconds=deadline_s)
         self._meet_s = min(meet_s, deadline_s)
-        self._join = join or joined
+        self._join = join or join_group
         self._chunks = chunks(tensors)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -81,7 +81,8 @@ class Broadcast:
     def layout(self) -> tuple[tuple[SentTensor, ...], ...]:
         """The tensors of each chunk, in order."""
         return tuple(
-            tuple(described(name, self._tensors[name]) for name in chunk) for chunk in self._chunks
+            tuple(sent_tensor(name, self._tensors[name]) for name in chunk)
+            for chunk in self._chunks
         )
 
     def start(self) -> None:
@@ -135,7 +136,7 @@ class Broadcast:
         device = self._tensors[self._chunks[0][0]].device
         member = Member(store, num_ranks + 1, device, self._host, self._timeout)
         join = self._join  # a thread that hangs in it must not keep the tensors
-        group = within(self._meet_s, lambda: met(join, member))
+        group = run_with_timeout(self._meet_s, lambda: check_group(join, member))
         if device.type == "cuda":
             torch.cuda.set_device(device)  # this thread has no device yet
         try:
@@ -147,7 +148,7 @@ class Broadcast:
                 group.abort()  # an orderly end would wait for a sampler that is gone
 
 
-def met(join: Callable[[Member], Any], member: Member) -> Any:
+def check_group(join: Callable[[Member], Any], member: Member) -> Any:
     """Returns the group once all its ranks have taken part in a first collective."""
     group = join(member)
     one = torch.ones(1, device=member.device)
@@ -157,7 +158,7 @@ def met(join: Callable[[Member], Any], member: Member) -> Any:
     return group
 
 
-def within(seconds: float, act: Callable[[], Any]) -> Any:
+def run_with_timeout(seconds: float, act: Callable[[], Any]) -> Any:
     """Returns the result of `act`, which runs in a thread. Raises TimeoutError after `seconds`, and
     leaves the thread behind: making a NCCL group waits for the other ranks without a deadline, and
     nothing ends it."""
@@ -176,10 +177,10 @@ def within(seconds: float, act: Callable[[], Any]) -> Any:
         raise TimeoutError(f"trainer and sampler did not meet within {seconds:g} s") from error
 
 
-def joined(member: Member) -> Any:
+def join_group(member: Member) -> Any:
     """Returns a process group that is independent of torch's default group."""
     if member.device.type != "cuda":
-        return joined_by_gloo(member)
+        return join_gloo_group(member)
     torch.cuda.set_device(member.device)  # this thread has no device yet
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = member.timeout
@@ -187,7 +188,7 @@ def joined(member: Member) -> Any:
         return dist.ProcessGroupNCCL(member.store, 0, member.num_ranks, options)
 
 
-def joined_by_gloo(member: Member) -> Any:
+def join_gloo_group(member: Member) -> Any:
     """Returns a group that listens on the trainer's address. The ranks' own groups listen on the
     loopback (GLOO_SOCKET_IFNAME)."""
     gloo: Any = dist.ProcessGroupGloo
@@ -228,7 +229,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def described(name: str, tensor: Tensor) -> SentTensor:
+def sent_tensor(name: str, tensor: Tensor) -> SentTensor:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return SentTensor(name=name, dtype=dtype, shape=tuple(tensor.shape))
 
@@ -256,7 +257,7 @@ def share(tensors: Mapping[str, Tensor]) -> tuple[str, tuple[SharedTensor, ...]]
 
 def _shared(name: str, tensor: Tensor) -> SharedTensor:
     _, args = reduce_tensor(tensor.detach())
-    return SharedTensor(**described(name, tensor).model_dump(), **location(args))
+    return SharedTensor(**sent_tensor(name, tensor).model_dump(), **location(args))
 
 
 def location(args: tuple[Any, ...]) -> dict[str, Any]:

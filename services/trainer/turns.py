@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from services.trainer.engine import Engine
-from services.trainer.loaded import Loaded
+from services.trainer.loaded import LoadedJob
 from services.trainer.processes.together import Ranks
 from shared.host.logs import get_logger
 from shared.job import Job
@@ -26,9 +26,9 @@ class Turns:
         self._ranks = ranks
         self._start_engine = start_engine
         self._engine: Engine | None = None
-        self._away: dict[str, Loaded] = {}
+        self._away: dict[str, LoadedJob] = {}
         self._took_turn = False
-        self.current: Loaded | None = None
+        self.current: LoadedJob | None = None
         self.turn_s: float | None = None
 
     @property
@@ -42,7 +42,7 @@ class Turns:
         ids = [current.request.job_id] if current else []
         return (*ids, *(job_id for job_id in [*self._away] if job_id not in ids))
 
-    def find(self, job_id: str) -> Loaded | None:
+    def find(self, job_id: str) -> LoadedJob | None:
         """Returns the loaded job of this id, whether it is its turn or not."""
         current = self.current
         if current and current.request.job_id == job_id:
@@ -57,7 +57,7 @@ class Turns:
         """A command begins, which has had no turn yet."""
         self._took_turn = False
 
-    def begin(self, loaded: Loaded) -> None:
+    def begin(self, loaded: LoadedJob) -> None:
         """Begins the turn of a loaded job, if it is another's."""
         if loaded is self.current:
             return
@@ -86,10 +86,10 @@ class Turns:
         try:
             if (before := self.current) and (engine := self._engine):
                 found: list[object] = []
-                self._ranks.together(lambda: found.append(engine.set_aside()))
+                self._ranks.on_all_ranks(lambda: found.append(engine.swap_out()))
                 before.aside = found[0]
                 self.current, self._away[before.request.job_id] = None, before
-            self._ranks.together(lambda: self._exchange(job, aside))
+            self._ranks.on_all_ranks(lambda: self._exchange(job, aside))
         except BaseException:  # undone and raised again: half of it may be in the engine
             self.close_engine()
             raise
@@ -100,7 +100,7 @@ class Turns:
         is_new = self._engine is None
         engine = self._engine = self._engine or self._start_engine(job)
         if aside is not None or not is_new:
-            engine.take_up(job, aside)
+            engine.swap_in(job, aside)
 
     def free(self, job_id: str) -> None:
         """Frees a job, if it is loaded. The engine stays for the others."""
@@ -113,7 +113,7 @@ class Turns:
         found.close()
         get_logger().info("job unloaded", job=job_id, step=found.step)
 
-    def keep(self, stays: Callable[[Loaded], bool]) -> int:
+    def keep(self, stays: Callable[[LoadedJob], bool]) -> int:
         """Frees the jobs that do not stay, and returns how many do."""
         for loaded in filter(None, [self.current, *self._away.values()]):
             if not stays(loaded):

@@ -117,7 +117,7 @@ def check_port(host: str, port: int, service: str) -> None:
 T = TypeVar("T")
 
 
-async def in_own_thread(act: Callable[[], T]) -> T:
+async def run_in_thread(act: Callable[[], T]) -> T:
     """Returns the result of `act`. For work that may hang: it takes no thread of the pool, and the
     process can end before it."""
     result: Future[T] = Future()
@@ -133,7 +133,7 @@ async def in_own_thread(act: Callable[[], T]) -> T:
     return await asyncio.wrap_future(result)
 
 
-class Look(Generic[T]):
+class BoundedProbe(Generic[T]):
     """Runs a check that may hang, such as of a disk; the caller waits for at most `within_s`. Only
     one check runs at a time, and all callers share its deadline. So a disk that hangs holds one
     thread, and delays later callers no further."""
@@ -147,7 +147,7 @@ class Look(Generic[T]):
         """Returns the result of `look`, or of the check that is running already; `late` if it takes
         too long."""
         if self._under_way is None or self._under_way.done():
-            self._under_way = asyncio.create_task(in_own_thread(look))
+            self._under_way = asyncio.create_task(run_in_thread(look))
             self._ends = time.monotonic() + self.within_s
         asked = self._under_way  # another caller may start the next check first
         done, _ = await asyncio.wait({asked}, timeout=max(self._ends - time.monotonic(), 0.0))

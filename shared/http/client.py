@@ -33,10 +33,10 @@ from shared.http.connecting import (
     Poller,
     Presence,
     Tell,
+    no_notify,
     proxy_headers,
-    sent,
-    tell_nobody,
-    trusted_by,
+    send_following,
+    ssl_context_for,
 )
 from shared.http.urls import PORTS, is_direct, without_password
 from shared.wire import VersionInfo
@@ -70,7 +70,7 @@ class Client:
         binary: bool = False,
         patience_s: float = 90.0,
         transport: httpx.AsyncBaseTransport | None = None,
-        tell: Tell = tell_nobody,
+        tell: Tell = no_notify,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
@@ -89,7 +89,7 @@ class Client:
             limits=limits,
             transport=transport,
             trust_env=not is_direct(urlsplit(self.url).hostname or ""),
-            verify=trusted_by(self.url),
+            verify=ssl_context_for(self.url),
         )
         self.poller = Poller(self._http, WAIT_S)
         self._fetching = asyncio.Semaphore(MAX_FETCHES)
@@ -308,7 +308,7 @@ class Client:
 
     async def _finished(self, request: httpx.Request, watch: _Watch) -> httpx.Response:
         """Returns the answer, polled for while the operation is under way."""
-        response = await sent(self._http, request)
+        response = await send_following(self._http, request)
         if response.status_code < 500:
             await self._presence.heard()
         pause_s = FIRST_PAUSE_S
@@ -321,7 +321,9 @@ class Client:
             finally:
                 watch.heard_at = max(watch.heard_at, self.poller.heard_at)
             async with self._fetching:
-                response = await sent(self._http, self._http.build_request("GET", location))
+                response = await send_following(
+                    self._http, self._http.build_request("GET", location)
+                )
             if response.status_code == 202:  # the poll was answered by another process
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, MAX_PAUSE_S)

@@ -39,7 +39,7 @@ def proxy_headers(url: str) -> dict[str, str]:
     }
 
 
-async def sent(http: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+async def send_following(http: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
     """Returns the answer to the request. It follows any number of 303 redirects by GET, so the
     request itself is not sent again. Raises Unavailable for a redirect to another host, which must
     not see this host's token."""
@@ -54,16 +54,16 @@ async def sent(http: httpx.AsyncClient, request: httpx.Request) -> httpx.Respons
 
 
 @functools.cache
-def trusted() -> ssl.SSLContext:
+def ssl_context() -> ssl.SSLContext:
     """Returns one context for all clients. A context for each client would read every certificate
     again, 25 ms of CPU time."""
     return httpx.create_ssl_context()
 
 
-def trusted_by(url: str) -> ssl.SSLContext:
+def ssl_context_for(url: str) -> ssl.SSLContext:
     """Returns the context for a client of one service. If the service needs no certificates, the
     context has none and trusts no one."""
-    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http:") else trusted()
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http:") else ssl_context()
 
 
 Tell = Callable[[str, bool], Awaitable[None]]
@@ -83,7 +83,7 @@ def _clock(at: float) -> str:
     return time.strftime("%H:%M:%S", time.gmtime(at))
 
 
-async def tell_nobody(_message: str, _away: bool) -> None:
+async def no_notify(_message: str, _away: bool) -> None:
     pass
 
 

@@ -23,8 +23,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from shared.errors import BadRequest, Forbidden, HoneError, Malformed, NotFound, Unauthorized
 from shared.host.logs import get_logger
-from shared.http.operations import LINES, OPEN_PATHS, Draining
-from shared.http.ownership import HEADER, Ownership, asking, asking_of
+from shared.http.operations import LINES, OPEN_PATHS, DrainState
+from shared.http.ownership import HEADER, Ownership, asking, requester_of
 from shared.http.rendering import problem
 from shared.http.urls import is_loopback
 from shared.settings import Settings
@@ -76,7 +76,7 @@ def own_jobs_of() -> str | None:
     return key.name if key and key.access == "own" else None
 
 
-def scoped(key: str) -> str:
+def scope_key(key: str) -> str:
     """Returns an idempotency key as it is kept: those of an API key that sees its own jobs alone
     are its own."""
     owner = own_jobs_of()
@@ -100,7 +100,7 @@ class Gate:
         app: ASGIApp,
         settings: Settings,
         metrics: RequestMetrics,
-        draining: Draining,
+        draining: DrainState,
         ownership: Ownership,
         keys: AcceptedKeys | None = None,
         public: Callable[[str], bool] = lambda path: False,
@@ -144,7 +144,7 @@ class Gate:
             is_authorized = await self._authorize(scope, headers)
             _check_origin(scope["method"], headers)
             self._check(scope["path"], headers)
-            asking.set(asking_of(headers.get(HEADER, "")) if is_authorized else None)
+            asking.set(requester_of(headers.get(HEADER, "")) if is_authorized else None)
             self._ownership.hear()
             await self._app(scope, self._bounded(receive), send_with_id)
         except HoneError as error:

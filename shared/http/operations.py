@@ -66,7 +66,7 @@ def add_health_routes(
     name: str,
     readiness: Mapping[str, Check],
     registry: CollectorRegistry,
-    draining: Draining,
+    draining: DrainState,
     version_info: Callable[[], dict[str, Any]],
 ) -> None:
     @app.get("/healthz")
@@ -121,7 +121,7 @@ def own_metrics(text: str, service: str) -> dict[str, float]:
     }
 
 
-class Draining:
+class DrainState:
     """Whether the service `name` drains. Begins once, in the service's event loop."""
 
     def __init__(self, name: str) -> None:
@@ -180,7 +180,7 @@ class Operations:
     """All operations of one process. Finished operations are kept `KEEP_S` seconds, but only the
     newest `KEEP_COUNT` fetched ones."""
 
-    def __init__(self, deadline_s: float, draining: Draining) -> None:
+    def __init__(self, deadline_s: float, draining: DrainState) -> None:
         self._deadline_s = deadline_s
         self._draining = draining
         self._by_id: dict[str, Operation] = {}
@@ -236,7 +236,7 @@ class Operations:
         Raises the work's own HoneError, or Unavailable as soon as the service drains. `gone` ends
         when the client goes away; if it ends first, the work is cancelled.
         """
-        ended = await done_or(operation.task, self._draining.wait(), gone, timeout_s=wait_s)
+        ended = await wait_until_any(operation.task, self._draining.wait(), gone, timeout_s=wait_s)
         if not operation.task.done() and self._draining.has_begun():
             raise self._draining.error()
         if not operation.task.done() and ended:
@@ -281,7 +281,7 @@ class Operations:
         except asyncio.CancelledError as error:
             if self._draining.has_begun():
                 raise self._draining.error() from error
-            raise client_went_away(name) from error
+            raise client_disconnected(name) from error
 
     def _finished(self, operation: Operation) -> None:
         operation.finished_at = time.monotonic()
@@ -329,11 +329,11 @@ async def failing_as(
         raise Failed(f"{name}: {type(error).__name__}: {error}", code="bug") from error
 
 
-def client_went_away(name: str) -> Failed:
+def client_disconnected(name: str) -> Failed:
     return Failed(f"{name} was ended: its client went away")
 
 
-async def done_or(
+async def wait_until_any(
     work: asyncio.Task[Any],
     *ends: Coroutine[Any, Any, None] | None,
     timeout_s: float | None = None,
@@ -348,7 +348,7 @@ async def first_of(
     *ends: Coroutine[Any, Any, None] | None,
     timeout_s: float | None = None,
 ) -> bool:
-    """Like `done_or`, but waits until any of several tasks is done."""
+    """Like `wait_until_any`, but waits until any of several tasks is done."""
     watches = [asyncio.create_task(end) for end in ends if end is not None]
     try:
         await asyncio.wait(
@@ -378,7 +378,7 @@ async def answer(
     request: Request,
     name: str,
     deadline_s: float,
-    draining: Draining,
+    draining: DrainState,
 ) -> StreamingResponse:
     """Returns the response that streams the `results` of the operation `name`.
 
@@ -394,13 +394,13 @@ async def answer(
         return None if result is None else codec.encode(result) + b"\n"
 
     begun = asyncio.create_task(next_line())
-    await done_or(begun, draining.wait(), client_gone(request))
+    await wait_until_any(begun, draining.wait(), client_gone(request))
     if not begun.done():
         begun.cancel()
         await asyncio.wait({begun})
         if draining.has_begun():
             raise draining.error()
-        raise client_went_away(name)
+        raise client_disconnected(name)
     first = begun.result()
 
     async def lines() -> AsyncGenerator[bytes]:

@@ -47,14 +47,14 @@ Asker = Fenced | GenerateRequest | ModelRequest | SleepRequest
 
 
 @dataclass(frozen=True)
-class Asking:
+class Requester:
     """Who makes a request, and for which job; None: for no job, to see the service's state."""
 
     orchestrator: Orchestrator
     job_id: str | None
 
 
-asking: ContextVar[Asking | None] = ContextVar("asking", default=None)
+asking: ContextVar[Requester | None] = ContextVar("asking", default=None)
 """Who makes the current request; None: it does not say, as for a request by hand."""
 
 
@@ -66,10 +66,10 @@ def headers(identity: str | None, settings: Settings, job_id: str | None = None)
     return {HEADER: " ".join(filter(None, (identity, place, job_id)))}
 
 
-def asking_of(header: str) -> Asking | None:
+def requester_of(header: str) -> Requester | None:
     """Returns the caller that the header's text names; None if it names none."""
     found = _ASKING.fullmatch(header)
-    return Asking(Orchestrator(identity=found[1], place=found[2]), found[3]) if found else None
+    return Requester(Orchestrator(identity=found[1], place=found[2]), found[3]) if found else None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from shared.errors import (
     TooLarge,
     from_problem,
 )
-from shared.explain import nearest, refused
+from shared.explain import nearest, refusal_message
 from shared.http import codec
 
 M = TypeVar("M", bound=BaseModel)
@@ -52,7 +52,7 @@ GZIP_LEVEL = 1
 """The fastest. Token ids are mostly zero bits, so higher levels gain little."""
 
 
-class Made(BaseModel, Generic[M]):
+class CreatedResource(BaseModel, Generic[M]):
     """Something that an operation created: `body` is the answer, `location` the new thing's path.
     If the same request created it before (not `is_new`), the answer has status 200."""
 
@@ -132,7 +132,7 @@ async def body_of(request: Request, most_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-async def reading(size: int, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def parse_body(size: int, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Returns what `read` makes of a body of `size` bytes, if it is large in a thread, so that
     other requests continue."""
     if size <= READ_BYTES:
@@ -143,8 +143,8 @@ async def reading(size: int, read: Callable[P, T], *args: P.args, **kwargs: P.kw
 async def render(result: BaseModel, request: Request) -> Response:
     """Returns the result in the media type and the encoding that the request accepts. A created
     result has status 201 and its Location."""
-    if isinstance(result, Made):
-        made = cast(Made[BaseModel], result)
+    if isinstance(result, CreatedResource):
+        made = cast(CreatedResource[BaseModel], result)
         response = await render(made.body, request)
         if made.is_new:
             response.status_code, response.headers["location"] = 201, made.location
@@ -155,12 +155,12 @@ async def render(result: BaseModel, request: Request) -> Response:
     headers: dict[str, str] = {}
     if len(data) >= GZIP_BYTES and "gzip" in request.headers.get("accept-encoding", ""):
         in_thread = len(data) >= THREAD_BYTES
-        data = await asyncio.to_thread(compressed, data) if in_thread else compressed(data)
+        data = await asyncio.to_thread(compress, data) if in_thread else compress(data)
         headers = {"content-encoding": "gzip", "vary": "accept-encoding"}
     return Response(data, media_type=kind, headers=headers)
 
 
-def compressed(data: bytes) -> bytes:
+def compress(data: bytes) -> bytes:
     return gzip.compress(data, GZIP_LEVEL)
 
 
@@ -194,7 +194,7 @@ async def answer_validation(_request: Request, error: Exception) -> Response:
     faults = [
         {
             "pointer": "/" + "/".join(map(str, fault["loc"])),
-            "detail": refused(str(fault["loc"][-1]), fault),
+            "detail": refusal_message(str(fault["loc"][-1]), fault),
         }
         for fault in error.errors()
     ]
@@ -287,7 +287,7 @@ def parameters(body: type[BaseModel]) -> dict[str, Any]:
 def answers(result: Any) -> Responses:
     """Returns the responses of an operation or query with this type of result, as JSON or
     msgpack."""
-    if issubclass(result, Made):
+    if issubclass(result, CreatedResource):
         (body,) = result.__pydantic_generic_metadata__["args"]
         return answers(body) | {201: answers(body)[200] | {"headers": LOCATION}}
     return {200: {"model": result, "content": {codec.MSGPACK: {"schema": BINARY}}}}

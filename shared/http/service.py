@@ -37,10 +37,10 @@ from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.host.processes import check_port, resident_bytes
 from shared.http import codec, operations, rendering
-from shared.http.gate import AcceptedKeys, Gate, HttpConnection, RequestMetrics, scoped
+from shared.http.gate import AcceptedKeys, Gate, HttpConnection, RequestMetrics, scope_key
 from shared.http.operations import (
     Check,
-    Draining,
+    DrainState,
     Operation,
     Operations,
     add_health_routes,
@@ -82,7 +82,7 @@ class Service:
         self.settings = settings
         self.ownership = ownership or Ownership(name)
         self.registry = CollectorRegistry()
-        self.draining = Draining(name)
+        self.draining = DrainState(name)
         self.operations = Operations(settings.operation_deadline_s, self.draining)
         self._busy = busy or self.operations.num_running
         self._lifespan = lifespan
@@ -141,7 +141,7 @@ class Service:
                     stream(body), request, name, deadline_s, self.draining
                 )
             given = key(body) if key else request.headers.get("idempotency-key")
-            given = given and scoped(given)
+            given = given and scope_key(given)
             request_key.set(given)
             with tracing.continuing(request.headers):
                 operation = self.operations.start(
@@ -284,7 +284,7 @@ class Service:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, draining: Draining) -> None:
+    def __init__(self, config: uvicorn.Config, draining: DrainState) -> None:
         super().__init__(config)
         self._draining = draining
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shared.lazily import exporting
+from shared.lazily import export_lazily
 
 # At run time each name is imported at its first use (lazily.py).
 # ruff: noqa: F403
@@ -34,4 +34,4 @@ if TYPE_CHECKING:
     from shared.job.section import *
 
 else:
-    __getattr__, __dir__ = exporting(__file__, globals())
+    __getattr__, __dir__ = export_lazily(__file__, globals())

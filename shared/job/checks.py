@@ -40,7 +40,7 @@ def check(job: Job) -> None:
 def check_groups(job: Job) -> None:
     """Raises BadRequest for groups of one. Only a job that trains nothing may have them."""
     alone = job.is_pushed or (job.teacher is not None and not job.rewards)
-    alone = alone or job.steps_never_sample
+    alone = alone or job.trains_without_sampling
     if job.trains and job.sampling.group_size == 1 and not alone:
         raise BadRequest(
             "sampling.group_size is 1: a lone completion has nothing to be compared with; expected "
@@ -184,17 +184,17 @@ def _is_supervised_whole(job: Job) -> None:
             f"warmup.learning_rate is {job.warmup.learning_rate:g} and warmup.steps 0; expected "
             "warmup.steps of 1 or more with it"
         )
-    if not job.steps_never_sample and not warms_up:
+    if not job.trains_without_sampling and not warms_up:
         return
     got = f"warmup.steps is {job.warmup.steps}"
-    if job.steps_never_sample:
+    if job.trains_without_sampling:
         got = f'training.objective is "{training.objective}"'
     if job.environment is not None:
         raise ValueError(
             f"{got} and the job has an [environment], in which answers of the data cannot be "
             "played; expected none"
         )
-    if not job.steps_never_sample:
+    if not job.trains_without_sampling:
         return
     if job.is_program and (job.data.train is not None or job.evaluates):
         raise ValueError(
@@ -306,7 +306,7 @@ def _skips_what_is_numbered(job: Job) -> None:
 
 
 def _has_rewards(job: Job) -> None:
-    if job.rewards or (job.steps_never_sample and job.trains):
+    if job.rewards or (job.trains_without_sampling and job.trains):
         return
     if job.teacher is None:
         raise ValueError("'rewards': got []; expected at least 1 in the list, or a [teacher]")

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 from pydantic import ValidationError
 
 from shared.errors import BadRequest
-from shared.explain import sentences, shown
+from shared.explain import elide, sentences
 from shared.job import MAY_CHANGE, Job
 
 MAX_FILE_MIB = 64
@@ -36,7 +36,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     file or override that has the fault.
     """
     if not isinstance(path, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise BadRequest(f"the job file is {shown(path)}; expected a path")
+        raise BadRequest(f"the job file is {elide(path)}; expected a path")
     check_overrides(overrides)
     path = Path(path)
     try:
@@ -69,7 +69,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     is_list = isinstance(overrides, list | tuple)
     if not is_list or not all(isinstance(each, str) for each in overrides):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(
-            f"the overrides are {shown(overrides)}; expected a list, for example ['steps=2']"
+            f"the overrides are {elide(overrides)}; expected a list, for example ['steps=2']"
         )
 
 

@@ -314,17 +314,17 @@ class Job(Section):
 
     def is_supervised(self, step: int) -> bool:
         """Whether the step learns the data's answers, and samples nothing."""
-        return self.steps_never_sample or step <= self.warmup.steps
+        return self.trains_without_sampling or step <= self.warmup.steps
 
     @property
-    def steps_never_sample(self) -> bool:
+    def trains_without_sampling(self) -> bool:
         """Whether no training step samples: its examples come from the data, or from a program."""
         return self.training.objective != "rl"
 
     @property
     def temperature(self) -> float:
         """The temperature of the trainer's log-probs: as sampled, and 1 of given answers."""
-        return 1.0 if self.steps_never_sample else self.sampling.temperature
+        return 1.0 if self.trains_without_sampling else self.sampling.temperature
 
     @property
     def completions_per_prompt(self) -> int:
@@ -403,7 +403,7 @@ class Job(Section):
         """Whether the sampler is to say which tokens it could have sampled."""
         sampling = self.sampling
         truncates = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-        if self.steps_never_sample:  # no completion of a sampler is trained on
+        if self.trains_without_sampling:  # no completion of a sampler is trained on
             return False
         return truncates and self.correction.truncated_sampling == "refuse"
 

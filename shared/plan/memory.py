@@ -140,7 +140,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Serving:
+class SamplerShape:
     """A sampler: the devices that its model is split over, the most sequences at once
     (`HONE_MAX_NUM_SEQS`), its sequences of a step, the tokens of each, and the adapters that it
     holds beside the model (`HONE_ROLLOUT_ADAPTERS` and one)."""
@@ -361,7 +361,7 @@ def trainer_memory(
     )
 
 
-def sampler_memory(model: Model, job: Job, serving: Serving) -> SamplerMemory:
+def sampler_memory(model: Model, job: Job, serving: SamplerShape) -> SamplerMemory:
     """Returns the memory of each GPU of a sampler."""
     size, split = serving.itemsize, serving.tensor_parallel
     per_token = cache_bytes_per_token(model, size, split)

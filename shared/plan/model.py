@@ -57,7 +57,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Config = Mapping[str, Any]
 
 
-class CannotPlan(Exception):
+class UnknownModelSize(Exception):
     """Why the needs of a job are not known here: a sentence."""
 
 
@@ -133,9 +133,9 @@ class Model:
 
 
 def find_model(model: str, revision: str | None = None, *, online: bool = True) -> Model:
-    """Returns the sizes of a job's `model`. Raises CannotPlan for a folder whose configuration
-    lacks a size, and for a Hub model that is neither cached nor, if `online`, reachable; BadRequest
-    for a name that is neither a folder nor a Hub id."""
+    """Returns the sizes of a job's `model`. Raises UnknownModelSize for a folder whose
+    configuration lacks a size, and for a Hub model that is neither cached nor, if `online`,
+    reachable; BadRequest for a name that is neither a folder nor a Hub id."""
     folder = model_folder(model)
     if folder is None:
         folder = cached_folder(model, revision)
@@ -145,17 +145,19 @@ def find_model(model: str, revision: str | None = None, *, online: bool = True) 
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         shapes = _stored_shapes(folder, config)
     except (OSError, ValueError, KeyError, HoneError) as error:
-        raise CannotPlan(f"the model {model!r} cannot be read: {error}") from error
+        raise UnknownModelSize(f"the model {model!r} cannot be read: {error}") from error
     return of_config(config, model, shapes)
 
 
 def _stored_shapes(folder: Path, config: Config) -> Shapes:
     """Returns the shapes of the tensors that transformers loads from model.safetensors, or from the
-    files in the index. An output head tied to the embedding is left out. Raises CannotPlan if a
-    file of the index is missing."""
+    files in the index. An output head tied to the embedding is left out. Raises UnknownModelSize if
+    a file of the index is missing."""
     files = weight_files(folder)
     if missing := [file.name for file in files if not file.is_file()]:
-        raise CannotPlan(f"the model in {str(folder)!r} lacks {', '.join(missing)} of its index")
+        raise UnknownModelSize(
+            f"the model in {str(folder)!r} lacks {', '.join(missing)} of its index"
+        )
     names = {file.name for file in files}
     tied = EMBEDDING if config.get("tie_word_embeddings") else None
     tensors = {name: t for name, t in stored_tensors(folder).items() if t.file.name in names}
@@ -179,8 +181,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:
-    """Returns the sizes in a configuration. Raises CannotPlan if a size is missing, and, without
-    `shapes`, for an architecture whose parameters the configuration does not determine."""
+    """Returns the sizes in a configuration. Raises UnknownModelSize if a size is missing, and,
+    without `shapes`, for an architecture whose parameters the configuration does not determine."""
     inner = config.get("text_config")
     own = cast(dict[str, Any], inner) if isinstance(inner, dict) else {}
     whole: dict[str, Any] = {**config, **own}
@@ -201,9 +203,9 @@ def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:
         }
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         why = f"no {error}" if isinstance(error, KeyError) else f"a size that is none: {error}"
-        raise CannotPlan(f"the config.json of the model {name!r} has {why}") from error
+        raise UnknownModelSize(f"the config.json of the model {name!r} has {why}") from error
     if any(size < 1 for size in sizes.values()):
-        raise CannotPlan(f"the config.json of the model {name!r} has a size below 1: {sizes}")
+        raise UnknownModelSize(f"the config.json of the model {name!r} has a size below 1: {sizes}")
     if shapes is None:
         shapes = dict(_shapes(sizes, whole, name, experts))
     return Model(**sizes, shapes=shapes, experts=experts)
@@ -212,11 +214,11 @@ def of_config(config: Config, name: str, shapes: Shapes | None = None) -> Model:
 def _shapes(
     sizes: Mapping[str, int], config: Config, model: str, experts: Experts | None
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the tensors of a decoder, by their names in Hugging Face files. Raises CannotPlan for
-    an architecture that is not `COUNTED`."""
+    """Yields the tensors of a decoder, by their names in Hugging Face files. Raises
+    UnknownModelSize for an architecture that is not `COUNTED`."""
     kind = config.get("model_type")
     if kind not in COUNTED:
-        raise CannotPlan(
+        raise UnknownModelSize(
             f"the model {model!r} is of type {kind!r}, whose parameters are counted in its files "
             f"only, and they are not here; `hf download {model}` fetches them"
         )
@@ -295,10 +297,10 @@ def cached_folder(model: str, revision: str | None) -> Path | None:
 
 def config_on_hub(model: str, revision: str | None, *, online: bool = True) -> Config:
     """Returns the configuration of a model on the Hugging Face Hub (HF_ENDPOINT, HF_TOKEN). Raises
-    CannotPlan where it cannot be had."""
+    UnknownModelSize where it cannot be had."""
     here = f"the model {model!r} is neither a folder here nor in the Hugging Face cache"
     if not online or hub_is_offline():
-        raise CannotPlan(f"{here}, and the Hub was not asked")
+        raise UnknownModelSize(f"{here}, and the Hub was not asked")
     hub = os.environ.get("HF_ENDPOINT", HUB).rstrip("/")
     url = f"{hub}/{model}/resolve/{revision or 'main'}/config.json"
     token = os.environ.get("HF_TOKEN")
@@ -308,14 +310,16 @@ def config_on_hub(model: str, revision: str | None, *, online: bool = True) -> C
     except httpx2.HTTPError as error:
         why = f"{hub} cannot be reached ({type(error).__name__})"
         remedy = "name a folder that has the model, or a mirror of the Hub by HF_ENDPOINT"
-        raise CannotPlan(f"{here}, and {why}; {remedy}") from error
+        raise UnknownModelSize(f"{here}, and {why}; {remedy}") from error
     if response.status_code != 200:
         what = f"{hub} answers {response.status_code} for its config.json"
-        raise CannotPlan(f"{here}, and {what}; a gated model needs HF_TOKEN")
+        raise UnknownModelSize(f"{here}, and {what}; a gated model needs HF_TOKEN")
     try:
         found: Any = response.json()
     except ValueError as error:
-        raise CannotPlan(f"{here}, and what {hub} gives as its config.json is no JSON") from error
+        raise UnknownModelSize(
+            f"{here}, and what {hub} gives as its config.json is no JSON"
+        ) from error
     if not isinstance(found, dict):
-        raise CannotPlan(f"{here}, and what {hub} gives as its config.json is no JSON object")
+        raise UnknownModelSize(f"{here}, and what {hub} gives as its config.json is no JSON object")
     return cast(Config, found)

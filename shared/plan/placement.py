@@ -27,7 +27,7 @@ from typing import Any
 from shared.job import Job, LoraSpec
 from shared.plan import rates
 from shared.plan.gpus import TABLE, Gpu, GpuGroup
-from shared.plan.memory import GIB, Ranks, Serving, sampler_memory, state_bytes, trainer_memory
+from shared.plan.memory import GIB, Ranks, SamplerShape, sampler_memory, state_bytes, trainer_memory
 from shared.plan.model import Model
 from shared.settings import Settings
 from shared.weights.architectures import choose_dtype
@@ -150,7 +150,7 @@ def _split(needs: PlanInput, trainer: tuple[Gpu, int], samplers: tuple[Gpu, int]
     room = needs.settings.gpu_memory_utilization * sampler_gpu.memory_gib
     sizes = _tensor_parallels(needs.model, num_free)
     ways = [
-        Way(
+        PlacementCandidate(
             "split", num_ranks, num_free // size, size, gpu, sampler_gpu, _settings(num_ranks, size)
         )
         for size in sizes
@@ -170,7 +170,7 @@ def _turns(needs: PlanInput, pool: GpuGroup) -> Placement:
     gpu = pool.gpu
     split = max(_tensor_parallels(needs.model, pool.count))
     settings = {"HONE_COLOCATE": "1", **_settings(pool.count, split)}
-    way = Way("turns", pool.count, 1, split, gpu, gpu, settings)
+    way = PlacementCandidate("turns", pool.count, 1, split, gpu, gpu, settings)
     trainer, _ = _memory(needs, way)
     stays = trainer.weights_gib + trainer.reference_gib + trainer.overhead_gib
     stays += state_bytes(needs.model, needs.job, _ranks(needs, way)).resting / GIB
@@ -199,7 +199,7 @@ def _shared(needs: PlanInput, pool: GpuGroup) -> Placement:
     share = _utilization(needs.settings, SHARED_UTILIZATION)
     return _judged(
         needs,
-        Way("shared", 1, 1, 1, pool.gpu, pool.gpu, {}),
+        PlacementCandidate("shared", 1, 1, 1, pool.gpu, pool.gpu, {}),
         trainer_room=max(USABLE - share, 0.0) * pool.gpu.memory_gib,
         sampler_room=share * pool.gpu.memory_gib,
     )
@@ -208,7 +208,9 @@ def _shared(needs: PlanInput, pool: GpuGroup) -> Placement:
 def _on_cpu(needs: PlanInput, gpu: Gpu) -> Placement:
     """Both are in the host's memory. The sampler's cache has its configured size."""
     settings = needs.settings
-    way = Way("cpu", settings.trainer_ranks, settings.rollout_replicas, 1, gpu, gpu, {})
+    way = PlacementCandidate(
+        "cpu", settings.trainer_ranks, settings.rollout_replicas, 1, gpu, gpu, {}
+    )
     _, sampler = _memory(needs, way)
     each = sampler.weights_gib + sampler.overhead_gib + settings.kv_cache_gib
     return _judged(
@@ -225,7 +227,7 @@ def _utilization(settings: Settings, default: float) -> float:
 
 
 @dataclass(frozen=True)
-class Way:
+class PlacementCandidate:
     """A placement to be judged, and the settings that choose it."""
 
     kind: Kind
@@ -237,9 +239,9 @@ class Way:
     settings: dict[str, str]
 
 
-def _memory(needs: PlanInput, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
+def _memory(needs: PlanInput, way: PlacementCandidate) -> tuple[TrainerMemory, SamplerMemory]:
     settings = needs.settings
-    serving = Serving(
+    serving = SamplerShape(
         tensor_parallel=way.split,
         max_sequences=settings.max_num_seqs or way.sampler.max_sequences,
         sequences=-(-needs.load.completions // way.num_samplers),
@@ -260,7 +262,7 @@ def _memory(needs: PlanInput, way: Way) -> tuple[TrainerMemory, SamplerMemory]:
     )
 
 
-def _ranks(needs: PlanInput, way: Way) -> Ranks:
+def _ranks(needs: PlanInput, way: PlacementCandidate) -> Ranks:
     device, turns = _device(way.trainer), way.kind == "turns"
     host_bytes = way.trainer.memory_gib * GIB if way.trainer.is_cpu else None
     return Ranks(way.num_ranks, needs.itemsize(way.trainer), device, turns, host_bytes)
@@ -270,7 +272,9 @@ def _device(gpu: Gpu) -> str:
     return "cpu" if gpu.is_cpu else "gpu"
 
 
-def _judged(needs: PlanInput, way: Way, *, trainer_room: float, sampler_room: float) -> Placement:
+def _judged(
+    needs: PlanInput, way: PlacementCandidate, *, trainer_room: float, sampler_room: float
+) -> Placement:
     """Returns the placement with its needs, and why it does not fit into so many GiB."""
     trainer, sampler = _memory(needs, way)
     on_each = "" if way.trainer.is_cpu else " on each GPU"
@@ -309,11 +313,13 @@ def sequences_at_once(sampler: SamplerMemory, room_gib: float, sequence_tokens: 
     return max(1, min(sampler.sequences, int(free // each)))
 
 
-def _time(needs: PlanInput, way: Way, sampler: SamplerMemory, room_gib: float) -> StepTime | None:
+def _time(
+    needs: PlanInput, way: PlacementCandidate, sampler: SamplerMemory, room_gib: float
+) -> StepTime | None:
     at_once = sequences_at_once(sampler, room_gib, needs.longest)
     itemsize = needs.itemsize(way.sampler)
     sampling = rates.SamplingRate(way.num_samplers, way.split, at_once, way.sampler, itemsize)
-    training = rates.Training(way.num_ranks, way.trainer, needs.itemsize(way.trainer))
+    training = rates.TrainingRate(way.num_ranks, way.trainer, needs.itemsize(way.trainer))
     return rates.time_by_rates(needs.model, needs.job, needs.load, sampling, training, way.kind)
 
 

@@ -21,7 +21,7 @@ from shared.job.checks import check_groups
 from shared.plan import rates
 from shared.plan.gpus import TABLE, Gpu, GpuGroup, parse_gpus, visible_gpus
 from shared.plan.memory import GIB
-from shared.plan.model import CannotPlan, Model
+from shared.plan.model import Model, UnknownModelSize
 from shared.plan.placement import PlanInput, enough_gpus, placements, remedies
 from shared.settings import Settings
 from shared.wire.records import Cost, Placement, Plan, PromptLengths
@@ -121,12 +121,12 @@ LEAST_HOST_GIB = 1.0
 
 
 @dataclass(frozen=True)
-class Known:
+class PlanMeasurements:
     """Knowledge beyond the job itself: the tokens of its longest prompt as they were given, the
     rates of a similar run, and the counted `lengths` of its prompts. None: unknown."""
 
     prompt_tokens: int | None = None
-    measured: rates.Measured | None = None
+    measured: rates.MeasuredRates | None = None
     lengths: PromptLengths = field(default_factory=PromptLengths)
 
     @property
@@ -152,15 +152,15 @@ def make_plan(
     model: Model,
     settings: Settings,
     pools: tuple[GpuGroup, ...],
-    known: Known | None = None,
+    known: PlanMeasurements | None = None,
 ) -> Plan:
     """Returns the job's plan on these GPUs. Raises BadRequest for prices that cannot be read, for
-    prompts and completions beyond the model's context, and for groups of one; CannotPlan for a job
-    of 0 steps."""
+    prompts and completions beyond the model's context, and for groups of one; UnknownModelSize for
+    a job of 0 steps."""
     check_groups(job)
     if not job.trains:
-        raise CannotPlan("steps is 0: the job only evaluates, and plans are of training")
-    known = known or Known()
+        raise UnknownModelSize("steps is 0: the job only evaluates, and plans are of training")
+    known = known or PlanMeasurements()
     needs = _needs(job, model, settings, known)
     best, *others = placements(needs, pools)
     if known.measured is not None and best.fits:
@@ -186,8 +186,8 @@ def make_plan(
     )
 
 
-def _needs(job: Job, model: Model, settings: Settings, known: Known) -> PlanInput:
-    if job.steps_never_sample:
+def _needs(job: Job, model: Model, settings: Settings, known: PlanMeasurements) -> PlanInput:
+    if job.trains_without_sampling:
         job = _with_answers(job, model)
     room = _room(job, model)
     if known.longest_prompt is None:
@@ -246,7 +246,7 @@ def _cost(job: Job, placement: Placement, price: Price | None) -> Cost | None:
 
 def _notes(
     needs: PlanInput,
-    known: Known,
+    known: PlanMeasurements,
     placement: Placement,
     price: Price | None,
     pools: tuple[GpuGroup, ...],
@@ -271,7 +271,7 @@ def _notes(
             "of batches side by side"
         )
     if known.measured is None and placement.time is not None:
-        what = "answers" if job.steps_never_sample else "completions"
+        what = "answers" if job.trains_without_sampling else "completions"
         notes.append(
             f"{what} are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
             f"), and times are from {_source(pools[0].gpu)}; `hone plan --measured RUN` takes the "

@@ -108,7 +108,7 @@ class SamplingRate:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingRate:
     """The trainer: its ranks, the GPU of each, and the bytes of a weight."""
 
     num_ranks: int
@@ -117,7 +117,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRates:
     """A run's measured rates on its GPUs: completion tokens sampled and trained per second, the
     seconds of a sync, and the tokens of a completion. Medians over its steps. All sampled tokens
     count as trained: groups without signal take no training time in a similar run either.
@@ -131,7 +131,12 @@ class Measured:
 
 
 def time_by_rates(
-    model: Model, job: Job, load: StepSize, sampling: SamplingRate, training: Training, kind: Kind
+    model: Model,
+    job: Job,
+    load: StepSize,
+    sampling: SamplingRate,
+    training: TrainingRate,
+    kind: Kind,
 ) -> StepTime | None:
     """Returns the time of a step by the rates of the GPUs or of the CPU; None if one has none."""
     gpu, size, ranks = training.gpu, training.itemsize, training.num_ranks
@@ -147,7 +152,7 @@ def time_by_rates(
         train_s += num_updates * trained / ranks / CPU_ADAM_PER_S
     elif kind == "turns" and is_moved(job.memory, size):
         train_s += 2 * 12 * trained / ranks / MOVED_BYTES_PER_S
-    given = job.steps_never_sample
+    given = job.trains_without_sampling
     sample_s = 0.0 if given else _sample_s(model, load, sampling)
     beside = job.max_staleness > 0 and kind == "split"
     sync_s = 0.0 if given else size * synced / shares.sync_bytes_per_s
@@ -155,7 +160,7 @@ def time_by_rates(
     return step.model_copy(update={"source": "benchmarked"}) if gpu.is_cpu else step
 
 
-def time_by_run(job: Job, load: StepSize, found: Measured) -> StepTime:
+def time_by_run(job: Job, load: StepSize, found: MeasuredRates) -> StepTime:
     """Returns the time of a step at a run's measured rates."""
     tokens = load.completions * load.completion_tokens
     sample_s, train_s = tokens / found.sampled_per_s, tokens / found.trained_per_s
@@ -163,7 +168,7 @@ def time_by_run(job: Job, load: StepSize, found: Measured) -> StepTime:
     return step.model_copy(update={"source": "measured"})
 
 
-def rates_of(rows: Sequence[MetricsRow], job: Job) -> Measured | None:
+def rates_of(rows: Sequence[MetricsRow], job: Job) -> MeasuredRates | None:
     """Returns the measured rates of a run of `job` with these rows; None if no step both sampled
     and trained."""
     completions = job.sampling.prompts_per_step * job.completions_per_prompt
@@ -172,7 +177,7 @@ def rates_of(rows: Sequence[MetricsRow], job: Job) -> Measured | None:
     if not steps:
         return None
     lengths = [step["completions/mean_length"] for step in steps]
-    return Measured(
+    return MeasuredRates(
         sampled_per_s=_median_rate(completions, steps, "time/generate"),
         trained_per_s=_median_rate(completions, steps, "time/train"),
         sync_s=statistics.median(step.get("time/sync", 0.0) for step in steps),

@@ -208,7 +208,7 @@ def experts_of(config: Config) -> Experts | None:
     return Experts(int(num), int(per_token), each, int(shared))
 
 
-def not_tried(model: str, config: Config) -> str | None:
+def untested_warning(model: str, config: Config) -> str | None:
     """Returns a warning for a job whose mixture of experts was not tried; None without one."""
     inner: Config = config.get("text_config") or config
     names: Any = config.get("architectures") or [None]

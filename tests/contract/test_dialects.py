@@ -18,7 +18,7 @@ from services.orchestrator.app import create_service
 from services.orchestrator.extensions.agents.sessions import MAX_BODY_BYTES, Session
 from services.orchestrator.store.store import Store
 from shared.host import logs
-from shared.http.rendering import READ_BYTES, reading
+from shared.http.rendering import READ_BYTES, parse_body
 from shared.settings import Settings
 from tests.support.rendering_sampler import RenderingSampler, Reply, call, open_session
 
@@ -407,8 +407,8 @@ async def test_a_body_beyond_16_mib_is_refused_with_a_sentence(refusing: Bench, 
 
 async def test_a_large_body_is_read_in_a_thread() -> None:
     here = threading.get_ident()
-    assert await reading(READ_BYTES, threading.get_ident) == here
-    assert await reading(READ_BYTES + 1, threading.get_ident) != here
+    assert await parse_body(READ_BYTES, threading.get_ident) == here
+    assert await parse_body(READ_BYTES + 1, threading.get_ident) != here
 
 
 async def test_a_session_keeps_of_a_message_what_templates_read(settings: Settings) -> None:

@@ -13,8 +13,8 @@ import datasets.config
 import pytest
 
 from services.orchestrator.data import sources
-from services.orchestrator.data.apart import apart
-from services.orchestrator.data.sources import asks_hub, asks_of, fetch
+from services.orchestrator.data.apart import run_in_subprocess
+from services.orchestrator.data.sources import fetch, needs_hub, source_requests
 from services.orchestrator.grpo.prompts import load_prompts
 from shared.errors import Unavailable
 from shared.job import Job
@@ -52,7 +52,7 @@ def hub(cache: Path, job: Job) -> Iterator[DataHub]:
     with hub.serving() as url, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_ENDPOINT", url)
         patch.delenv("HF_HUB_OFFLINE")
-        asyncio.run(fetch(asks_of(job, Settings()).values()))
+        asyncio.run(fetch(source_requests(job, Settings()).values()))
         assert hub.num_asked > 0
         yield hub
 
@@ -77,9 +77,9 @@ async def test_a_commit_that_this_machine_has_is_read_without_the_hub(
     num_asked = hub.num_asked
     hub.answers.clear()
     async with asyncio.timeout(DEADLINE_S):
-        await fetch(asks_of(job, settings).values())
-        assert not await asyncio.to_thread(asks_hub, job, settings)
-        prompts = await apart(_read, job, settings, {}, deadline_s=DEADLINE_S)
+        await fetch(source_requests(job, settings).values())
+        assert not await asyncio.to_thread(needs_hub, job, settings)
+        prompts = await run_in_subprocess(_read, job, settings, {}, deadline_s=DEADLINE_S)
     hub.answers.set()
     assert prompts == (20, {"train": COMMIT}, ["0?", "1?"])
     assert hub.num_asked == num_asked
@@ -92,7 +92,7 @@ async def test_no_other_commit_is_taken_for_the_one_of_the_submission(
     unreachable."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(Unavailable, match=f"does not have its commit {'b' * 40}"):
-        await apart(_read, job, settings, {"train": "b" * 40}, deadline_s=DEADLINE_S)
+        await run_in_subprocess(_read, job, settings, {"train": "b" * 40}, deadline_s=DEADLINE_S)
 
 
 def _read(job: Job, settings: Settings, versions: dict[str, str]) -> Any:

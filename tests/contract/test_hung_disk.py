@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.jobs import needs
-from services.orchestrator.jobs.needs import Needs
+from services.orchestrator.jobs.needs import Dependencies
 from services.orchestrator.store import identity, run_folders
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.records import Submission
@@ -76,7 +76,7 @@ async def test_what_a_job_needs_is_looked_at_on_a_disk_that_hangs(
     async with FakeServices(settings).running(settings) as running:
         settings.runs_dir.mkdir(exist_ok=True)
         assert await store.check(settings.runs_dir) is None
-        looking = Needs(running, store)
+        looking = Dependencies(running, store)
         assert await looking.look() is None
         hang(identity, "unmounted")
         async with asyncio.timeout(60):

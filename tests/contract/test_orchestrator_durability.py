@@ -15,7 +15,7 @@ from services.orchestrator.jobs.attempt import Attempt
 from services.orchestrator.store import keys, leases
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.leases import Lease, resource
-from services.orchestrator.store.records import Submission, Unreadable
+from services.orchestrator.store.records import Submission, UnreadableRecord
 from services.orchestrator.store.store import Store
 from shared.errors import Conflict
 from shared.http.client import Client
@@ -249,7 +249,7 @@ async def test_a_job_that_cannot_be_read_is_paused_and_the_next_one_runs(
         last = (await store.events(ids[0], "0"))[-1]
         assert last.level == "warning" and "cannot be read by this version" in last.message
         page = await store.list(None, 10)
-        with pytest.raises(Unreadable):
+        with pytest.raises(UnreadableRecord):
             await store.get(ids[0])
     assert [(one.id, one.status) for one in page.jobs] == [
         (ids[1], "succeeded"),

@@ -278,12 +278,12 @@ async def test_a_recover_that_broke_off_is_done_again_and_one_bad_folder_ends_no
         return [(each.status, each.problem) for each in found]
 
     with monkeypatch.context() as patched:
-        patched.setattr(RunFolder, "belong_to", Mock(side_effect=RuntimeError("it was killed")))
+        patched.setattr(RunFolder, "set_redis", Mock(side_effect=RuntimeError("it was killed")))
         with pytest.raises(RuntimeError):
             await recovered()
     with monkeypatch.context() as patched:
         full = Mock(side_effect=[Failed("the disk is full"), None])
-        patched.setattr(RunFolder, "belong_to", full)
+        patched.setattr(RunFolder, "set_redis", full)
         assert await recovered() == [(None, "the disk is full"), ("paused", None)]
     assert await recovered() == [("paused", None), ("paused", None)]
     assert [run.redis for run in find_runs(settings.runs_dir)] == [store.identity] * 2

@@ -26,8 +26,8 @@ from services.rollout.app import registered
 from shared.errors import BadRequest, Conflict, HoneError
 from shared.host.processes import free_port
 from shared.http.client import Client
-from shared.http.connecting import tell_nobody
-from shared.http.operations import Draining
+from shared.http.connecting import no_notify
+from shared.http.operations import DrainState
 from shared.job import Job
 from shared.settings import Settings
 from shared.wire import (
@@ -203,7 +203,7 @@ async def test_a_sampler_renews_its_lease_and_unregisters_when_it_drains(
         }
     )
     serving = [ServingWeights(replica="r0")]
-    draining = Draining("rollout")
+    draining = DrainState("rollout")
     store = Store(redis_url)
     await store.open()
     server = create_service(own, store).server(port)
@@ -259,7 +259,7 @@ async def test_whatever_goes_wrong_at_a_renewal_the_next_one_comes(
 
     async with (
         serving_orchestrator(settings, store) as own,
-        registered(own, serving, Draining("rollout")),
+        registered(own, serving, DrainState("rollout")),
         asyncio.timeout(90),
     ):
         while not await store.samplers.all():
@@ -283,7 +283,7 @@ async def test_a_sampler_that_was_refused_leaves_the_other_one_of_its_name_regis
     async with serving_orchestrator(settings, store) as own, asyncio.timeout(90):
         other = "http://127.0.0.1:8002"
         taken = await store.samplers.register("r0", Registration(url=other))
-        async with registered(own, serving, Draining("rollout")):
+        async with registered(own, serving, DrainState("rollout")):
             while len(asked) < 3:
                 await asyncio.sleep(0.01)
         assert [each.url for each in await store.samplers.all()] == [taken.url]
@@ -316,7 +316,7 @@ async def test_the_rollout_service_is_registered_from_its_start_to_its_end(
 async def test_a_sampler_that_does_not_say_where_it_is_registers_nowhere(
     settings: Settings,
 ) -> None:
-    draining, asked = Draining("rollout"), list[str]()
+    draining, asked = DrainState("rollout"), list[str]()
 
     def serving() -> ServingWeights:
         asked.append("what serves")
@@ -463,7 +463,7 @@ async def test_while_redis_is_away_the_samplers_are_those_of_before(
             return [fake.url]
 
         settings = settings.model_copy(update={"rollout_url": "registered"})
-        samplers = SamplerPool(settings, tell_nobody, urls)
+        samplers = SamplerPool(settings, no_notify, urls)
         await samplers.open(ModelRequest(model="m"))
         while len(asked) < 4:
             await asyncio.sleep(0.01)

@@ -20,12 +20,12 @@ import redis.asyncio as redis
 from services.orchestrator.store import connection, identity, keys, leases
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.leases import MAX_TRIES, Lease, LeaseLost, resource
-from services.orchestrator.store.lists import Wanted
-from services.orchestrator.store.records import Submission, Unreadable, new_job_id
+from services.orchestrator.store.lists import JobFilter
+from services.orchestrator.store.records import Submission, UnreadableRecord, new_job_id
 from services.orchestrator.store.registrations import RegisteredTrainer
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Conflict, NotFound
-from shared.http.connecting import Presence, tell_nobody
+from shared.http.connecting import Presence, no_notify
 from shared.job import DataSpec, EvaluationSpec, HeldOutSpec
 from shared.wire import JobSummary, Obstacle, UploadedFile
 from tests.support import orchestrator_stack
@@ -34,7 +34,7 @@ from tests.support.link import Link
 
 TRAINER = "http://trainer"
 RUNS = Path("/runs")
-REDIS = Presence("Redis", tell_nobody)
+REDIS = Presence("Redis", no_notify)
 
 # fixtures: of one orchestrator, and of another
 store, other = orchestrator_stack.store, orchestrator_stack.store
@@ -747,7 +747,7 @@ async def test_a_job_that_cannot_be_read_is_listed_by_what_can(
     assert [(one.id, one.status) for one in (await store.list(None, 2)).jobs] == [
         (job_id, "queued")
     ]
-    with pytest.raises(Unreadable, match="cannot be read by this version"):
+    with pytest.raises(UnreadableRecord, match="cannot be read by this version"):
         await store.get(job_id)
 
 
@@ -761,7 +761,7 @@ async def test_a_record_that_cannot_be_read_is_named_and_hides_no_other(
     assert [record.id for record in page.jobs] == [ids[2]]
     assert page.unreadable == (ids[1],) and page.next_after is not None
     assert [record.id for record in (await store.list(page.next_after, 2)).jobs] == [ids[0]]
-    with pytest.raises(Unreadable, match=f"the record of job '{ids[1]}'.*cannot be read"):
+    with pytest.raises(UnreadableRecord, match=f"the record of job '{ids[1]}'.*cannot be read"):
         await store.get(ids[1])
     assert (await store.pause(ids[1])).status == "paused"
     assert (await store.resume(ids[1])).status == "queued"
@@ -778,7 +778,7 @@ async def test_a_list_has_the_jobs_that_fit_all_that_is_asked_for(store: Store) 
     await store.pause(a)
 
     async def found(**wanted: Any) -> list[str]:
-        return [one.id for one in (await store.list(None, 10, Wanted(**wanted))).jobs]
+        return [one.id for one in (await store.list(None, 10, JobFilter(**wanted))).jobs]
 
     assert await found() == [c, b, a]
     assert await found(status="paused") == [a]
@@ -789,9 +789,9 @@ async def test_a_list_has_the_jobs_that_fit_all_that_is_asked_for(store: Store) 
     assert await found(metadata={"team": "x"}) == []
     assert await found(metadata=None) == [c]
     assert await found(openai=True) == [c]
-    page = await store.list(None, 1, Wanted(metadata={"team": "math"}))
+    page = await store.list(None, 1, JobFilter(metadata={"team": "math"}))
     assert ([one.id for one in page.jobs], page.next_after is None) == ([b], False)
-    page = await store.list(b, 1, Wanted(metadata={"team": "math"}))
+    page = await store.list(b, 1, JobFilter(metadata={"team": "math"}))
     assert ([one.id for one in page.jobs], page.next_after) == ([a], None)
 
 
@@ -837,7 +837,7 @@ async def test_a_record_of_an_older_version_is_listed_and_filtered_too(
     )
     await raw.hdel(keys.job(job_id), "model", "metadata", "openai", "files")
     await store.open()
-    wanted = Wanted(metadata={"team": "math"}, openai=True)
+    wanted = JobFilter(metadata={"team": "math"}, openai=True)
     (listed,) = (await store.list(None, 10, wanted)).jobs
     assert (listed.id, listed.model, listed.metadata) == (job_id, JOB.model, {"team": "math"})
     with pytest.raises(
@@ -892,7 +892,7 @@ async def test_what_is_no_job_does_not_stop_the_queue(store: Store, raw: Any) ->
 async def test_a_status_of_another_version_is_left_as_it_is(store: Store, raw: Any) -> None:
     job_id = await submit(store)
     await raw.hset(keys.job(job_id), "status", "dreaming")
-    with pytest.raises(Unreadable, match=r"the record of job .*cannot be read"):
+    with pytest.raises(UnreadableRecord, match=r"the record of job .*cannot be read"):
         await store.cancel(job_id)
     assert await store.status(job_id) == "dreaming"
 

@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 import pytest
 from pydantic import BaseModel
 
-from hone.cli import found as found_commands
+from hone.cli import find_commands as found_commands
 from services.orchestrator.app import create_service as create_orchestrator
 from services.orchestrator.store.store import Store
 from services.reward.app import create_service as create_reward

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
-from services.orchestrator.extensions.diagnosis.facts import Facts
+from services.orchestrator.extensions.diagnosis.facts import RunSnapshot
 from shared.job import Job
 from shared.wire import Batch, Finding, MetricsRow, Part, Prompt, Rollout, RolloutGroup, Score
 from tests.support.scored_batches import make_job
@@ -20,7 +20,7 @@ def job_with(**changes: Any) -> Job:
 
 def facts(
     metrics: Mapping[str, Sequence[float | None]], job: Job | None = None, **others: Any
-) -> Facts:
+) -> RunSnapshot:
     """A run whose step 1 has the first value of each metric; None: the step lacks it."""
     columns = itertools.zip_longest(*metrics.values())
     rows = [
@@ -34,14 +34,14 @@ def facts(
         )
         for step, values in enumerate(columns, 1)
     ]
-    return Facts(job=job or job_with(), rows=rows, **others)
+    return RunSnapshot(job=job or job_with(), rows=rows, **others)
 
 
-def codes(found: Facts) -> list[str]:
+def codes(found: RunSnapshot) -> list[str]:
     return [finding.code for finding in diagnose(found)]
 
 
-def only(found: Facts) -> Finding:
+def only(found: RunSnapshot) -> Finding:
     """The one finding of the run."""
     (finding,) = diagnose(found)
     assert finding.title and finding.cause and finding.remedy and finding.evidence

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.engine import Update
-from services.trainer.processes.launch_folder import Past
+from services.trainer.processes.launch_folder import RestartHistory
 from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
 from shared.errors import BadRequest, Unavailable
@@ -140,12 +140,12 @@ class FakeEngine:
         own = folder / f"rank-{self.rank}"
         self.num_updates = int((own if own.exists() else folder / "rank-0").read_text())
 
-    def set_aside(self) -> tuple[int, list[tuple[Example, ...]]]:
+    def swap_out(self) -> tuple[int, list[tuple[Example, ...]]]:
         if self.aside_fault is not None:
             raise self.aside_fault
         return self.num_updates, self.calls
 
-    def take_up(self, job: Job, aside: tuple[int, list[tuple[Example, ...]]] | None) -> None:
+    def swap_in(self, job: Job, aside: tuple[int, list[tuple[Example, ...]]] | None) -> None:
         if self.turn_fault is not None:
             raise self.turn_fault
         self.job = job
@@ -247,7 +247,7 @@ def on_all(*acts: Any) -> list[Any]:
 
 
 def make_trainer(
-    tmp_path: Path, ranks: Ranks | None = None, past: Past | None = None, **settings: Any
+    tmp_path: Path, ranks: Ranks | None = None, past: RestartHistory | None = None, **settings: Any
 ) -> tuple[Trainer, Engines]:
     def check_job(job: Job) -> None:
         if job.model == "missing":

@@ -150,7 +150,7 @@ async def a_pair(
     `model`, or a tiny one."""
     from transformers import AutoModelForCausalLM
 
-    from services.trainer.zero.models import as_kept
+    from services.trainer.zero.models import model_tensors
 
     # vLLM on a CPU needs heads of 32
     model = model or make_tiny_model(folder / "model", num_heads=2)
@@ -166,7 +166,7 @@ async def a_pair(
             await sampler.put_model(ModelRequest(model=str(model), dtype=dtype))
             network = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device)
             publisher = Publisher(
-                settings, "job", lambda: as_kept(network, dict(network.state_dict()))
+                settings, "job", lambda: model_tensors(network, dict(network.state_dict()))
             )
             yield Pair(Trainer(network, settings, publisher, server), sampler)
         finally:
@@ -313,7 +313,7 @@ async def test_a_group_that_nothing_ends_is_found_out_in_seconds_while_it_sample
 
     await agree(pair, "shm")
     before, hung = pair.sampler.serving, threading.Event()
-    monkeypatch.setattr(transfer, "joined", lambda member: hung.wait())
+    monkeypatch.setattr(transfer, "join_group", lambda member: hung.wait())
     pair.trainer.step(0.1)
     ref = pair.trainer.publish("nccl")
     engine = await pair.sampler.ready_engine()

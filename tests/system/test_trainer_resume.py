@@ -148,7 +148,7 @@ def test_a_trainer_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_befo
     rank.kill()
     writing.join()
     state = service.wait_until_back(restarts + 1)
-    steps = [found.step for found in checkpoints.listed(folder)]
+    steps = [found.step for found in checkpoints.list_checkpoints(folder)]
     assert steps in ([1, 2], [2, 3]), "the third is whole or absent"
     assert (state.step, state.damaged) == (steps[-1], ())
     assert service.step("cut-off", state.step + 1, batches[0]).step == state.step + 1

@@ -39,7 +39,7 @@ def test_the_job_in_the_readme_is_the_demos() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_and_target_in_a_page_exists(page: str) -> None:
     text = (ROOT / page).read_text()
-    assert set(re.findall(r"(?:`|bin/)hone (\w+)", text)) <= cli.found().keys()
+    assert set(re.findall(r"(?:`|bin/)hone (\w+)", text)) <= cli.find_commands().keys()
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"(?:`|^ +)make ([\w-]+)", text, re.MULTILINE)) <= targets
 

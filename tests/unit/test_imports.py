@@ -82,7 +82,7 @@ def test_rooms_of_the_orchestrator_import_only_rooms_below() -> None:
 
 def test_the_picture_of_the_rooms_is_as_the_code_is() -> None:
     page = pages.ARCHITECTURE.read_text()
-    assert pages.drawn(page) == page, "run `make docs`"
+    assert pages.draw_rooms(page) == page, "run `make docs`"
 
 
 def test_no_relative_imports() -> None:

@@ -39,7 +39,7 @@ from shared.host import disk
 from shared.host.logs import API_KEY, get_logger
 from shared.http import codec, rendering
 from shared.http.gate import READING, caller
-from shared.http.rendering import Made, media_type, render
+from shared.http.rendering import CreatedResource, media_type, render
 from shared.http.service import Service
 from shared.settings import Settings
 from shared.wire import Access, ApiKey, CreatedKey, CreateKey, KeyList, KeyRevoked
@@ -208,7 +208,9 @@ def _digest(secret: str) -> str:
 def add_routes(service: Service, settings: Settings, keys: Keys) -> None:
     app = service.app
 
-    @app.post(PATH, dependencies=[TOKEN_ONLY], responses=rendering.answers(Made[CreatedKey]))
+    @app.post(
+        PATH, dependencies=[TOKEN_ONLY], responses=rendering.answers(CreatedResource[CreatedKey])
+    )
     async def create_key(request: Request) -> Response:
         """Makes a key. Only this answer has its secret, and no operation keeps it: a caller that
         misses the answer revokes the key."""
@@ -220,7 +222,7 @@ def add_routes(service: Service, settings: Settings, keys: Keys) -> None:
         data = await request.body()
         wanted = codec.decode(CreateKey, data, media_type(request, data))
         key = await asyncio.to_thread(keys.create, wanted.name, wanted.access, wanted.weight)
-        made = Made[CreatedKey](body=key, location=f"{PATH}/{key.name}", is_new=True)
+        made = CreatedResource[CreatedKey](body=key, location=f"{PATH}/{key.name}", is_new=True)
         return await render(made, request)
 
     service.body(CreateKey, "POST", PATH)

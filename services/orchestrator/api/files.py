@@ -15,11 +15,11 @@ from starlette.datastructures import FormData, UploadFile
 
 from services.orchestrator.data.uploads import Quota, Uploads, new_id
 from services.orchestrator.store.store import Store
-from services.orchestrator.tasks import to_the_end
+from services.orchestrator.tasks import finish_despite_cancel
 from shared.errors import BadRequest, HoneError, NotFound, TooLarge
 from shared.explain import nearest
 from shared.host.logs import get_logger
-from shared.host.processes import in_own_thread
+from shared.host.processes import run_in_thread
 from shared.http.operations import DOWNLOADED, DownloadedFile
 from shared.http.service import Service
 from shared.job import UPLOADED
@@ -146,7 +146,7 @@ async def finish_removals(settings: Settings, store: Store) -> None:
     between."""
     uploads = Uploads(settings.runs_dir)
     try:
-        for file in await in_own_thread(uploads.list):
+        for file in await run_in_thread(uploads.list):
             if await store.removals.created_at(file.id) is not None:
                 await _finish_removal(uploads, store, file.id)
     except HoneError as error:
@@ -179,7 +179,7 @@ async def _alone_with(uploads: Uploads, id: str) -> AsyncGenerator[None]:
 async def _written(act: Callable[[], T]) -> T:
     """Returns the result of `act`. It may take long, because jobs write by the pool's threads too.
     A cancelled request waits for it, and keeps the file's lock as long."""
-    return await to_the_end(in_own_thread(act))
+    return await finish_despite_cancel(run_in_thread(act))
 
 
 def _beyond(

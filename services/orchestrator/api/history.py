@@ -159,7 +159,7 @@ def _add_checkpoints(service: Service, store: Readable) -> None:
 
     async def kept(job_id: str) -> dict[int, Checkpoint]:
         await store.get(job_id)
-        found = await still_there(await store.checkpoints(job_id))
+        found = await existing_checkpoints(await store.checkpoints(job_id))
         return {checkpoint.step: checkpoint for checkpoint in found}
 
     async def folder(job_id: str, step: int) -> Path:
@@ -189,7 +189,7 @@ def _add_checkpoints(service: Service, store: Readable) -> None:
         return DownloadedFile(path, path.name)
 
 
-async def still_there(found: Sequence[Checkpoint]) -> list[Checkpoint]:
+async def existing_checkpoints(found: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Returns the checkpoints of `found` that are on disk."""
     return await asyncio.to_thread(lambda: [each for each in found if Path(each.path).is_dir()])
 

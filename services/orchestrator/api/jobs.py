@@ -16,20 +16,20 @@ from services.orchestrator.grpo.prompts import with_steps
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.preflight import Preflight, check_held_out, check_job, price_for
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.lists import Readable, Wanted
+from services.orchestrator.store.lists import JobFilter, Readable
 from services.orchestrator.store.records import Submission, find_runs
-from services.orchestrator.store.run_folders import accept, accepted, cancel, stop
+from services.orchestrator.store.run_folders import accept, cancel, complete_submission, stop
 from services.orchestrator.store.store import Store
-from services.orchestrator.writable import Writable
+from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, Conflict
-from shared.http.gate import scoped
-from shared.http.rendering import Made
+from shared.http.gate import scope_key
+from shared.http.rendering import CreatedResource
 from shared.http.service import Service, request_key
 from shared.job import Job
 from shared.job.file import changed
 from shared.plan.gpus import GpuGroup
-from shared.plan.model import CannotPlan, find_model
-from shared.plan.planning import Known, make_plan
+from shared.plan.model import UnknownModelSize, find_model
+from shared.plan.planning import PlanMeasurements, make_plan
 from shared.settings import Settings
 from shared.wire import (
     DryRun,
@@ -64,7 +64,7 @@ METADATA: dict[str, Any] = {
 
 
 def add_routes(
-    service: Service, settings: Settings, store: Store, runs: Writable, checks: CheckExecutor
+    service: Service, settings: Settings, store: Store, runs: RunsDirCheck, checks: CheckExecutor
 ) -> None:
     _add_submitting(service, settings, store, runs, checks)
     add_reading(service, store)
@@ -82,14 +82,16 @@ def add_routes(
 
 
 def _add_submitting(
-    service: Service, settings: Settings, store: Store, runs: Writable, checks: CheckExecutor
+    service: Service, settings: Settings, store: Store, runs: RunsDirCheck, checks: CheckExecutor
 ) -> None:
-    async def submit(request: SubmitRequest) -> Made[JobRecord]:
+    async def submit(request: SubmitRequest) -> CreatedResource[JobRecord]:
         """Accepts a job once its data, rewards and model have been checked: 201, and it is on disk.
         If its Idempotency-Key was used for this job before: 200, and the job as it is now."""
         key = request_key.get()
-        if known := await accepted(store, request.job, key):
-            return Made[JobRecord](body=known, location=f"/v1/jobs/{known.id}", is_new=False)
+        if known := await complete_submission(store, request.job, key):
+            return CreatedResource[JobRecord](
+                body=known, location=f"/v1/jobs/{known.id}", is_new=False
+            )
         await runs.check()
         checked = await check_job(request.job, checks)
         submission = Submission(
@@ -102,12 +104,14 @@ def _add_submitting(
         )
         record = await accept(store, submission)
         is_new = record.id == submission.id
-        return Made[JobRecord](body=record, location=f"/v1/jobs/{record.id}", is_new=is_new)
+        return CreatedResource[JobRecord](
+            body=record, location=f"/v1/jobs/{record.id}", is_new=is_new
+        )
 
     async def withdraw(request: WithdrawRequest) -> Withdrawn:
         """Withdraws the submission with an Idempotency-Key. A submission that is under way or has
         yet to arrive is refused (409); a job that was accepted already is cancelled."""
-        job_id = await store.withdraw(scoped(request.key))
+        job_id = await store.withdraw(scope_key(request.key))
         return Withdrawn(job=await stop(store, job_id) if job_id else None)
 
     async def dry_run(request: SubmitRequest) -> DryRun:
@@ -123,13 +127,13 @@ def _add_submitting(
         Only the job's model is looked at, and how long prompts of its data are; what else is wrong
         with the data is not refused."""
         await asyncio.to_thread(named_model_folder, request.job.model, settings)
-        known = Known(lengths=await checks.lengths(request.job))
+        known = PlanMeasurements(lengths=await checks.lengths(request.job))
         try:
             pools, online = await checks.planned_gpus(), checks.hub_away is None
             return await asyncio.to_thread(
                 _planned, request.job, known, settings, pools, online=online
             )
-        except CannotPlan as error:
+        except UnknownModelSize as error:
             raise BadRequest(str(error)) from error
 
     service.operation("POST", "/v1/jobs", submit, durable=True)
@@ -153,7 +157,7 @@ def add_reading(service: Service, store: Readable) -> None:
         metadata: Annotated[str | None, Query(include_in_schema=False)] = None,
     ) -> JobList:
         """Summaries of jobs, newest first, filtered by status, name and metadata if given."""
-        wanted = Wanted(status=status, name=name, metadata=metadata_of(request))
+        wanted = JobFilter(status=status, name=name, metadata=metadata_of(request))
         return await store.list(after, limit, wanted)
 
     @app.get("/v1/jobs/{job_id}")
@@ -209,12 +213,14 @@ def _add_changing(
         return await store.resume(job_id, job)
 
 
-def _dry_run(job: Job, checked: Preflight, plan_of: Callable[[Job, Known], Plan]) -> DryRun:
+def _dry_run(
+    job: Job, checked: Preflight, plan_of: Callable[[Job, PlanMeasurements], Plan]
+) -> DryRun:
     planned, not_planned = None, ""
     data, trial = checked.data, checked.trial
     try:
-        planned = plan_of(job, Known(lengths=data.lengths))
-    except CannotPlan as error:
+        planned = plan_of(job, PlanMeasurements(lengths=data.lengths))
+    except UnknownModelSize as error:
         not_planned = str(error)
     return DryRun(
         job=job,
@@ -232,7 +238,12 @@ def _dry_run(job: Job, checked: Preflight, plan_of: Callable[[Job, Known], Plan]
 
 
 def _planned(
-    job: Job, known: Known, settings: Settings, pools: tuple[GpuGroup, ...], *, online: bool
+    job: Job,
+    known: PlanMeasurements,
+    settings: Settings,
+    pools: tuple[GpuGroup, ...],
+    *,
+    online: bool,
 ) -> Plan:
     model = find_model(job.model, job.model_revision, online=online)
     return make_plan(job, model, settings, pools, known)

@@ -18,7 +18,7 @@ from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.seams import Extensions
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
-from services.orchestrator.tasks import all_of
+from services.orchestrator.tasks import gather_all
 from shared.errors import BadRequest
 from shared.http import rendering
 from shared.http.service import Service
@@ -72,7 +72,7 @@ async def regrade(
         await reward.validate(_columns(await asyncio.to_thread(folder.batch, request.first_step)))
         for step in range(request.first_step, request.last_step + 1):
             batch = await asyncio.to_thread(folder.batch, step)
-            scores_PG = await all_of(map(reward.score, batch.prompts, batch.groups))
+            scores_PG = await gather_all(map(reward.score, batch.prompts, batch.groups))
             again = batch.model_copy(update={"scores": tuple(scores_PG)})
             pairs = compare(step, graded(batch, job), graded(again, changed_job))
             steps.append(summary(step, pairs))

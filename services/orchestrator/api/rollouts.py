@@ -27,7 +27,7 @@ from shared.http import rendering
 from shared.http.rendering import render
 from shared.http.service import Service
 from shared.job import Job
-from shared.templates import CannotCount, PromptReader
+from shared.templates import PromptReader, TokenizerUnavailable
 from shared.wire import (
     Batch,
     GradedRollout,
@@ -93,7 +93,7 @@ def _add_rollouts(service: Service, store: Readable) -> None:
             found = graded(batch, record.job)
             page = found[after:end]
             if detail:
-                page = detailed(page, batch, after, record.job, run.trained(number))
+                page = rollout_details(page, batch, after, record.job, run.trained(number))
             return page, len(found)
 
         page, total = await asyncio.to_thread(read)
@@ -183,7 +183,7 @@ def graded(batch: Batch, job: Job) -> tuple[GradedRollout, ...]:
     )
 
 
-def detailed(
+def rollout_details(
     rollouts: Sequence[GradedRollout],
     batch: Batch,
     first: int,
@@ -258,7 +258,7 @@ def _without_nan(column: Sequence[float]) -> tuple[float | None, ...]:
 def _reader(job: Job) -> tuple[PromptReader | None, str]:
     try:
         return _cached(job.model, job.model_revision, job.model_dump_json()), ""
-    except CannotCount as error:
+    except TokenizerUnavailable as error:
         return None, str(error)
 
 

@@ -16,7 +16,7 @@ from services.orchestrator.jobs.needs import ASKED
 from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest
-from shared.http.connecting import proxy_headers, trusted_by
+from shared.http.connecting import proxy_headers, ssl_context_for
 from shared.http.operations import own_metrics
 from shared.http.service import Service
 from shared.http.urls import REGISTERED, is_direct, is_loopback, without_password
@@ -117,7 +117,7 @@ async def _look(name: Name, url: str, settings: Settings) -> ServiceState:
                 base_url=url,
                 headers=own | proxy_headers(url),
                 trust_env=not is_direct(urlsplit(url).hostname or ""),
-                verify=trusted_by(url),
+                verify=ssl_context_for(url),
             ) as http,
         ):
             path, kind = ASKED[name]

@@ -23,13 +23,13 @@ QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS
 T = TypeVar("T")
 
 
-class NotInTime(Failed):
+class SubprocessTimeout(Failed):
     """The work was not done by its deadline, and was killed."""
 
 
-async def apart(work: Callable[..., T], *args: Any, deadline_s: float) -> T:
+async def run_in_subprocess(work: Callable[..., T], *args: Any, deadline_s: float) -> T:
     """Returns the result of `work(*args)`. `work` is a module's function; its arguments and result
-    can be pickled. Raises the work's own HoneError, and NotInTime."""
+    can be pickled. Raises the work's own HoneError, and SubprocessTimeout."""
     asked = pickle.dumps((work, args))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -43,7 +43,7 @@ async def apart(work: Callable[..., T], *args: Any, deadline_s: float) -> T:
         async with asyncio.timeout(deadline_s):
             answer, _ = await process.communicate(asked)
     except TimeoutError as error:
-        raise NotInTime(f"it was not done in {deadline_s:g} s") from error
+        raise SubprocessTimeout(f"it was not done in {deadline_s:g} s") from error
     finally:
         if process.returncode is None:
             process.kill()

@@ -13,16 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.data.hub import cached_model
-from services.orchestrator.data.tables import ROWS_LOOKED_AT, Row, Rows, Table, go_on, no_rows
+from services.orchestrator.data.tables import (
+    ROWS_LOOKED_AT,
+    Row,
+    Rows,
+    Table,
+    check_wanted,
+    no_rows,
+)
 from shared.errors import BadRequest
 from shared.explain import nearest
 from shared.job import DataSpec, Job
 from shared.templates import (
     RENDERER,
     ROWS_PER_REQUEST,
-    CannotCount,
-    CannotRender,
     PromptReader,
+    RenderFailed,
+    TokenizerUnavailable,
     prompt_reader,
 )
 from shared.weights.model_folder import model_folder, read_config, window_of
@@ -61,7 +68,7 @@ class Columns:
         return Problem(index, {new: row.get(old) for new, old in self.old.items()})
 
 
-class Chosen(Sequence[Problem]):
+class SelectedProblems(Sequence[Problem]):
     """The problems of a table, in its order: each row is read when it is asked for."""
 
     def __init__(self, rows: Rows, columns: Columns, indices: Sequence[int]) -> None:
@@ -78,14 +85,14 @@ class Chosen(Sequence[Problem]):
 
     def __getitem__(self, position: Any, /) -> Any:
         if isinstance(position, slice):
-            return Chosen(self._rows, self._columns, self._indices[position])
+            return SelectedProblems(self._rows, self._columns, self._indices[position])
         index = self._indices[position]
         return self._columns.problem(index, self._rows[index])
 
 
-def chosen(
+def select_problems(
     table: Table, spec: DataSpec, limit: int | None = None, filter_cpu_s: float = math.inf
-) -> tuple[Columns, Chosen]:
+) -> tuple[Columns, SelectedProblems]:
     """Returns the first `limit` problems of a table. Raises BadRequest if there are none, or the
     filter takes more than `filter_cpu_s` seconds of CPU time."""
     rows = table.rows()
@@ -99,10 +106,10 @@ def chosen(
             raise BadRequest(
                 f"data.filter {spec.filter!r} is true of no row of {table.name}; expected one"
             )
-    return columns, Chosen(rows, columns, indices[:limit])
+    return columns, SelectedProblems(rows, columns, indices[:limit])
 
 
-def streamed(
+def stream_problems(
     table: Table, columns: Columns, spec: DataSpec, filter_cpu_s: float = math.inf
 ) -> Iterator[Problem]:
     """Yields the problems of a table in order, without holding its rows. Raises BadRequest if the
@@ -113,7 +120,7 @@ def streamed(
     return _passing(problems, spec, table.name, _Budget(filter_cpu_s, per_problem=True))
 
 
-def looked_at(table: Table, spec: DataSpec) -> Columns:
+def peek_columns(table: Table, spec: DataSpec) -> Columns:
     """Returns the columns of a stream's first rows. Raises BadRequest if there are no rows."""
     first = list(itertools.islice(table.stream(), ROWS_LOOKED_AT))
     if not first:
@@ -169,7 +176,7 @@ class _Filter:
 
     def _kept(self) -> array[int]:
         rows = self.table.rows()
-        problems = Chosen(rows, self.columns, range(len(rows)))
+        problems = SelectedProblems(rows, self.columns, range(len(rows)))
         passing = _passing(problems, self.spec, self.table.name, _Budget(self.max_cpu_s))
         return array("q", itertools.islice((problem.index for problem in passing), self.limit))
 
@@ -199,10 +206,10 @@ def _passing(
     assert spec.filter is not None
     source = iter(problems)
     while several := list(itertools.islice(source, ROWS_PER_REQUEST)):
-        go_on()
+        check_wanted()
         try:
             holds, cpu_s = RENDERER.holds(spec.filter, [problem.row for problem in several])
-        except CannotRender as error:
+        except RenderFailed as error:
             raise unrenderable("data.filter", error, several, where) from error
         if not budget.spend(cpu_s, holds):
             raise _too_slow(where, spec, budget)
@@ -210,7 +217,7 @@ def _passing(
 
 
 def unrenderable(
-    key: str, error: CannotRender, problems: Sequence[Problem], where: str
+    key: str, error: RenderFailed, problems: Sequence[Problem], where: str
 ) -> BadRequest:
     """Returns the error for a template or a filter that failed on one of the problems."""
     if error.position is None:
@@ -286,7 +293,7 @@ def fit_of(job: Job) -> Fit | None:
         folder = tokenizer_folder(job)
         reader = prompt_reader(job.model, folder, job.sampling.template_args)
         window = window_of(read_config(folder)) if (folder / "config.json").is_file() else None
-    except CannotCount:
+    except TokenizerUnavailable:
         return None
     limits = [limit for limit in (job.max_model_len, window) if limit is not None]
     if not limits:
@@ -300,7 +307,7 @@ def fit_of(job: Job) -> Fit | None:
     )
     if not job.trains:
         return held_out_fit(fit, job)
-    if not (job.is_pushed or job.steps_never_sample):
+    if not (job.is_pushed or job.trains_without_sampling):
         _check_room(fit)
     return fit
 
@@ -332,7 +339,7 @@ def preview(job: Job, prompts: Sequence[Prompt]) -> tuple[tuple[PreviewedPrompt,
     contents = [prompt.content for prompt in shown]
     try:
         reader = reader_of(job)
-    except CannotCount as error:
+    except TokenizerUnavailable as error:
         return tuple(PreviewedPrompt(index=p.index, content=p.content) for p in shown), str(error)
     texts, counts = reader.texts(contents), reader.count(contents)
     previewed = tuple(
@@ -343,16 +350,16 @@ def preview(job: Job, prompts: Sequence[Prompt]) -> tuple[tuple[PreviewedPrompt,
 
 
 def reader_of(job: Job) -> PromptReader:
-    """Returns how the job's model reads prompts. Raises CannotCount."""
+    """Returns how the job's model reads prompts. Raises TokenizerUnavailable."""
     return prompt_reader(job.model, tokenizer_folder(job), job.sampling.template_args)
 
 
 def tokenizer_folder(job: Job) -> Path:
     """Returns the folder with the configuration and the tokenizer of the job's model; for a Hub
-    model, in this machine's cache. Raises CannotCount."""
+    model, in this machine's cache. Raises TokenizerUnavailable."""
     folder = model_folder(job.model) or cached_model(job.model, job.model_revision)
     if folder is None:
-        raise CannotCount(f"the model {job.model!r} is not in the Hugging Face cache here")
+        raise TokenizerUnavailable(f"the model {job.model!r} is not in the Hugging Face cache here")
     return folder
 
 
@@ -361,7 +368,7 @@ def tokenizer_stamp(job: Job) -> tuple[object, ...]:
     do."""
     try:
         folder = tokenizer_folder(job)
-    except CannotCount:
+    except TokenizerUnavailable:
         return ()
     names = ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     files = [folder / name for name in names]

@@ -73,7 +73,7 @@ def hub_url() -> str:
 
 
 @dataclass(frozen=True)
-class Pinned:
+class PinnedDataset:
     """A data set at a commit, with its configuration; None: the default one."""
 
     path: str
@@ -129,14 +129,14 @@ class HubTable(ArrowTable):
     def _load(self, *, streaming: bool) -> Any:
         if self.version is None:
             return super()._load(streaming=streaming)
-        pinned = Pinned(self.arguments["path"], self.arguments["name"], self.version)
+        pinned = PinnedDataset(self.arguments["path"], self.arguments["name"], self.version)
         builder = pinned.cached() or self._asked(pinned)
         if streaming:
             return builder.as_streaming_dataset(split=self.arguments["split"])
         builder.download_and_prepare()
         return builder.as_dataset(split=self.arguments["split"])
 
-    def _asked(self, pinned: Pinned) -> Any:
+    def _asked(self, pinned: PinnedDataset) -> Any:
         """Returns the builder from the Hub's files. If the Hub is unreachable, `datasets` would
         take another commit from its cache."""
         import datasets

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from services.orchestrator.data.choosing import Chosen, Problem
+from services.orchestrator.data.choosing import Problem, SelectedProblems
 from shared.errors import BadRequest
 from shared.job import DifficultySpec, Job
 
 
-class InTable:
+class TableOrder:
     """The order of a table, whose rows can be read in any order: a pass is a shuffle of all
     rows."""
 
@@ -60,7 +60,7 @@ class InTable:
         return _shuffled(len(self._problems), self._seed, epoch)[offset]
 
 
-class InStream:
+class StreamOrder:
     """A stream is read from its beginning on. Its rows are shuffled within a buffer. Replacement
     problems come from another shuffle of the stream, in which each step has a part of its own.
 
@@ -76,7 +76,7 @@ class InStream:
         self._spare = _tape(job, begin, "spare:", steps * self._count * num_rounds)
 
     def take(self, step: int, round: int) -> list[Problem]:
-        """As `InTable.take`."""
+        """As `TableOrder.take`."""
         count = self._count
         with self._turn:
             found = self._main.read((step - 1) * count, count)
@@ -89,10 +89,10 @@ class InStream:
             return found
 
 
-Order = InTable | InStream
+Order = TableOrder | StreamOrder
 
 
-class Tape:
+class ProblemStream:
     """An endless sequence of passes, read by position. The newest `keep` problems are held. To go
     back further, the stream is read again from the beginning of a pass."""
 
@@ -143,7 +143,7 @@ class Tape:
             self._problems = self._begin(number)
 
 
-def _tape(job: Job, begin: Callable[[], Iterator[Problem]], kind: str, keep: int) -> Tape:
+def _tape(job: Job, begin: Callable[[], Iterator[Problem]], kind: str, keep: int) -> ProblemStream:
     spec, seed = job.data, _seed(job)
 
     def begin_pass(number: int) -> Iterator[Problem]:
@@ -153,7 +153,7 @@ def _tape(job: Job, begin: Callable[[], Iterator[Problem]], kind: str, keep: int
         rng = random.Random(f"{kind}{seed}:{number}")
         return shuffled_within(problems, spec.shuffle_buffer, rng)
 
-    return Tape(begin_pass, keep)
+    return ProblemStream(begin_pass, keep)
 
 
 def shuffled_within(
@@ -230,10 +230,11 @@ class _Plan:
     skipped: frozenset[int]
 
 
-class Skipping(InTable):
-    """Walks through the passes of `InTable`, and leaves out problems that `[difficulty]` skips."""
+class SkippingOrder(TableOrder):
+    """Walks through the passes of `TableOrder`, and leaves out problems that `[difficulty]`
+    skips."""
 
-    def __init__(self, job: Job, problems: Chosen, history: History) -> None:
+    def __init__(self, job: Job, problems: SelectedProblems, history: History) -> None:
         super().__init__(job, problems)
         self._places = {problems.number(place): place for place in range(len(problems))}
         self._history = history

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.orchestrator.data.apart import NotInTime, apart
-from services.orchestrator.data.hub import HubTable, Pinned, hub_url
+from services.orchestrator.data.apart import SubprocessTimeout, run_in_subprocess
+from services.orchestrator.data.hub import HubTable, PinnedDataset, hub_url
 from services.orchestrator.data.tables import (
     ArrowTable,
     InlineTable,
@@ -45,7 +45,7 @@ EXPECTED = (
 
 
 @dataclass(frozen=True)
-class Ask:
+class SourceRequest:
     """A request for a source: the job's `source` under `key` ("data.train"), and the `split` of a
     Hugging Face dataset. `wanted` is the version at the job's submission, if known."""
 
@@ -69,13 +69,13 @@ class Kind:
 
     name: str
     is_meant: Callable[[Source], bool]
-    open: Callable[[Ask], Table]
+    open: Callable[[SourceRequest], Table]
 
 
-def open_source(ask: Ask) -> Table:
+def open_source(ask: SourceRequest) -> Table:
     """Returns the table that the job names. Raises BadRequest if it is missing or not allowed,
-    MustPause if it has changed since the job was submitted, Unavailable while the Hub cannot be
-    reached."""
+    OperatorActionNeeded if it has changed since the job was submitted, Unavailable while the Hub
+    cannot be reached."""
     if isinstance(ask.source, str):
         _check_name(ask)
     kind = next(kind for kind in KINDS if kind.is_meant(ask.source))
@@ -90,25 +90,25 @@ def is_on_hub(source: Source) -> bool:
         return False  # a name that `open_source` refuses
 
 
-def asks_of(
+def source_requests(
     job: Job, settings: Settings, versions: Mapping[str, str] | None = None
-) -> dict[str, Ask]:
+) -> dict[str, SourceRequest]:
     """Returns the sources that the job reads, by the names of their versions: "train", "eval" and
     "eval.<set>". A job of 0 steps reads no "train"."""
     data, wanted = job.data, versions or {}
-    asks: dict[str, Ask] = {}
+    asks: dict[str, SourceRequest] = {}
     if job.trains and data.train is not None:
-        asks["train"] = Ask(
+        asks["train"] = SourceRequest(
             "data.train", data.train, data.train_split, data, settings, wanted.get("train")
         )
     if data.eval is not None:
-        asks["eval"] = Ask(
+        asks["eval"] = SourceRequest(
             "data.eval", data.eval, data.eval_split, data, settings, wanted.get("eval")
         )
     for name, each in job.evaluation.sets.items():
         key, spec = f"evaluation.sets.{name}.source", each.within(data)
         known = wanted.get(f"eval.{name}")
-        asks[f"eval.{name}"] = Ask(key, each.source, each.split, spec, settings, known)
+        asks[f"eval.{name}"] = SourceRequest(key, each.source, each.split, spec, settings, known)
     return asks
 
 
@@ -119,7 +119,7 @@ def files_of(job: Job, settings: Settings) -> list[tuple[str, Path]]:
     found = [
         ("model", Path(model) / "config.json") for model in models if not HUB_ID.fullmatch(model)
     ]
-    for ask in asks_of(job, settings).values():
+    for ask in source_requests(job, settings).values():
         if not isinstance(ask.source, str):
             continue
         if UPLOADED.fullmatch(ask.source):
@@ -129,7 +129,7 @@ def files_of(job: Job, settings: Settings) -> list[tuple[str, Path]]:
     return found
 
 
-def _check_name(ask: Ask) -> None:
+def _check_name(ask: SourceRequest) -> None:
     """Raises BadRequest for a name that the file system cannot look up."""
     if "\0" in ask.text:
         raise BadRequest(f"{ask.key} is {ask.text!r:.80}, with a NUL; {EXPECTED}")
@@ -139,19 +139,19 @@ def _check_name(ask: Ask) -> None:
         raise BadRequest(f"{ask.key} is {ask.text!r:.80}: {error.strerror}; {EXPECTED}") from error
 
 
-def _inline(ask: Ask) -> Table:
+def _inline(ask: SourceRequest) -> Table:
     assert not isinstance(ask.source, str)
     return InlineTable(f"{ask.key} in the job", ask.source)
 
 
-def _url(ask: Ask) -> Table:
+def _url(ask: SourceRequest) -> Table:
     raise BadRequest(
         f"{ask.key} is {ask.text!r}, a URL, which is not fetched; {EXPECTED}. `curl -F` uploads a "
         "file to POST /v1/files"
     )
 
 
-def _uploaded(ask: Ask) -> Table:
+def _uploaded(ask: SourceRequest) -> Table:
     uploads = Uploads(ask.settings.runs_dir)
     try:
         file = uploads.get(ask.text)
@@ -169,14 +169,14 @@ def _uploaded(ask: Ask) -> Table:
     return _read(ask, path, name)
 
 
-def _no_upload(ask: Ask) -> Table:
+def _no_upload(ask: SourceRequest) -> Table:
     raise BadRequest(
         f"{ask.key} is {ask.text!r:.80}; expected the id of an uploaded file, 'file-' and 24 "
         "hexadecimal digits, as GET /v1/files lists them"
     )
 
 
-def _file(ask: Ask) -> Table:
+def _file(ask: SourceRequest) -> Table:
     path = Path(ask.text)
     _check_allowed(ask, path.resolve())
     if path.suffix not in FORMATS:
@@ -189,7 +189,7 @@ def _file(ask: Ask) -> Table:
     return _read(ask, path.resolve(), f"dataset {ask.text!r}")
 
 
-def _check_allowed(ask: Ask, path: Path) -> None:
+def _check_allowed(ask: SourceRequest, path: Path) -> None:
     """Raises BadRequest for a file that jobs may not read."""
     folders = ask.settings.data_dirs
     if not may_name(path, folders, ask.settings):
@@ -200,7 +200,7 @@ def _check_allowed(ask: Ask, path: Path) -> None:
         )
 
 
-def _read(ask: Ask, path: Path, name: str) -> Table:
+def _read(ask: SourceRequest, path: Path, name: str) -> Table:
     try:
         version = digest_of_file(path)
     except OSError as error:
@@ -266,7 +266,7 @@ FORMATS: dict[str, Callable[[Path, str, str], Table]] = {
 }
 
 
-def _hub(ask: Ask) -> Table:
+def _hub(ask: SourceRequest) -> Table:
     if not HUB_ID.fullmatch(ask.text):
         raise BadRequest(f"{ask.key} is {ask.text!r}; {EXPECTED}")
     commit = ask.wanted or _cached_commit(ask) or _commit(ask)
@@ -282,16 +282,16 @@ def _hub(ask: Ask) -> Table:
     )
 
 
-def _cached_commit(ask: Ask) -> str | None:
+def _cached_commit(ask: SourceRequest) -> str | None:
     """Returns the revision if it is a commit in this machine's cache, because a commit never
     changes."""
     revision = ask.spec.revision
     if not revision or not COMMIT.fullmatch(revision):
         return None
-    return revision if Pinned(ask.text, ask.spec.config, revision).cached() else None
+    return revision if PinnedDataset(ask.text, ask.spec.config, revision).cached() else None
 
 
-def _commit(ask: Ask) -> str | None:
+def _commit(ask: SourceRequest) -> str | None:
     """Returns the revision's commit now; None if the Hub must not be asked (HF_HUB_OFFLINE)."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -313,7 +313,7 @@ def _commit(ask: Ask) -> str | None:
     return found.sha
 
 
-def _away(ask: Ask, error: Exception) -> Unavailable:
+def _away(ask: SourceRequest, error: Exception) -> Unavailable:
     return Unavailable(
         f"dataset {ask.text!r} cannot be fetched: {hub_url()} cannot be reached ({error})"
     )
@@ -335,12 +335,12 @@ KINDS = (
 )
 
 
-def asks_hub(job: Job, settings: Settings) -> bool:
+def needs_hub(job: Job, settings: Settings) -> bool:
     """Whether the Hub must be asked for any of the job's data."""
-    return not hub_is_offline() and any(map(_is_asked, asks_of(job, settings).values()))
+    return not hub_is_offline() and any(map(_is_asked, source_requests(job, settings).values()))
 
 
-async def fetch(asks: Iterable[Ask]) -> None:
+async def fetch(asks: Iterable[SourceRequest]) -> None:
     """Puts sources on the Hub into this machine's cache, from which rows are then read, except
     streams, which are not kept. A download may hang, so a process does it, which is killed at its
     deadline, or once no one waits for it. Raises as `load_prompts`, and Unavailable if the Hub
@@ -349,12 +349,12 @@ async def fetch(asks: Iterable[Ask]) -> None:
     if not asked or hub_is_offline():
         return
     try:
-        await apart(_fetch, asked, deadline_s=FETCH_S)
-    except NotInTime as error:
+        await run_in_subprocess(_fetch, asked, deadline_s=FETCH_S)
+    except SubprocessTimeout as error:
         raise Unavailable(f"the job's data was not fetched: {error.detail}") from error
 
 
-def _fetch(asks: Sequence[Ask]) -> None:
+def _fetch(asks: Sequence[SourceRequest]) -> None:
     for ask in asks:
         table = open_source(ask)
         if ask.spec.streaming:
@@ -363,9 +363,9 @@ def _fetch(asks: Sequence[Ask]) -> None:
             table.rows()
 
 
-def _is_asked(ask: Ask) -> bool:
+def _is_asked(ask: SourceRequest) -> bool:
     if not is_on_hub(ask.source):
         return False
     commit = ask.wanted or ask.spec.revision or ""
     is_known = COMMIT.fullmatch(commit) is not None
-    return not (is_known and Pinned(ask.text, ask.spec.config, commit).cached())
+    return not (is_known and PinnedDataset(ask.text, ask.spec.config, commit).cached())

@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import httpx2 as httpx
 
-from services.orchestrator.errors import MustPause
+from services.orchestrator.errors import OperatorActionNeeded
 from shared.errors import BadRequest, Failed, HoneError, Unavailable
 from shared.weights.folders import digest_of_file
 
@@ -40,7 +40,7 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Row: ...
 
 
-class Listed:
+class RowList:
     """Rows in memory. A column that only other rows have is None."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
@@ -63,7 +63,7 @@ class InlineTable:
     version: str | None = None
 
     def rows(self) -> Rows:
-        return Listed(self.given)
+        return RowList(self.given)
 
     def stream(self) -> Iterator[Row]:
         yield from self.given
@@ -79,7 +79,7 @@ class JsonTable:
 
     def rows(self) -> Rows:
         if self._is_list():
-            return Listed(self._list())
+            return RowList(self._list())
         return JsonLines(self, *(_indexed(self) if self.version else self.index()))
 
     def index(self) -> tuple[array[int], list[str], tuple[int, ...]]:
@@ -193,7 +193,7 @@ class JsonLines:
         return {name: row.get(name) for name in self.column_names}
 
     def _check_same(self, descriptor: int) -> None:
-        """Raises MustPause if the file has changed since it was first read."""
+        """Raises OperatorActionNeeded if the file has changed since it was first read."""
         stamp = _stamp(descriptor)
         if stamp != self._stamp:
             check_version(self._table.name, digest_of_file(self._table.path), self._table.version)
@@ -274,16 +274,16 @@ def no_rows(name: str) -> BadRequest:
 
 
 def check_version(name: str, found: str | None, wanted: str | None) -> None:
-    """Raises MustPause if a source's content has changed since the job was submitted."""
+    """Raises OperatorActionNeeded if a source's content has changed since the job was submitted."""
     if found and wanted and found != wanted:
-        raise MustPause(
+        raise OperatorActionNeeded(
             f"{name} has changed since the job was submitted (its digest is {found}, expected "
             f"{wanted}): the job would continue with other problems; restore the old file, or "
             "submit a new job"
         )
 
 
-def go_on() -> None:
+def check_wanted() -> None:
     """Raises Failed once no one waits for this work."""
     if (end := ended.get()) and end.is_set():
         raise Failed("it was ended: no one waits for it any more")
@@ -293,7 +293,7 @@ def _lines(file: Any) -> Iterator[tuple[int, bytes, int]]:
     """Yields offset, content and number (from 1) of each line that is not blank."""
     offset = 0
     for number, line in enumerate(file, 1):
-        go_on()
+        check_wanted()
         if line.strip():
             yield offset, line, number
         offset += len(line)

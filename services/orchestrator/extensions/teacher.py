@@ -25,13 +25,13 @@ import httpx2 as httpx
 
 from services.orchestrator.data.choosing import reader_of
 from services.orchestrator.grpo.examples import mean_log_ratio, sampled_of
-from services.orchestrator.tasks import all_of
+from services.orchestrator.tasks import gather_all
 from shared.errors import BadRequest, Unavailable
-from shared.http.connecting import Presence, Tell, tell_nobody, trusted_by
+from shared.http.connecting import Presence, Tell, no_notify, ssl_context_for
 from shared.http.urls import is_direct, without_password
 from shared.job import Job, TeacherSpec
 from shared.settings import Settings
-from shared.templates import CannotCount
+from shared.templates import TokenizerUnavailable
 from shared.wire import Logprobs, Part, Rollout, RolloutGroup, Score
 
 TEACHER = "teacher"
@@ -64,11 +64,11 @@ class TeacherFailed(Exception):
     """Why a row has no log-probs of the teacher."""
 
 
-class _Away(Exception):
+class _EndpointUnreachable(Exception):
     """The endpoint does not answer now."""
 
 
-class _Again(Exception):
+class _UnusableAnswer(Exception):
     """The endpoint answered with nothing that can be used, and may do better."""
 
 
@@ -80,7 +80,7 @@ class Teacher:
         self,
         spec: TeacherSpec,
         settings: Settings,
-        tell: Tell = tell_nobody,
+        tell: Tell = no_notify,
         wait_s: float | None = None,
     ) -> None:
         if settings.teacher_url is None:
@@ -103,7 +103,7 @@ class Teacher:
             headers={"authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx.Timeout(self._deadline_s, connect=5.0),
             trust_env=not is_direct(urlsplit(self._url).hostname or ""),
-            verify=trusted_by(self._url),
+            verify=ssl_context_for(self._url),
         )
 
     async def close(self) -> None:
@@ -133,7 +133,7 @@ class Teacher:
                 teacher_logprobs=logprobs,
             )
 
-        return tuple(await all_of(map(one, group.rollouts, scores)))
+        return tuple(await gather_all(map(one, group.rollouts, scores)))
 
     async def _of(self, group: RolloutGroup, rollout: Rollout) -> Logprobs:
         """Returns the log-probs of the rollout's rows, one row after the other, its own last, and 0
@@ -159,7 +159,7 @@ class Teacher:
         unreachable."""
         try:
             tokenizer = reader_of(job).tokenizer
-        except CannotCount:
+        except TokenizerUnavailable:
             ids, texts = [0, 0], ["", ""]
         else:
             size = tokenizer.get_vocab_size()
@@ -168,11 +168,11 @@ class Teacher:
         try:
             async with asyncio.timeout(CHECK_S):
                 _, theirs = await self._first_asked(ids)
-        except (TimeoutError, _Away) as error:
+        except (TimeoutError, _EndpointUnreachable) as error:
             raise Unavailable(
                 f"the teacher at {self._shown} does not answer: {error or 'it took too long'}"
             ) from error
-        except (TeacherFailed, _Again) as error:
+        except (TeacherFailed, _UnusableAnswer) as error:
             raise BadRequest(
                 f"{error}; it was sent {len(ids)} token ids from 0 to {ids[-1]}, and expected is a "
                 "teacher with the vocabulary of the job's model"
@@ -189,7 +189,7 @@ class Teacher:
         """Asks in both ways, if it must."""
         try:
             return await self._ask(ids)
-        except _Again:
+        except _UnusableAnswer:
             return await self._ask(ids)
 
     async def _asked(self, ids: list[int]) -> Told:
@@ -201,13 +201,13 @@ class Teacher:
                 found = await self._ask(ids)
                 await self._presence.heard()
                 return found
-            except _Away as error:
+            except _EndpointUnreachable as error:
                 await self._presence.missed(asked_at, str(error))
                 if time.monotonic() - began + pause_s > self._wait_s:
                     raise TeacherFailed(
                         f"{error}; it was waited for {self._wait_s:g} s, HONE_WAIT_LIMIT_S"
                     ) from error
-            except _Again as error:
+            except _UnusableAnswer as error:
                 tries += 1
                 if tries == MAX_TRIES:
                     raise TeacherFailed(f"{error}, {MAX_TRIES} times") from error
@@ -226,7 +226,7 @@ class Teacher:
             raise TeacherFailed(self._refusal(answer))
         if (found := await asyncio.to_thread(read, answer.content, ids)) is None:
             self._echoes = not echoes  # an endpoint may ignore a field that it does not know
-            raise _Again(
+            raise _UnusableAnswer(
                 f"the teacher at {self._shown} gave no log-probs of the {len(ids)} tokens that it "
                 "was sent; expected prompt_logprobs, or echo with logprobs"
             )
@@ -238,15 +238,17 @@ class Teacher:
         try:
             answer = await self._http.post(f"{self._url}/completions", json=asked)
         except httpx.ReadTimeout as error:
-            raise _Again(
+            raise _UnusableAnswer(
                 f"the teacher at {self._shown} did not answer within {self._deadline_s:g} s"
             ) from error
         except httpx.TransportError as error:
-            raise _Away(f"{self._shown} cannot be reached ({type(error).__name__})") from error
+            raise _EndpointUnreachable(
+                f"{self._shown} cannot be reached ({type(error).__name__})"
+            ) from error
         if answer.status_code in AWAY:
-            raise _Away(f"{self._shown} answered {answer.status_code}")
+            raise _EndpointUnreachable(f"{self._shown} answered {answer.status_code}")
         if answer.status_code >= 500 and answer.status_code not in NO_SUCH_FIELD:
-            raise _Again(self._refusal(answer))
+            raise _UnusableAnswer(self._refusal(answer))
         return answer
 
     def _refusal(self, answer: httpx.Response) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.orchestrator.seams import Tracked
+from services.orchestrator.seams import TrackerReport
 from shared.host.logs import get_logger
 from shared.job import Job
 
@@ -70,7 +70,7 @@ class Tracker:
             self._steps.append(step)
             self._rows.put((step, metrics))
 
-    async def finish(self, succeeded: bool) -> Tracked | None:
+    async def finish(self, succeeded: bool) -> TrackerReport | None:
         """Waits up to FINISH_S seconds until W&B has everything, and returns what it has; None if
         it was given no row."""
         if self._thread is None:
@@ -84,13 +84,13 @@ class Tracker:
             self._note(f"it did not take the rest of the run in {FINISH_S:g} s")
         return self._tracked() if self._steps else None
 
-    def _tracked(self) -> Tracked:
+    def _tracked(self) -> TrackerReport:
         if self._reason:
-            return Tracked(f"{self._lacks()}: {self._reason}; metrics.jsonl has all", False)
+            return TrackerReport(f"{self._lacks()}: {self._reason}; metrics.jsonl has all", False)
         has = f"W&B has {_named(self._steps)} of this run"
         if self._where:
-            return Tracked(f"{has} once `wandb sync` sends it what is in {self._where}", True)
-        return Tracked(has, True)
+            return TrackerReport(f"{has} once `wandb sync` sends it what is in {self._where}", True)
+        return TrackerReport(has, True)
 
     def _lacks(self) -> str:
         if not self._num_taken and self._steps[0] <= 1:

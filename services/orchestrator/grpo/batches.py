@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from services.orchestrator.errors import MustPause
+from services.orchestrator.errors import OperatorActionNeeded
 from services.orchestrator.grpo.examples import with_teacher_of
 from services.orchestrator.grpo.groups import (
     environment_failed,
@@ -23,14 +23,14 @@ from services.orchestrator.grpo.groups import (
     too_many_missing,
     verdicts_of,
 )
-from services.orchestrator.grpo.pipeline import Sampled
+from services.orchestrator.grpo.pipeline import SampledBatch
 from services.orchestrator.grpo.prompts import Prompts, group_seed
-from services.orchestrator.grpo.supervised import asked, given_groups
+from services.orchestrator.grpo.supervised import sampling_prompts, sft_groups
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.seams import GroupSource, Round
 from services.orchestrator.store.finished import FinishedGroup, Place, digest_of
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.tasks import all_of, to_disk, to_the_end
+from services.orchestrator.tasks import finish_despite_cancel, gather_all, write_despite_cancel
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.job import Job
@@ -62,7 +62,7 @@ class _OnDisk:
     writer: GroupWriter
 
 
-async def warn_nobody(_message: str) -> None:
+async def no_warning(_message: str) -> None:
     pass
 
 
@@ -74,7 +74,7 @@ class Batches:
     services: Services
     folder: RunFolder
     max_missing: float  # share of rewards beyond which a batch is not trained on
-    warn: Callable[[str], Awaitable[None]] = warn_nobody
+    warn: Callable[[str], Awaitable[None]] = no_warning
     pushed: GroupSource | None = None  # of a job whose groups come from elsewhere
 
     @functools.cached_property
@@ -82,21 +82,21 @@ class Batches:
         """Computed once, because the job may contain its rows."""
         return digest_of(self.job)
 
-    async def get(self, step: int) -> Sampled:
-        """Returns the step's stored batch, or a new one. Raises MustPause if too many rewards are
-        missing; the rollouts are stored then, and graded again next time."""
+    async def get(self, step: int) -> SampledBatch:
+        """Returns the step's stored batch, or a new one. Raises OperatorActionNeeded if too many
+        rewards are missing; the rollouts are stored then, and graded again next time."""
         trace = tracing.begin("step", job=self.job_id, step=step)
         turn = self.pushed.turn if self.pushed else contextlib.nullcontext()
         with trace.within(), tracing.span("sample"):
             async with turn:
                 return replace(await self._get(step), trace=trace)
 
-    async def _get(self, step: int) -> Sampled:
+    async def _get(self, step: int) -> SampledBatch:
         count = _Count(Stages("generate", "reward", "keep"))
         steps = await asyncio.to_thread(self.folder.batch_steps)
         stored = await asyncio.to_thread(self.folder.batch, step) if step in steps else None
         if stored and stored.graded:
-            return Sampled(stored, {})
+            return SampledBatch(stored, {})
         batch = await self._graded(stored, count) if stored else await self._sample(step, count)
         if count.num_found:
             get_logger().info(
@@ -104,9 +104,9 @@ class Batches:
             )
         if reason := too_many_missing(batch, self.max_missing):
             ungraded = batch.model_copy(update={"graded": False})
-            await to_disk(self.folder.write_batch, ungraded)
-            raise MustPause(reason)
-        return Sampled(batch, count.stages.seconds, count.num_resampled, count.stages.span)
+            await write_despite_cancel(self.folder.write_batch, ungraded)
+            raise OperatorActionNeeded(reason)
+        return SampledBatch(batch, count.stages.seconds, count.num_resampled, count.stages.span)
 
     async def note(self, batch: Batch) -> None:
         """Remembers which problems of a stored batch taught nothing, if the job skips such
@@ -115,21 +115,21 @@ class Batches:
             return
         verdicts = verdicts_of(batch, self.job)
         if self.prompts.history.note(batch.step, verdicts):
-            await to_disk(self.folder.append_verdicts, batch.step, verdicts)
+            await write_despite_cancel(self.folder.append_verdicts, batch.step, verdicts)
 
     async def _graded(self, stored: Batch, count: _Count) -> Batch:
-        scores_PG = await all_of(map(self._score, stored.prompts, stored.groups, stored.scores))
+        scores_PG = await gather_all(map(self._score, stored.prompts, stored.groups, stored.scores))
         count.stages.through("reward")
         return stored.model_copy(update={"scores": tuple(scores_PG), "graded": True})
 
     async def _sample(self, step: int, count: _Count) -> Batch:
         if self.job.is_supervised(step):
-            given = await given_groups(self.services, self.job, self.prompts, step)
+            given = await sft_groups(self.services, self.job, self.prompts, step)
             count.stages.through("generate")
             return to_batch(step, given, dated=False)
         if self.pushed:
             return await self._refilled(step, functools.partial(self._take_round, step, count))
-        found, damaged = await to_disk(self.folder.groups, step)
+        found, damaged = await write_despite_cancel(self.folder.groups, step)
         for sentence in damaged:
             await self.warn(f"step {step}: {sentence}; what it held is sampled again")
         writer = GroupWriter(functools.partial(self.folder.write_groups, step))
@@ -173,8 +173,8 @@ class Batches:
             return graded
 
         found = await asyncio.to_thread(self.prompts.for_step, step, round)
-        prompts = asked(found, self.job)
-        return await all_of(
+        prompts = sampling_prompts(found, self.job)
+        return await gather_all(
             sample_group(prompt, position) for position, prompt in enumerate(prompts[:num_prompts])
         )
 
@@ -212,8 +212,8 @@ class Batches:
     ) -> RolloutGroup:
         """Returns the prompt's group. The step updates some version of the weights; the group is
         sampled by this version or by weights at most `max_staleness` steps older. Keys contain the
-        epoch, so requests of an older epoch are never joined. Raises MustPause if the sampler
-        repeatedly answers with other versions."""
+        epoch, so requests of an older epoch are never joined. Raises OperatorActionNeeded if the
+        sampler repeatedly answers with other versions."""
         oldest, newest = self._bounds(step)
         versions: set[int] = set()
         seed = group_seed(self.job, step, position, prompt.index)
@@ -224,7 +224,7 @@ class Batches:
             if all(oldest <= version <= newest for version in versions):
                 return group
             count.num_resampled += 1
-        raise MustPause(
+        raise OperatorActionNeeded(
             f"step {step}: the sampler was asked for versions {oldest} to {newest} and sampled "
             f"with {sorted(versions)}, {MAX_RESAMPLED + 1} times"
         )
@@ -255,7 +255,7 @@ class GroupWriter:
         """Returns once the group is on disk, also if it is cancelled meanwhile, so that a worker
         that is asked to end loses no sampled group."""
         self._waiting[place] = group
-        await to_the_end(self._written(place))
+        await finish_despite_cancel(self._written(place))
 
     async def _written(self, place: Place) -> None:
         async with self._writing:

@@ -93,7 +93,7 @@ def problem_metrics(graded: ScoredGroup, job: Job) -> dict[str, float]:
     return metrics
 
 
-def of_all(problems: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+def drop_partial_pass_at_k(problems: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     """Returns the problems' metrics without any pass@k that a problem with a pass@1 lacks: its mean
     would be over other problems than pass@1's."""
     judged = [metrics for metrics in problems if "pass@1" in metrics]

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from services.orchestrator.data.order import Verdict
-from services.orchestrator.errors import MustPause
+from services.orchestrator.errors import OperatorActionNeeded
 from services.orchestrator.grpo.advantages import (
     full_mark,
     has_signal,
@@ -124,13 +124,14 @@ def to_batch(
     *,
     dated: bool = True,
 ) -> Batch:
-    """Returns the step's batch. Raises MustPause, with the first few errors, if every rollout ended
-    in an error, and Failed if none says which weights sampled it and they are to be `dated`."""
+    """Returns the step's batch. Raises OperatorActionNeeded, with the first few errors, if every
+    rollout ended in an error, and Failed if none says which weights sampled it and they are to be
+    `dated`."""
     rollouts = [rollout for graded in groups_P for rollout in graded.group.rollouts]
     versions = [version for rollout in rollouts for version in rollout.versions]
     if all(rollout.went_wrong for rollout in rollouts):
         errors = dict.fromkeys(rollout.error or "no reason given" for rollout in rollouts)
-        raise MustPause(
+        raise OperatorActionNeeded(
             f"step {step}: all {len(rollouts)} rollouts ended in an error; "
             f"{'; '.join(list(errors)[:NUM_REASONS])}"
         )

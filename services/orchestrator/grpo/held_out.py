@@ -18,24 +18,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.orchestrator.data.choosing import BadRow
-from services.orchestrator.errors import MustPause
+from services.orchestrator.errors import OperatorActionNeeded
 from services.orchestrator.grpo.advantages import Advantages
 from services.orchestrator.grpo.estimates import (
     differences,
+    drop_partial_pass_at_k,
     estimate,
     estimates,
     means,
-    of_all,
     problem_metrics,
 )
 from services.orchestrator.grpo.examples import to_examples
 from services.orchestrator.grpo.groups import is_graded, sample_group
 from services.orchestrator.grpo.prompts import HeldOut, group_seed
-from services.orchestrator.grpo.supervised import Lesson, learned, lessons
+from services.orchestrator.grpo.supervised import SFTExample, add_sft_advantages, sft_examples
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import Journal
-from services.orchestrator.tasks import all_of, to_disk
+from services.orchestrator.tasks import gather_all, write_despite_cancel
 from shared.job import EvaluatedModel, Job
 from shared.wire import (
     EvaluationReport,
@@ -99,7 +99,7 @@ def set_metrics(answers_P: Sequence[Answers]) -> dict[str, float]:
     missing = [is_graded(score) and score.value is None for score in scores]
     problems = [answers.metrics for answers in answers_P]
     return (
-        means(of_all(problems))
+        means(drop_partial_pass_at_k(problems))
         | _interval(problems)
         | {
             "missing_rewards": statistics.fmean(missing),
@@ -117,7 +117,9 @@ def _interval(problems: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {LOW: found.low, HIGH: found.high}
 
 
-def ignored(metrics: Mapping[str, float], names: Iterable[str], limit: float) -> dict[str, float]:
+def ignored_metrics(
+    metrics: Mapping[str, float], names: Iterable[str], limit: float
+) -> dict[str, float]:
     """Returns the metric "ignored" for each held-out set with more than a share of `limit` of its
     completions without a reward. Its value is that share."""
     found: dict[str, float] = {}
@@ -163,7 +165,7 @@ async def sample_held_out(
         stored = _to_store(scored) if position < STORED_PROBLEMS else ()
         return Answers(scores, problem_metrics(scored, job), stored)
 
-    return await all_of(grade(prompt, position) for position, prompt in enumerate(prompts))
+    return await gather_all(grade(prompt, position) for position, prompt in enumerate(prompts))
 
 
 def _to_store(scored: ScoredGroup) -> tuple[GradedRollout, ...]:
@@ -210,12 +212,12 @@ EXAMPLES_AT_ONCE = 512
 """Examples of a request to the trainer: some megabytes."""
 
 
-def lessons_of(job: Job, held_out: HeldOut) -> list[Lesson]:
+def held_out_sft_examples(job: Job, held_out: HeldOut) -> list[SFTExample]:
     """Returns the lessons of a held-out set; none if the job grades completions and not every row
     has an answer. Raises BadRow for a row without one in a job that grades nothing. Takes as long
     as the templates."""
     try:
-        return lessons(held_out.prompts(), job, held_out.where)
+        return sft_examples(held_out.prompts(), job, held_out.where)
     except BadRow:
         if job.rewards:
             return []
@@ -223,7 +225,7 @@ def lessons_of(job: Job, held_out: HeldOut) -> list[Lesson]:
 
 
 async def losses(
-    job: Job, lessons_of_sets: Mapping[str, Sequence[Lesson]], services: Services, step: int
+    job: Job, lessons_of_sets: Mapping[str, Sequence[SFTExample]], services: Services, step: int
 ) -> dict[str, float]:
     """Returns `eval/loss` of each held-out set (`eval/<name>/loss` for a named set) by the weights
     of the last applied step, and of preferences also `rewards/margins` and `rewards/accuracies`. A
@@ -239,13 +241,15 @@ async def losses(
 
 
 async def _examples(
-    job: Job, name: str, found: Sequence[Lesson], services: Services
+    job: Job, name: str, found: Sequence[SFTExample], services: Services
 ) -> tuple[Example, ...]:
-    async def group_of(position: int, lesson: Lesson) -> RolloutGroup:
+    async def group_of(position: int, lesson: SFTExample) -> RolloutGroup:
         key = f"{services.caller.owner}:eval:{name}:given:{position}"
-        return learned(await services.samplers.read(lesson.prompt, lesson.answers, key=key), job)
+        return add_sft_advantages(
+            await services.samplers.read(lesson.prompt, lesson.answers, key=key), job
+        )
 
-    groups = await all_of(group_of(position, lesson) for position, lesson in enumerate(found))
+    groups = await gather_all(group_of(position, lesson) for position, lesson in enumerate(found))
     whole = [group for group in groups if not any(one.went_wrong for one in group.rollouts)]
     advantages: Advantages = [[one.advantages[0] for one in group.rollouts] for group in whole]
     return to_examples(whole, advantages)
@@ -364,14 +368,14 @@ class Comparison:
         if scores.has_any:  # else a later attempt tries again
             stored = [rollout for answers in answers_P for rollout in answers.stored]
             number = self.job.evaluated_models.index(model)
-            await to_disk(self.folder.write_held_out, name, number, stored)
-            await to_disk(self.folder.append_scores, scores.model_dump())
+            await write_despite_cancel(self.folder.write_held_out, name, number, stored)
+            await write_despite_cancel(self.folder.append_scores, scores.model_dump())
         self._found[scores.key] = scores
         await self.journal.evaluated(model.label, name, set_metrics(answers_P))
 
     def report(self) -> EvaluationReport:
-        """Returns the report, once all scores are known. Raises MustPause if no model has any score
-        on a set."""
+        """Returns the report, once all scores are known. Raises OperatorActionNeeded if no model
+        has any score on a set."""
         return EvaluationReport(
             id=self.services.caller.job_id,
             temperature=self.job.evaluation.temperature,
@@ -383,7 +387,7 @@ class Comparison:
         models = self.job.evaluated_models
         scores_M = [self._found[self._key(model, held_out)] for model in models]
         if not any(scores.has_any for scores in scores_M):
-            raise MustPause(
+            raise OperatorActionNeeded(
                 f"no completion on {held_out.where} could be sampled and graded; look into the "
                 "logs of the samplers and of the reward service"
             )
@@ -440,7 +444,7 @@ def _scores(key: str, model: str, name: str, answers_P: Sequence[Answers]) -> Sc
         key=key,
         model=model,
         set=name,
-        problems=tuple(of_all([answers.metrics for answers in answers_P])),
+        problems=tuple(drop_partial_pass_at_k([answers.metrics for answers in answers_P])),
         missing_rewards=metrics["missing_rewards"],
         errored_rollouts=metrics["errored_rollouts"],
     )

@@ -42,7 +42,7 @@ from services.orchestrator.grpo.examples import (
     teacher_terms,
     trained_tokens,
 )
-from services.orchestrator.tasks import stop, to_disk
+from services.orchestrator.tasks import stop, write_despite_cancel
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
@@ -51,7 +51,7 @@ from shared.wire import Batch, Example, StepResult, StepTotals, TrainedTokens
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledBatch:
     """A scored batch, and its seconds by stage: none if it was stored. `num_resampled` groups were
     sampled more than once, for the staleness bound. `span` is when sampling began and ended, and
     `trace` is the step's."""
@@ -64,7 +64,7 @@ class Sampled:
 
 
 class BatchSource(Protocol):
-    async def get(self, step: int) -> Sampled:
+    async def get(self, step: int) -> SampledBatch:
         """Returns the step's scored batch: a stored one, or one sampled now."""
         ...
 
@@ -120,7 +120,7 @@ class Pipeline:
     async def steps(self, last_step: int) -> AsyncGenerator[Step]:
         """Yields each step after `last_step` once its weights serve, if they are synced. The next
         step begins when it is asked for."""
-        sampling: deque[asyncio.Task[Sampled]] = deque()
+        sampling: deque[asyncio.Task[SampledBatch]] = deque()
         next_step, served = last_step + 1, last_step
         sampled_before: tuple[float, float] | None = None
         try:
@@ -150,9 +150,9 @@ class Pipeline:
             return step <= current
         return served >= self.job.warmup.steps and step <= served + 1 + self.job.max_staleness
 
-    async def _train(self, sampled: Sampled, watch: Stopwatch) -> Step:
+    async def _train(self, sampled: SampledBatch, watch: Stopwatch) -> Step:
         batch = sampled.batch
-        await to_disk(self.log.write_batch, batch)
+        await write_despite_cancel(self.log.write_batch, batch)
         await self.batches.note(batch)
         advantages_PG = batch_advantages(batch, self.job)
         given = self.job.is_supervised(batch.step)

@@ -16,20 +16,20 @@ from services.orchestrator.data.choosing import (
     BadRow,
     Columns,
     Problem,
-    chosen,
-    looked_at,
-    streamed,
+    peek_columns,
+    select_problems,
+    stream_problems,
     unrenderable,
 )
-from services.orchestrator.data.order import History, InStream, InTable, Order, Skipping
-from services.orchestrator.data.sources import Ask, asks_of, open_source
+from services.orchestrator.data.order import History, Order, SkippingOrder, StreamOrder, TableOrder
+from services.orchestrator.data.sources import SourceRequest, open_source, source_requests
 from services.orchestrator.data.tables import Table
 from services.orchestrator.grpo.groups import num_rounds
 from shared.errors import BadRequest
 from shared.job import DataSpec, Job, TemplateMessage
 from shared.job.checks import all_warm_up
 from shared.settings import Settings
-from shared.templates import RENDERER, CannotRender
+from shared.templates import RENDERER, RenderFailed
 from shared.wire import Prompt
 
 Content = str | tuple[dict[str, Any], ...]
@@ -119,7 +119,7 @@ class Prompts:
     def num_skipped(self, step: int) -> int | None:
         """Returns how many problems the step skips; None if the job skips none, or the step is no
         longer known."""
-        return self.order.num_skipped(step) if isinstance(self.order, Skipping) else None
+        return self.order.num_skipped(step) if isinstance(self.order, SkippingOrder) else None
 
     def held_out(self) -> dict[str, tuple[Prompt, ...]]:
         """Returns the prompts of each held-out set by name, the same each time; "" is
@@ -137,10 +137,10 @@ def load_prompts(
     refused. `history` has the verdicts on its groups so far.
 
     Raises BadRequest for a source that is missing, not allowed, empty or unreadable, and for a
-    missing column; MustPause for a file that has changed; Unavailable while the Hub cannot be
-    reached. Takes as long as reading the files; call it off the event loop.
+    missing column; OperatorActionNeeded for a file that has changed; Unavailable while the Hub
+    cannot be reached. Takes as long as reading the files; call it off the event loop.
     """
-    ask, history = asks_of(job, settings, versions).get("train"), history or History()
+    ask, history = source_requests(job, settings, versions).get("train"), history or History()
     if ask is None:
         held_out = load_held_out(job, settings, versions)
         columns = _shared_columns(held_out[0].columns, held_out) if held_out else ()
@@ -186,7 +186,7 @@ def load_held_out(
     job: Job, settings: Settings, versions: Mapping[str, str] | None = None
 ) -> list[HeldOut]:
     """Returns the job's held-out sets, `data.eval` first. Raises as `load_prompts`."""
-    asks, limit = asks_of(job, settings, versions), job.evaluation.num_prompts
+    asks, limit = source_requests(job, settings, versions), job.evaluation.num_prompts
     found = [_held_out("", asks["eval"], limit)] if "eval" in asks else []
     for name, each in job.evaluation.sets.items():
         found.append(_held_out(name, asks[_version_key(name)], each.num_prompts or limit))
@@ -201,23 +201,25 @@ def _ordered(
     job: Job, table: Table, history: History, filter_cpu_s: float
 ) -> tuple[Columns, Order, Sequence[Problem] | None]:
     if not job.data.streaming:
-        columns, problems = chosen(table, job.data, job.data.max_samples, filter_cpu_s)
+        columns, problems = select_problems(table, job.data, job.data.max_samples, filter_cpu_s)
         skips = job.difficulty.skips
-        order = Skipping(job, problems, history) if skips else InTable(job, problems)
+        order = SkippingOrder(job, problems, history) if skips else TableOrder(job, problems)
         return columns, order, problems
-    columns = looked_at(table, job.data)
-    order = InStream(job, lambda: streamed(table, columns, job.data, filter_cpu_s), num_rounds(job))
+    columns = peek_columns(table, job.data)
+    order = StreamOrder(
+        job, lambda: stream_problems(table, columns, job.data, filter_cpu_s), num_rounds(job)
+    )
     return columns, order, None
 
 
-def _held_out(name: str, ask: Ask, limit: int | None) -> HeldOut:
+def _held_out(name: str, ask: SourceRequest, limit: int | None) -> HeldOut:
     table, spec, cpu_s = open_source(ask), ask.spec, ask.settings.filter_cpu_s
     if spec.streaming:
-        columns = looked_at(table, spec)
-        passing = streamed(table, columns, spec, cpu_s)
+        columns = peek_columns(table, spec)
+        passing = stream_problems(table, columns, spec, cpu_s)
         problems: Sequence[Problem] = [*itertools.islice(passing, limit)]
     else:
-        columns, problems = chosen(table, spec, limit, cpu_s)
+        columns, problems = select_problems(table, spec, limit, cpu_s)
     return HeldOut(name, spec, table.name, columns.names, problems, table.version)
 
 
@@ -264,7 +266,7 @@ def _conversations(
 def _rendered(key: str, template: str, problems: Sequence[Problem], where: str) -> list[str]:
     try:
         return RENDERER.texts(template, [problem.row for problem in problems])
-    except CannotRender as error:
+    except RenderFailed as error:
         raise unrenderable(key, error, problems, where) from error
 
 

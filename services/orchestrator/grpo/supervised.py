@@ -18,9 +18,9 @@ from services.orchestrator.data.choosing import BadRow, Problem, unrenderable
 from services.orchestrator.grpo.prompts import Content, Prompts
 from services.orchestrator.samplers.clients import NOT_GRADED
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.tasks import all_of
+from services.orchestrator.tasks import gather_all
 from shared.job import Job
-from shared.templates import RENDERER, CannotRender
+from shared.templates import RENDERER, RenderFailed
 from shared.wire import Logprobs, Message, Prompt, Rollout, RolloutGroup, ScoredGroup, TokenIds
 
 ANSWER = "answer"
@@ -36,7 +36,7 @@ Answer = str | Message
 
 
 @dataclass(frozen=True)
-class Lesson:
+class SFTExample:
     """A prompt and the answer that is learned after it; or the answer that is preferred, and the
     other one."""
 
@@ -44,7 +44,7 @@ class Lesson:
     answers: tuple[Answer, ...]
 
 
-def lessons(prompts: Sequence[Prompt], job: Job, where: str) -> list[Lesson]:
+def sft_examples(prompts: Sequence[Prompt], job: Job, where: str) -> list[SFTExample]:
     """Returns what each prompt's row teaches: an answer or a preference, or of a chat each of the
     assistant's messages. With `train_on` "all" a chat is one lesson, so no token is learned twice.
     Raises BadRow for a row without an answer."""
@@ -54,7 +54,7 @@ def lessons(prompts: Sequence[Prompt], job: Job, where: str) -> list[Lesson]:
         return [lesson for prompt in prompts for lesson in _own(prompt, job, where)]
     try:
         texts = RENDERER.texts(job.data.answer, [prompt.row for prompt in prompts])
-    except CannotRender as error:
+    except RenderFailed as error:
         problems = [Problem(prompt.index, prompt.row) for prompt in prompts]
         raise unrenderable("data.answer", error, problems, where) from error
     return [
@@ -63,7 +63,7 @@ def lessons(prompts: Sequence[Prompt], job: Job, where: str) -> list[Lesson]:
     ]
 
 
-def _own(prompt: Prompt, job: Job, where: str) -> list[Lesson]:
+def _own(prompt: Prompt, job: Job, where: str) -> list[SFTExample]:
     content = prompt.content
     if isinstance(content, str) or content[-1]["role"] != "assistant":
         return [_lesson(prompt, prompt.row.get(ANSWER), f"column {ANSWER!r}", where)]
@@ -78,7 +78,7 @@ def _own(prompt: Prompt, job: Job, where: str) -> list[Lesson]:
     if job.training.train_on == "all":
         ends = ends[-1:]
     return [
-        Lesson(prompt.model_copy(update={"content": content[:end]}), (content[end],))
+        SFTExample(prompt.model_copy(update={"content": content[:end]}), (content[end],))
         for end in ends
     ]
 
@@ -105,17 +105,17 @@ def _check_message(message: Message, at: str) -> None:
         )
 
 
-def _lesson(prompt: Prompt, answer: Any, what: str, where: str) -> Lesson:
+def _lesson(prompt: Prompt, answer: Any, what: str, where: str) -> SFTExample:
     if not isinstance(answer, str) or not answer.strip():
         raise BadRow(
             f"row {prompt.index} of {where} has no answer to learn: {what} is {answer!r:.80}; "
             "expected text (a template data.answer makes it of other columns), or a chat that ends "
             "with an assistant's message"
         )
-    return Lesson(prompt, (answer,))
+    return SFTExample(prompt, (answer,))
 
 
-def _preference(prompt: Prompt, where: str) -> Lesson:
+def _preference(prompt: Prompt, where: str) -> SFTExample:
     """Returns the row's preference. The chosen answer is the column `chosen`, or without it the
     last message of a prompt that is a chat."""
     content, chosen = prompt.content, prompt.row.get(CHOSEN)
@@ -133,7 +133,7 @@ def _preference(prompt: Prompt, where: str) -> Lesson:
             f"row {prompt.index} of {where}: {CHOSEN!r} and {REJECTED!r} are both "
             f"{texts[0]!r:.80}; expected two answers of which one is better"
         )
-    return Lesson(prompt.model_copy(update={"content": content}), answers)
+    return SFTExample(prompt.model_copy(update={"content": content}), answers)
 
 
 def _answer(value: Any, content: Content, at: str) -> Answer:
@@ -158,7 +158,7 @@ def _answer(value: Any, content: Content, at: str) -> Answer:
     return str(last.get("content") or "") if isinstance(content, str) else last
 
 
-def asked(prompts: Sequence[Prompt], job: Job) -> tuple[Prompt, ...]:
+def sampling_prompts(prompts: Sequence[Prompt], job: Job) -> tuple[Prompt, ...]:
     """Returns the prompts as completions are sampled after them, of a job whose rows have answers:
     a chat without its last message, if that is the answer."""
     if not job.has_answers or job.data.answer is not None:
@@ -178,26 +178,28 @@ def _ends_with_it(prompt: Prompt) -> bool:
     return content[-1]["role"] == "assistant"
 
 
-async def given_groups(
+async def sft_groups(
     services: Services, job: Job, prompts: Prompts, step: int
 ) -> list[ScoredGroup]:
     """Returns the step's groups of given completions, `[P]`: of chats more than there are rows. An
     answer that is too long for the model is a rollout that went wrong."""
 
-    def read() -> list[Lesson]:
-        return lessons(prompts.for_step(step), job, prompts.name)
+    def read() -> list[SFTExample]:
+        return sft_examples(prompts.for_step(step), job, prompts.name)
 
-    async def group_of(position: int, lesson: Lesson) -> ScoredGroup:
+    async def group_of(position: int, lesson: SFTExample) -> ScoredGroup:
         key = f"{services.caller.owner}:{step}:given:{position}"
         group = await services.samplers.read(lesson.prompt, lesson.answers, key=key)
         scores = (NOT_GRADED,) * len(lesson.answers)
-        return ScoredGroup(prompt=lesson.prompt, group=learned(group, job), scores=scores)
+        return ScoredGroup(
+            prompt=lesson.prompt, group=add_sft_advantages(group, job), scores=scores
+        )
 
     found = await asyncio.to_thread(read)
-    return await all_of(group_of(position, lesson) for position, lesson in enumerate(found))
+    return await gather_all(group_of(position, lesson) for position, lesson in enumerate(found))
 
 
-def learned(group: RolloutGroup, job: Job) -> RolloutGroup:
+def add_sft_advantages(group: RolloutGroup, job: Job) -> RolloutGroup:
     """Returns the group with an advantage for each token that is learned. With `train_on` "all" the
     prompt's tokens but the first are learned too, as part of the completion. A group of which a
     rollout went wrong teaches nothing."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.errors import TooDear
+from services.orchestrator.errors import BudgetExceeded
 from services.orchestrator.grpo.held_out import (
-    ignored,
-    lessons_of,
+    held_out_sft_examples,
+    ignored_metrics,
     losses,
     prefixed_metrics,
     sample_held_out,
@@ -21,11 +21,11 @@ from services.orchestrator.grpo.held_out import (
 from services.orchestrator.grpo.metrics import WRITTEN, StepClock, passes, step_metrics
 from services.orchestrator.grpo.pipeline import Step
 from services.orchestrator.grpo.prompts import Prompts
-from services.orchestrator.grpo.supervised import Lesson, asked
+from services.orchestrator.grpo.supervised import SFTExample, sampling_prompts
 from services.orchestrator.jobs.results import (
-    Spent,
+    JobUsage,
     best_step,
-    first_needed,
+    oldest_needed_batch,
     over_budget,
     reason_to_stop,
 )
@@ -36,7 +36,7 @@ from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import Journal
 from services.orchestrator.store.registrations import Use
 from services.orchestrator.store.run_folders import checkpoint_step
-from services.orchestrator.tasks import to_disk
+from services.orchestrator.tasks import write_despite_cancel
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.job import Job
@@ -54,13 +54,14 @@ UsedBelow = Callable[[Path], Awaitable[Sequence[Use]]]
 
 
 @dataclass(frozen=True)
-class Ended:
+class StepEnd:
     """The end of a step: its checkpoint, if any, and `why` the job stops early after it; None: it
-    does not, or this was the last step. `too_dear` says that the job has reached its cost limit."""
+    does not, or this was the last step. `over_cost_limit` says that the job has reached its cost
+    limit."""
 
     checkpoint: Checkpoint | None = None
     why: str | None = None
-    too_dear: str | None = None
+    over_cost_limit: str | None = None
 
 
 @dataclass
@@ -74,7 +75,7 @@ class AfterStep:
     folder: RunFolder
     journal: Journal
     tracker: Tracker | None
-    spent: Spent
+    spent: JobUsage
     max_missing: float  # beyond this share without a reward, nothing is decided
     used_below: UsedBelow
     _said: set[str] = field(default_factory=set[str], init=False)
@@ -96,19 +97,19 @@ class AfterStep:
         self._clock.begin()
         self._record_s = 0.0
 
-    async def __call__(self, step: Step, eta_s: float | None) -> Ended:
+    async def __call__(self, step: Step, eta_s: float | None) -> StepEnd:
         """Returns the step's checkpoint, if any, and why the job stops after it, if it does. The
-        last step always has a checkpoint and an evaluation. Raises TooDear, once the step is on
-        disk, if the job has reached its cost limit and has more to do."""
+        last step always has a checkpoint and an evaluation. Raises BudgetExceeded, once the step is
+        on disk, if the job has reached its cost limit and has more to do."""
         with step.trace.within():
             ended = await self._finish(step, eta_s)
         step.trace.end()
         number = step.batch.step
-        if ended.too_dear and not ended.why and number < self.job.steps:
-            raise TooDear(f"after step {number}: {ended.too_dear}")
+        if ended.over_cost_limit and not ended.why and number < self.job.steps:
+            raise BudgetExceeded(f"after step {number}: {ended.over_cost_limit}")
         return ended
 
-    async def _finish(self, step: Step, eta_s: float | None) -> Ended:
+    async def _finish(self, step: Step, eta_s: float | None) -> StepEnd:
         number, spec = step.batch.step, self.job.stop
         metrics = step_metrics(step, self.job, self.prompts.num_skipped(number))
         metrics |= self.spent.after(step.batch) | passes(number, self.job, self.prompts.num_train)
@@ -127,7 +128,7 @@ class AfterStep:
         await self._record(number, metrics, eta_s)
         if last or number == DIAGNOSED_FIRST or _due(number, DIAGNOSED_EVERY):
             await self._diagnose(number)
-        return Ended(checkpoint, why, too_dear)
+        return StepEnd(checkpoint, why, too_dear)
 
     def why_ended(self, row: MetricsRow) -> str | None:
         """Returns why the job stops early after the row's step; None if it does not."""
@@ -143,11 +144,11 @@ class AfterStep:
         if not any(name.startswith("eval/") for name in before):
             found |= await self._evaluate(number)
         row = MetricsRow(step=number, metrics=found | before)
-        await to_disk(self.folder.replace_metrics, row)
-        await self.say_again(row)
+        await write_despite_cancel(self.folder.replace_metrics, row)
+        await self.repeat_events(row)
         return checkpoint
 
-    async def say_again(self, row: MetricsRow) -> None:
+    async def repeat_events(self, row: MetricsRow) -> None:
         """Reports events of a row on disk that a crash left out."""
         await self.journal.row(row, self.job.steps, currency=self._currency, missing_only=True)
 
@@ -158,13 +159,15 @@ class AfterStep:
     async def _checkpoint(self, number: int, metrics: dict[str, float]) -> Checkpoint:
         """Writes the step's checkpoint, and adds its seconds to the metrics."""
         start = time.monotonic()
-        await to_disk(self.folder.check_there)  # else the trainer would make the folder
+        await write_despite_cancel(
+            self.folder.check_there
+        )  # else the trainer would make the folder
         best = best_step(self.job, await asyncio.to_thread(self.folder.metrics))
         kept = await self._used_by_others() | ({best} if best is not None else set())
         checkpoint = await self.services.trainer.checkpoint(number, tuple(sorted(kept)))
         metrics[WRITTEN] = time.monotonic() - start
         await self.journal.checkpoint(checkpoint)
-        await to_disk(self.folder.prune_batches, first_needed(self.job, number))
+        await write_despite_cancel(self.folder.prune_batches, oldest_needed_batch(self.job, number))
         return checkpoint
 
     async def _used_by_others(self) -> set[int]:
@@ -189,7 +192,7 @@ class AfterStep:
         if not serves:  # a budget ended the job between two syncs
             await sync_weights(self.services, self.folder, self.job, version, self.journal)
         metrics: dict[str, float] = {}
-        if self.job.steps_never_sample:
+        if self.job.trains_without_sampling:
             with tracing.span("eval", version=version):
                 metrics |= await self._held_out_losses(version)
         if not self.job.rewards:
@@ -197,12 +200,12 @@ class AfterStep:
         held_out = await asyncio.to_thread(self.prompts.held_out)
         with tracing.span("eval", version=version):
             for name, prompts in held_out.items():
-                problems = asked(prompts, self.job)
+                problems = sampling_prompts(prompts, self.job)
                 answers_P = await sample_held_out(self.job, name, problems, self.services, version)
                 metrics |= prefixed_metrics(name, answers_P)
                 stored = [rollout for answers in answers_P for rollout in answers.stored]
-                await to_disk(self.folder.write_held_out, name, version, stored)
-        too_many = ignored(metrics, held_out, self.max_missing)
+                await write_despite_cancel(self.folder.write_held_out, name, version, stored)
+        too_many = ignored_metrics(metrics, held_out, self.max_missing)
         for name, share in too_many.items():
             await self.journal.warn(
                 f"step {version}: {share:.0%} of the completions of an evaluation have no reward, "
@@ -213,8 +216,8 @@ class AfterStep:
         return metrics | too_many | {"time/eval": time.monotonic() - start}
 
     async def _held_out_losses(self, step: int) -> dict[str, float]:
-        def read() -> dict[str, list[Lesson]]:
-            return {each.name: lessons_of(self.job, each) for each in self.prompts.sets}
+        def read() -> dict[str, list[SFTExample]]:
+            return {each.name: held_out_sft_examples(self.job, each) for each in self.prompts.sets}
 
         return await losses(self.job, await asyncio.to_thread(read), self.services, step)
 
@@ -223,8 +226,8 @@ class AfterStep:
         are not on disk."""
         start = time.monotonic()
         row = MetricsRow(step=number, metrics=metrics)
-        await to_disk(self.folder.append_metrics, row)
-        await to_disk(self.folder.write_spent, self.spent.hours, self.spent.cost)
+        await write_despite_cancel(self.folder.append_metrics, row)
+        await write_despite_cancel(self.folder.write_spent, self.spent.hours, self.spent.cost)
         if self.tracker:
             self.tracker.log(number, metrics)
         await self.journal.row(row, self.job.steps, eta_s, currency=self._currency)

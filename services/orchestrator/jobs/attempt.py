@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.data.order import History
-from services.orchestrator.errors import MustPause, TooDear
+from services.orchestrator.errors import BudgetExceeded, OperatorActionNeeded
 from services.orchestrator.grpo.batches import Batches
 from services.orchestrator.grpo.held_out import Comparison
 from services.orchestrator.grpo.pipeline import Pipeline
 from services.orchestrator.grpo.prompts import Prompts
-from services.orchestrator.jobs.after_step import AfterStep, Ended
+from services.orchestrator.jobs.after_step import AfterStep, StepEnd
 from services.orchestrator.jobs.check_executor import CheckExecutor
-from services.orchestrator.jobs.decisions import Outcome, found_end
-from services.orchestrator.jobs.needs import Needs
+from services.orchestrator.jobs.decisions import Outcome, outcome_from_disk
+from services.orchestrator.jobs.needs import Dependencies
 from services.orchestrator.jobs.preflight import Accepted, Preflight
 from services.orchestrator.jobs.recovery import Recovery, keep_looking
 from services.orchestrator.jobs.results import Spending, summarize, summarize_evaluation
@@ -39,7 +39,7 @@ from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import Journal
 from services.orchestrator.store.leases import Lease
 from services.orchestrator.store.store import Store
-from services.orchestrator.tasks import stop, to_disk, to_the_end
+from services.orchestrator.tasks import finish_despite_cancel, stop, write_despite_cancel
 from shared.errors import Conflict
 from shared.host.logs import of_job
 from shared.settings import Settings
@@ -56,7 +56,7 @@ class Attempt:
         lease: Lease,
         store: Store,
         settings: Settings,
-        needs: Needs,
+        needs: Dependencies,
         extensions: Extensions = NO_EXTENSIONS,
         num_queued: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -98,7 +98,7 @@ class Attempt:
             return await self._run()
 
     async def _run(self) -> Outcome:
-        if ended := await asyncio.to_thread(found_end, self._folder):
+        if ended := await asyncio.to_thread(outcome_from_disk, self._folder):
             return ended
         if self._tracker:
             self._tracker.start()
@@ -115,7 +115,7 @@ class Attempt:
             if self._trying:  # its result is ignored: it may have lost the lease, or the store
                 await stop(self._trying)
                 await asyncio.gather(self._trying, return_exceptions=True)
-            await to_the_end(self._spending.note())
+            await finish_despite_cancel(self._spending.note())
             succeeded = outcome is not None and outcome.status == "succeeded"
             tracked = await self._tracker.finish(succeeded) if self._tracker else None
             if tracked and outcome:
@@ -127,7 +127,7 @@ class Attempt:
             await self._services.abort()
         finally:
             self._extensions.forget(self._record.id)
-            await to_the_end(self._services.close())
+            await finish_despite_cancel(self._services.close())
 
     async def _watched(self) -> dict[str, Any]:
         """Trains or evaluates. Watches meanwhile whether the services are there and the job
@@ -155,24 +155,24 @@ class Attempt:
             return await self._evaluate(after)
         state = await self._recovery.load()
         if state.step > self._job.steps:  # it was paused before this step was recorded
-            raise MustPause(
+            raise OperatorActionNeeded(
                 f"the trainer has done step {state.step}, and steps is {self._job.steps}; expected "
                 f"{state.step} or more: `hone resume JOB --set steps={state.step}`"
             )
         pipeline = self._pipeline(after.prompts)
-        done = await to_disk(self._folder.start_at, state.step)
+        done = await write_despite_cancel(self._folder.start_at, state.step)
         if done is not None:
             (row, *_) = await asyncio.to_thread(self._folder.metrics, done - 1)
-            await after.say_again(row)
+            await after.repeat_events(row)
         elif state.step <= 1:
             self.status.begin("evaluating the model as it is", "step 1")
             await after.start()
         last = await self._last_step(done, state)
         rows = await asyncio.to_thread(self._folder.metrics)
-        after.spent.go_on_from(rows)
+        after.spent.continue_from(rows)
         self._began = self._began or time.monotonic()
         is_recorded = state.step <= last  # else the last row's weights are gone
-        ended = Ended(why=after.why_ended(rows[-1]) if rows and is_recorded else None)
+        ended = StepEnd(why=after.why_ended(rows[-1]) if rows and is_recorded else None)
         if ended.why is None:
             ended = await self._steps(pipeline, last, after) or ended
         train_s = time.monotonic() - self._began
@@ -186,7 +186,7 @@ class Attempt:
             rows = await asyncio.to_thread(self._folder.metrics)
         versions = await self._services.versions()
         summary = summarize(self._record, rows, checkpoint, train_s, versions, ended.why)
-        await to_disk(self._folder.write_summary, summary)
+        await write_despite_cancel(self._folder.write_summary, summary)
         return summary
 
     async def _drive(self) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class Attempt:
             "wall_s": round(time.time() - self._record.created_at, 3),
             "versions": await self._services.versions(),
         }
-        await to_disk(self._folder.write_summary, summary)
+        await write_despite_cancel(self._folder.write_summary, summary)
         return summary
 
     async def _evaluate(self, after: AfterStep) -> dict[str, Any]:
@@ -228,20 +228,20 @@ class Attempt:
         recovery.furthest = max(recovery.furthest, await comparison.begin())
         while (asked := comparison.next) is not None:
             if why := after.spent.beyond(self._job.stop):
-                raise TooDear(why)
+                raise BudgetExceeded(why)
             await comparison.evaluate(*asked)
             recovery.note_progress(recovery.furthest + 1)
         summary = summarize_evaluation(
             self._record, comparison.report(), await self._services.versions()
         )
-        await to_disk(self._folder.write_summary, summary)
+        await write_despite_cancel(self._folder.write_summary, summary)
         return summary
 
-    async def _steps(self, pipeline: Pipeline, last: int, after: AfterStep) -> Ended | None:
+    async def _steps(self, pipeline: Pipeline, last: int, after: AfterStep) -> StepEnd | None:
         """Trains the steps after `last`. Returns the end of the last step; None if no step was
         left."""
         self.status.begin_steps(last, self._job.steps)
-        ended: Ended | None = None
+        ended: StepEnd | None = None
         async with contextlib.aclosing(pipeline.steps(last)) as steps:
             after.begin()
             self.status.begin(f"step {last + 1} of {self._job.steps}")
@@ -302,14 +302,14 @@ class Attempt:
         )
 
     async def _make_folder(self) -> None:
-        await to_disk(
+        await write_despite_cancel(
             self._folder.create,
             self._job,
             self._record.data,
             self._store.identity,
             has_begun=self._record.step > 0 or self._record.attempts > 1,
         )
-        await to_disk(self._folder.write_note, await self._store.note(self._record.id))
+        await write_despite_cancel(self._folder.write_note, await self._store.note(self._record.id))
 
     async def _try_rewards(self, prompts: tuple[Prompt, ...]) -> None:
         """Reports the rewards' values for known answers, while the model is loaded."""

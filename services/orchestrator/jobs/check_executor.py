@@ -13,14 +13,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from services.orchestrator.data.apart import NotInTime, apart
+from services.orchestrator.data.apart import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
-from services.orchestrator.data.sources import FETCH_S, asks_hub
+from services.orchestrator.data.sources import FETCH_S, needs_hub
 from services.orchestrator.data.tables import ended
 from services.orchestrator.jobs.prompt_checks import prompt_lengths
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions
 from shared.errors import Busy, Failed, HoneError, Unavailable
-from shared.host.processes import in_own_thread
+from shared.host.processes import run_in_thread
 from shared.http.gate import caller
 from shared.job import Job
 from shared.plan.gpus import CpuRates, GpuGroup
@@ -85,7 +85,7 @@ class CheckExecutor:
         module's function, and arguments and result can be pickled. Raises Failed if the Hub cannot
         be reached: asking it again at once would not help."""
         try:
-            if not await asyncio.to_thread(asks_hub, job, self.settings):
+            if not await asyncio.to_thread(needs_hub, job, self.settings):
                 return await self.in_thread(job, work, *args)
             if why := self.hub_away:
                 raise Unavailable(f"the job's data cannot be fetched: {why}")
@@ -103,7 +103,7 @@ class CheckExecutor:
         began = await turns.begin(who, len(job.model_dump_json()))
         context, end = contextvars.copy_context(), threading.Event()
         context.run(ended.set, end)
-        running = asyncio.ensure_future(in_own_thread(lambda: context.run(work, *args)))
+        running = asyncio.ensure_future(run_in_thread(lambda: context.run(work, *args)))
         running.add_done_callback(lambda _: turns.end(who, began))
         try:
             return await asyncio.shield(running)
@@ -124,7 +124,7 @@ class CheckExecutor:
         asked = (fetch_model, job.model, job.model_revision)
         try:
             why_not = await _in_process(self._models, 0, *asked, deadline_s=MODEL_S)
-        except NotInTime:
+        except SubprocessTimeout:
             why_not = f"{hub_url()} did not answer in {MODEL_S:g} s"
         self._away = time.monotonic() + AWAY_S if why_not else 0.0, why_not or ""
         return why_not
@@ -147,7 +147,7 @@ class CheckExecutor:
         seconds, in one thread of its own however many requests wait for the result."""
         async with self._measuring:
             pools = planned_gpus(self.settings)
-            return await in_own_thread(lambda: self._cpu_rates.pools(pools))
+            return await run_in_thread(lambda: self._cpu_rates.pools(pools))
 
     @property
     def hub_away(self) -> str | None:
@@ -162,7 +162,7 @@ async def _in_process(
     who = _who()
     began = await turns.begin(who, size_bytes)
     try:
-        return await apart(work, *args, deadline_s=deadline_s)
+        return await run_in_subprocess(work, *args, deadline_s=deadline_s)
     finally:
         turns.end(who, began)
 

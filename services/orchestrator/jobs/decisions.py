@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, cast
 
-from services.orchestrator.errors import MustPause, PutAway, TooDear
+from services.orchestrator.errors import BudgetExceeded, OperatorActionNeeded, Preempted
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import BatchExists, RunFolder
 from services.orchestrator.store.leases import LeaseLost
@@ -111,9 +111,9 @@ RULES = (
     Rule(LeaseLost, Action.STOP),
     Rule(BatchExists, Action.GIVE_BACK),
     Rule(StoreUnavailable, Action.STOP),
-    Rule(TooDear, Action.PAUSE, "raise it with `hone resume JOB --set stop.max_cost=...`"),
-    Rule(PutAway, Action.PAUSE, ""),
-    Rule(MustPause, Action.PAUSE),
+    Rule(BudgetExceeded, Action.PAUSE, "raise it with `hone resume JOB --set stop.max_cost=...`"),
+    Rule(Preempted, Action.PAUSE, ""),
+    Rule(OperatorActionNeeded, Action.PAUSE),
     Rule(Conflict, Action.STOP, codes=_codes("emptied")),
     Rule(Conflict, Action.GIVE_BACK, codes=_codes("stale")),
     Rule(Conflict, Action.RECOVER, LOOK, _codes("out_of_order", "no_adapters", "episode_lost")),
@@ -166,7 +166,7 @@ def decide(error: Exception, num_in_a_row: int = 0) -> Decision:
     return Decision(action, f"{why}; {rule.remedy}" if has_remedy else why)
 
 
-def found_end(folder: RunFolder) -> Outcome | None:
+def outcome_from_disk(folder: RunFolder) -> Outcome | None:
     """Returns the outcome of a job that has ended according to its run folder. In that case Redis
     was restored from an older file, and the job must not begin again. An unreadable folder is
     ignored here: the job meets the same error at once."""

@@ -13,10 +13,10 @@ from services.orchestrator.data.sources import files_of
 from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.store.leases import resource
 from services.orchestrator.store.store import Store
-from services.orchestrator.writable import ANSWERS_WITHIN_S, Writable
+from services.orchestrator.writable import ANSWERS_WITHIN_S, RunsDirCheck
 from shared.errors import HoneError
 from shared.host.logs import get_logger
-from shared.host.processes import Look
+from shared.host.processes import BoundedProbe
 from shared.http import ownership
 from shared.http.client import Client
 from shared.job import Job
@@ -38,7 +38,7 @@ ASKED: dict[str, tuple[str, type[TrainerState] | type[ServingWeights] | type[Ver
 orchestrator has them."""
 
 
-class Needs:
+class Dependencies:
     """The needs of all jobs of one trainer. `settings` name the trainer and its samplers; leases
     are on `trainer` and `samplers`. `name` is the trainer's name with this host's. `missing` says
     which of the needs was away at the last look, None if none was."""
@@ -50,13 +50,13 @@ class Needs:
         self.samplers = sorted({resource(url) for url in settings.rollout_urls})
         self.name = f"{self.trainer}/{socket.gethostname()}"
         self.missing: str | None = None
-        self.looked_at: float | None = None
-        self._writable = Writable(settings.runs_dir)
-        self._mounted = Look[str | None](ANSWERS_WITHIN_S)
+        self.checked_at: float | None = None
+        self._writable = RunsDirCheck(settings.runs_dir)
+        self._mounted = BoundedProbe[str | None](ANSWERS_WITHIN_S)
 
-    async def are_met(self) -> bool:
+    async def ready(self) -> bool:
         """Returns whether nothing was missing, as of at most two seconds ago."""
-        if self.looked_at is None or time.monotonic() >= self.looked_at + LOOK_AT_NEEDS_S:
+        if self.checked_at is None or time.monotonic() >= self.checked_at + LOOK_AT_NEEDS_S:
             await self.look()
         return self.missing is None
 
@@ -74,7 +74,7 @@ class Needs:
                 trainer=self.trainer,
                 reason=missing,
             )
-        self.missing, self.looked_at = missing, time.monotonic()
+        self.missing, self.checked_at = missing, time.monotonic()
         return missing
 
     async def _find_missing(self) -> str | None:
@@ -121,7 +121,7 @@ class DataFiles:
     def __init__(self, job: Job, settings: Settings) -> None:
         self.job = job
         self._settings = settings
-        self._look = Look[str | None](ANSWERS_WITHIN_S)
+        self._look = BoundedProbe[str | None](ANSWERS_WITHIN_S)
 
     async def missing(self) -> str | None:
         """Returns which file cannot be read, as a sentence; None if all can."""

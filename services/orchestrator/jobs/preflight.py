@@ -14,14 +14,14 @@ from pydantic import ValidationError
 from services.orchestrator.data.choosing import MAX_SHOWN, preview
 from services.orchestrator.data.hub import cached_model, named_model_folder
 from services.orchestrator.data.order import History
-from services.orchestrator.data.sources import asks_of, fetch
-from services.orchestrator.errors import MustPause
+from services.orchestrator.data.sources import fetch, source_requests
+from services.orchestrator.errors import OperatorActionNeeded
 from services.orchestrator.grpo.prompts import Prompts, load_held_out, load_prompts
-from services.orchestrator.grpo.supervised import lessons
+from services.orchestrator.grpo.supervised import sft_examples
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.prompt_checks import check_rows, counted
 from services.orchestrator.samplers.clients import Trial
-from services.orchestrator.samplers.discovery import on_cpu
+from services.orchestrator.samplers.discovery import cpu_warning
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.seams import Unreachable
@@ -34,7 +34,7 @@ from shared.job import SYNC_METHODS, Job
 from shared.job.checks import check_groups
 from shared.plan.planning import Price, price_of_jobs
 from shared.settings import Settings
-from shared.weights.architectures import cannot_reload_on_cpu, not_tried
+from shared.weights.architectures import cannot_reload_on_cpu, untested_warning
 from shared.weights.model_folder import (
     check_config,
     check_model_folder,
@@ -136,7 +136,7 @@ class Preflight:
         if not isinstance(error, BadRequest) or isinstance(error, Unauthorized | Forbidden):
             return None
         if check.needs == "settings":
-            return MustPause(why)
+            return OperatorActionNeeded(why)
         told = f"its {check.name} were accepted when it was submitted, and are refused now"
         return Failed(f"{told}: {why}")
 
@@ -250,7 +250,7 @@ async def _look_for_mistakes(run: Preflight) -> None:
 async def _check_data(run: Preflight) -> None:
     job, accepted = _of_each_model(run.job)[0], run.accepted
     if accepted:
-        await fetch(asks_of(job, run.settings, accepted.versions).values())
+        await fetch(source_requests(job, run.settings, accepted.versions).values())
         run.data = await run.executor.in_thread(job, _reload, job, run.settings, accepted)
     else:
         look = inspect, job, run.settings, run.not_checked, run.showing
@@ -278,7 +278,7 @@ def check_model(job: Job, settings: Settings, why_not: str | None) -> tuple[list
     config = read_config(folder)
     if job.trains:
         check_rope(job.model, config, job.max_model_len)
-    untried = not_tried(job.model, config)
+    untried = untested_warning(job.model, config)
     limit = cpu_limit(config) or cannot_reload_on_cpu(config, job.weight_sync)
     return [untried] if untried else [], limit
 
@@ -327,7 +327,7 @@ def probable_mistakes(job: Job) -> list[str]:
             "a rate above 0, such as 1e-6"
         )
     is_paid = job.teacher or any(reward.weight for reward in job.rewards)
-    if job.trains and not job.steps_never_sample and not is_paid:
+    if job.trains and not job.trains_without_sampling and not is_paid:
         whose = "the only reward" if len(job.rewards) == 1 else "every reward"
         found.append(
             f"the weight of {whose} is 0: every completion earns the same, so nothing is learned; "
@@ -342,7 +342,7 @@ def _shown_prompts(
     """Returns what `preview` does, of a supervised job with the answers."""
     if not job.has_answers:
         return preview(job, first)
-    found = lessons(first[:MAX_SHOWN], job, where)[:MAX_SHOWN]
+    found = sft_examples(first[:MAX_SHOWN], job, where)[:MAX_SHOWN]
     shown, not_counted = preview(job, [lesson.prompt for lesson in found])
     answered = (
         one.model_copy(update={"answers": lesson.answers})
@@ -356,7 +356,7 @@ def _shown_prompts(
 
 async def _check_processor(run: Preflight) -> None:
     if run.cpu_limit:
-        run.warnings += await on_cpu(run.job, run.cpu_limit, run.services.caller.settings)
+        run.warnings += await cpu_warning(run.job, run.cpu_limit, run.services.caller.settings)
 
 
 async def _try_rewards(run: Preflight) -> None:

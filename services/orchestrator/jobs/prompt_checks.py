@@ -26,15 +26,15 @@ from services.orchestrator.data.choosing import (
     tokenizer_stamp,
 )
 from services.orchestrator.data.sources import is_on_hub
-from services.orchestrator.data.tables import go_on
+from services.orchestrator.data.tables import check_wanted
 from services.orchestrator.grpo.prompts import Prompts, load_prompts
-from services.orchestrator.grpo.supervised import lessons
+from services.orchestrator.grpo.supervised import sft_examples
 from shared.errors import BadRequest, HoneError
 from shared.http import codec
 from shared.job import Job
 from shared.job.running import EvaluationSpec
 from shared.settings import Settings, load_settings
-from shared.templates import ROWS_PER_REQUEST, CannotCount
+from shared.templates import ROWS_PER_REQUEST, TokenizerUnavailable
 from shared.wire import Prompt, PromptLengths
 
 MAX_PASSED = 1000
@@ -59,7 +59,7 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
         return prompts.first()
     end = time.monotonic() + CHECK_S
     fit, made_of = fit_of(job), prompts.made_of
-    samples = not job.steps_never_sample  # after the training prompts
+    samples = not job.trains_without_sampling  # after the training prompts
     if prompts.train is not None:
         if job.has_answers:
             made_of = _with_answers(made_of, job, prompts.name)
@@ -73,7 +73,7 @@ def check_rows(job: Job, prompts: Prompts) -> tuple[Prompt, ...]:
     first = prompts.first()
     if prompts.train is None:
         if job.has_answers:
-            lessons(first, job, prompts.name)
+            sft_examples(first, job, prompts.name)
         for prompt in first:
             _check_sendable(prompt, "data.train")
         if fit and samples:
@@ -93,7 +93,7 @@ def _with_answers(made_of: MadeOf, job: Job, where: str) -> MadeOf:
     that they follow."""
 
     def made(problems: Sequence[Problem]) -> Sequence[Prompt]:
-        return [lesson.prompt for lesson in lessons(made_of(problems), job, where)]
+        return [lesson.prompt for lesson in sft_examples(made_of(problems), job, where)]
 
     return made
 
@@ -152,7 +152,7 @@ def _faults(rows: _Rows, end: float) -> Iterator[BadRow]:
     """Yields the fault of each bad row among the rows that can be tried before `end`. The first
     rows are always tried."""
     for start in range(0, len(rows.problems), ROWS_PER_REQUEST):
-        go_on()
+        check_wanted()
         several = rows.problems[start : start + ROWS_PER_REQUEST]
         if fault := _fault(rows, several):
             yield from _single_faults(rows, several, fault, end)
@@ -232,7 +232,7 @@ def counted(job: Job, prompts: Prompts) -> PromptLengths:
     stream, of the first step's. Raises as `Prompts.made_of`."""
     try:
         reader = reader_of(job)
-    except CannotCount as error:
+    except TokenizerUnavailable as error:
         return PromptLengths(why_not=str(error))
     every = 0
     if prompts.train is None:
@@ -241,7 +241,7 @@ def counted(job: Job, prompts: Prompts) -> PromptLengths:
         every = math.ceil(len(prompts.train) / MAX_COUNTED)
         made = prompts.made_of(prompts.train[::every])
     if job.has_answers:
-        made = tuple(lesson.prompt for lesson in lessons(made, job, prompts.name))
+        made = tuple(lesson.prompt for lesson in sft_examples(made, job, prompts.name))
     counts, size = list[int](), 0
     for prompt in made:
         counts += reader.count([prompt.content])

@@ -16,7 +16,7 @@ from services.orchestrator.jobs.decisions import (
     Outcome,
     decide,
 )
-from services.orchestrator.jobs.needs import DataFiles, Needs
+from services.orchestrator.jobs.needs import DataFiles, Dependencies
 from services.orchestrator.jobs.status import AttemptStatus
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
@@ -24,7 +24,7 @@ from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import Journal
 from services.orchestrator.store.leases import LeaseLost
-from services.orchestrator.tasks import all_of, stop
+from services.orchestrator.tasks import gather_all, stop
 from shared.errors import HoneError, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
@@ -53,7 +53,7 @@ class Recovery:
         folder: RunFolder,
         journal: Journal,
         status: AttemptStatus,
-        needs: Needs,
+        needs: Dependencies,
         tries: int,
     ) -> None:
         self._record, self._settings = record, settings
@@ -97,7 +97,7 @@ class Recovery:
                 await self._services.samplers.load_model()
                 await self._services.samplers.free_gpu()
                 return await self._services.trainer.load_job()
-            state, _ = await all_of(
+            state, _ = await gather_all(
                 [self._services.trainer.load_job(), self._services.samplers.load_model()]
             )
             assert state is not None, "the first is the trainer's"

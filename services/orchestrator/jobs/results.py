@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from services.orchestrator.errors import TooDear
+from services.orchestrator.errors import BudgetExceeded
 from services.orchestrator.grpo.advantages import reaches
 from services.orchestrator.grpo.groups import num_sampled
 from services.orchestrator.grpo.held_out import IGNORED, metric_prefix
@@ -23,7 +23,7 @@ from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.writable import ANSWERS_WITHIN_S
 from shared.errors import HoneError
 from shared.host.logs import get_logger
-from shared.host.processes import Look
+from shared.host.processes import BoundedProbe
 from shared.http.service import hone_version
 from shared.job import CheckpointSpec, Job, StopSpec
 from shared.plan.planning import Price
@@ -33,7 +33,7 @@ NOTE_SPENT_S = 60.0
 """Seconds between two notes of the job's hours and cost in the run folder."""
 
 
-class Spent:
+class JobUsage:
     """The tokens, hours and cost of the job so far, over all attempts, as metrics of each step. An
     attempt finds `rows`, `hours` and `cost` in the run folder when it begins; repeated hours after
     a failure count. `price` is the price of an hour of this attempt, None if unknown."""
@@ -51,7 +51,7 @@ class Spent:
         self._cost_before = max([cost, *(row.metrics.get(COST, 0.0) for row in rows)])
         self._tokens = 0.0
 
-    def go_on_from(self, rows: Sequence[MetricsRow]) -> None:
+    def continue_from(self, rows: Sequence[MetricsRow]) -> None:
         """Continues after the last of `rows`. Tokens of later steps are counted again."""
         self._tokens = rows[-1].metrics.get(TOKENS, 0.0) if rows else 0.0
 
@@ -94,21 +94,21 @@ class Spending:
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._job, self._folder = job, folder
-        self._spent: Spent | None = None
-        self._noting = Look[str | None](ANSWERS_WITHIN_S)
+        self._spent: JobUsage | None = None
+        self._noting = BoundedProbe[str | None](ANSWERS_WITHIN_S)
 
-    async def begin(self, price: Price | None) -> Spent:
-        """Begins to count, unless it has begun. Raises TooDear for a job that has reached its cost
-        limit and has more to do."""
+    async def begin(self, price: Price | None) -> JobUsage:
+        """Begins to count, unless it has begun. Raises BudgetExceeded for a job that has reached
+        its cost limit and has more to do."""
         job, rows = self._job, await asyncio.to_thread(self._folder.metrics)
         if self._spent is None:
             hours, cost = await asyncio.to_thread(self._folder.spent)
-            self._spent = Spent(rows, hours, price, cost)
+            self._spent = JobUsage(rows, hours, price, cost)
         has_more = job.steps > 0 and (
             not rows or (rows[-1].step < job.steps and not reason_to_stop(rows[-1], job.stop))
         )
         if has_more and (why := self._spent.beyond(job.stop)):
-            raise TooDear(why)
+            raise BudgetExceeded(why)
         return self._spent
 
     async def keep_noted(self) -> None:
@@ -190,7 +190,7 @@ def measured(metrics: Mapping[str, float], metric: str | None) -> float | None:
     return None if ignored in metrics else metrics.get(f"eval/{metric}")
 
 
-def first_needed(job: Job, checkpoint_step: int) -> int:
+def oldest_needed_batch(job: Job, checkpoint_step: int) -> int:
     """Returns the oldest step whose batch is kept once `checkpoint_step` has a checkpoint.
 
     Batches kept: the newest `rollouts.keep_last`, and all that a trainer replays if it resumes from

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from services.orchestrator.samplers.waits import Waits
+from services.orchestrator.samplers.waits import PendingCalls
 from shared.http.connecting import since
 
 
@@ -19,7 +19,7 @@ class AttemptStatus:
 
     def __init__(
         self,
-        calls: Waits,
+        calls: PendingCalls,
         unreachable: Callable[[], Mapping[str, float]] = dict[str, float],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -15,16 +15,16 @@ import secrets
 import socket
 import time
 
-from services.orchestrator.errors import is_put_away
+from services.orchestrator.errors import is_preempted
 from services.orchestrator.jobs.attempt import Attempt
 from services.orchestrator.jobs.decisions import Outcome
-from services.orchestrator.jobs.needs import DataFiles, Needs
+from services.orchestrator.jobs.needs import DataFiles, Dependencies
 from services.orchestrator.jobs.status import AttemptStatus
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions
 from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreEmptied
-from services.orchestrator.store.leases import Asked, Lease, LeaseLost
-from services.orchestrator.store.records import Unreadable
+from services.orchestrator.store.leases import Lease, LeaseLost, LeaseRequest
+from services.orchestrator.store.records import UnreadableRecord
 from services.orchestrator.store.registrations import REGISTER_TRAINER_S, TRAINER_REGISTRATION_S
 from services.orchestrator.store.run_folders import note_end
 from services.orchestrator.store.store import Store
@@ -57,7 +57,7 @@ class SharedTrainer:
     are the jobs of the process whose last run is not closed yet."""
 
     def __init__(self, settings: Settings, store: Store, closing: set[str] | None = None) -> None:
-        self.needs = Needs(settings, store)
+        self.needs = Dependencies(settings, store)
         self.looking = asyncio.Lock()
         self.others_at = 0.0
         self.closing = set[str]() if closing is None else closing
@@ -110,7 +110,7 @@ class Worker:
             try:
                 await self._give_back()
                 async with self._trainer.looking:
-                    if await self._needs.are_met() and not await self._is_next_held():
+                    if await self._needs.ready() and not await self._is_next_held():
                         asked_at = time.monotonic()
                         self._lease = await self._store.take(
                             self._owner,
@@ -184,7 +184,7 @@ class Worker:
         not held: the worker that takes it reports why."""
         try:
             job = (await self._store.get(job_id)).job
-        except (NotFound, Unreadable):
+        except (NotFound, UnreadableRecord):
             self._held.pop(job_id, None)
             return False
         files = self._held.get(job_id)
@@ -203,7 +203,7 @@ class Worker:
         renewed: if stopping hangs, the job soon goes to another trainer."""
         needs = self._needs
         while True:
-            if self._is_stopping or needs.looked_at is None:
+            if self._is_stopping or needs.checked_at is None:
                 await asyncio.sleep(POLL_S)
                 continue
             missing = None if self._lease else needs.missing
@@ -258,7 +258,7 @@ class Worker:
         get_logger().info("job started", job=lease.job_id, attempt=lease.attempt)
         try:
             record = await self._store.get(lease.job_id)
-        except (Unreadable, NotFound) as error:
+        except (UnreadableRecord, NotFound) as error:
             get_logger().error("job cannot be read", job=lease.job_id, reason=error.detail)
             await self._store.halt(lease, error.detail)
             return
@@ -302,7 +302,7 @@ class Worker:
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
         resume = f", then `hone resume {lease.job_id}` continues from there"
-        if is_put_away(str(outcome.why)):
+        if is_preempted(str(outcome.why)):
             resume = ""
         if outcome.status == "queued":
             get_logger().warning("job given back", job=lease.job_id, reason=outcome.why)
@@ -330,7 +330,7 @@ class Worker:
         )
 
 
-async def _beat(store: Store, status: AttemptStatus, lease: Lease) -> Asked | None:
+async def _beat(store: Store, status: AttemptStatus, lease: Lease) -> LeaseRequest | None:
     """Renews the lease, and reports what the job does."""
     try:
         said = status.line(), status.waits()

@@ -24,7 +24,7 @@ def choose(samplers: Iterable[Sampler]) -> Sampler | None:
 
 
 @dataclass(eq=False)
-class Waiting:
+class WaitingGroup:
     """A group that waits for room; at first only at the sampler `near`, unless that is None."""
 
     num_completions: int
@@ -41,22 +41,22 @@ class Queue:
     groups that any sampler may have."""
 
     def __init__(self) -> None:
-        self._turns: list[Waiting] = []
-        self._groups: deque[Waiting] = deque()
+        self._turns: list[WaitingGroup] = []
+        self._groups: deque[WaitingGroup] = deque()
 
     def __bool__(self) -> bool:
         """Whether a group waits that any sampler may have."""
         return bool(self._groups)
 
-    def add(self, waiting: Waiting) -> None:
+    def add(self, waiting: WaitingGroup) -> None:
         (self._turns if waiting.near else self._groups).append(waiting)
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, waiting: WaitingGroup) -> None:
         for queue in (self._turns, self._groups):
             if waiting in queue:
                 queue.remove(waiting)
 
-    def wait_anywhere(self, turn: Waiting) -> None:
+    def wait_anywhere(self, turn: WaitingGroup) -> None:
         """Lets a turn that waits for its own sampler wait for any sampler, as the first."""
         if turn in self._turns:
             self._turns.remove(turn)
@@ -91,7 +91,7 @@ MAX_HOMES = 65_536
 
 
 @dataclass(frozen=True)
-class Home:
+class PrefixHolder:
     """A sampler with a conversation in its cache. `version`: the weights that began the
     conversation there. `ref` and `num_joins` are the sampler's at its latest answer."""
 
@@ -101,15 +101,15 @@ class Home:
     num_joins: int
 
 
-class Homes:
+class PrefixAffinity:
     """The homes of the conversations answered last. With `keeps_prefixes` a sampler's cache is of
     use also after newer weights were loaded."""
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[str, Home] = OrderedDict()
+        self._homes: OrderedDict[str, PrefixHolder] = OrderedDict()
         self.keeps_prefixes = False
 
-    def find(self, conversation: str | None) -> Home | None:
+    def find(self, conversation: str | None) -> PrefixHolder | None:
         """Returns the conversation's home, if its cache is of use."""
         if (home := self._homes.get(conversation or "")) is None:
             return None
@@ -118,7 +118,7 @@ class Homes:
         return home if is_same_life and (self.keeps_prefixes or home.ref is sampler.ref) else None
 
     def request(
-        self, body: GenerateRequest, home: Home | None, sampler: Sampler
+        self, body: GenerateRequest, home: PrefixHolder | None, sampler: Sampler
     ) -> GenerateRequest:
         """Returns the request for the sampler. At home it continues from what older weights have
         cached, with `keeps_prefixes`."""
@@ -128,13 +128,13 @@ class Homes:
         return body.model_copy(update={"known": known})
 
     def note(
-        self, conversation: str, home: Home | None, sampler: Sampler, group: RolloutGroup
+        self, conversation: str, home: PrefixHolder | None, sampler: Sampler, group: RolloutGroup
     ) -> None:
         """Notes which sampler sampled the latest answer, after the `home` found for it."""
         version = next(iter(group.rollouts[0].versions), None)
         if home and home.sampler is sampler:
             version = home.version
-        self._homes[conversation] = Home(sampler, version, sampler.ref, sampler.num_joins)
+        self._homes[conversation] = PrefixHolder(sampler, version, sampler.ref, sampler.num_joins)
         self._homes.move_to_end(conversation)
         if len(self._homes) > MAX_HOMES:
             self._homes.popitem(last=False)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from services.orchestrator.samplers.transport import client_to
-from services.orchestrator.samplers.waits import Caller, waits_for
+from services.orchestrator.samplers.waits import Caller, tracks_call
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
@@ -83,7 +83,7 @@ class TrainerClient:
         self._free_gpu = free_gpu
         self._has_job = False
 
-    @waits_for("trainer", "loading the job")
+    @tracks_call("trainer", "loading the job")
     async def load_job(self) -> TrainerState:
         caller = self.caller
         body = TrainerJob(
@@ -103,7 +103,7 @@ class TrainerClient:
         deadline_s = self.caller.settings.patience_s
         return await self.client.get("/state", TrainerState, deadline_s=deadline_s)
 
-    @waits_for("trainer", "training a step", "train")
+    @tracks_call("trainer", "training a step", "train")
     async def train_step(
         self, step: int, examples: tuple[Example, ...], totals: StepTotals
     ) -> StepResult:
@@ -113,13 +113,13 @@ class TrainerClient:
         body = TrainStepRequest(**self.caller.fence, step=step, examples=examples, totals=totals)
         return await self._train("/train_step", body, StepResult)
 
-    @waits_for("trainer", "computing log-probs", "forward")
+    @tracks_call("trainer", "computing log-probs", "forward")
     async def forward(self, step: int, examples: tuple[Example, ...]) -> ForwardResult:
         """Returns what the weights of the last applied step give the examples."""
         body = ForwardRequest(**self.caller.fence, step=step, examples=examples)
         return await self._train("/forward", body, ForwardResult)
 
-    @waits_for("trainer", "adding up a gradient", "forward_backward")
+    @tracks_call("trainer", "adding up a gradient", "forward_backward")
     async def forward_backward(
         self, step: int, examples: tuple[Example, ...], loss: TokenLoss
     ) -> ForwardBackwardResult:
@@ -128,14 +128,14 @@ class TrainerClient:
         body = ForwardBackwardRequest(**self.caller.fence, step=step, examples=examples, loss=loss)
         return await self._train("/forward_backward", body, ForwardBackwardResult)
 
-    @waits_for("trainer", "taking an optimizer step", "optim_step")
+    @tracks_call("trainer", "taking an optimizer step", "optim_step")
     async def optim_step(self, step: int, optimization: Optimization) -> OptimStepResult:
         """Changes the weights by the gradient so far, as operation `step`."""
         await self._free_gpu()
         body = OptimStepRequest(**self.caller.fence, step=step, optimization=optimization)
         return await self._train("/optim_step", body, OptimStepResult)
 
-    @waits_for("trainer", "publishing weights", "publish")
+    @tracks_call("trainer", "publishing weights", "publish")
     async def publish_weights(
         self, version: int, method: SyncMethod, snapshot: int | None = None
     ) -> WeightsRef:
@@ -145,7 +145,7 @@ class TrainerClient:
         )
         return await self._write("/publish_weights", body, WeightsRef)
 
-    @waits_for("trainer", "writing a checkpoint", "checkpoint")
+    @tracks_call("trainer", "writing a checkpoint", "checkpoint")
     async def checkpoint(self, step: int, keep: tuple[int, ...] = ()) -> Checkpoint:
         """Writes the step's checkpoint. Old ones are removed, except the steps `keep`."""
         body = CheckpointRequest(**self.caller.fence, step=step, keep=keep)
@@ -195,7 +195,7 @@ class RewardClient:
         not."""
         return self.client.away[1] if self.client.away else None
 
-    @waits_for("reward", "grading a group", "grade")
+    @tracks_call("reward", "grading a group", "grade")
     async def score(
         self, prompt: Prompt, group: RolloutGroup, *, job_id: str | None = None
     ) -> tuple[Score, ...]:
@@ -224,7 +224,7 @@ class RewardClient:
             NOT_GRADED if rollout.went_wrong else next(scores) for rollout in group.rollouts
         )
 
-    @waits_for("reward", "checking the rewards")
+    @tracks_call("reward", "checking the rewards")
     async def validate(self, columns: tuple[str, ...], prompts: tuple[Prompt, ...] = ()) -> None:
         """Raises BadRequest where the rewards would not work on rows with these columns, or on one
         of the first few `prompts`."""

@@ -109,7 +109,7 @@ PARSER = "tool_parser"
 ASKED_S = 3.0
 
 
-async def on_cpu(job: Job, cpu_limit: str, settings: Settings) -> tuple[str, ...]:
+async def cpu_warning(job: Job, cpu_limit: str, settings: Settings) -> tuple[str, ...]:
     """Returns a warning unless a sampler is known to be on a GPU; `cpu_limit` says why samplers on
     CPUs cannot serve the model. Raises BadRequest if all samplers are known to be on CPUs."""
     urls = [url for url in settings.rollout_urls if "://" in url]

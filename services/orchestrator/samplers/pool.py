@@ -19,7 +19,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from services.orchestrator.errors import SyncFailed
-from services.orchestrator.samplers.admission import Home, Homes, Queue, Waiting, choose
+from services.orchestrator.samplers.admission import (
+    PrefixAffinity,
+    PrefixHolder,
+    Queue,
+    WaitingGroup,
+    choose,
+)
 from services.orchestrator.samplers.discovery import Discovery, Registered, none_registered
 from services.orchestrator.samplers.sampler import NOT_HERE, Length, Push, Sampler
 from services.orchestrator.samplers.transport import client_to
@@ -28,7 +34,7 @@ from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.http.client import Client
-from shared.http.connecting import Tell, tell_nobody
+from shared.http.connecting import Tell, no_notify
 from shared.job import SyncMethod
 from shared.settings import Settings
 from shared.wire import (
@@ -71,7 +77,7 @@ class Pool:
         self._discovery = Discovery(settings, registered)
         self._length = Length()
         self._queue = Queue()
-        self._homes = Homes()
+        self._homes = PrefixAffinity()
         self._spec: ModelRequest | None = None
         self._pushed: Push | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -218,7 +224,7 @@ class Pool:
         return group
 
     async def _generate(
-        self, body: GenerateRequest, key: str, home: Home | None
+        self, body: GenerateRequest, key: str, home: PrefixHolder | None
     ) -> tuple[Sampler, RolloutGroup]:
         faults = 0
         while True:
@@ -241,7 +247,7 @@ class Pool:
         """Waits for room, takes it, and returns the sampler: `near`, if it has room within SOON_S
         seconds. Raises Unavailable if no sampler serves."""
         given = asyncio.get_running_loop().create_future()
-        waiting = Waiting(num_completions, given, near)
+        waiting = WaitingGroup(num_completions, given, near)
         self._queue.add(waiting)
         self._admit()
         try:
@@ -328,7 +334,7 @@ class Pool:
     def _new(self, url: str, *, alone: bool) -> Sampler:
         """Returns a sampler that was not asked yet. Of several, the pool says itself which is
         away."""
-        tell = self._tell if alone else tell_nobody
+        tell = self._tell if alone else no_notify
         sampler = Sampler(
             client_to("rollout", url, self._settings, tell, self._headers), self._length
         )

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from services.orchestrator.errors import MustPause
-from services.orchestrator.tasks import all_of
+from services.orchestrator.errors import OperatorActionNeeded
+from services.orchestrator.tasks import gather_all
 from shared.errors import HoneError, StateLost
 from shared.host.logs import get_logger
 from shared.http.client import Client
@@ -221,10 +221,10 @@ class Sampler:
     # --- what it is asked for --------------------------------------------------------------------
 
     async def give_model(self, spec: ModelRequest, settings: Settings, patience_s: float) -> None:
-        """Makes it serve the model, and notes what it reports of itself. Raises MustPause if
-        different samplers answer at its URL: each has a model and weights of its own, and only one
-        of them would get a version. A sampler that died meanwhile, and answers as another, is given
-        the model again."""
+        """Makes it serve the model, and notes what it reports of itself. Raises
+        OperatorActionNeeded if different samplers answer at its URL: each has a model and weights
+        of its own, and only one of them would get a version. A sampler that died meanwhile, and
+        answers as another, is given the model again."""
         for _ in range(NUM_LIVES):
             serving = await self.client.call(
                 "PUT",
@@ -239,7 +239,7 @@ class Sampler:
                 return self.configure(serving)
             again = await self._others(serving, settings, patience_s)
             if len(again) < NUM_ASKED_WHO:  # a dead sampler does not answer again
-                raise MustPause(self._two_answer(serving, others[0]))
+                raise OperatorActionNeeded(self._two_answer(serving, others[0]))
         raise StateLost(
             f"{self.url} was started anew {NUM_LIVES} times while it was given the model"
         )
@@ -255,7 +255,7 @@ class Sampler:
     ) -> list[ServingWeights]:
         """Returns which of NUM_ASKED_WHO answers come from another sampler, or from another life
         of this one."""
-        answers = await all_of(
+        answers = await gather_all(
             self.client.call(
                 "GET",
                 "/weights",

@@ -19,7 +19,7 @@ from services.orchestrator.samplers.discovery import (
 )
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Push
-from services.orchestrator.samplers.waits import Caller, Waits, waits_for
+from services.orchestrator.samplers.waits import Caller, PendingCalls, tracks_call
 from services.orchestrator.seams import NO_EXTENSIONS, Environment, Extensions, Teacher
 from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
@@ -71,7 +71,7 @@ class SamplerPool(Pool):
         """Whether all possible samplers are on one host."""
         return is_one_host(self._settings.rollout_urls)
 
-    @waits_for("rollout", "loading the model")
+    @tracks_call("rollout", "loading the model")
     async def load_model(self) -> None:
         """Loads the job's model into the samplers, and returns once one of them has it."""
         job = self.caller.job
@@ -84,14 +84,14 @@ class SamplerPool(Pool):
         )
         await self.open(spec)
 
-    @waits_for("rollout", "loading the model")
+    @tracks_call("rollout", "loading the model")
     async def serve_own_weights(self, model: EvaluatedModel) -> None:
         """Loads a model into the samplers, to be sampled as it is, as version 0. Returns once one
         of them serves it."""
         chosen = {"model": model.model, "revision": model.revision, "own_weights": True}
         await self.open(self._model_request().model_copy(update=chosen))
 
-    @waits_for("rollout", "loading weights", "load")
+    @tracks_call("rollout", "loading weights", "load")
     async def push_weights(self, push: Push) -> list[ServingWeights]:
         """Makes every sampler serve what is pushed; returns what each answered."""
         tracing.note(version=push.ref.root.version)
@@ -112,7 +112,7 @@ class SamplerPool(Pool):
         deadline_s = PRESENCE_DEADLINE_S
         return (await self.one().get("/weights", ServingWeights, deadline_s=deadline_s)).doing
 
-    @waits_for("rollout", "sampling a group", "generate")
+    @tracks_call("rollout", "sampling a group", "generate")
     async def sample(
         self,
         prompt: Prompt,
@@ -136,7 +136,7 @@ class SamplerPool(Pool):
         )
         return await self._sampled(body, key)
 
-    @waits_for("rollout", "reading an answer", "generate")
+    @tracks_call("rollout", "reading an answer", "generate")
     async def read(
         self, prompt: Prompt, answers: tuple[str | Message, ...], *, key: str
     ) -> RolloutGroup:
@@ -151,7 +151,7 @@ class SamplerPool(Pool):
         )
         return await self._sampled(body, key)
 
-    @waits_for("rollout", "sampling an answer", "generate")
+    @tracks_call("rollout", "sampling an answer", "generate")
     async def answer(
         self,
         messages: tuple[Message, ...],
@@ -181,7 +181,7 @@ class SamplerPool(Pool):
         )
         return await self._sampled(body, key, key.rpartition(":")[0])
 
-    @waits_for("rollout", "sampling an answer", "generate")
+    @tracks_call("rollout", "sampling an answer", "generate")
     async def complete(
         self, prompt: str | TokenIds, min_version: int, *, key: str, sampling: Sampling
     ) -> RolloutGroup:
@@ -197,7 +197,7 @@ class SamplerPool(Pool):
         )
         return await self._sampled(body, key, key.rpartition(":")[0])
 
-    @waits_for("rollout", "sampling a group", "generate")
+    @tracks_call("rollout", "sampling a group", "generate")
     async def sample_order(self, order: SampleOrder, *, key: str) -> RolloutGroup:
         """Returns the samples that a program asked for."""
         session = order.session
@@ -260,7 +260,7 @@ class Services:
     trainer: TrainerClient
     reward: RewardClient
     samplers: SamplerPool
-    waits: Waits
+    waits: PendingCalls
     teacher: Teacher | None
     environment: Environment | None
     extensions: Extensions

@@ -19,7 +19,7 @@ from services.orchestrator.errors import SyncFailed
 from services.orchestrator.samplers.clients import TrainerClient
 from services.orchestrator.samplers.sampler import NOT_HERE, Push
 from services.orchestrator.samplers.services import Services
-from services.orchestrator.tasks import to_disk
+from services.orchestrator.tasks import write_despite_cancel
 from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.host.logs import get_logger
 from shared.http.client import Client
@@ -60,7 +60,7 @@ class Events(Protocol):
 
 
 @dataclass(frozen=True)
-class Synced:
+class SyncResult:
     """A version that serves: what was published, and what each sampler answered, after `seconds`
     in all. `moved` is how far a step moved its canary since the version before (`change`);
     None: not known."""
@@ -97,17 +97,17 @@ class Synced:
 
 async def sync_weights(
     services: Services, log: SyncLog, job: Job, version: int, journal: Events
-) -> Synced:
+) -> SyncResult:
     """Makes every sampler serve the trainer's `version`, with the digest of what was published and
     the log-probs of its canary, and records it in the run folder. One sampler of several that does
     not is taken out of the pool. If none does, it is pushed again, by another method if there
     is one; then raises SyncFailed."""
     synced = await _synced(services, job, version, journal)
-    await to_disk(log.append_sync, synced.row(), synced.published)
+    await write_despite_cancel(log.append_sync, synced.row(), synced.published)
     return synced
 
 
-async def _synced(services: Services, job: Job, version: int, journal: Events) -> Synced:
+async def _synced(services: Services, job: Job, version: int, journal: Events) -> SyncResult:
     if job.weight_sync != "auto":
         method = services.samplers.sync_method or job.weight_sync
         return await _sync(services, job, version, method, journal)
@@ -118,7 +118,7 @@ async def _synced(services: Services, job: Job, version: int, journal: Events) -
     return await _sync(services, job, version, services.samplers.sync_method, journal)
 
 
-async def _find_way(services: Services, job: Job, version: int, journal: Events) -> Synced:
+async def _find_way(services: Services, job: Job, version: int, journal: Events) -> SyncResult:
     """The same by the first candidate that every sampler can take, which later versions go by."""
     start = time.monotonic()
     for method, why in candidates(job, gpus_of(services), one_host=services.samplers.one_host):
@@ -205,7 +205,7 @@ def _from_gpu_to_gpu(gpus: Gpus) -> Candidate | None:
 
 async def _sync(
     services: Services, job: Job, version: int, method: SyncMethod, journal: Events
-) -> Synced:
+) -> SyncResult:
     try:
         return await _push(services, job, version, method, journal)
     except SyncFailed as error:
@@ -230,7 +230,7 @@ async def _push(
     journal: Events,
     *,
     again: bool = False,
-) -> Synced:
+) -> SyncResult:
     start = time.monotonic()
     published = await _published(services, version, method)
     fallback = Fallback(services.trainer, published)
@@ -254,7 +254,7 @@ async def _push(
             )
     moved = change(services.samplers.published, published.root)
     services.samplers.published = published.root
-    return Synced(published.root, answers, time.monotonic() - start, moved)
+    return SyncResult(published.root, answers, time.monotonic() - start, moved)
 
 
 def _is_trial(services: Services, job: Job) -> bool:

@@ -22,9 +22,9 @@ import httpx2 as httpx
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from shared.host.processes import in_own_thread
+from shared.host.processes import run_in_thread
 from shared.http.client import Client
-from shared.http.connecting import Tell, trusted
+from shared.http.connecting import Tell, ssl_context
 from shared.http.urls import is_direct
 from shared.settings import Settings
 
@@ -51,7 +51,7 @@ def transport_to(url: str) -> Transport | None:
     proxies = getproxies()
     if not is_direct(host) and {parts.scheme, "all"} & proxies.keys() and not proxy_bypass(host):
         return None
-    return Transport(trusted())
+    return Transport(ssl_context())
 
 
 def client_to(
@@ -134,7 +134,7 @@ class _Resolver(AbstractResolver):
             socket.getaddrinfo, host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
         )
         found: list[ResolveResult] = []
-        for its_family, _, proto, _, (address, its_port, *rest) in await in_own_thread(look_up):
+        for its_family, _, proto, _, (address, its_port, *rest) in await run_in_thread(look_up):
             scope = f"%{rest[1]}" if rest and rest[1] else ""  # of a link-local address
             found.append(
                 ResolveResult(

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from shared.errors import Failed
 from shared.host import tracing
 from shared.http import ownership
-from shared.http.connecting import Tell, tell_nobody
+from shared.http.connecting import Tell, no_notify
 from shared.job import Job
 from shared.settings import Settings
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Waits:
+class PendingCalls:
     """The unanswered calls, by service. `progress_at` is the time of the last answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -141,13 +141,13 @@ class Caller:
     settings: Settings
     job_id: str = "unnamed"
     attempt: int = 0
-    tell: Tell = tell_nobody
+    tell: Tell = no_notify
     identity: str | None = None
     beside: tuple[int, ...] = ()
     weight: float = 1.0
     key: str | None = None
     epoch: int = field(default=0, init=False)
-    waits: Waits = field(default_factory=Waits, init=False)
+    waits: PendingCalls = field(default_factory=PendingCalls, init=False)
 
     @property
     def fence(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class ServiceClient(Protocol):
 C = TypeVar("C", bound=ServiceClient)
 
 
-def waits_for(
+def tracks_call(
     service: str, what: str, span: str | None = None
 ) -> Callable[
     [Callable[Concatenate[C, P], Coroutine[Any, Any, T]]],
@@ -194,7 +194,7 @@ def waits_for(
 
 
 async def watch(
-    waits: Waits,
+    waits: PendingCalls,
     stall_s: float,
     samplers: Callable[[], Mapping[str, int]],
     tell: Callable[[str, bool], Awaitable[None]],

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from services.orchestrator.store import keys
 from services.orchestrator.store.keys import SCRIPTS, source
-from services.orchestrator.store.records import Unreadable
+from services.orchestrator.store.records import UnreadableRecord
 from shared.errors import Conflict, Unavailable
 
 SOCKET_TIMEOUT_S = 30.0
@@ -141,13 +141,15 @@ class Connection:
         return answer
 
     async def hash(self, key: str) -> dict[str, str]:
-        """Returns the hash; raises Unreadable for a key that is not a hash."""
+        """Returns the hash; raises UnreadableRecord for a key that is not a hash."""
         try:
             return await self.do(self.client.hgetall(key))
         except StoreUnavailable as error:
             if error.code != "wrong_type":
                 raise
-            raise Unreadable(f"{key!r} in Redis is not what Hone keeps there: a hash") from error
+            raise UnreadableRecord(
+                f"{key!r} in Redis is not what Hone keeps there: a hash"
+            ) from error
 
     async def do(self, command: Any) -> Any:
         """Returns the result of a command of one of the clients."""

@@ -236,7 +236,7 @@ class RunFolder:
         file = self.path / REDIS
         return file.read_text().strip() if file.exists() else None
 
-    def belong_to(self, redis: str) -> None:
+    def set_redis(self, redis: str) -> None:
         """Notes the job's Redis from now on."""
         self._write(REDIS, redis.encode())
 

@@ -22,7 +22,7 @@ from services.orchestrator.writable import make_runs_dir, writing
 from shared.errors import Failed
 from shared.host import disk
 from shared.host.logs import get_logger
-from shared.host.processes import in_own_thread
+from shared.host.processes import run_in_thread
 from shared.job import Job
 from shared.wire import RecoveredJob
 
@@ -58,7 +58,7 @@ async def watch(connection: Connection, runs_dir: Path, deciding: asyncio.Lock) 
 
 async def _check_still(connection: Connection, runs_dir: Path) -> None:
     try:
-        noted = await in_own_thread(lambda: _noted(connection, runs_dir))
+        noted = await run_in_thread(lambda: _noted(connection, runs_dir))
     except Failed as error:
         get_logger().warning("which Redis has the jobs is not known", reason=error.detail)
         return
@@ -170,7 +170,7 @@ async def _rebuilt(
     redis = connection.identity
     if run.end is None and redis and run.redis != redis:
         try:
-            await asyncio.to_thread(RunFolder(run.path).belong_to, redis)
+            await asyncio.to_thread(RunFolder(run.path).set_redis, redis)
         except Failed as error:
             return RecoveredJob(id=run.id, problem=error.detail)
     answer = await connection.call("recover", **_arguments(run, job, key_ttl_s))

@@ -25,7 +25,7 @@ from shared.host.logs import get_logger
 from shared.http.connecting import Presence
 from shared.http.urls import REGISTERED, is_loopback
 
-Asked = Literal["cancel", "pause"]
+LeaseRequest = Literal["cancel", "pause"]
 
 MAX_INTERVAL_S = 1.0
 """Seconds between two beats, short so that requests are heard soon. At most a fifth of the
@@ -75,11 +75,11 @@ def resource(url: str) -> str:
     return f"{name}:{parts.port or PORTS.get(parts.scheme, '')}"
 
 
-Beat = Callable[[Lease], Awaitable[Asked | None]]
+Beat = Callable[[Lease], Awaitable[LeaseRequest | None]]
 """Renews the lease. Raises LeaseLost, and StoreUnavailable."""
 
 
-async def keep(beat: Beat, lease: Lease, taken_at: float, redis: Presence) -> Asked:
+async def keep(beat: Beat, lease: Lease, taken_at: float, redis: Presence) -> LeaseRequest:
     """Renews the lease until a request (cancel or pause) comes, and returns it. Raises LeaseLost
     once another worker has the lease, NoHeartbeat once the last successful beat was sent a lease
     ago, less the margin. `taken_at` (time.monotonic) is when the lease was asked for. `redis` is
@@ -96,7 +96,7 @@ async def keep(beat: Beat, lease: Lease, taken_at: float, redis: Presence) -> As
 
 async def _beat_until(
     stop_at: float, beat: Beat, lease: Lease, interval_s: float, redis: Presence
-) -> tuple[Asked | None, float]:
+) -> tuple[LeaseRequest | None, float]:
     """Returns the request, if any, and when the successful beat was sent. Raises NoHeartbeat if no
     beat succeeded until `stop_at`."""
     while (sent_at := time.monotonic()) < stop_at:
@@ -193,7 +193,7 @@ class WorkerSide:
 
     async def beat(
         self, lease: Lease, doing: str | None = None, waits: str | None = None
-    ) -> Asked | None:
+    ) -> LeaseRequest | None:
         """Renews the lease, and notes what the job does and waits for, if given. Returns the
         pending request, if any. Tries once, as long as the caller waits. Raises LeaseLost."""
         answer = await self._call(
@@ -206,7 +206,7 @@ class WorkerSide:
         )
         if answer == "lost":
             raise LeaseLost(lease.job_id)
-        asked: dict[str, Asked] = {"cancel": "cancel", "pause": "pause"}
+        asked: dict[str, LeaseRequest] = {"cancel": "cancel", "pause": "pause"}
         return asked.get(answer)
 
     async def halt(self, lease: Lease, why: str | None) -> None:

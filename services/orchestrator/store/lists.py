@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from services.orchestrator.store.records import (
     SUMMARY,
-    Unreadable,
+    UnreadableRecord,
     summary_of,
     time_of,
 )
@@ -27,7 +27,7 @@ job was deleted."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class JobFilter:
     """The filter of a list: jobs that match every given field. `metadata` are names and values that
     a job must have, None: it must have none; `openai`: it was submitted in OpenAI's shape. A caller
     whose key may see its own jobs alone wants no others."""
@@ -54,7 +54,7 @@ class Lists:
 
     _call: Callable[..., Awaitable[str]]
 
-    async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
+    async def list(self, after: str | None, limit: int, wanted: JobFilter | None = None) -> JobList:
         """Returns up to `limit` of the jobs `wanted`, newest first, older than `after`: a job's id,
         or a list's `next_after`, which stays valid when that job is removed. Unreadable records are
         listed by id. Raises NotFound if `after` is neither."""
@@ -65,7 +65,7 @@ class Lists:
             after=job_id,
             after_score=made_at,
             names=SUMMARY,
-            **(wanted or Wanted()).call(),
+            **(wanted or JobFilter()).call(),
         )
         if answer == "unknown":
             raise NotFound(f"no job {after!r} to list jobs after")
@@ -77,7 +77,7 @@ class Lists:
             present = {name: value for name, value in fields.items() if value is not False}
             try:
                 summaries.append(summary_of(job_id, present))
-            except Unreadable:
+            except UnreadableRecord:
                 unreadable.append(job_id)
         return JobList(
             jobs=await self._with_places(summaries),
@@ -137,7 +137,7 @@ class Readable(Protocol):
     async def get(self, job_id: str) -> JobRecord: ...
 
     async def list(
-        self, after: str | None, limit: int, wanted: Wanted | None = None
+        self, after: str | None, limit: int, wanted: JobFilter | None = None
     ) -> JobList: ...
 
     async def status(self, job_id: str) -> str | None:

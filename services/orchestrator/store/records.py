@@ -45,7 +45,7 @@ RANDOM_DIGITS = 13
 """65 bits: among a million jobs of one second, two have the same id with probability 1e-8."""
 
 
-class Unreadable(Failed):
+class UnreadableRecord(Failed):
     """This version of Hone cannot read what is stored of the job."""
 
 
@@ -190,11 +190,11 @@ def state_of(job_id: str, fields: Mapping[str, str]) -> JobState:
 
 @contextlib.contextmanager
 def _reading(job_id: str, fields: Mapping[str, str]) -> Generator[None]:
-    """Raises Unreadable if the block cannot read the fields."""
+    """Raises UnreadableRecord if the block cannot read the fields."""
     try:
         yield
     except (KeyError, ValueError) as error:  # ValueError is also pydantic's and json's
-        raise Unreadable(
+        raise UnreadableRecord(
             f"the record of job {job_id!r} (schema {fields.get('schema', '0')}) cannot be read by "
             f"this version of Hone (schema {SCHEMA}): {_first_line(error)}; use the version that "
             f"wrote it, or `hone cancel {job_id}` and `hone rm {job_id}`"

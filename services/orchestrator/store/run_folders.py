@@ -22,7 +22,7 @@ from services.orchestrator.store.store import Store
 from services.orchestrator.writable import ANSWERS_WITHIN_S
 from shared.errors import BadRequest, Conflict, Failed, Forbidden, HoneError, NotFound, Unavailable
 from shared.host.logs import get_logger
-from shared.host.processes import in_own_thread
+from shared.host.processes import run_in_thread
 from shared.http.gate import own_jobs_of
 from shared.job import Job
 from shared.weights.folders import MANIFEST, STATE, StoredFile, step_of
@@ -69,10 +69,10 @@ async def _check_start(store: Store, submission: Submission) -> None:
     if (start := submission.job.training.start_from) is None:
         return
     root = submission.runs_dir.resolve()
-    path = await in_own_thread(lambda: Path(start).resolve())
+    path = await run_in_thread(lambda: Path(start).resolve())
     if path.is_relative_to(root) and path != root:
         await store.get(path.relative_to(root).parts[0])
-    await in_own_thread(lambda: check_start(submission.job, submission.runs_dir))
+    await run_in_thread(lambda: check_start(submission.job, submission.runs_dir))
 
 
 async def _check_own(store: Store, submission: Submission) -> None:
@@ -92,7 +92,7 @@ async def _check_own(store: Store, submission: Submission) -> None:
             await store.get((*path.relative_to(root).parts, "")[0])
 
 
-async def accepted(store: Store, asked: Job, key: str | None) -> JobRecord | None:
+async def complete_submission(store: Store, asked: Job, key: str | None) -> JobRecord | None:
     """Returns and raises as `Store.submitted`. Completes the run folder, because the submission may
     have been interrupted."""
     record = await store.submitted(asked, key)
@@ -115,10 +115,10 @@ async def keep_unsubmitted_removed(store: Store, runs_dir: Path) -> None:
 async def remove_unsubmitted(store: Store, runs_dir: Path) -> None:
     """Removes such folders once. Raises OSError, Failed, and the store's errors."""
     latest = time.time() - UNSUBMITTED_S
-    for folder in await in_own_thread(lambda: unsubmitted(runs_dir, latest)):
-        is_own = await in_own_thread(folder.redis) == store.identity
+    for folder in await run_in_thread(lambda: unsubmitted(runs_dir, latest)):
+        is_own = await run_in_thread(folder.redis) == store.identity
         if is_own and await store.status(folder.path.name) is None:
-            await in_own_thread(folder.discard)
+            await run_in_thread(folder.discard)
             get_logger().info("unsubmitted run folder removed", folder=str(folder.path))
 
 
@@ -132,7 +132,7 @@ async def note_end(store: Store, job_id: str) -> None:
             record = await store.get(job_id)
             folder = RunFolder(Path(record.run_dir))
             async with asyncio.timeout(ANSWERS_WITHIN_S):
-                await in_own_thread(lambda: folder.write_note(note))
+                await run_in_thread(lambda: folder.write_note(note))
     except TimeoutError:
         get_logger().warning("end not noted in the run folder", job=job_id, reason="its disk hangs")
     except HoneError as error:
@@ -168,7 +168,7 @@ async def stop(store: Store, job_id: str) -> JobState:
 async def _written(write: Callable[[], None], within_s: float = WRITTEN_WITHIN_S) -> None:
     try:
         async with asyncio.timeout(within_s):
-            await in_own_thread(write)
+            await run_in_thread(write)
     except Failed as error:
         raise Unavailable(error.detail) from error
     except TimeoutError as error:

@@ -18,7 +18,7 @@ from services.orchestrator.store.lists import Lists
 from services.orchestrator.store.records import (
     FoundRun,
     Submission,
-    Unreadable,
+    UnreadableRecord,
     check_event_id,
     event_of,
     fields_of,
@@ -163,8 +163,8 @@ class Store(WorkerSide, Lists):
         return None if answer == WITHDRAWN else answer.partition(" ")[0]
 
     async def get(self, job_id: str) -> JobRecord:
-        """Raises NotFound, also where the caller's key may not see the job, or Unreadable for a
-        record that this version cannot read."""
+        """Raises NotFound, also where the caller's key may not see the job, or UnreadableRecord for
+        a record that this version cannot read."""
         (record,) = await self._with_places([record_of(job_id, await self._fields(job_id))])
         if (owner := own_jobs_of()) and record.submitted_by != owner:
             raise no_job(job_id)
@@ -200,7 +200,7 @@ class Store(WorkerSide, Lists):
         job."""
         try:
             record = await self.get(job_id)
-        except (NotFound, Unreadable):
+        except (NotFound, UnreadableRecord):
             return None
         if record.place is not None:
             why = [f"the trainer {at} {each.why}" for at, each in record.waits_for.items()]
@@ -252,7 +252,7 @@ class Store(WorkerSide, Lists):
         Conflict for a job that has not ended."""
         try:
             fields = await self._hash(keys.job(_known(job_id)))
-        except Unreadable:  # no record at all; `delete` removes the remains
+        except UnreadableRecord:  # no record at all; `delete` removes the remains
             return None
         if "status" in fields and fields["status"] not in TERMINAL:
             raise _not_ended(job_id, fields["status"])

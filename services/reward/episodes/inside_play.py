@@ -22,7 +22,7 @@ import types
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from services.reward.job_code.inside_file import explain, found, number, shown
+from services.reward.job_code.inside_file import elide, explain, find_definition, number
 from services.reward.sandbox.inside import frames
 
 _SECTION = re.compile(r"(Args|Returns|Raises):")
@@ -186,7 +186,7 @@ MAX_SENTENCE_CHARS = 1000
 NOT_TOOLS = ("reset", "get_reward")
 
 
-class Mistake(Exception):
+class InvalidJobFile(Exception):
     """The file is not one of an environment or of tools, whatever the row is."""
 
 
@@ -217,7 +217,7 @@ class Episode:
                 return self._step(asked["step"])
             kept = {"attributes": self._attributes()} if asked["close"]["attributes"] else {}
             return {**self._close(), **kept}
-        except Mistake as error:
+        except InvalidJobFile as error:
             return {"mistake": str(error)}
         except BaseException as error:  # the job's own code: whatever it raises is its answer
             return {"error": explain(error, self._file)}
@@ -234,7 +234,7 @@ class Episode:
         tools = self._offer([getattr(made, name) for name in _tool_names(type(made))])
         said = self._finished(made.reset(**_taken(made.reset, wanted["row"])))
         if said is not None and not isinstance(said, str):
-            raise TypeError(f"reset returned {shown(said)}, expected text or None")
+            raise TypeError(f"reset returned {elide(said)}, expected text or None")
         return self._opened(said, tools)
 
     def _offer(self, tools: list[Tool]) -> list[dict[str, Any]]:
@@ -250,17 +250,17 @@ class Episode:
 
     def _found(self, name: str, what: str) -> Any:
         try:
-            target = found(self._module, name, what)
+            target = find_definition(self._module, name, what)
         except LookupError as error:
-            raise Mistake(str(error)) from error
+            raise InvalidJobFile(str(error)) from error
         if inspect.isclass(target) != (what == "class"):
-            raise Mistake(f"{name!r} in {self._file} is {shown(target)}, expected a {what}")
+            raise InvalidJobFile(f"{name!r} in {self._file} is {elide(target)}, expected a {what}")
         return target
 
     def _check(self, kind: type) -> None:
-        """Raises Mistake for a class that is not an environment."""
+        """Raises InvalidJobFile for a class that is not an environment."""
         if not callable(getattr(kind, "reset", None)):
-            raise Mistake(
+            raise InvalidJobFile(
                 f"{self._line(kind)}: class {kind.__name__!r} has no method reset(self, **row)"
             )
         for name in _tool_names(kind):
@@ -270,7 +270,7 @@ class Episode:
         try:
             return schema_of(tool)
         except NoSchema as error:
-            raise Mistake(f"{self._line(tool)}: {error}") from error
+            raise InvalidJobFile(f"{self._line(tool)}: {error}") from error
 
     def _line(self, target: Any) -> str:
         """Returns the file and the line where a class or function is defined."""
@@ -309,7 +309,7 @@ class Episode:
                 raise ValueError(f"The arguments of {name} are not JSON: {error}.") from error
         if not isinstance(arguments, dict):
             raise ValueError(
-                f"The arguments of {name} are {shown(arguments)}, expected a JSON object."
+                f"The arguments of {name} are {elide(arguments)}, expected a JSON object."
             )
         try:
             inspect.signature(self._tools[name]).bind(**arguments)

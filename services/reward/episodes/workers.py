@@ -22,8 +22,8 @@ from services.reward.job_code.workers import LOAD_DEADLINE_S, MAX_WORKERS
 from services.reward.sandbox import host
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
 from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER
-from services.reward.sandbox.slots import CannotIsolate
-from services.reward.sandbox.verdicts import NotDecoded, decode
+from services.reward.sandbox.slots import IsolationFailed
+from services.reward.sandbox.verdicts import DecodeError, decode
 from shared.errors import BadRequest, Busy, Conflict, Failed
 from shared.host.logs import get_logger
 from shared.job import EnvironmentSpec
@@ -218,7 +218,7 @@ class FileWorkers:
     async def _loaded(self, file: JobFile) -> FileWorker:
         try:
             worker = await self._sandbox.open_worker(SERVE, processes=MAX_PROCESSES)
-        except CannotIsolate as error:
+        except IsolationFailed as error:
             raise Failed(f"no sandbox could be started for {file.name}: {error}") from error
         loaded = None
         try:
@@ -261,7 +261,7 @@ def _decoded(text: str) -> dict[str, Any]:
         value = decode(text.encode(), max_items=MAX_ANSWER_ITEMS)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair
-    except (NotDecoded, UnicodeError) as error:
+    except (DecodeError, UnicodeError) as error:
         raise EpisodeLost(f"its process answered with something unreadable: {error}") from error
     if not isinstance(value, dict):
         raise EpisodeLost("its process answered with something that is not a table")

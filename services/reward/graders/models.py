@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from services.reward.grading import templates
 from services.reward.grading.judge_client import label_in, number
-from services.reward.grading.judging import JudgeGrader, JudgeParams, JudgeSampling, Said
+from services.reward.grading.judging import JudgeField, JudgeGrader, JudgeParams, JudgeSampling
 from services.reward.grading.registry import Params, grader, right_or_wrong
 from shared.wire import Part, ScoreItem
 
@@ -69,11 +69,11 @@ class LlmJudge(JudgeGrader[LlmJudgeParams]):
             {"role": "user", "content": templates.render(self.params.rubric, item)},
         ]
 
-    def form(self) -> dict[str, Said]:
+    def form(self) -> dict[str, JudgeField]:
         low, high = self.params.low, self.params.high
         return {
-            "reason": Said('"<one sentence>"', {"type": "string"}),
-            "score": Said(f"<number from {low:g} to {high:g}>", {"type": "number"}),
+            "reason": JudgeField('"<one sentence>"', {"type": "string"}),
+            "score": JudgeField(f"<number from {low:g} to {high:g}>", {"type": "number"}),
         }
 
     def part(self, found: Mapping[str, Any]) -> Part:
@@ -167,9 +167,9 @@ class ScoreModel(MessagesGrader[ScoreModelParams]):
     influence the judge. Prefer rewards that can be checked, and read what it rewards.
     """
 
-    def form(self) -> dict[str, Said]:
+    def form(self) -> dict[str, JudgeField]:
         low, high = self.params.range
-        return {"result": Said(f"<number from {low:g} to {high:g}>", {"type": "number"})}
+        return {"result": JudgeField(f"<number from {low:g} to {high:g}>", {"type": "number"})}
 
     def part(self, found: Mapping[str, Any]) -> Part:
         score = number(found, "result", *self.params.range)
@@ -209,10 +209,10 @@ class LabelModel(MessagesGrader[LabelModelParams]):
     influence the judge. Prefer rewards that can be checked, and read what it rewards.
     """
 
-    def form(self) -> dict[str, Said]:
+    def form(self) -> dict[str, JudgeField]:
         labels = self.params.labels
         schema = {"type": "string", "enum": list(labels)}
-        return {"result": Said(f'"<one of: {", ".join(labels)}>"', schema)}
+        return {"result": JudgeField(f'"<one of: {", ".join(labels)}>"', schema)}
 
     def part(self, found: Mapping[str, Any]) -> Part:
         given = label_in(found, "result", self.params.labels)

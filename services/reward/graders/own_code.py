@@ -29,7 +29,7 @@ from services.reward.grading.registry import (
     reference_text,
 )
 from services.reward.job_code.inside_serve import ENDED
-from services.reward.job_code.workers import LOAD_DEADLINE_S, Own
+from services.reward.job_code.workers import LOAD_DEADLINE_S, UserFunction
 from shared.errors import BadRequest
 from shared.job import MAX_SOURCE_BYTES, RewardSpec
 from shared.wire import ExecuteRequest, Part, ScoreItem
@@ -65,7 +65,7 @@ class Function(Grader[FunctionParams]):
 
     def __init__(self, spec: RewardSpec, params: FunctionParams, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
-        self._own = Own(spec, tools.job_id or f"request {secrets.token_hex(8)}")
+        self._own = UserFunction(spec, tools.job_id or f"request {secrets.token_hex(8)}")
         self.deadline_s = LOAD_DEADLINE_S + MAX_LATE_CALLS * params.timeout_s
 
     def reference(self, row: Mapping[str, Any]) -> str | None:

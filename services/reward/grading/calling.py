@@ -36,7 +36,7 @@ deviation divides is still a number in float32, which ends at 3.4e38."""
 
 HOSTS = (OSError, MemoryError, sqlite3.Error)
 """What a grader raises because of its host, such as a full disk. A text may have caused any other
-error that a grader did not foresee (`Chosen`)."""
+error that a grader did not foresee (`FailureFilter`)."""
 
 Tell = Callable[[int, Part], None]
 """Takes an item's position and its part."""
@@ -53,12 +53,12 @@ class Caller:
     async def grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
         """Tells each item's part as soon as it is known; the part of a failure once all parts are
         known."""
-        chosen = Chosen(self.grader, items, tell)
+        chosen = FailureFilter(self.grader, items, tell)
         await self._grade(items, chosen.tell)
-        chosen.tell_held()
+        chosen.tell_rest()
 
     async def _grade(self, items: Sequence[ScoreItem], tell: Tell) -> None:
-        asked: list[_Alike] = []
+        asked: list[_SharedVerdict] = []
         for alike in await self._alike(items):
             known = self._cache.get(alike.key) if alike.key else None
             if known is None:
@@ -70,19 +70,21 @@ class Caller:
         calls = [asked[start : start + size] for start in range(0, len(asked), size)]
         await _together(self._call(call, items, tell) for call in calls)
 
-    async def _alike(self, items: Sequence[ScoreItem]) -> list[_Alike]:
+    async def _alike(self, items: Sequence[ScoreItem]) -> list[_SharedVerdict]:
         """Groups the items of a pure grader by the content that its verdict depends on; of another
         grader each item is alone. Other requests are answered between long completions."""
         if not self.grader.pure:
-            return [_Alike(None, [position]) for position in range(len(items))]
+            return [_SharedVerdict(None, [position]) for position in range(len(items))]
         by_key: dict[bytes, list[int]] = {}
         for position, item in enumerate(items):
             by_key.setdefault(key_of(self.grader, item), []).append(position)
             if len(item.completion) > LONG_CHARS:
                 await asyncio.sleep(0)
-        return [_Alike(key, positions) for key, positions in by_key.items()]
+        return [_SharedVerdict(key, positions) for key, positions in by_key.items()]
 
-    async def _call(self, call: Sequence[_Alike], items: Sequence[ScoreItem], tell: Tell) -> None:
+    async def _call(
+        self, call: Sequence[_SharedVerdict], items: Sequence[ScoreItem], tell: Tell
+    ) -> None:
         first_of_all = call[0].positions[0]
         job, group = self.grader.tools.job_id, str(items[first_of_all].prompt)
         async with self._turns.one((group,)):
@@ -162,7 +164,7 @@ class Callers:
     def __init__(self, tools: GraderTools) -> None:
         self._tools = tools
         self._cache = VerdictCache(tools.settings.reward_cache_mib << 20)
-        self._kept: OrderedDict[tuple[str | None, str], _Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[str | None, str], _BoundGrader] = OrderedDict()
 
     @contextlib.asynccontextmanager
     async def of(
@@ -187,11 +189,11 @@ class Callers:
             await kept.caller.grader.close()
         self._kept.clear()
 
-    def _keep(self, spec: RewardSpec, job_id: str | None) -> _Kept:
+    def _keep(self, spec: RewardSpec, job_id: str | None) -> _BoundGrader:
         key = (job_id, spec.model_dump_json())
         if key not in self._kept:
             grader = registry.bind(spec, replace(self._tools, job_id=job_id))
-            kept = _Kept(Caller(grader, self._cache))
+            kept = _BoundGrader(Caller(grader, self._cache))
             if grader.remembers and job_id is None:
                 kept.ends_with_request = True
                 return kept
@@ -207,14 +209,14 @@ class Callers:
 
 
 @dataclass
-class _Kept:
+class _BoundGrader:
     caller: Caller
     users: int = 0
     ends_with_request: bool = False
 
 
 @dataclass(frozen=True)
-class _Alike:
+class _SharedVerdict:
     """Positions of items that get one verdict. `key`: under which it is cached, if it may be."""
 
     key: bytes | None
@@ -306,7 +308,7 @@ BY_TEXT: frozenset[ErrorName] = frozenset(
 the sandbox fails."""
 
 
-class Chosen:
+class FailureFilter:
     """Passes parts on, except failures that a text may have caused: these wait for the other parts.
 
     A missing reward is left out of a group's normalization, so a text that causes one would escape
@@ -334,7 +336,7 @@ class Chosen:
             self._values[position] = part.value
         self._tell(position, part)
 
-    def tell_held(self) -> None:
+    def tell_rest(self) -> None:
         """Tells the parts that waited, now that all others are there."""
         num = 0
         graded: dict[str, list[float]] = defaultdict(list)

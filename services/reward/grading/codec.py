@@ -49,18 +49,18 @@ class WrongType(NotPlain):
         self.kind = kind
 
 
-class Unfinished(Exception):
+class UnfinishedIterator(Exception):
     """An iterator was asked for more than was taken of it."""
 
 
-class Awaited:
+class AwaitedResult:
     """The result of a coroutine, which tests await again."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-class TooLong(Exception):
+class ValueTooLong(Exception):
     """A value of more than `MAX_CHARS` as text."""
 
 
@@ -69,14 +69,14 @@ def encode(value: Any) -> str:
     as the items that they give.
 
     Raises NotPlain for other values, and for values that nest too deeply or contain themselves;
-    TooLong for more than `MAX_CHARS`.
+    ValueTooLong for more than `MAX_CHARS`.
     """
     try:
         text = json.dumps(_tree(value, 0))
     except ValueError as error:
         raise NotPlain(str(error)) from None
     if len(text) > MAX_CHARS:
-        raise TooLong(f"a value of {len(text)} characters, at most {MAX_CHARS} are taken")
+        raise ValueTooLong(f"a value of {len(text)} characters, at most {MAX_CHARS} are taken")
     return text
 
 
@@ -106,7 +106,7 @@ def _tree(value: Any, depth: int) -> Any:
         return {"complex": [value.real, value.imag]}
     if isinstance(value, range):
         return {"range": [value.start, value.stop, value.step]}
-    if isinstance(value, Awaited):
+    if isinstance(value, AwaitedResult):
         return {"awaited": [_tree(value.value, depth + 1)]}
     if kind := _imported(value):
         return {kind: [_tree(part, depth + 1) for part in _PARTS[kind](value)]}
@@ -273,18 +273,18 @@ def _collected(kind: str, parts: list[Any]) -> Any:
     if kind == "complex" and len(parts) == 2 and {*map(type, parts)} <= {int, float}:
         return complex(*parts)
     if kind == "awaited" and len(parts) == 1:
-        return Awaited(parts[0])
-    if kind in _HASHED and not crowded(parts):
+        return AwaitedResult(parts[0])
+    if kind in _HASHED and not has_hash_collisions(parts):
         return _HASHED[kind](parts)
     is_pairs = all(type(pair) in (list, tuple) and len(pair) == 2 for pair in parts)
-    if kind in _PAIRED and is_pairs and not crowded(key for key, _ in parts):
+    if kind in _PAIRED and is_pairs and not has_hash_collisions(key for key, _ in parts):
         return _PAIRED[kind](parts)
     raise NotPlain(f"no {kind!r:.20}")
 
 
 def _unfinished(parts: list[Any]) -> Iterator[Any]:
     yield from parts
-    raise Unfinished(f"more than the first {len(parts)} items of an iterator")
+    raise UnfinishedIterator(f"more than the first {len(parts)} items of an iterator")
 
 
 _LISTED: dict[str, Callable[[list[Any]], Any]] = {
@@ -307,7 +307,7 @@ _PAIRED: dict[str, Callable[[list[Any]], Any]] = {
 }
 
 
-def crowded(keys: Iterable[Hashable]) -> bool:
+def has_hash_collisions(keys: Iterable[Hashable]) -> bool:
     """Returns whether more than `MAX_OF_ONE_HASH` unequal keys have the same hash. Numbers can be
     chosen so, and making a set of n of them takes n * n steps."""
     of_hash: dict[int, list[Hashable]] = {}

@@ -98,7 +98,7 @@ J = TypeVar("J", bound=JudgeParams)
 
 
 @dataclass(frozen=True)
-class Said:
+class JudgeField:
     """A value that the judge has to give: how it is asked for, and its JSON schema."""
 
     asked: str
@@ -131,7 +131,7 @@ class JudgeGrader(ItemGrader[J]):
         already marked."""
 
     @abstractmethod
-    def form(self) -> dict[str, Said]:
+    def form(self) -> dict[str, JudgeField]:
         """Returns the values that the JSON object has to hold, by name."""
 
     @abstractmethod

@@ -38,7 +38,7 @@ _STRING = re.compile(r"(?<!\w)[rbfu]{0,2}(['\"])(?:(?!\1)[^\\\n]|\\.)*\1")
 _BLANK_LINES = re.compile(r"\A\s*\n")
 
 
-def answered(item: ScoreItem, reasoning: bool | tuple[str, str]) -> ScoreItem:
+def strip_reasoning(item: ScoreItem, reasoning: bool | tuple[str, str]) -> ScoreItem:
     """Returns the item with its answer as the completion. `reasoning`: the tags, True for `<think>`
     and harmony's channels, False for none."""
     if reasoning is False:

@@ -31,7 +31,7 @@ from pydantic import ConfigDict, ValidationError
 
 from services.reward.grading.failures import ErrorName, GradingFailed, wrong_row
 from services.reward.grading.limited.pool import LimitedPool, NoValue
-from services.reward.grading.reasoning import answered
+from services.reward.grading.reasoning import strip_reasoning
 from services.reward.job_code.workers import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
 from shared.documented import Documented
@@ -182,7 +182,7 @@ class Grader(ABC, Generic[P]):
 
     def subject(self, item: ScoreItem) -> ScoreItem:
         """Returns the item with the text to grade as its completion."""
-        return item if self.whole_text else answered(item, self.spec.reasoning)
+        return item if self.whole_text else strip_reasoning(item, self.spec.reasoning)
 
     @abstractmethod
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:

@@ -74,7 +74,7 @@ class Scorer:
         columns = sorted(set.intersection(*(set(prompt.row) for prompt in prompts)))
         with self._admission.of(2 * len(prompts)):
             async with self._checked(rewards, columns, None) as callers:
-                return await tried(callers, prompts)
+                return await try_rewards(callers, prompts)
 
     async def score(self, request: ScoreRequest) -> ScoreResult:
         """Returns one score per item, in order."""
@@ -257,7 +257,9 @@ def _columns(items: Sequence[ScoreItem]) -> list[str]:
     return sorted(set.intersection(*rows) | given) if rows else []
 
 
-async def tried(callers: Sequence[Caller], prompts: Sequence[Prompt]) -> tuple[TriedReward, ...]:
+async def try_rewards(
+    callers: Sequence[Caller], prompts: Sequence[Prompt]
+) -> tuple[TriedReward, ...]:
     """Returns what each reward gives, in order."""
     return tuple(await asyncio.gather(*(_tried(caller, prompts) for caller in callers)))
 

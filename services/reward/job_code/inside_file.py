@@ -32,7 +32,7 @@ def run_file(module: types.ModuleType, source: str, file: str) -> None:
     exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
 
 
-def found(module: types.ModuleType, name: str, what: str) -> Any:
+def find_definition(module: types.ModuleType, name: str, what: str) -> Any:
     """Returns the function or class of that name. Raises LookupError, which calls it `what`."""
     target = getattr(module, name, None)
     if callable(target):
@@ -60,7 +60,7 @@ def explain(error: BaseException, file: str) -> str:
     return f"{file} line {lines[-1]}: {message}" if lines else message
 
 
-def shown(value: Any) -> str:
+def elide(value: Any) -> str:
     return f"{str(value)[:40]!r} ({type(value).__name__})"
 
 
@@ -70,7 +70,7 @@ def number(value: Any, name: str, where: str = "") -> float | None:
     if value is None:
         return None
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} returned {shown(value)}{where}, expected a number or None")
+        raise TypeError(f"{name} returned {elide(value)}{where}, expected a number or None")
     found = float(value)
     if not math.isfinite(found):
         raise ValueError(f"{name} returned {found}{where}, expected a finite number or None")

@@ -40,12 +40,12 @@ from typing import Any
 
 from services.reward.job_code.inside_file import (
     Child,
+    elide,
     explain,
+    find_definition,
     fork,
-    found,
     number,
     run_file,
-    shown,
 )
 from services.reward.sandbox.inside import frames
 from services.reward.sandbox.inside.program import plain
@@ -54,14 +54,14 @@ from shared.rewards import Outcome, Reward
 KEEP_CHARS = 2000
 
 
-class Printed(io.TextIOBase):
+class OutputTail(io.TextIOBase):
     """A text stream of which only the end is kept."""
 
     def __init__(self) -> None:
         self._text = ""
 
     @classmethod
-    def install(cls) -> Printed:
+    def install(cls) -> OutputTail:
         """Returns what stands for stdout and stderr from now on."""
         printed = cls()
         sys.stdout = sys.stderr = printed  # pyright: ignore[reportAttributeAccessIssue]
@@ -196,7 +196,7 @@ def _replies_of_finished(running: dict[int, _Call], timeout_s: float) -> list[tu
 
 def _reply(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, Any]:
     start_cpu_s = time.process_time()
-    printed = Printed.install()
+    printed = OutputTail.install()
     try:
         reply: dict[str, Any] = {"verdict": "ok", "value": plain(function(*arguments))}
     except MemoryError:
@@ -276,7 +276,7 @@ ENDED = "__ended__"
 """The one key of an environment's attributes, which tells them from a column."""
 
 
-class Ended:
+class FinishedEnvironment:
     """An environment as it was at the end of a conversation: the attributes that are plain data."""
 
     def __init__(self, attributes: dict[str, Any]) -> None:
@@ -294,7 +294,7 @@ SINGULAR = {"prompts": "prompt", "completions": "completion"}
 
 
 @dataclass(frozen=True)
-class Own:
+class LoadedFunction:
     """What the job's file defines. `call` takes whole lists if `batch`, else one completion's."""
 
     call: Callable[..., Any]
@@ -321,10 +321,10 @@ def serve(channel: int) -> None:
     if opening is None:
         return
     sys.path += opening["paths"]
-    printed = Printed.install()
+    printed = OutputTail.install()
     module = types.ModuleType("reward_functions")
     Reward.tools = tools = WorkerTools(channel, module)
-    own: Own | None = None
+    own: LoadedFunction | None = None
     reply: dict[str, Any]
     try:
         own = _load(module, opening)
@@ -341,13 +341,13 @@ def serve(channel: int) -> None:
         frames.send(channel, reply | {"stdout": printed.take(), "call": tools.call})
 
 
-def _load(module: types.ModuleType, opening: dict[str, Any]) -> Own:
+def _load(module: types.ModuleType, opening: dict[str, Any]) -> LoadedFunction:
     """Returns the function or class of that name, after running the file."""
     file, name = opening["file"], opening["function"]
     run_file(module, opening["source"], file)
-    target = found(module, name, "function or class")
+    target = find_definition(module, name, "function or class")
     if not inspect.isclass(target):
-        return Own(target, True, file)
+        return LoadedFunction(target, True, file)
     instance = target()
     methods = [name for name in ("score", "score_batch") if callable(getattr(instance, name, None))]
     if len(methods) > 1:
@@ -356,21 +356,21 @@ def _load(module: types.ModuleType, opening: dict[str, Any]) -> Own:
             "called; give the other another name"
         )
     for method in methods:
-        return Own(getattr(instance, method), method == "score_batch", file)
+        return LoadedFunction(getattr(instance, method), method == "score_batch", file)
     raise LookupError(
         f"class {name!r} in {file} has neither score(prompt, completion, ...) nor "
         "score_batch(prompts, completions, ...)"
     )
 
 
-def _results(own: Own, message: dict[str, Any]) -> list[dict[str, Any]]:
+def _results(own: LoadedFunction, message: dict[str, Any]) -> list[dict[str, Any]]:
     arguments, count = message["arguments"], message["count"]
     if "environments" in arguments:
         arguments["environments"] = list(map(_environment, arguments["environments"]))
     if own.batch:
         values = _finished(own.call(**arguments))
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__iter__"):
-            raise TypeError(f"it returned {shown(values)}, expected a list of numbers")
+            raise TypeError(f"it returned {elide(values)}, expected a list of numbers")
         return [
             _result(lambda value=value: value, position, own.file)
             for position, value in enumerate(values)
@@ -386,7 +386,7 @@ def _results(own: Own, message: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _environment(given: Any) -> Any:
     is_one = isinstance(given, dict) and given.keys() == {ENDED}
-    return Ended(given[ENDED]) if is_one else given
+    return FinishedEnvironment(given[ENDED]) if is_one else given
 
 
 def _item(arguments: dict[str, list[Any]], position: int) -> dict[str, Any]:
@@ -394,7 +394,7 @@ def _item(arguments: dict[str, list[Any]], position: int) -> dict[str, Any]:
 
 
 async def _together(
-    own: Own, items: list[dict[str, Any]], timeout_s: float
+    own: LoadedFunction, items: list[dict[str, Any]], timeout_s: float
 ) -> list[dict[str, Any]]:
     async def one(position: int, item: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -428,7 +428,7 @@ def _result(value_of: Callable[[], Any], position: int, file: str) -> dict[str, 
         if isinstance(value, tuple):
             if len(value) != 2 or not isinstance(value[1], str):
                 raise TypeError(
-                    f"it returned {shown(value)} for completion {position}, expected a number, "
+                    f"it returned {elide(value)} for completion {position}, expected a number, "
                     "None, or (number, text)"
                 )
             value, detail = value

@@ -27,7 +27,7 @@ from services.reward.grading.failures import ErrorName, GradingFailed
 from services.reward.job_code.inside_serve import KEEP_CHARS
 from services.reward.sandbox import host
 from services.reward.sandbox.base import Sandbox, SlotDied, Worker
-from services.reward.sandbox.slots import CannotIsolate
+from services.reward.sandbox.slots import IsolationFailed
 from shared.errors import BadRequest, Failed
 from shared.explain import sentences
 from shared.host.logs import get_logger
@@ -162,12 +162,12 @@ class Signature:
         }
 
 
-class NotOfThisCall(Exception):
+class StrayAnswer(Exception):
     """A worker's answer came before its call, or belongs to another call."""
 
 
 @dataclass(frozen=True)
-class Own:
+class UserFunction:
     """A job's own function. `owner` is its job, or the request if that names no job."""
 
     spec: RewardSpec
@@ -202,7 +202,7 @@ class FunctionWorkers:
         self._sandbox = sandbox
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
-    async def signature(self, own: Own) -> Signature:
+    async def signature(self, own: UserFunction) -> Signature:
         """Returns what the function takes. Raises BadRequest with file, line and exception if its
         source cannot be loaded."""
         known = self._entries.get(own.key)
@@ -212,7 +212,11 @@ class FunctionWorkers:
             return (await self._load(entry, own))[1]
 
     async def call(
-        self, own: Own, arguments: Mapping[str, Sequence[Any]], count: int, timeout_s: float
+        self,
+        own: UserFunction,
+        arguments: Mapping[str, Sequence[Any]],
+        count: int,
+        timeout_s: float,
     ) -> list[Part]:
         """Returns a part for each of the `count` completions whose `arguments` these are.
 
@@ -247,7 +251,7 @@ class FunctionWorkers:
     async def _one_by_one(
         self,
         entry: _Entry,
-        own: Own,
+        own: UserFunction,
         arguments: Mapping[str, Any],
         count: int,
         timeout_s: float,
@@ -272,7 +276,7 @@ class FunctionWorkers:
                 parts.append(named.part())
         return parts
 
-    async def release(self, own: Own) -> None:
+    async def release(self, own: UserFunction) -> None:
         """Ends the function's worker, unless it is in use."""
         entry = self._entries.get(own.key)
         if entry is not None and not entry.users:
@@ -285,7 +289,7 @@ class FunctionWorkers:
         self._entries.clear()
 
     @contextlib.asynccontextmanager
-    async def _entry(self, own: Own) -> AsyncGenerator[_Entry]:
+    async def _entry(self, own: UserFunction) -> AsyncGenerator[_Entry]:
         """Yields this function's entry, locked, after closing surplus workers that no call uses,
         the least recently used first."""
         key = own.key
@@ -305,7 +309,7 @@ class FunctionWorkers:
     async def _call(
         self,
         entry: _Entry,
-        own: Own,
+        own: UserFunction,
         arguments: Mapping[str, Any],
         count: int,
         timeout_s: float,
@@ -329,7 +333,7 @@ class FunctionWorkers:
             except TimeoutError as error:
                 late = f"{own.named} did not return within {timeout_s:g} s for {count} completions"
                 raise GradingFailed(late, "unresponsive_reward_error") from error
-            except NotOfThisCall as error:
+            except StrayAnswer as error:
                 raise GradingFailed(
                     f"{own.named} failed: {error}", "python_grader_runtime_error"
                 ) from error
@@ -373,12 +377,12 @@ class FunctionWorkers:
             for programs in lists
         ]
 
-    async def _load(self, entry: _Entry, own: Own) -> tuple[Worker, Signature]:
+    async def _load(self, entry: _Entry, own: UserFunction) -> tuple[Worker, Signature]:
         if entry.worker is not None and entry.signature is not None:
             return entry.worker, entry.signature
         try:
             worker = await self._sandbox.open_worker(SERVE)
-        except CannotIsolate as error:
+        except IsolationFailed as error:
             raise Failed(f"no sandbox could be started for {own.named}: {error}") from error
         opening = {
             "source": own.spec.source,
@@ -397,7 +401,7 @@ class FunctionWorkers:
             return worker, entry.signature
         except TimeoutError as error:
             raise BadRequest(f"{own.named} was not loaded within {LOAD_DEADLINE_S:g} s") from error
-        except (SlotDied, NotOfThisCall, KeyError, TypeError, AttributeError) as error:
+        except (SlotDied, StrayAnswer, KeyError, TypeError, AttributeError) as error:
             raise BadRequest(f"{own.named} cannot be loaded: {error}") from error
         finally:
             if entry.worker is None:
@@ -415,11 +419,11 @@ async def _asked(worker: Worker, message: Mapping[str, Any], deadline_s: float) 
     number = secrets.token_hex(8)
     answer = await worker.ask({**message, "call": number}, deadline_s)
     if not isinstance(answer, dict) or answer.pop("call", None) != number:
-        raise NotOfThisCall("its process sent an answer that is not one to this call")
+        raise StrayAnswer("its process sent an answer that is not one to this call")
     return answer
 
 
-def _ended_twice(own: Own, error: SlotDied) -> GradingFailed:
+def _ended_twice(own: UserFunction, error: SlotDied) -> GradingFailed:
     if error.killed:
         return GradingFailed(
             f"the process of {own.named} was killed twice, from outside or because its host ran "

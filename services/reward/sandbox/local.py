@@ -28,7 +28,7 @@ from services.reward.sandbox.base import (
 )
 from services.reward.sandbox.host import NO_PACKAGES, Groups, Packages
 from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER, WORKER_BYTES
-from services.reward.sandbox.slots import CannotImport, CannotIsolate, Slot
+from services.reward.sandbox.slots import ImportFailed, IsolationFailed, Slot
 from shared.host.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
 
@@ -83,11 +83,11 @@ class LocalSandbox(Sandbox):
             *(slot.start() for slot in self._slots), return_exceptions=True
         )
         failures = [failure for failure in started if failure is not None]
-        if failures and not isinstance(failures[0], CannotIsolate):
+        if failures and not isinstance(failures[0], IsolationFailed):
             raise failures[0]
         if failures:
             reason = str(failures[0])
-            self._problem = reason if isinstance(failures[0], CannotImport) else _refusal(reason)
+            self._problem = reason if isinstance(failures[0], ImportFailed) else _refusal(reason)
         else:
             self._idle.extend(self._slots)
             fault = await self._tested() if self._isolated else None
@@ -172,15 +172,15 @@ class LocalSandbox(Sandbox):
                 if not slot.alive:
                     await slot.start()
                 facts = await slot.run(request, request.timeout_s + GRACE_S)
-            except CannotIsolate as error:
+            except IsolationFailed as error:
                 verdict, reason = "sandbox_error", str(error)
             except (SlotDied, TimeoutError) as error:
                 verdict = "sandbox_error" if self._isolated else "runtime_error"
                 reason = str(error) or f"it was silent for {request.timeout_s + GRACE_S:g} s"
             else:
                 verdict = "sandbox_error"
-                reason = verdicts.fault_of_ours(facts, request, is_last=is_last)
-                if not reason and (is_last or not verdicts.unexplained(facts, request)):
+                reason = verdicts.infrastructure_fault(facts, request, is_last=is_last)
+                if not reason and (is_last or not verdicts.is_unexplained_kill(facts, request)):
                     return await _execution(facts, request)
                 reason = reason or "a program was killed, and nothing says by whom"
             get_logger().warning("sandbox run failed", reason=reason)
@@ -193,7 +193,7 @@ def _short(request: ExecuteRequest) -> ExecuteRequest:
     return request.model_copy(update=limits)
 
 
-async def _execution(facts: verdicts.Facts, request: ExecuteRequest) -> Execution:
+async def _execution(facts: verdicts.ProgramExit, request: ExecuteRequest) -> Execution:
     """Returns the verdict on a program; a long result is read beside the event loop."""
     if len(facts.result) < LONG_RESULT_CHARS:
         return verdicts.execution(facts, request)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from services.reward.sandbox import verdicts
 from services.reward.sandbox.base import WORKER_PROCESSES, Probe, Sandbox, Worker, waiting
-from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
+from services.reward.sandbox.verdicts import DecodeError, ProgramExit, decode
 from shared.errors import Failed, how_to_install
 from shared.host.logs import get_logger
 from shared.wire import ExecuteRequest, Execution
@@ -59,7 +59,7 @@ class _NoAnswer(Exception):
     fault."""
 
 
-class _Lost(Exception):
+class _AnswerLost(Exception):
     """A container ended without an answer after its program began. The program may have caused
     that."""
 
@@ -121,8 +121,8 @@ class ModalSandbox(Sandbox):
             for _ in range(2):
                 try:
                     return await self._run_once(request)
-                except (self._modal.exception.Error, _NoAnswer, _Lost) as error:
-                    verdict = "runtime_error" if isinstance(error, _Lost) else "sandbox_error"
+                except (self._modal.exception.Error, _NoAnswer, _AnswerLost) as error:
+                    verdict = "runtime_error" if isinstance(error, _AnswerLost) else "sandbox_error"
                     reason = str(error) or type(error).__name__
                     get_logger().warning("Modal Sandbox failed", reason=reason)
         finally:
@@ -197,7 +197,7 @@ class ModalSandbox(Sandbox):
             pass
         except self._modal.exception.Error as error:
             if told.startswith("began"):
-                raise _Lost(f"the container was lost: {error}") from error
+                raise _AnswerLost(f"the container was lost: {error}") from error
             raise
         if not told.startswith("began"):
             raise _NoAnswer(f"the container ended before the program began: {told[:200]!r}")
@@ -213,7 +213,7 @@ def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Ex
         )
     try:
         facts = _checked(decode(lines[1].encode(), max_items=MAX_ANSWER_ITEMS), wall_s)
-    except (NotDecoded, ValueError, KeyError, TypeError, OverflowError):
+    except (DecodeError, ValueError, KeyError, TypeError, OverflowError):
         return Execution(
             verdict="runtime_error",
             stderr="BadResult: the program overwrote how it ended\n",
@@ -222,12 +222,12 @@ def execution_of(lines: list[str], request: ExecuteRequest, wall_s: float) -> Ex
     return verdicts.execution(facts, request)
 
 
-def _checked(told: dict[str, Any], wall_s: float) -> Facts:
+def _checked(told: dict[str, Any], wall_s: float) -> ProgramExit:
     """Returns the facts that `inside/alone.py` wrote. Raises ValueError, KeyError or TypeError for
     facts that it does not write."""
     if told["limit"] not in (None, "wall"):
         raise ValueError(told["limit"])
-    return Facts(
+    return ProgramExit(
         exit=int(told["exit"]),
         limit=told["limit"],
         wall_s=wall_s,

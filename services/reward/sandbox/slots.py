@@ -22,7 +22,7 @@ from services.reward.sandbox import host
 from services.reward.sandbox.base import WORKER_PROCESSES, SlotDied, Worker
 from services.reward.sandbox.host import INSIDE, NO_PACKAGES, Group, Packages
 from services.reward.sandbox.inside import child, frames, zygote
-from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
+from services.reward.sandbox.verdicts import DecodeError, ProgramExit, decode
 from shared.wire import ExecuteRequest
 
 T = TypeVar("T")
@@ -48,11 +48,11 @@ _HOME = str(Path(__file__).resolve().parents[3])
 _BOOT = "import sys; sys.path.insert(0, {home!r}); from {module} import main; main()"
 
 
-class CannotIsolate(Exception):
+class IsolationFailed(Exception):
     """The host refused a step of building a slot; the message names the step."""
 
 
-class CannotImport(CannotIsolate):
+class ImportFailed(IsolationFailed):
     """A package that graded code may import cannot be imported in a slot."""
 
 
@@ -92,7 +92,7 @@ class Slot(Worker):
         return connected and self._process is not None and self._process.poll() is None
 
     async def start(self) -> None:
-        """Starts the process and waits until it is inside. Raises CannotIsolate naming the step
+        """Starts the process and waits until it is inside. Raises IsolationFailed naming the step
         that failed."""
         await self.close()
         ours, theirs = socket.socketpair()
@@ -107,7 +107,7 @@ class Slot(Worker):
                 self._idle_bytes, self._memory_mib = self._group.used_bytes(), 0
         except OSError as error:
             ours.close()
-            raise CannotIsolate(
+            raise IsolationFailed(
                 f"starting {host.interpreter()}: {error.strerror or error}"
             ) from error
         finally:
@@ -137,7 +137,7 @@ class Slot(Worker):
             if self._switch is not None:
                 os.write(self._switch, what)
 
-    async def run(self, request: ExecuteRequest, deadline_s: float) -> Facts:
+    async def run(self, request: ExecuteRequest, deadline_s: float) -> ProgramExit:
         """Returns how a program ended. Ends the slot where `ask` does."""
         self._limit_memory(request.memory_mib)
         stdin = request.stdin.encode()
@@ -182,10 +182,10 @@ class Slot(Worker):
             return _plain(message)
         return await asyncio.to_thread(_plain, message)
 
-    async def _facts(self) -> Facts:
+    async def _facts(self) -> ProgramExit:
         facts, sizes = child.facts_of(await self._receive(child.FACTS.size))
         texts = [(await self._receive(size)).decode("utf-8", "replace") for size in sizes]
-        return Facts(**facts, stdout=texts[0], stderr=texts[1], result=texts[2])
+        return ProgramExit(**facts, stdout=texts[0], stderr=texts[1], result=texts[2])
 
     async def close(self) -> None:
         """Ends the process with all it runs, and waits for that."""
@@ -269,17 +269,17 @@ class Slot(Worker):
                 answer = await self._message()
         except TimeoutError as error:
             await self.close()
-            raise CannotIsolate(f"a slot was not ready after {START_DEADLINE_S:g} s") from error
+            raise IsolationFailed(f"a slot was not ready after {START_DEADLINE_S:g} s") from error
         except SlotDied as error:
             await self.close()
-            raise CannotIsolate(
+            raise IsolationFailed(
                 os.pread(log, 4096, 0).decode("utf-8", "replace").strip()[-500:] or str(error)
             ) from error
         if "ready" not in answer:
             await self.close()
             if "fatal" in answer:
-                raise CannotIsolate(str(answer["fatal"]))
-            raise CannotImport(
+                raise IsolationFailed(str(answer["fatal"]))
+            raise ImportFailed(
                 "a package of HONE_SANDBOX_PACKAGES does not work in the sandbox: "
                 f"{answer['not_importable']}"
             )
@@ -317,7 +317,7 @@ class Slot(Worker):
 def _plain(message: bytes) -> Any:
     try:
         return decode(message, max_items=MAX_MESSAGE_ITEMS)
-    except NotDecoded as error:
+    except DecodeError as error:
         raise SlotDied(f"it answered with something that is not plain data: {error}") from error
 
 

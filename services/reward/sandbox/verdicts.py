@@ -19,21 +19,21 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """A string of JSON, even if its end is missing, so that no text is read twice."""
 
 
-class NotDecoded(Exception):
+class DecodeError(Exception):
     """A text is not plain data. The message says why."""
 
 
 def decode(text: bytes, *, max_items: int) -> Any:
-    """Returns the value of a JSON text. Raises NotDecoded for any other text, for more than
+    """Returns the value of a JSON text. Raises DecodeError for any other text, for more than
     `max_items` values (before it makes any), for values nested deeper than `MAX_DEPTH`, and for
     numbers that are not finite."""
     if _items(text) > max_items and _items(_STRING.sub(b"", text)) > max_items:
-        raise NotDecoded(f"more than {max_items} values")
+        raise DecodeError(f"more than {max_items} values")
     try:
         value = json.loads(text)
         _check(value, 0)
     except (ValueError, RecursionError) as error:
-        raise NotDecoded(f"{type(error).__name__}: {error}") from None
+        raise DecodeError(f"{type(error).__name__}: {error}") from None
     return value
 
 
@@ -61,7 +61,7 @@ MAX_ITEMS = 100_000
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProgramExit:
     """How a program ended, as its slot saw it.
 
     `exit` is the code, or the negative number of a signal. `limit` is the limit at which the slot
@@ -83,7 +83,7 @@ class Facts:
     began: bool = True
 
 
-def execution(facts: Facts, request: ExecuteRequest) -> Execution:
+def execution(facts: ProgramExit, request: ExecuteRequest) -> Execution:
     """Returns the verdict on a program that ended as `facts` say."""
     verdict, value, trace = _verdict(facts, request)
     stderr = facts.stderr + ("\n" if facts.stderr and trace else "") + trace
@@ -97,7 +97,7 @@ def execution(facts: Facts, request: ExecuteRequest) -> Execution:
     )
 
 
-def fault_of_ours(facts: Facts, request: ExecuteRequest, *, is_last: bool) -> str:
+def infrastructure_fault(facts: ProgramExit, request: ExecuteRequest, *, is_last: bool) -> str:
     """Returns what the sandbox or its host did to a program, so that the program has no verdict; ""
     if they did nothing. Only failures that are known to be theirs count: a policy would learn to
     cause any other, because a missing reward is better for it than 0. So a program that used much
@@ -111,14 +111,14 @@ def fault_of_ours(facts: Facts, request: ExecuteRequest, *, is_last: bool) -> st
     return ""
 
 
-def unexplained(facts: Facts, request: ExecuteRequest) -> bool:
+def is_unexplained_kill(facts: ProgramExit, request: ExecuteRequest) -> bool:
     """Returns whether a program was killed, but at none of its limits. It may have caused that
     itself (by a CPU limit of its own, or by exec in a process too small), or another process on the
     host killed it. A second run tells which, because only the program's own doing happens twice."""
     return facts.exit == -signal.SIGKILL and not facts.limit and not _short(facts, request)
 
 
-def _short(facts: Facts, request: ExecuteRequest) -> bool:
+def _short(facts: ProgramExit, request: ExecuteRequest) -> bool:
     """Returns whether a killed program was short of memory. Without a cgroup, or if the host ran
     out of memory, a program that used much of its memory counts as short of it."""
     if facts.memory in ("unknown", "host"):
@@ -126,7 +126,7 @@ def _short(facts: Facts, request: ExecuteRequest) -> bool:
     return facts.memory == "own limit"
 
 
-def _verdict(facts: Facts, request: ExecuteRequest) -> tuple[Ending, Any, str]:
+def _verdict(facts: ProgramExit, request: ExecuteRequest) -> tuple[Ending, Any, str]:
     code = facts.exit
     if facts.limit == "wall":
         return (
@@ -159,7 +159,7 @@ def _verdict(facts: Facts, request: ExecuteRequest) -> tuple[Ending, Any, str]:
     return _outcome(facts.result, code, request)
 
 
-def _is_beside(facts: Facts, request: ExecuteRequest) -> bool:
+def _is_beside(facts: ProgramExit, request: ExecuteRequest) -> bool:
     """Returns whether a program that wrote too much can be judged all the same: it has a value, or
     all of its stdout was kept."""
     is_whole = request.expression is not None or len(facts.stdout.encode()) < KEEP_BYTES
@@ -183,7 +183,7 @@ def _outcome(result: str, code: int, request: ExecuteRequest) -> tuple[Ending, A
         outcome = decode(result.encode(), max_items=MAX_ITEMS)
         end, value, trace = outcome["end"], outcome.get("value"), str(outcome.get("trace", ""))
         json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate could not be sent on
-    except (NotDecoded, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (DecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         return (
             "runtime_error",
             None,

@@ -48,7 +48,7 @@ from services.rollout.on_vllm.processes import freeze_heap, root_cause, stop_chi
 from services.rollout.running import label
 from services.rollout.weights.adapters import LoadedAdapters
 from shared.errors import BadRequest, Conflict, Failed, HoneError, StateLost
-from shared.host.processes import in_own_thread
+from shared.host.processes import run_in_thread
 from shared.settings import Settings
 from shared.weights.meeting import LOADING_DEADLINES, MEETING_DEADLINES
 from shared.wire import (
@@ -289,7 +289,7 @@ class VllmEngine:
 
     async def restart(self, folder: Path) -> None:
         await self.stop()
-        self._llm = await in_own_thread(
+        self._llm = await run_in_thread(
             lambda: start(engine_args(self._spec, self._settings, folder))
         )
         self.openai, self.chat = self._entrypoints()
@@ -350,7 +350,7 @@ class VllmEngine:
         if listener := self._llm.output_handler:
             listener.cancel()
         self._llm.output_processor.propagate_error(EngineDeadError())
-        await in_own_thread(self.shut_down)
+        await run_in_thread(self.shut_down)
 
     def shut_down(self) -> None:
         """Ends the engine's processes, killing them if they take longer than `STOP_S` seconds."""

@@ -84,7 +84,7 @@ class Handles(WeightTransferInitInfo):
 
 
 @dataclass
-class Opened(WeightTransferUpdateInfo):
+class OpenedTensors(WeightTransferUpdateInfo):
     """All tensors that were opened."""
 
 
@@ -167,11 +167,11 @@ class BroadcastEngine(LoadingEngine[Meeting, Chunk]):
             self._group.abort()
 
 
-class SharedEngine(LoadingEngine[Handles, Opened]):
+class SharedEngine(LoadingEngine[Handles, OpenedTensors]):
     """Reads the tensors in the trainer's memory, which its `transfer.py` shares."""
 
     init_info_cls = Handles
-    update_info_cls = Opened
+    update_info_cls = OpenedTensors
 
     def init_transfer_engine(self, init_info: Handles) -> None:
         self.began_at = time.monotonic()
@@ -180,7 +180,7 @@ class SharedEngine(LoadingEngine[Handles, Opened]):
             for tensor in init_info.shared
         ]
 
-    def receive_weights(self, update_info: Opened) -> None:
+    def receive_weights(self, update_info: OpenedTensors) -> None:
         model: Any = self.model
         model.load_weights(self._weights)
 
@@ -193,11 +193,11 @@ WeightTransferEngineFactory.register_engine(SHARED, SharedEngine)
 
 
 @dataclass(frozen=True)
-class Told:
+class TransferSpec:
     """What the service tells vLLM's processes of a version that comes from the trainer's device:
     the `backend` that receives it, in vLLM's table; where it meets the trainer (`Meeting`,
-    `Handles`); and what it then loads, in order (`Chunk`s, `Opened`). `dtypes` are the tensors', by
-    torch's names."""
+    `Handles`); and what it then loads, in order (`Chunk`s, `OpenedTensors`). `dtypes` are the
+    tensors', by torch's names."""
 
     backend: str
     meeting: dict[str, Any]
@@ -205,12 +205,12 @@ class Told:
     dtypes: set[str]
 
 
-def told(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> Told:
+def told(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> TransferSpec:
     """Returns what a sampler of `num_ranks` processes, whose trainer is at `host`, is told."""
     if isinstance(ref, SharedWeights):
         tensors = [tensor.model_dump(mode="json") for tensor in ref.shared]
         meeting = {"gpu": ref.gpu, "shared": tensors}
-        return Told(SHARED, meeting, [{}], {tensor.dtype for tensor in ref.shared})
+        return TransferSpec(SHARED, meeting, [{}], {tensor.dtype for tensor in ref.shared})
     chunks = [
         {
             "names": [tensor.name for tensor in chunk],
@@ -228,7 +228,7 @@ def told(ref: BroadcastWeights | SharedWeights, host: str, num_ranks: int) -> To
         "deadline_s": ref.deadline_s,
     }
     dtypes = {tensor.dtype for chunk in ref.chunks for tensor in chunk}
-    return Told(BROADCAST, meeting, chunks, dtypes)
+    return TransferSpec(BROADCAST, meeting, chunks, dtypes)
 
 
 class Incoming:

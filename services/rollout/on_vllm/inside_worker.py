@@ -311,7 +311,7 @@ class WorkerExtension:
     def meet_trainer(
         self: Any, backend: str, meeting: dict[str, Any], updates: list[dict[str, Any]]
     ) -> None:
-        """Begins to meet the trainer, while the engine samples: `inside_transfer.Told`."""
+        """Begins to meet the trainer, while the engine samples: `inside_transfer.TransferSpec`."""
         self.incoming = inside_transfer.Incoming(self, backend, meeting, updates)
 
     def trainer_met(self: Any) -> str | None:

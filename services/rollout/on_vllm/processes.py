@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from services.rollout.engine import Engine
 from shared.errors import BadRequest, Failed
 from shared.host import nvidia
-from shared.host.processes import in_own_thread
+from shared.host.processes import run_in_thread
 from shared.settings import Settings
 from shared.weights.folders import stored_tensors
 from shared.weights.model_folder import check_hub, model_folder
@@ -214,7 +214,7 @@ class VllmStarter:
         """Imports vLLM, so that the first engine starts in half the time. Raises Failed if it
         cannot be imported."""
         try:
-            await in_own_thread(lambda: importlib.import_module("services.rollout.on_vllm.engine"))
+            await run_in_thread(lambda: importlib.import_module("services.rollout.on_vllm.engine"))
         except ImportError as error:
             raise Failed(f"vLLM cannot be imported: {error}") from error
 
@@ -222,14 +222,14 @@ class VllmStarter:
         """Returns the folder of the model's config.json. Raises BadRequest if there is no such
         model."""
         folder = model_folder(spec.model)
-        return folder or await in_own_thread(lambda: _hub_folder(spec))
+        return folder or await run_in_thread(lambda: _hub_folder(spec))
 
     async def start(self, spec: EngineSpec, folder: Path) -> Engine:
         """Returns a started engine. Raises Failed with the first error of any of its processes."""
         self._errors.unlink(missing_ok=True)
         self._progress.unlink(missing_ok=True)
         try:
-            engine = await in_own_thread(lambda: self._start(spec, folder))
+            engine = await run_in_thread(lambda: self._start(spec, folder))
             await engine.find_gpus()
             # A model it cannot run fails here, not in a job's step.
             await engine.sample([0], Sampling(max_tokens=1), owner="", salt="")

@@ -37,7 +37,7 @@ def one_call() -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class Held:
+class LoadedAdapter:
     """An adapter in the engine, used by `num_users` requests. `job_id` is its own name if it was
     loaded by hand. A `retired` one gets no new requests."""
 
@@ -61,12 +61,12 @@ class LoadedAdapters:
         self._engine = engine
         self._copies = copies
         self._limit = limit
-        self._newest: dict[str, Held] = {}  # by job; the one loaded longest ago is first
-        self._held: dict[str, Held] = {}  # by the adapter's name, older ones too
-        self._snapshots: dict[str, Held] = {}  # by name; the one used longest ago is first
+        self._newest: dict[str, LoadedAdapter] = {}  # by job; the one loaded longest ago is first
+        self._held: dict[str, LoadedAdapter] = {}  # by the adapter's name, older ones too
+        self._snapshots: dict[str, LoadedAdapter] = {}  # by name; the one used longest ago is first
         self._numbers = itertools.count(1)
         self._unloading: set[asyncio.Task[None]] = set()
-        self.serving: Held | None = None
+        self.serving: LoadedAdapter | None = None
         self.kept: frozenset[str] = frozenset()
 
     async def load(self, ref: AdapterWeights, copy: Copy) -> None:
@@ -75,7 +75,7 @@ class LoadedAdapters:
         and no other adapter serves then, if the engine does not take it."""
         self.drop(ref.adapter)
         adapter = Adapter(ref.adapter, next(self._numbers), ref.version, copy.folder)
-        await self._load(held := Held(adapter, ref.job_id, copy))
+        await self._load(held := LoadedAdapter(adapter, ref.job_id, copy))
         self.serving = held
         self._retire_beyond_limit()
 
@@ -87,20 +87,22 @@ class LoadedAdapters:
             raise BadRequest(
                 f"'lora_name': {name!r} is the adapter of a job; expected another name"
             )
-        await self._load(Held(Adapter(name, next(self._numbers), 0, copy.folder), name, copy))
+        await self._load(
+            LoadedAdapter(Adapter(name, next(self._numbers), 0, copy.folder), name, copy)
+        )
         self._retire_beyond_limit()
 
-    def snapshot(self, name: str) -> Held | None:
+    def snapshot(self, name: str) -> LoadedAdapter | None:
         """Returns the adapter of that name, if it is loaded."""
         if name in self._snapshots:
             self._snapshots[name] = self._snapshots.pop(name)
         return self._held.get(name)
 
-    async def load_snapshot(self, ref: AdapterWeights, copy: Copy) -> Held:
+    async def load_snapshot(self, ref: AdapterWeights, copy: Copy) -> LoadedAdapter:
         """Loads an adapter for requests that name it. What serves stays, and beyond the limit the
         snapshot that was used longest ago is retired. Raises as `load` does."""
         adapter = Adapter(ref.adapter, next(self._numbers), ref.version, copy.folder)
-        held = Held(adapter, ref.job_id, copy)
+        held = LoadedAdapter(adapter, ref.job_id, copy)
         await self._load_into_engine(held)
         self._held[ref.adapter] = self._snapshots[ref.adapter] = held
         while len(self._snapshots) > self._limit:
@@ -116,14 +118,14 @@ class LoadedAdapters:
         self._retire(self._newest.pop(name))
         return True
 
-    async def _load_into_engine(self, held: Held) -> None:
+    async def _load_into_engine(self, held: LoadedAdapter) -> None:
         try:
             await self._engine.load_adapter(held.adapter)
         except BaseException:  # undone and raised again, whatever it was
             self._copies.remove(held.copy)
             raise
 
-    async def _load(self, held: Held) -> None:
+    async def _load(self, held: LoadedAdapter) -> None:
         await self._load_into_engine(held)
         before = self._newest.pop(held.job_id, None)
         self._newest[held.job_id] = self._held[held.adapter.name] = held
@@ -150,7 +152,7 @@ class LoadedAdapters:
             self._retire(held)
 
     @contextlib.contextmanager
-    def using(self, held: Held | None) -> Iterator[Adapter | None]:
+    def using(self, held: LoadedAdapter | None) -> Iterator[Adapter | None]:
         """Keeps the adapter loaded during a request."""
         if held is None:
             yield None
@@ -162,7 +164,7 @@ class LoadedAdapters:
             held.num_users -= 1
             self._unload_unused(held)
 
-    def of_job(self, job_id: str | None) -> Held | None:
+    def of_job(self, job_id: str | None) -> LoadedAdapter | None:
         """Returns the job's newest adapter; for None the adapter that serves."""
         return self._newest.get(job_id) if job_id else self.serving
 
@@ -184,16 +186,16 @@ class LoadedAdapters:
     def __bool__(self) -> bool:
         return bool(self._newest or self._snapshots)
 
-    def _named(self, name: str | None) -> Held | None:
+    def _named(self, name: str | None) -> LoadedAdapter | None:
         if name is None:
             return self.serving
         return self._newest.get(name) or self._held.get(name)
 
-    def _retire(self, held: Held) -> None:
+    def _retire(self, held: LoadedAdapter) -> None:
         held.retired = True
         self._unload_unused(held)
 
-    def _unload_unused(self, held: Held) -> None:
+    def _unload_unused(self, held: LoadedAdapter) -> None:
         if held.retired and not held.num_users:
             if self._held.get(held.adapter.name) is held:
                 del self._held[held.adapter.name]
@@ -201,7 +203,7 @@ class LoadedAdapters:
             self._unloading.add(task)
             task.add_done_callback(self._unloading.discard)
 
-    async def _unload(self, held: Held) -> None:
+    async def _unload(self, held: LoadedAdapter) -> None:
         try:
             await self._engine.unload_adapter(held.adapter)
         except HoneError as error:

@@ -19,7 +19,7 @@ import httpx2 as httpx
 
 from shared.errors import Failed, HoneError, Unavailable, from_problem
 from shared.host.logs import get_logger, request_id
-from shared.http.connecting import trusted
+from shared.http.connecting import ssl_context
 from shared.http.urls import is_direct
 from shared.weights import delta
 from shared.weights.folders import FILES, StoredTensor, check_regular, stored_tensors
@@ -54,7 +54,7 @@ class Fetcher:
             headers=headers,
             timeout=TIMEOUT_S,
             trust_env=not is_direct(urlsplit(self._url).hostname or ""),
-            verify=trusted(),
+            verify=ssl_context(),
         ) as http:
             return sum(self._fetch(http, file, folder / file.name) for file in files)
 

@@ -27,20 +27,20 @@ from services.rollout.running import (
     EXCHANGING,
     Requests,
     Running,
-    Served,
+    ServedVersion,
     not_serving,
     owner_of,
     sentence,
 )
 from services.rollout.weights.copies import Copies, Copy
 from services.rollout.weights.proofs import (
-    Expected,
-    Seen,
+    CanaryReading,
+    ExpectedVersion,
     announced_digest,
     differing,
-    proven_adapter,
-    proven_digest,
     tensors_of,
+    verified_adapter,
+    verified_digest,
 )
 from shared.errors import BadRequest, Conflict, Failed, StateLost, Unavailable
 from shared.host.logs import get_logger
@@ -66,7 +66,7 @@ async def nothing(_: Engine) -> None:
 
 
 @dataclass(frozen=True)
-class Proven:
+class VerifiedWeights:
     """A version that may be loaded, by `load`, while the engine samples nothing. `digest` is the
     digest of its tensors; `received_bytes` came over the network. `meet` runs before, while the
     engine still samples."""
@@ -78,7 +78,7 @@ class Proven:
 
 
 @dataclass(frozen=True)
-class ProvenAdapter:
+class VerifiedAdapter:
     """The sampler's own copy of an adapter, for `LoadedAdapters.load`."""
 
     copy: Copy
@@ -89,7 +89,7 @@ class ProvenAdapter:
         return self.copy.received_bytes
 
 
-Loader = Callable[[Any, Expected, Copies], Awaitable[Proven | ProvenAdapter]]
+Loader = Callable[[Any, ExpectedVersion, Copies], Awaitable[VerifiedWeights | VerifiedAdapter]]
 """Proves a reference of its own kind."""
 
 
@@ -100,12 +100,12 @@ def seen(load: LoadFolder, *, refreshed: bool = True) -> Loader:
     """Returns the loader of a folder that the sampler sees. `refreshed`: other hosts may have
     written it, and their files are brought in first."""
 
-    async def loader(ref: FolderWeights, expected: Expected, _: Copies) -> Proven:
+    async def loader(ref: FolderWeights, expected: ExpectedVersion, _: Copies) -> VerifiedWeights:
         if refreshed:
             await asyncio.to_thread(expected.refresh)
         found = published_folder(ref, expected.roots)
-        digest = await asyncio.to_thread(proven_digest, ref, found, expected)
-        return Proven(digest, lambda engine: load(engine, found))
+        digest = await asyncio.to_thread(verified_digest, ref, found, expected)
+        return VerifiedWeights(digest, lambda engine: load(engine, found))
 
     return loader
 
@@ -129,11 +129,11 @@ async def by_new_engine(engine: Engine, folder: Path) -> None:
 # --- files that the sampler fetches ---------------------------------------------------------------
 
 
-async def fetched(ref: HttpWeights, expected: Expected, copies: Copies) -> Proven:
+async def fetched(ref: HttpWeights, expected: ExpectedVersion, copies: Copies) -> VerifiedWeights:
     """The whole version, as a copy that is removed once it is loaded."""
     copy = await copies.fetched(ref)
     try:
-        digest = await asyncio.to_thread(proven_digest, ref, copy.folder, expected)
+        digest = await asyncio.to_thread(verified_digest, ref, copy.folder, expected)
     except Failed:
         copies.remove(copy)
         raise
@@ -144,10 +144,10 @@ async def fetched(ref: HttpWeights, expected: Expected, copies: Copies) -> Prove
         finally:
             copies.remove(copy)
 
-    return Proven(digest, load, copy.received_bytes)
+    return VerifiedWeights(digest, load, copy.received_bytes)
 
 
-async def patched(ref: DeltaWeights, expected: Expected, copies: Copies) -> Proven:
+async def patched(ref: DeltaWeights, expected: ExpectedVersion, copies: Copies) -> VerifiedWeights:
     """Turns the sampler's copy of an earlier version into this one, and keeps it for the next. The
     whole version is fetched if the deltas do not begin with a version that the sampler has, or if
     the result is not what was published."""
@@ -164,18 +164,20 @@ async def patched(ref: DeltaWeights, expected: Expected, copies: Copies) -> Prov
 
 
 async def _kept(
-    ref: DeltaWeights, expected: Expected, copies: Copies, copy: Copy, received_before: int
-) -> Proven:
-    digest = await asyncio.to_thread(proven_digest, ref, copy.folder, expected)
+    ref: DeltaWeights, expected: ExpectedVersion, copies: Copies, copy: Copy, received_before: int
+) -> VerifiedWeights:
+    digest = await asyncio.to_thread(verified_digest, ref, copy.folder, expected)
     copies.keep(copy, digest)
-    return Proven(
+    return VerifiedWeights(
         digest,
         lambda engine: engine.load_files(copy.folder),
         received_before + copy.received_bytes,
     )
 
 
-async def adapter(ref: AdapterWeights, expected: Expected, copies: Copies) -> ProvenAdapter:
+async def adapter(
+    ref: AdapterWeights, expected: ExpectedVersion, copies: Copies
+) -> VerifiedAdapter:
     if not expected.max_lora_rank:
         raise Conflict(
             f"adapter {ref.adapter!r} cannot be loaded: the engine was started without adapters, "
@@ -184,32 +186,34 @@ async def adapter(ref: AdapterWeights, expected: Expected, copies: Copies) -> Pr
         )
     copy = await copies.adapter(ref, seen_folder(ref, expected.roots))
     try:
-        digest = await asyncio.to_thread(proven_adapter, ref, copy.folder, expected)
+        digest = await asyncio.to_thread(verified_adapter, ref, copy.folder, expected)
     except (Failed, Conflict):
         copies.remove(copy)
         raise
-    return ProvenAdapter(copy, digest)
+    return VerifiedAdapter(copy, digest)
 
 
 # --- tensors from the trainer's device ------------------------------------------------------------
 
 
-async def broadcast(ref: BroadcastWeights, expected: Expected, _: Copies) -> Proven:
+async def broadcast(ref: BroadcastWeights, expected: ExpectedVersion, _: Copies) -> VerifiedWeights:
     tensors = {tensor.name: tensor.shape for chunk in ref.chunks for tensor in chunk}
     return _received(ref, announced_digest(ref, tensors, expected), ref.size_bytes)
 
 
-async def shared(ref: SharedWeights, expected: Expected, _: Copies) -> Proven:
+async def shared(ref: SharedWeights, expected: ExpectedVersion, _: Copies) -> VerifiedWeights:
     tensors = {tensor.name: tensor.shape for tensor in ref.shared}
     return _received(ref, announced_digest(ref, tensors, expected), 0)
 
 
-def _received(ref: BroadcastWeights | SharedWeights, digest: str, received_bytes: int) -> Proven:
+def _received(
+    ref: BroadcastWeights | SharedWeights, digest: str, received_bytes: int
+) -> VerifiedWeights:
     async def load(engine: Engine) -> None:
         await engine.receive(ref)
         check_loaded(await engine.digests(), ref)
 
-    return Proven(digest, load, received_bytes, meet=lambda engine: engine.meet(ref))
+    return VerifiedWeights(digest, load, received_bytes, meet=lambda engine: engine.meet(ref))
 
 
 def check_loaded(found: dict[str, str], ref: BroadcastWeights | SharedWeights) -> None:
@@ -241,7 +245,9 @@ LOADERS: dict[str, Loader] = {
 }
 
 
-async def prove(ref: AnyWeights, expected: Expected, copies: Copies) -> Proven | ProvenAdapter:
+async def prove(
+    ref: AnyWeights, expected: ExpectedVersion, copies: Copies
+) -> VerifiedWeights | VerifiedAdapter:
     """Returns the version, ready to be loaded. Raises BadRequest for an unknown method, and Failed
     if the version is not what `ref` and `expected` say."""
     if ref.method not in LOADERS:
@@ -304,7 +310,7 @@ class Load:
         start, running, ref = time.monotonic(), self.running, self.ref
         self._check_alone()
         proven = await prove(ref, running.expected, copies)
-        if isinstance(proven, ProvenAdapter):
+        if isinstance(proven, VerifiedAdapter):
             assert isinstance(ref, AdapterWeights)
             paused_s = await self._load_adapter(ref, proven)
         else:
@@ -322,8 +328,8 @@ class Load:
             }
         )
         before = running.served_to(ref.job_id)
-        by_adapter = isinstance(proven, ProvenAdapter)
-        running.serve(Served(weights, self._published, before.seen, by_adapter=by_adapter))
+        by_adapter = isinstance(proven, VerifiedAdapter)
+        running.serve(ServedVersion(weights, self._published, before.seen, by_adapter=by_adapter))
         running.adapters.kept = frozenset(running.of_jobs)
         await self._measure_canary(ref, before)
         seconds = round(weights.load_s, 4)
@@ -357,7 +363,7 @@ class Load:
 
     # --- weights in the place of the model's -----------------------------------------------------
 
-    async def _load_weights(self, proven: Proven) -> float:
+    async def _load_weights(self, proven: VerifiedWeights) -> float:
         """Loads between two tokens, and returns for how many seconds nothing was sampled. Requests
         of other jobs end."""
         running, engine = self.running, self.running.engine
@@ -385,7 +391,7 @@ class Load:
 
     # --- an adapter beside it --------------------------------------------------------------------
 
-    async def _load_adapter(self, ref: AdapterWeights, proven: ProvenAdapter) -> float:
+    async def _load_adapter(self, ref: AdapterWeights, proven: VerifiedAdapter) -> float:
         """Loads while the engine samples; a request keeps the adapter that it began with. If other
         weights have replaced the model's own, these are loaded first. Returns for how many seconds
         nothing was sampled."""
@@ -400,7 +406,7 @@ class Load:
         running.fault = None
         return 0.0 if is_base else time.monotonic() - start
 
-    async def _bring_base_back(self, ref: AdapterWeights, proven: ProvenAdapter) -> None:
+    async def _bring_base_back(self, ref: AdapterWeights, proven: VerifiedAdapter) -> None:
         """Loads the model's own weights again, and then the adapter."""
         running = self.running
         self._exchange()
@@ -475,7 +481,7 @@ class Load:
 
     # --- the canary ------------------------------------------------------------------------------
 
-    async def _measure_canary(self, ref: AnyWeights, before: Served) -> None:
+    async def _measure_canary(self, ref: AnyWeights, before: ServedVersion) -> None:
         """Keeps the log-probs of the canary by the weights or the adapter that serve. Raises Failed
         if the load did nothing: the log-probs are the same as before, or have hardly moved and the
         engine has a tensor of the version before."""
@@ -485,11 +491,11 @@ class Load:
             return
         with running.serving_adapter(ref.job_id) as adapter:
             logprobs = await running.engine.logprobs(list(canary.token_ids), adapter)
-        seen = Seen(canary, Logprobs(logprobs))
+        seen = CanaryReading(canary, Logprobs(logprobs))
         problem = ""
-        if served.seen and seen.stands_still(served.seen):
+        if served.seen and seen.is_unchanged(served.seen):
             problem = "the engine's log-probs of the canary did not change at all"
-        elif served.seen and not served.by_adapter and seen.hardly_moved(served.seen):
+        elif served.seen and not served.by_adapter and seen.moved_too_little(served.seen):
             problem = await self._old_tensor(ref, before.published)
         if problem:
             why = Failed(problem)

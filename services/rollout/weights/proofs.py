@@ -51,7 +51,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedVersion:
     """The properties that a version must have: the `shapes` of the model's tensors; `tied`, whether
     the output matrix is the embedding; the folders (`roots`) in which files may lie; and the known
     `dtypes` of tensors, of which one float type may replace another. `max_lora_rank` is the largest
@@ -66,17 +66,17 @@ class Expected:
     refresh: Callable[[], None] = _nothing
 
 
-def expected_of(
+def expected_version(
     model: Path, roots: Sequence[Path], refresh: Callable[[], None] = _nothing
-) -> Expected:
+) -> ExpectedVersion:
     """Returns the properties of versions of the model in this folder."""
     stored = stored_tensors(model)
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     tied = has_tied_embeddings(model)
-    return Expected(shapes(stored), tied, roots, dtypes, refresh=refresh)
+    return ExpectedVersion(shapes(stored), tied, roots, dtypes, refresh=refresh)
 
 
-def proven_digest(ref: Published, found: Path, expected: Expected) -> str:
+def verified_digest(ref: Published, found: Path, expected: ExpectedVersion) -> str:
     """Returns the digest of all tensors in the folder `found`. Raises Failed if they cannot be
     read or are not `ref`'s (code "digest_differs"), or are not the model's ("tensors_differ")."""
     try:
@@ -92,8 +92,8 @@ def proven_digest(ref: Published, found: Path, expected: Expected) -> str:
     return ref.digest
 
 
-def proven_adapter(ref: AdapterWeights, found: Path, expected: Expected) -> str:
-    """Returns the digest of the adapter in the folder `found`. Raises Failed as `proven_digest`
+def verified_adapter(ref: AdapterWeights, found: Path, expected: ExpectedVersion) -> str:
+    """Returns the digest of the adapter in the folder `found`. Raises Failed as `verified_digest`
     does, and Conflict for a rank that the engine does not take (code "no_adapters")."""
     try:
         stored, digests = stored_tensors(found), adapter_digests(found)
@@ -111,11 +111,11 @@ def proven_adapter(ref: AdapterWeights, found: Path, expected: Expected) -> str:
             code="no_adapters",
         )
     wanted = adapter_shapes(config, expected.shapes)
-    check_tensors(ref, stored, Expected(wanted, False, (), dict.fromkeys(wanted, "F32")))
+    check_tensors(ref, stored, ExpectedVersion(wanted, False, (), dict.fromkeys(wanted, "F32")))
     return ref.digest
 
 
-def announced_digest(ref: Published, tensors: Shapes, expected: Expected) -> str:
+def announced_digest(ref: Published, tensors: Shapes, expected: ExpectedVersion) -> str:
     """Returns the digest of a version that has not arrived yet. Raises Failed if the announced
     `tensors` do not fit the model or the digest."""
     if digest(ref.tensors) != ref.digest or ref.tensors.keys() != tensors.keys():
@@ -148,7 +148,9 @@ def check_digest(ref: Published, digests: Mapping[str, str]) -> None:
         )
 
 
-def check_tensors(ref: Published, stored: Mapping[str, StoredTensor], expected: Expected) -> None:
+def check_tensors(
+    ref: Published, stored: Mapping[str, StoredTensor], expected: ExpectedVersion
+) -> None:
     difference = compare(shapes(stored), expected.shapes, tied=expected.tied)
     if difference := difference or wrongly_typed(stored, expected.dtypes):
         raise Failed(
@@ -269,13 +271,13 @@ def _endings(layer: str) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class CanaryReading:
     """A canary, and this engine's log-probs of it."""
 
     canary: Canary
     logprobs: Logprobs
 
-    def stands_still(self, before: Seen) -> bool:
+    def is_unchanged(self, before: CanaryReading) -> bool:
         """Returns whether the engine's log-probs are the same to the bit as before, although the
         trainer's have changed: then the load did nothing."""
         ours, theirs = self.canary, before.canary
@@ -285,7 +287,7 @@ class Seen:
         floor_nats = MOVED_NATS.get(ours.dtype, MOVED_ELSEWHERE_NATS)
         return self.logprobs == before.logprobs and max(gaps, default=0.0) > floor_nats
 
-    def hardly_moved(self, before: Seen) -> bool:
+    def moved_too_little(self, before: CanaryReading) -> bool:
         """Returns whether the engine's log-probs moved by less than half of the trainer's move, in
         its direction. A load that did nothing may move them at random: the other requests of a
         batch decide how vLLM rounds."""

@@ -66,7 +66,7 @@ class Manifest(Wire):
     files: dict[str, StoredFile]
 
 
-class Damaged(Exception):
+class DamagedCheckpoint(Exception):
     """A damaged checkpoint, with the fault as a sentence."""
 
 
@@ -80,13 +80,13 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / folder_name(step)
 
 
-def listed(folder: Path) -> tuple[Checkpoint, ...]:
+def list_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
     """Returns the complete checkpoints below `folder`, oldest step first."""
     checkpoints: list[Checkpoint] = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if (step := step_of(path.name)) is not None:
             with contextlib.suppress(FileNotFoundError):  # removed just now
-                checkpoints.append(described(path, step))
+                checkpoints.append(describe_checkpoint(path, step))
     return tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.step))
 
 
@@ -99,7 +99,7 @@ def check_seen(path: Path, rank: int) -> None:
         )
 
 
-def described(path: Path, step: int) -> Checkpoint:
+def describe_checkpoint(path: Path, step: int) -> Checkpoint:
     return Checkpoint(step=step, path=str(path), size_bytes=size_of(path))
 
 
@@ -111,7 +111,9 @@ def expendable(steps: list[int], spec: CheckpointSpec, keep: Collection[int] = (
 
 
 def remove_old(folder: Path, spec: CheckpointSpec, keep: Collection[int] = ()) -> None:
-    for step in expendable([checkpoint.step for checkpoint in listed(folder)], spec, keep):
+    for step in expendable(
+        [checkpoint.step for checkpoint in list_checkpoints(folder)], spec, keep
+    ):
         discard(path_of(folder, step))
 
 
@@ -120,14 +122,14 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the manifest of the checkpoint at `path`. Raises Damaged, and Conflict if another
-    version of Hone wrote it."""
+    """Returns the manifest of the checkpoint at `path`. Raises DamagedCheckpoint, and Conflict if
+    another version of Hone wrote it."""
     try:
         document: Any = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise Damaged(f"{MANIFEST} cannot be read: {error}") from error
+        raise DamagedCheckpoint(f"{MANIFEST} cannot be read: {error}") from error
     except json.JSONDecodeError as error:
-        raise Damaged(f"{MANIFEST} is cut off or garbled: {error}") from error
+        raise DamagedCheckpoint(f"{MANIFEST} is cut off or garbled: {error}") from error
     written = cast(dict[str, Any], document).get("format") if isinstance(document, dict) else None
     if isinstance(written, int) and written > FORMAT:
         raise _of_another_version(path, f"got format {written}, expected at most {FORMAT}")
@@ -146,25 +148,29 @@ def _of_another_version(path: Path, why: str) -> Conflict:
     )
 
 
-def measured(path: Path, share: slice) -> dict[str, StoredFile]:
+def measure_files(path: Path, share: slice) -> dict[str, StoredFile]:
     """Returns size and checksum of a share of the files at `path`."""
     return {str(file.relative_to(path)): StoredFile.of(file) for file in files_in(path)[share]}
 
 
 def check_files(path: Path, manifest: Manifest, share: slice) -> None:
-    """Raises Damaged unless a share of the manifest's files at `path` are unchanged."""
+    """Raises DamagedCheckpoint unless a share of the manifest's files at `path` are unchanged."""
     for name, expected in sorted(manifest.files.items())[share]:
         try:
             size_bytes = (path / name).stat().st_size
             if size_bytes != expected.size_bytes:
-                raise Damaged(f"{name} has {size_bytes} bytes, expected {expected.size_bytes}")
+                raise DamagedCheckpoint(
+                    f"{name} has {size_bytes} bytes, expected {expected.size_bytes}"
+                )
             if StoredFile.of(path / name) != expected:
-                raise Damaged(f"{name} has other bytes than were written (another checksum)")
+                raise DamagedCheckpoint(
+                    f"{name} has other bytes than were written (another checksum)"
+                )
         except OSError as error:
-            raise Damaged(f"{name} cannot be read: {error.strerror or error}") from error
+            raise DamagedCheckpoint(f"{name} cannot be read: {error.strerror or error}") from error
 
 
-def set_aside(path: Path) -> Path:
+def quarantine(path: Path) -> Path:
     """Renames a damaged checkpoint, so that it is neither listed nor tried again, and returns its
     new path."""
     aside = path.with_name(DAMAGED + path.name)
@@ -176,7 +182,7 @@ def set_aside(path: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """The checkpoint to resume from, or None, and sentences about damaged ones."""
 
     path: Path | None
@@ -186,10 +192,12 @@ class Found:
 
 def newest_step(ranks: Ranks, folder: Path) -> int:
     """Returns the step of the newest checkpoint in `folder`, by any writer; -1 without one."""
-    return ranks.from_rank_0(lambda: max((found.step for found in listed(folder)), default=-1))
+    return ranks.from_rank_0(
+        lambda: max((found.step for found in list_checkpoints(folder)), default=-1)
+    )
 
 
-def newest_whole(ranks: Ranks, folder: Path, request: TrainerJob, model: str) -> Found:
+def newest_undamaged(ranks: Ranks, folder: Path, request: TrainerJob, model: str) -> ResumePoint:
     """Returns, on every rank, the checkpoint in `folder` to resume from. Raises Conflict if it is
     of another job or model.
 
@@ -199,12 +207,12 @@ def newest_whole(ranks: Ranks, folder: Path, request: TrainerJob, model: str) ->
     while True:
         step = newest_step(ranks, folder)
         if step < 0:
-            return Found(None, None, tuple(damaged))
+            return ResumePoint(None, None, tuple(damaged))
         path = path_of(folder, step)
         manifest, fault = _examined(ranks, path, request, model)
         if manifest is not None:
-            return Found(path, manifest, tuple(damaged))
-        aside = ranks.from_rank_0(lambda path=path: set_aside(path))
+            return ResumePoint(path, manifest, tuple(damaged))
+        aside = ranks.from_rank_0(lambda path=path: quarantine(path))
         damaged.append(
             f"the checkpoint {path.name} of job {request.job_id!r} is damaged: {fault}; it is now "
             f"{str(aside)!r}"
@@ -228,18 +236,18 @@ def _examined(
         check_seen(path, ranks.rank)
         try:
             manifest = read_manifest(path)
-            check_ours(path, manifest, request, model)
+            check_same_job(path, manifest, request, model)
             check_files(path, manifest, slice(ranks.rank, None, ranks.num_ranks))
-        except Damaged as fault:
+        except DamagedCheckpoint as fault:
             return None, str(fault)
         return manifest, None
 
-    findings = ranks.together(examine)
+    findings = ranks.on_all_ranks(examine)
     fault = next((fault for _, fault in findings if fault), None)
     return (None, fault) if fault else findings[0]
 
 
-def check_ours(path: Path, manifest: Manifest, request: TrainerJob, model: str) -> None:
+def check_same_job(path: Path, manifest: Manifest, request: TrainerJob, model: str) -> None:
     """Raises Conflict, with both values, for a checkpoint of another job or model."""
     begin = f"training cannot continue from the checkpoint {str(path)!r}: it"
     away = "move it away to begin anew"

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from services.trainer.disk.folders import written_aside
+from services.trainer.disk.folders import write_atomically
 from shared.weights import delta
 from shared.weights.folders import StoredTensor, stored_tensors
 
@@ -62,7 +62,7 @@ class Deltas:
         if self._end() not in (None, base_digest):
             self.forget()
         target = self._folder / f"d{version}"
-        with written_aside(target, size_bytes, durable=False) as aside:
+        with write_atomically(target, size_bytes, durable=False) as aside:
             num_changed, num_elements = write(
                 stored_tensors(base_folder), stored_tensors(whole_folder), aside / FILE
             )

@@ -23,7 +23,7 @@ the folder, it is left over."""
 
 
 @contextlib.contextmanager
-def written_aside(target: Path, size_bytes: int, *, durable: bool) -> Iterator[Path]:
+def write_atomically(target: Path, size_bytes: int, *, durable: bool) -> Iterator[Path]:
     """Yields an empty folder, which replaces `target` at the end; after an error nothing of it is
     left. Several writers of the same target have a folder each: a trainer that is superseded while
     it writes continues until it is done.

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.disk.deltas import Deltas
-from services.trainer.disk.folders import ASIDE, reuse, size_of, written_aside
+from services.trainer.disk.folders import ASIDE, reuse, size_of, write_atomically
 from shared.errors import Failed, NotFound
 from shared.host.disk import run_for_volume, write_file
 from shared.job import JOB_ID, SyncMethod
@@ -77,7 +77,7 @@ ADAPTER = FolderKind("a", adapter_digests, "*")
 
 
 @dataclass(frozen=True)
-class Sealed:
+class Digests:
     """The proof of a version, which a sampler compares: the digest of each tensor, and of all."""
 
     tensors: dict[str, str]
@@ -92,7 +92,7 @@ class Sealed:
 
 
 @dataclass(frozen=True)
-class Written(Sealed):
+class WrittenVersion(Digests):
     """A version in `folder`."""
 
     folder: Path
@@ -127,9 +127,9 @@ class Folders:
         self._kind = kind
         self._durable = durable
         self._commit = commit
-        self._written: dict[int, Written] = {}
+        self._written: dict[int, WrittenVersion] = {}
 
-    def write(self, version: int, size_bytes: int, save: Save) -> Written:
+    def write(self, version: int, size_bytes: int, save: Save) -> WrittenVersion:
         """Returns the version. It is written unless it exists and is undamaged."""
         known = self._written.get(version)
         if known is None or not known.is_whole():
@@ -139,7 +139,7 @@ class Folders:
             self._forget_old()
         return known
 
-    def newest_before(self, version: int) -> Written | None:
+    def newest_before(self, version: int) -> WrittenVersion | None:
         """Returns the undamaged version that was published last before this one."""
         before = [known for number, known in self._written.items() if number != version]
         return before[-1] if before and before[-1].is_whole() else None
@@ -150,18 +150,18 @@ class Folders:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._written = {}
 
-    def _write(self, version: int, size_bytes: int, save: Save) -> Written:
+    def _write(self, version: int, size_bytes: int, save: Save) -> WrittenVersion:
         folder, spare = self._folder / f"{self._kind.letter}{version}", self._folder / SPARE
         spare_bytes = size_of(spare) if self._kind.has_spare else 0
         new_bytes = max(size_bytes - spare_bytes, 0)
-        with written_aside(folder, new_bytes, durable=self._durable) as aside:
+        with write_atomically(folder, new_bytes, durable=self._durable) as aside:
             if self._kind.has_spare:
                 reuse(spare, aside)
             tensors = save(aside)
             size_bytes = sum(file.stat().st_size for file in aside.glob(self._kind.counted))
         if self._durable:
             write_file(self._folder / "latest", f"{folder.name}\n".encode())
-        return Written(tensors, size_bytes, folder, self._kind)
+        return WrittenVersion(tensors, size_bytes, folder, self._kind)
 
     def _forget_old(self) -> None:
         self._written = dict(list(self._written.items())[-KEEP_VERSIONS:])
@@ -186,21 +186,21 @@ class Device:
         self._live = live
         self._host = host
         self._sending: Any = None
-        self._sealed: dict[int, Sealed] = {}
+        self._sealed: dict[int, Digests] = {}
         self.deadline_s = deadline_s
 
     def tensors(self) -> dict[str, Any]:
         live = self._live()
         return {name: live[name] for name in sorted(live)}
 
-    def sealed(self, version: int) -> Sealed:
+    def sealed(self, version: int) -> Digests:
         """Returns the proof of the version, which is hashed once."""
         from services.trainer.disk import tensor_file
 
         if version not in self._sealed:
             live = self.tensors()
             size_bytes = sum(tensor.nbytes for tensor in live.values())
-            self._sealed = {version: Sealed(tensor_file.digests(live), size_bytes)}
+            self._sealed = {version: Digests(tensor_file.digests(live), size_bytes)}
         return self._sealed[version]
 
     def send(self) -> Any:
@@ -264,7 +264,7 @@ def _common(request: PublishRequest) -> dict[str, Any]:
     return request.model_dump(exclude={"snapshot"})
 
 
-def in_folder(place: Callable[[Publisher], Folders]) -> Publish:
+def publish_folder(place: Callable[[Publisher], Folders]) -> Publish:
     def publish(
         job: Publisher, request: PublishRequest, size_bytes: int, save: Save
     ) -> FolderWeights:
@@ -274,14 +274,18 @@ def in_folder(place: Callable[[Publisher], Folders]) -> Publish:
     return publish
 
 
-def fetched(job: Publisher, request: PublishRequest, size_bytes: int, save: Save) -> HttpWeights:
+def publish_http(
+    job: Publisher, request: PublishRequest, size_bytes: int, save: Save
+) -> HttpWeights:
     written = job.memory.write(request.version, size_bytes, save)
     return HttpWeights(
         **_common(request), **written.proof(), files=files_to_fetch(request.job_id, written)
     )
 
 
-def changes(job: Publisher, request: PublishRequest, size_bytes: int, save: Save) -> DeltaWeights:
+def publish_delta(
+    job: Publisher, request: PublishRequest, size_bytes: int, save: Save
+) -> DeltaWeights:
     base = job.memory.newest_before(request.version)
     whole = job.memory.write(request.version, size_bytes, save)
     if base is not None:
@@ -301,7 +305,9 @@ def changes(job: Publisher, request: PublishRequest, size_bytes: int, save: Save
     return DeltaWeights(**_common(request), **whole.proof(), files=files, steps=steps)
 
 
-def broadcast(job: Publisher, request: PublishRequest, _: int, __: Save) -> BroadcastWeights:
+def publish_broadcast(
+    job: Publisher, request: PublishRequest, _: int, __: Save
+) -> BroadcastWeights:
     proof = job.device.sealed(request.version).proof()
     sending = job.device.send()
     return BroadcastWeights(
@@ -314,7 +320,7 @@ def broadcast(job: Publisher, request: PublishRequest, _: int, __: Save) -> Broa
     )
 
 
-def shared(job: Publisher, request: PublishRequest, _: int, __: Save) -> SharedWeights:
+def publish_shared(job: Publisher, request: PublishRequest, _: int, __: Save) -> SharedWeights:
     from services.trainer.transfer import share
 
     gpu, tensors = share(job.device.tensors())
@@ -327,7 +333,9 @@ def shared(job: Publisher, request: PublishRequest, _: int, __: Save) -> SharedW
     )
 
 
-def adapter(job: Publisher, request: PublishRequest, size_bytes: int, save: Save) -> AdapterWeights:
+def publish_adapter(
+    job: Publisher, request: PublishRequest, size_bytes: int, save: Save
+) -> AdapterWeights:
     def saved(folder: Path) -> dict[str, str]:
         save(folder)
         return adapter_digests(folder)
@@ -345,26 +353,26 @@ def adapter(job: Publisher, request: PublishRequest, size_bytes: int, save: Save
     )
 
 
-def _snapshot(job: Publisher, number: int, size_bytes: int, save: Save) -> Written:
+def _snapshot(job: Publisher, number: int, size_bytes: int, save: Save) -> WrittenVersion:
     folder = job.snapshots / f"{SNAPSHOT}{number}"
-    with written_aside(folder, size_bytes, durable=True) as aside:
+    with write_atomically(folder, size_bytes, durable=True) as aside:
         tensors = save(aside)
     run_for_volume(job.commit, "samplers cannot be shown the snapshot")
-    return Written(tensors, size_of(folder), folder, ADAPTER)
+    return WrittenVersion(tensors, size_of(folder), folder, ADAPTER)
 
 
-shared_volume = in_folder(lambda job: job.volume)
+shared_volume = publish_folder(lambda job: job.volume)
 
 METHODS: dict[SyncMethod, Publish] = {
-    "shm": in_folder(lambda job: job.memory),
+    "shm": publish_folder(lambda job: job.memory),
     "disk": shared_volume,
-    "http": fetched,
-    "delta": changes,
-    "lora": adapter,
+    "http": publish_http,
+    "delta": publish_delta,
+    "lora": publish_adapter,
     "reload": shared_volume,
     "restart": shared_volume,
-    "nccl": broadcast,
-    "ipc": shared,
+    "nccl": publish_broadcast,
+    "ipc": publish_shared,
 }
 
 
@@ -377,7 +385,7 @@ def snapshots_dir(runs_dir: Path, job_id: str) -> Path:
     return runs_dir.resolve() / job_id / SNAPSHOTS
 
 
-def files_to_fetch(job_id: str, written: Written) -> tuple[WeightFile, ...]:
+def files_to_fetch(job_id: str, written: WrittenVersion) -> tuple[WeightFile, ...]:
     """Returns the version's files as `GET /weights` serves them."""
     files = sorted(written.folder.glob("*.safetensors"))
     return tuple(_fetchable(job_id, file) for file in files)

@@ -35,7 +35,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 """Types of layers that this attention serves, by their names in transformers' configurations."""
 
 
-class CannotShare(Exception):
+class AttentionUnsupported(Exception):
     """A model needs a kind of attention that cannot be computed over a forest."""
 
 
@@ -149,7 +149,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Returns the attention `[1, T, A, D]` of queries `[1, A, T, D]` to keys and values
     `[1, H, T, D]`, where H divides A, as transformers calls an attention function. Raises
-    CannotShare if a layer needs another kind of attention."""
+    AttentionUnsupported if a layer needs another kind of attention."""
     unsupported = [repr(name) for name in UNSUPPORTED if others.get(name) is not None]
     if attention_mask is not None:
         unsupported.append("a mask")
@@ -161,7 +161,7 @@ def attend(
         unsupported.append("no forest")
     if unsupported or forest is None:
         name = type(module).__name__
-        raise CannotShare(
+        raise AttentionUnsupported(
             f"{name} calls its attention with {', '.join(unsupported)}; expected causal attention "
             "over a forest, without a mask or dropout"
         )

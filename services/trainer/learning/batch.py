@@ -59,7 +59,7 @@ from services.trainer.learning.examples import (
     versions,
 )
 from services.trainer.learning.forest import build_forest, sorted_by_tokens
-from services.trainer.learning.head import Kept, to_device
+from services.trainer.learning.head import CandidateTokens, to_device
 from services.trainer.learning.loss import Denominators
 from services.trainer.learning.packing import MicroBatches, pack_padded, pack_shared
 from shared.errors import BadRequest
@@ -113,13 +113,13 @@ class MicroBatch:
     weight: float = 1.0
     position_ids_BT: Tensor | None = None
     forest: ForestAttention | None = None
-    kept: Kept | None = None
+    kept: CandidateTokens | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         moved = {
             name: to_device(value, device) if isinstance(value, Tensor) else value.to(device)
             for name, value in vars(self).items()
-            if isinstance(value, Tensor | Kept | ForestAttention)
+            if isinstance(value, Tensor | CandidateTokens | ForestAttention)
         }
         return dataclasses.replace(self, **moved)
 
@@ -251,7 +251,7 @@ def _in_ratio(example: Example, positions: Positions) -> NDArray[np.bool_]:
     return np.frombuffer(example.ratio_mask.data, np.uint8)[positions] != 0
 
 
-def _kept(each: Sequence[tuple[Example, Positions]]) -> Kept | None:
+def _kept(each: Sequence[tuple[Example, Positions]]) -> CandidateTokens | None:
     """Returns the tokens that could be sampled; None if no example lists them."""
     if not any(example.kept_counts for example, _ in each):
         return None
@@ -266,7 +266,7 @@ def _kept(each: Sequence[tuple[Example, Positions]]) -> Kept | None:
         is_target_T[positions] = True
         ids.append(integers(example.kept_ids)[np.repeat(is_target_T, counts_T)])
         counts.append(counts_T[positions])
-    return Kept.of(np.concatenate(ids), np.concatenate(counts).tolist())
+    return CandidateTokens.of(np.concatenate(ids), np.concatenate(counts).tolist())
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> Tensor:

@@ -56,7 +56,7 @@ GEOMETRIC_MASK_BOUNDS = (0.99, 1.01)
 
 
 @dataclass(frozen=True)
-class Resolved:
+class CorrectionSettings:
     """A correction with all values set. `method` "none": no weights."""
 
     method: Method
@@ -70,11 +70,11 @@ class Resolved:
         return self.method.startswith("sequence")
 
 
-OF_CALLS = Resolved("none", *BOUNDS["none"], ratio_base="sampler")
+OF_CALLS = CorrectionSettings("none", *BOUNDS["none"], ratio_base="sampler")
 """Of a program's calls: the ratio is to the sampler's log-probs."""
 
 
-def resolve(correction: CorrectionSpec, max_staleness: int) -> Resolved:
+def resolve(correction: CorrectionSpec, max_staleness: int) -> CorrectionSettings:
     """Returns the correction with "auto" and unset bounds filled in. Raises BadRequest for a lower
     bound above the upper."""
     corrects = max_staleness > 0 and correction.ratio_base == "trainer"
@@ -90,7 +90,7 @@ def resolve(correction: CorrectionSpec, max_staleness: int) -> Resolved:
             f"correction.low is {low:g} and correction.high {high:g} with method {method!r}; "
             "expected low <= high"
         )
-    return Resolved(method, low, high, correction.ratio_base, geometric)
+    return CorrectionSettings(method, low, high, correction.ratio_base, geometric)
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def correction_weights(
     sampler_logprobs_N: Tensor,
     sequences_N: Tensor,
     num_sequences: int,
-    resolved: Resolved,
+    resolved: CorrectionSettings,
 ) -> Tensor:
     """Returns a weight for each token `[N]`, without gradient, in the dtype of
     `trainer_logprobs_N`."""
@@ -122,7 +122,7 @@ def log_ratios(
     sampler_logprobs_N: Tensor,
     sequences_N: Tensor,
     num_sequences: int,
-    resolved: Resolved,
+    resolved: CorrectionSettings,
 ) -> Tensor:
     """Returns log w `[N]` of each token in float64; for the sequence methods log W of its
     sequence."""
@@ -142,7 +142,7 @@ def loss_inputs(
     before_N: Tensor | None = None,
     first: bool = False,
     reference_N: Tensor | None = None,
-    correction: Resolved,
+    correction: CorrectionSettings,
     denominators: Denominators = UNDIVIDED,
     spec: TrainingSpec | TokenLoss,
 ) -> LossInputs:

@@ -57,7 +57,7 @@ MULTIPLIES_BY_DIVISOR = "hyperclovax"
 
 
 @dataclass(frozen=True)
-class Kept:
+class CandidateTokens:
     """The tokens that could be sampled at each place: `ids_K[k]` is a candidate for token
     `tokens_K[k]` (ascending). Where a token is not in `tokens_K`, any of the vocabulary could be
     sampled. Token n's candidates are from `firsts[n]` to before `firsts[n + 1]`; these numbers are
@@ -69,7 +69,7 @@ class Kept:
     firsts: tuple[int, ...]
 
     @classmethod
-    def of(cls, ids: Sequence[int] | NDArray[Any], counts: Sequence[int]) -> Kept:
+    def of(cls, ids: Sequence[int] | NDArray[Any], counts: Sequence[int]) -> CandidateTokens:
         """Returns the candidates: token n has the next `counts[n]` of `ids`; 0: any token."""
         counts_N = torch.tensor(counts, dtype=torch.long)
         return cls(
@@ -78,14 +78,16 @@ class Kept:
             firsts=tuple(accumulate(counts, initial=0)),
         )
 
-    def to(self, device: torch.device) -> Kept:
-        return Kept(to_device(self.ids_K, device), to_device(self.tokens_K, device), self.firsts)
+    def to(self, device: torch.device) -> CandidateTokens:
+        return CandidateTokens(
+            to_device(self.ids_K, device), to_device(self.tokens_K, device), self.firsts
+        )
 
-    def chunk(self, start: int, end: int) -> Kept:
+    def chunk(self, start: int, end: int) -> CandidateTokens:
         """Returns the part of the tokens `start` to before `end`, counted from `start`."""
         first, last = self.firsts[start], self.firsts[min(end, len(self.firsts) - 1)]
         firsts = tuple(each - first for each in self.firsts[start : end + 1])
-        return Kept(self.ids_K[first:last], self.tokens_K[first:last] - start, firsts)
+        return CandidateTokens(self.ids_K[first:last], self.tokens_K[first:last] - start, firsts)
 
     def apply(self, logits_CV: Tensor, part: slice) -> None:
         """Sets a tile's logits of tokens that could not be sampled to `LOWEST`, in place."""
@@ -122,7 +124,7 @@ class ScoringHead(nn.Linear):
         targets_N: Tensor | None = None,
         temperature: float = 1.0,
         chunk_tokens: int = 1024,
-        kept: Kept | None = None,
+        kept: CandidateTokens | None = None,
         cap: float | None = None,
     ) -> Any:
         """Returns the head's output `[..., V]`; with targets, for hidden states `[N, H]`, log-probs
@@ -149,7 +151,7 @@ class _Head:
     weight_VH: Tensor
     bias_V: Tensor | None
     temperature: float
-    kept: Kept | None
+    kept: CandidateTokens | None
     cap: float | None
 
     def chunk(self, hidden_NH: Tensor, at: slice) -> _Chunk:
@@ -210,7 +212,7 @@ class _Score(torch.autograd.Function):
         targets_N: Tensor,
         temperature: float,
         chunk_tokens: int,
-        kept: Kept | None,
+        kept: CandidateTokens | None,
         cap: float | None,
     ):
         head = _Head(weight_VH, bias_V, temperature, kept, cap)

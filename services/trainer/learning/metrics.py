@@ -72,7 +72,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.learning.batch import MicroBatch
-from services.trainer.learning.correction import Resolved, known_sampler_logprobs, log_ratios
+from services.trainer.learning.correction import (
+    CorrectionSettings,
+    known_sampler_logprobs,
+    log_ratios,
+)
 from services.trainer.learning.examples import UNKNOWN
 from services.trainer.learning.loss import KL, LossInputs, importance_ratios, loss_of
 from services.trainer.learning.preference import Preferences
@@ -129,7 +133,7 @@ class StepMetrics:
         self,
         device: torch.device,
         training: TrainingSpec,
-        correction: Resolved,
+        correction: CorrectionSettings,
         version: int | None = None,
         num_tokens: int = 0,
     ) -> None:

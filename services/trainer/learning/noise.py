@@ -57,7 +57,7 @@ def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
             return None
         if output.device not in generators:
             generators[output.device] = torch.Generator(output.device).manual_seed(0)
-        return moved(output, generators[output.device])
+        return perturb(output, generators[output.device])
 
     computing = [
         module
@@ -72,7 +72,7 @@ def _rounded_otherwise(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def moved(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def perturb(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Returns each element x as x (1 + e u), rounded to its dtype: u is uniform in [-1/2, 1/2), and
     e the dtype's distance from 1 to the next number."""
     wide = torch.float64 if tensor.dtype is torch.float32 else torch.float32

@@ -25,7 +25,13 @@ from torch.utils.checkpoint import checkpoint
 
 from services.trainer.learning import attention
 from services.trainer.learning.batch import MicroBatch
-from services.trainer.learning.head import PLAIN_LOGITS, Kept, LogitRule, as_scoring_head, rule_of
+from services.trainer.learning.head import (
+    PLAIN_LOGITS,
+    CandidateTokens,
+    LogitRule,
+    as_scoring_head,
+    rule_of,
+)
 
 MAX_CHUNK_LOGITS = 1 << 26
 """Most logits of a chunk if the head is called chunk by chunk: 256 MiB in float32."""
@@ -98,7 +104,7 @@ def chunked_logprobs(
     targets_N: Tensor,
     temperature: float,
     chunk_tokens: int,
-    kept: Kept | None = None,
+    kept: CandidateTokens | None = None,
     rule: LogitRule = PLAIN_LOGITS,
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probs and entropies `[N]` by any head. It is called chunk by chunk, and again
@@ -126,7 +132,7 @@ def chunk_logprobs(
     hidden_CH: Tensor,
     targets_C: Tensor,
     temperature: float,
-    kept: Kept | None = None,
+    kept: CandidateTokens | None = None,
     rule: LogitRule = PLAIN_LOGITS,
 ) -> tuple[Tensor, Tensor]:
     """Returns log softmax(logits / temperature) at the targets `[C]`, and the distribution's

@@ -64,7 +64,7 @@ CHANGE_WEIGHTS = ("train_step", "forward_backward", "optim_step")
 gradients."""
 
 
-class RanksMustEnd(Exception):
+class RanksRestartNeeded(Exception):
     """These ranks cannot continue, but newly started ranks can; `error` says why."""
 
     def __init__(self, error: HoneError) -> None:
@@ -131,8 +131,8 @@ class FirstLoad:
 
 
 def follow(trainer: Trainer, ranks: Ranks, inbox: Inbox | None) -> None:
-    """Every rank's main loop; rank 0 has the inbox. Ends only by an exception: RanksMustEnd, or a
-    RuntimeError because another rank is gone."""
+    """Every rank's main loop; rank 0 has the inbox. Ends only by an exception: RanksRestartNeeded,
+    or a RuntimeError because another rank is gone."""
     while True:
         ticket = inbox.next(IDLE_S) if inbox else None
         message: bytes = ranks.broadcast(_message(ticket))
@@ -147,7 +147,7 @@ def follow(trainer: Trainer, ranks: Ranks, inbox: Inbox | None) -> None:
 def perform(trainer: Trainer, ranks: Ranks, name: str, body: Fenced) -> BaseModel | HoneError:
     """Returns this rank's result, or the error of the first rank that had one.
 
-    If ranks disagree about whether a job is loaded, it is freed. Raises RanksMustEnd if this
+    If ranks disagree about whether a job is loaded, it is freed. Raises RanksRestartNeeded if this
     rank's device has failed, and on rank 0 if ranks disagree about whether a step was applied.
     """
     outcome = _attempt(trainer, name, body, ranks.rank)
@@ -162,7 +162,7 @@ def perform(trainer: Trainer, ranks: Ranks, name: str, body: Fenced) -> BaseMode
         if name == "load_job":
             trainer.give_up(body.job_id)
         elif name in CHANGE_WEIGHTS and ranks.rank == 0:
-            raise RanksMustEnd(error)
+            raise RanksRestartNeeded(error)
     return error
 
 
@@ -190,7 +190,9 @@ def _attempt(trainer: Trainer, name: str, body: Wire, rank: int) -> Any:
     except Exception as error:  # the last resort of a command: the other ranks wait for its outcome
         get_logger().exception("command failed", command=name, rank=rank)
         if fault := trainer.device_fault():
-            raise RanksMustEnd(Unavailable(f"the device of rank {rank} failed: {fault}")) from error
+            raise RanksRestartNeeded(
+                Unavailable(f"the device of rank {rank} failed: {fault}")
+            ) from error
         return as_hone_error(error, name, rank)
 
 

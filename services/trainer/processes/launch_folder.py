@@ -33,7 +33,7 @@ AGENT_PID = "TRAINER_AGENT_PID"
 
 
 @dataclass(frozen=True)
-class Past:
+class RestartHistory:
     """How often the ranks were restarted, and the latest reason."""
 
     restarts: int = 0
@@ -44,7 +44,7 @@ class LaunchFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def new_life(self, past: Past) -> Path:
+    def new_life(self, past: RestartHistory) -> Path:
         """Returns an empty folder in which new ranks meet, after the previous ranks have ended."""
         _replace(self.path / "past.json", json.dumps(asdict(past)).encode())
         (self.path / "failure").unlink(missing_ok=True)
@@ -52,8 +52,8 @@ class LaunchFolder:
         life.mkdir()
         return life
 
-    def past(self) -> Past:
-        return Past(**json.loads((self.path / "past.json").read_bytes()))
+    def past(self) -> RestartHistory:
+        return RestartHistory(**json.loads((self.path / "past.json").read_bytes()))
 
     def remember_job(self, request: TrainerJob | None) -> None:
         """Keeps the loaded job's body; None: forgets it."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from services.trainer.processes.extensions import own_folder, remove_stale_locks
-from services.trainer.processes.launch_folder import LaunchFolder, Past
+from services.trainer.processes.launch_folder import LaunchFolder, RestartHistory
 from shared.errors import BadRequest
 from shared.host import nvidia
 from shared.host.logs import get_logger
@@ -51,7 +51,7 @@ class Launcher:
         """Returns the exit code: 0 if asked to stop, torchrun's if the ranks died too often."""
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
-        past, deaths = Past(), list[float]()
+        past, deaths = RestartHistory(), list[float]()
         while True:
             code = self._live(past)
             if self._asked.is_set():
@@ -74,11 +74,11 @@ class Launcher:
                 restart=past.restarts + 1,
                 after_s=pause_s,
             )
-            past = Past(past.restarts + 1, failure)
+            past = RestartHistory(past.restarts + 1, failure)
             if self._asked.wait(pause_s):
                 return 0
 
-    def _live(self, past: Past) -> int:
+    def _live(self, past: RestartHistory) -> int:
         """Runs the ranks until they end, and returns torchrun's exit code."""
         life = self._folder.new_life(past)
         environment = rank_environment(self._settings)

@@ -30,7 +30,7 @@ import uvicorn
 
 from services.trainer.app import create_service
 from services.trainer.disk.checkpoints import fingerprint
-from services.trainer.processes.commands import FirstLoad, Inbox, RanksMustEnd, follow, watch
+from services.trainer.processes.commands import FirstLoad, Inbox, RanksRestartNeeded, follow, watch
 from services.trainer.processes.extensions import compiling
 from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import (
@@ -71,7 +71,7 @@ def main() -> None:
         )  # before any thread, so that all inherit it
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    logs.configure("trainer", settings if place.local_rank == 0 else quieter(settings))
+    logs.configure("trainer", settings if place.local_rank == 0 else quiet_settings(settings))
     life = Path(sys.argv[1])
     folder = LaunchFolder(life.parent)
     try:
@@ -92,12 +92,12 @@ def main() -> None:
             start_thread(send_heartbeats, stores.heartbeats, place, abandon)
         try:
             follow(trainer_of(channel), channel, None)
-        except RanksMustEnd as end:
+        except RanksRestartNeeded as end:
             folder.remember_failure(end.error.detail)
             abandon(end.error.detail)  # a normal exit would wait for the failed device
 
 
-def quieter(settings: Settings) -> Settings:
+def quiet_settings(settings: Settings) -> Settings:
     """Returns settings for logs in which a rank does not repeat the first rank of its node."""
     return settings.model_copy(
         update={"log_level": "error" if settings.log_level == "error" else "warning"}
@@ -170,7 +170,7 @@ def trainer_maker(
     from services.trainer.zero.memory import SharedGpu, check_fits, needs_of
     from services.trainer.zero.models import check_model, choose_dtype, model_files
     from shared.plan.memory import GIB, Ranks
-    from shared.plan.model import CannotPlan, find_model
+    from shared.plan.model import UnknownModelSize, find_model
 
     def check_job(job: Job) -> None:
         check_model(job)
@@ -178,7 +178,7 @@ def trainer_maker(
         if device.type == "cuda" and shares_gpu(settings):
             try:
                 model = find_model(str(model_files(job)[0].parent))
-            except (CannotPlan, BadRequest) as error:  # other names, or other files
+            except (UnknownModelSize, BadRequest) as error:  # other names, or other files
                 get_logger().warning("not checked whether it fits", reason=str(error))
                 return
             size = choose_dtype(job.training.dtype).itemsize
@@ -249,7 +249,7 @@ def lead(
         start_thread(watch_heartbeats, stores.heartbeats, settings.trainer_nodes, end)
     try:
         follow(trainer, channel, inbox)
-    except RanksMustEnd as must_end:
+    except RanksRestartNeeded as must_end:
         end_because(must_end.error)
     except RuntimeError as error:  # raised by a torch collective when its peer is gone
         if stopping.is_set():

@@ -41,7 +41,7 @@ class Ranks:
     def clear_failure(self) -> None:
         """Clears the report: the ranks are in step again."""
 
-    def together(self, act: Callable[[], T]) -> list[T]:
+    def on_all_ranks(self, act: Callable[[], T]) -> list[T]:
         """Runs `act` on every rank and returns all results, by rank, once it is done everywhere.
 
         If it failed on any rank, raises on every rank: its own error where it failed, elsewhere an
@@ -65,7 +65,7 @@ class Ranks:
     def from_rank_0(self, act: Callable[[], T]) -> T:
         """Runs `act` on rank 0 and returns its result on every rank, or raises its error on every
         rank."""
-        return self.together(lambda: act() if self.rank == 0 else None)[0]  # pyright: ignore[reportReturnType]
+        return self.on_all_ranks(lambda: act() if self.rank == 0 else None)[0]  # pyright: ignore[reportReturnType]
 
     def write(self, lead: Callable[[SaveAll], T], *phases: Callable[[Path], Any]) -> T | None:
         """Runs `lead(save_all)` on rank 0, and returns its result there and None elsewhere.
@@ -95,7 +95,7 @@ class Ranks:
     def _run_phases(self, folder: Path, phases: tuple[Callable[[Path], Any], ...]) -> list[Any]:
         results: list[Any] = []
         for phase in phases:
-            results = self.together(lambda phase=phase: phase(folder))
+            results = self.on_all_ranks(lambda phase=phase: phase(folder))
         return results
 
     def settle(

@@ -97,7 +97,7 @@ class Accumulator:
             )
         return norm
 
-    def set_aside(self) -> tuple[_Call, ...]:
+    def swap_out(self) -> tuple[_Call, ...]:
         """Drops the gradient so far, and returns the calls of which it is made again once it is
         added to or stepped by."""
         if self._calls and self._is_made:

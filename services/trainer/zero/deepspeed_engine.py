@@ -45,19 +45,19 @@ from services.trainer.zero import stages as zero
 from services.trainer.zero.accumulator import Accumulator
 from services.trainer.zero.host_memory import HostCopies
 from services.trainer.zero.internals import Snapshot, whole_weights
-from services.trainer.zero.memory import Planned
+from services.trainer.zero.memory import MemoryPlan
 from services.trainer.zero.models import (
-    as_kept,
-    as_saved,
+    checkpoint_tensors,
     choose_dtype,
     copy_tokenizer,
     load_on_all_ranks,
+    model_tensors,
 )
 from services.trainer.zero.update import Updater
 from shared.errors import BadRequest, Failed
 from shared.job import Job
 from shared.plan.memory import Ranks
-from shared.plan.model import CannotPlan, of_config
+from shared.plan.model import UnknownModelSize, of_config
 from shared.weights.model_folder import window_of
 from shared.wire import Canary, Example, Logprobs, Optimization, StepTotals, TokenIds, TokenLoss
 
@@ -66,7 +66,7 @@ CANARY_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """What an engine is put together of. `model` is the policy's Hugging Face model, `wrapped`
     PEFT's wrapper around it (None without LoRA), `zero` DeepSpeed's engine around both.
 
@@ -95,7 +95,7 @@ def start_engine(job: Job, device: torch.device) -> DeepSpeedEngine:
         raise
 
 
-def assemble(job: Job, device: torch.device) -> Parts:
+def assemble(job: Job, device: torch.device) -> EngineParts:
     """Returns the parts of an engine, checked on `device`: under ZeRO-3 the parameters are there
     only once DeepSpeed has them."""
     seed_everything(job.seed)
@@ -111,14 +111,14 @@ def assemble(job: Job, device: torch.device) -> Parts:
     engine: Any = zero.start(policy, job, dtype)
     check_head(model, job.model)
     check_head_calls(job, model)
-    layout, without = agreed(choose_layout(model, job.model, job.memory))
+    layout, without = check_agreement(choose_layout(model, job.model, job.memory))
     if job.memory.gradient_checkpointing:
         checkpoint_body(model, job.model)
     reference = start_reference(job, policy, wrapped, dtype, device)
     seed_everything(job.seed + dist.get_rank())  # ranks drop out differently
     copies = HostCopies(pinned=device.type == "cuda" and not job.memory.offload_optimizer)
     updater = Updater(job, engine, policy, reference, copies, layout, device, planned)
-    return Parts(
+    return EngineParts(
         model=model,
         wrapped=wrapped,
         zero=engine,
@@ -146,7 +146,7 @@ def check_head_calls(job: Job, model: Any) -> None:
         )
 
 
-def agreed(chosen: ChosenLayout) -> ChosenLayout:
+def check_agreement(chosen: ChosenLayout) -> ChosenLayout:
     """Returns what all ranks chose: a collective. Raises Failed on every rank if one chose another
     layout, because a rank plans its part of a batch by its own."""
     each = [chosen] * dist.get_world_size()
@@ -163,16 +163,16 @@ def agreed(chosen: ChosenLayout) -> ChosenLayout:
     return chosen
 
 
-def _planned(model: Any, job: Job, dtype: torch.dtype, device: torch.device) -> Planned | None:
+def _planned(model: Any, job: Job, dtype: torch.dtype, device: torch.device) -> MemoryPlan | None:
     """Returns what a plan says of the model that was loaded, before adapters are in it; None where
     its configuration lacks a size."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     try:
         sizes = of_config(model.config.to_dict(), job.model, shapes)
-    except CannotPlan:
+    except UnknownModelSize:
         return None
     kind = "gpu" if device.type == "cuda" else "cpu"
-    return Planned(sizes, Ranks(dist.get_world_size(), dtype.itemsize, kind))
+    return MemoryPlan(sizes, Ranks(dist.get_world_size(), dtype.itemsize, kind))
 
 
 def start_reference(
@@ -194,7 +194,7 @@ def start_reference(
 
 
 @dataclass(frozen=True)
-class Aside:
+class SwappedJob:
     """What is a job's own in an engine that several share, in host memory: the masters of its
     adapter and the optimizer's state, this rank's random numbers, and the calls whose gradient
     waits for an optimizer step. `job` has the budget of a micro-batch that fitted."""
@@ -208,10 +208,10 @@ class Aside:
 
 class DeepSpeedEngine:
     """A job's model, optimizer and data-parallel slice on this rank: `start_engine` makes it. Jobs
-    that train an adapter of the same model share one by turns: `set_aside` ends a job's turn, and
-    `take_up` begins one."""
+    that train an adapter of the same model share one by turns: `swap_out` ends a job's turn, and
+    `swap_in` begins one."""
 
-    def __init__(self, job: Job, device: torch.device, parts: Parts) -> None:
+    def __init__(self, job: Job, device: torch.device, parts: EngineParts) -> None:
         self._job = job
         self._device = device
         self._parts: Any = parts
@@ -223,15 +223,15 @@ class DeepSpeedEngine:
         self.weights_bytes = parts.weights_bytes
         self._own_copies: HostCopies | None = None  # memory in which the job was set aside before
 
-    def set_aside(self) -> Aside:
+    def swap_out(self) -> SwappedJob:
         """Ends the turn of the job, and returns what is its own."""
         parts = self._parts
-        calls = parts.accumulator.set_aside()
+        calls = parts.accumulator.swap_out()
         copies = self._own_copies or HostCopies(pinned=parts.updater.copies.pinned)
         snapshot = Snapshot.take(parts.zero, copies)
-        return Aside(parts.updater.job, snapshot, copies, internals.random_state(), calls)
+        return SwappedJob(parts.updater.job, snapshot, copies, internals.random_state(), calls)
 
-    def take_up(self, job: Job, aside: Aside | None) -> None:
+    def swap_in(self, job: Job, aside: SwappedJob | None) -> None:
         """Begins the turn of a job: continues from what was set aside, or at its start (None). All
         ranks together."""
         parts, calls = self._parts, () if aside is None else aside.calls
@@ -326,7 +326,7 @@ class DeepSpeedEngine:
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
         return tensor_file.write(
-            as_saved(model, self._merged(weights)), folder / "model.safetensors"
+            checkpoint_tensors(model, self._merged(weights)), folder / "model.safetensors"
         )
 
     def save_adapter(self, folder: Path) -> None:
@@ -341,7 +341,7 @@ class DeepSpeedEngine:
         if not self._job.has_live_weights:
             raise BadRequest("under LoRA or ZeRO-3 no weights to serve are whole on a device")
         model = self._parts.model
-        return as_kept(model, whole_weights(model))
+        return model_tensors(model, whole_weights(model))
 
     def save_checkpoint(self, folder: Path) -> None:
         """Writes a whole Hugging Face model folder: weights, configurations, tokenizer; with LoRA,

@@ -15,7 +15,7 @@ from shared.job import Job, LoraSpec
 from shared.plan.memory import (
     GIB,
     Ranks,
-    Serving,
+    SamplerShape,
     pass_bytes,
     sampler_memory,
     state_bytes,
@@ -72,7 +72,7 @@ def half_budget(shape: tuple[int, int] | None, budget_tokens: int) -> int | None
 
 
 @dataclass(frozen=True)
-class Planned:
+class MemoryPlan:
     """The plan of this trainer, with the numbers of `hone plan`."""
 
     model: Model
@@ -108,7 +108,7 @@ def knobs(
     job: Job,
     num_ranks: int,
     shape: tuple[int, int] | None,
-    planned: Planned | None = None,
+    planned: MemoryPlan | None = None,
     *,
     device: str = "cuda",
 ) -> str:
@@ -204,7 +204,7 @@ class GpuNeeds:
 def needs_of(model: Model, job: Job, ranks: Ranks, tensor_parallel: int) -> GpuNeeds:
     """Returns the job's needs, by the numbers of `hone plan`."""
     trainer = trainer_memory(model, job, ranks)
-    one = Serving(
+    one = SamplerShape(
         tensor_parallel=tensor_parallel,
         max_sequences=1,
         sequences=1,

@@ -190,7 +190,7 @@ def copy_tokenizer(job: Job, folder: Path) -> None:
         shutil.copyfile(file, folder / file.name)
 
 
-def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def checkpoint_tensors(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the model's weights as `save_pretrained` would write them: under the checkpoint's
     names and in its shapes, tied ones once. Copies only what a checkpoint stores otherwise."""
     kept = _without_unsaved(model, weights)
@@ -200,10 +200,10 @@ def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return revert_weight_conversion(model, remove_tied_weights_from_state_dict(kept, model))
 
 
-def as_kept(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of `as_saved`, but in the model's own memory. Raises Conflict if the
-    checkpoint has other tensors than the model, as for a mixture of experts, which has all experts
-    of a layer in one tensor."""
+def model_tensors(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors of `checkpoint_tensors`, but in the model's own memory. Raises Conflict
+    if the checkpoint has other tensors than the model, as for a mixture of experts, which has all
+    experts of a layer in one tensor."""
     names, changed = _in_checkpoint(model, _without_unsaved(model, weights))
     if changed:
         raise Conflict(

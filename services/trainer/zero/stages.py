@@ -227,10 +227,10 @@ def config(job: Job, dtype: torch.dtype, num_trainable: int) -> dict[str, Any]:
         "bf16": {"enabled": dtype is torch.bfloat16, "check_grad_overflow": True},
         "zero_optimization": zero,
     }
-    return merged(base, checked(memory))
+    return merged(base, check_overrides(memory))
 
 
-def checked(memory: MemorySpec) -> dict[str, Any]:
+def check_overrides(memory: MemorySpec) -> dict[str, Any]:
     """Returns `memory.deepspeed`. Raises BadRequest if it sets a key that is not `ALLOWED`."""
     _check_allowed(memory.deepspeed, "")
     return memory.deepspeed

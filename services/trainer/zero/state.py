@@ -59,7 +59,7 @@ def load(zero: Any, folder: Path) -> None:
     its file exists: a collective. Raises Conflict if a part of the trained parameters was not
     saved."""
     with torch.no_grad():
-        saved = Saved.of(folder)
+        saved = SavedFragments.of(folder)
         for fragment in fragments(zero):
             _restore(zero, fragment, saved)
         masters_to_weights(zero)
@@ -106,13 +106,13 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedFragments:
     """The saved fragments in a folder's files, by `<what>/<parameter>`."""
 
     pieces: dict[str, list[Piece]]
 
     @staticmethod
-    def of(folder: Path) -> Saved:
+    def of(folder: Path) -> SavedFragments:
         """Reads the folder's headers. Raises Conflict if it has no fragments: another version of
         Hone wrote another format."""
         pieces: dict[str, list[Piece]] = defaultdict(list)
@@ -127,7 +127,7 @@ class Saved:
                 f"{str(folder)!r} holds no optimizer state that this version of Hone reads; a new "
                 "job can begin with the checkpoint as its model"
             )
-        return Saved(dict(pieces))
+        return SavedFragments(dict(pieces))
 
     def read(self, name: str, start: int, end: int, into: Tensor) -> None:
         """Copies the parameter's elements `[start, end)` into `into`. Raises Conflict unless all of
@@ -155,7 +155,7 @@ class Saved:
         return None
 
 
-def _restore(zero: Any, fragment: Fragment, saved: Saved) -> None:
+def _restore(zero: Any, fragment: Fragment, saved: SavedFragments) -> None:
     start, end = fragment.start, fragment.start + fragment.numel
     saved.read(f"{MASTER}/{fragment.name}", start, end, fragment.of(fragment.flat))
     steps = saved.steps(fragment.name)

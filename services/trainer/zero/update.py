@@ -54,7 +54,7 @@ from services.trainer.zero.host_memory import HostCopies
 from services.trainer.zero.internals import Snapshot, Undo, random_state
 from services.trainer.zero.lora import set_dropout
 from services.trainer.zero.memory import (
-    Planned,
+    MemoryPlan,
     first_line,
     half_budget,
     is_out_of_memory,
@@ -70,7 +70,7 @@ from shared.wire import Example, Logprobs, Optimization, StepTotals
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenLogprobs:
     """What is known of a micro-batch before the first optimizer step, `[N]`; None where nothing
     needs it."""
 
@@ -111,7 +111,7 @@ class Progress:
 R = TypeVar("R")
 
 
-class DoesNotFit(Exception):
+class BatchOutOfMemory(Exception):
     """A micro-batch did not fit into memory, all is as it was, and half its tokens might fit."""
 
     def __init__(self, error: Failed, budget: int) -> None:
@@ -120,7 +120,7 @@ class DoesNotFit(Exception):
         self.budget = budget
 
 
-class NotFinite(Exception):
+class NonFiniteLoss(Exception):
     """A loss or gradient is NaN or infinite, and the optimizer step was refused, on all ranks."""
 
 
@@ -136,7 +136,7 @@ class Updater:
     copies: HostCopies
     layout: Layout
     device: torch.device
-    planned: Planned | None = None
+    planned: MemoryPlan | None = None
 
     def __post_init__(self) -> None:
         self._correction = resolve(self.job.correction, self.job.max_staleness)
@@ -168,7 +168,7 @@ class Updater:
         while True:
             try:
                 return act()
-            except DoesNotFit as too_large:
+            except BatchOutOfMemory as too_large:
                 get_logger().warning(
                     "out of memory: it is made again in smaller micro-batches",
                     before=self.job.memory.micro_batch_tokens,
@@ -234,7 +234,7 @@ class Updater:
             if progress.num_updates > 1:
                 undo = dataclasses.replace(undo, snapshot=Snapshot.take(self.zero, self.copies))
             norms = self._train(examples, minibatches, metrics, progress, training, how)
-        except NotFinite:
+        except NonFiniteLoss:
             undo.apply(self.zero)
             loss, values = metrics.reduce(progress.update)
             if training.on_nonfinite == "skip":
@@ -282,7 +282,8 @@ class Updater:
         training: TrainingSpec,
         how: Optimization,
     ) -> list[float]:
-        """Returns the gradient's norm of each optimizer step, before clipping. Raises NotFinite."""
+        """Returns the gradient's norm of each optimizer step, before clipping. Raises
+        NonFiniteLoss."""
         reference = self.reference if training.has_reference else None
         prefers = training.objective == "dpo"
         ask_policy = progress.num_updates > 1 or self.has_dropout or prefers
@@ -303,7 +304,7 @@ class Updater:
                     norm = zero_stages.step(self.zero, how)
                     progress.stepping = False
                     if norm is None:
-                        raise NotFinite
+                        raise NonFiniteLoss
                     norms.append(norm)
         finally:
             set_dropout(self.policy, False)
@@ -313,7 +314,7 @@ class Updater:
         self,
         examples: tuple[Example, ...],
         minibatches: list[Minibatch],
-        frozen: list[list[Frozen]],
+        frozen: list[list[FrozenLogprobs]],
         metrics: StepMetrics,
     ) -> list[Minibatch]:
         """Returns the minibatch with the advantages that its pairs' margins give."""
@@ -334,12 +335,12 @@ class Updater:
         progress: Progress,
         ask_policy: bool,
         reference: Reference | None,
-    ) -> list[Frozen]:
+    ) -> list[FrozenLogprobs]:
         """Returns what frozen passes tell of each micro-batch."""
-        known: list[Frozen] = []
+        known: list[FrozenLogprobs] = []
         for batch in minibatch.micro_batches:
             if not ask_policy and reference is None:
-                known.append(Frozen())
+                known.append(FrozenLogprobs())
                 continue
             progress.enter("the frozen pass over a micro-batch", batch)
             on_device = batch.to(self.device)
@@ -347,13 +348,13 @@ class Updater:
                 before_N = self.policy(on_device)[0] if ask_policy else None
             if before_N is not None:
                 metrics.add_mismatch(on_device, before_N)
-            known.append(Frozen(before_N, reference(on_device) if reference else None))
+            known.append(FrozenLogprobs(before_N, reference(on_device) if reference else None))
         return known
 
     def _accumulate(
         self,
         minibatch: Minibatch,
-        known: list[Frozen],
+        known: list[FrozenLogprobs],
         metrics: StepMetrics,
         progress: Progress,
         training: TrainingSpec,
@@ -427,7 +428,7 @@ class Updater:
         if not kept:
             return OutOfMemory(sentence, half)
         failed = Failed(sentence, code="out_of_memory")
-        return DoesNotFit(failed, half) if half else failed
+        return BatchOutOfMemory(failed, half) if half else failed
 
 
 def refusable(loss: Tensor, logprobs_N: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.modal import manage
-from deploy.modal.manage import SERVICES, TRIAL, down, shown, status, up
+from deploy.modal.manage import SERVICES, TRIAL, down, format_result, status, up
 from shared.errors import BadRequest, Unavailable
 
 LISTED = [
@@ -45,7 +45,7 @@ def test_services_are_deployed_before_those_that_call_them(asked: list[tuple[str
         "orchestrator",
     ]
     assert all(verb == "deploy" and Path(file).is_file() for verb, file in asked)
-    assert shown(result) == "export HONE_ORCHESTRATOR_URL=https://orchestrator.modal.run"
+    assert format_result(result) == "export HONE_ORCHESTRATOR_URL=https://orchestrator.modal.run"
     asked.clear()
     up(TRIAL)
     assert [Path(call[-1]).stem for call in asked if call[0] == "deploy"] == ["trial"]
@@ -75,7 +75,7 @@ def test_the_state_of_each_app_is_that_of_the_newest_of_its_name(asked: Any) -> 
         "hone-trainer": ("absent", 0),
         "hone-orchestrator": ("deployed", 1),
     }
-    assert shown(status(TRIAL)).split() == ["hone-trial", "absent", "0", "containers"]
+    assert format_result(status(TRIAL)).split() == ["hone-trial", "absent", "0", "containers"]
 
 
 def test_what_is_deployed_is_stopped_and_the_rest_left_alone(asked: Any) -> None:
@@ -84,7 +84,7 @@ def test_what_is_deployed_is_stopped_and_the_rest_left_alone(asked: Any) -> None
         ("app", "stop", "--yes", "hone-orchestrator"),
         ("app", "stop", "--yes", "hone-rollout"),
     ]
-    assert shown(down(TRIAL)) == "none was deployed"
+    assert format_result(down(TRIAL)) == "none was deployed"
 
 
 class FakeBatch:
@@ -107,7 +107,7 @@ def test_uploaded_files_are_named_as_a_job_has_to(
     file.write_text("{}\n")
     monkeypatch.setattr(manage.data, "batch_upload", lambda *, force: batch)
     result = manage.upload([file])
-    assert shown(result) == "/volumes/data/train.jsonl"
+    assert format_result(result) == "/volumes/data/train.jsonl"
     assert batch.put == [(str(file), "/train.jsonl")]
     with pytest.raises(BadRequest, match=r"no file at '.*/none\.jsonl'"):
         manage.upload([tmp_path / "none.jsonl"])

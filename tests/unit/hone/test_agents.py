@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hone.agents.loading import Command, agent_of
-from hone.agents.working import Agent, AgentFailed, Worker, called_with, failure, result_of
+from hone.agents.working import Agent, AgentFailed, Worker, call_agent, failure, result_of
 from hone.client import Background
 from shared.errors import BadRequest, Failed, Forbidden, HoneError, NotFound
 from shared.job import EnvironmentSpec
@@ -29,7 +29,7 @@ def shell(script: str) -> Command:
 
 
 def played(agent: Any, row: dict[str, Any] = ROW) -> Any:
-    return asyncio.run(called_with(agent, row, "http://h:1/v1", "sk-hone-1"))
+    return asyncio.run(call_agent(agent, row, "http://h:1/v1", "sk-hone-1"))
 
 
 def test_a_command_finds_the_model_and_the_row_and_says_its_reward(

@@ -49,14 +49,14 @@ def test_a_file_of_rewards_alone_is_read_as_in_a_job_with_its_functions_inlined(
 
 def test_every_module_of_commands_is_found_without_being_named() -> None:
     modules = {path.stem for path in Path(commands.__path__[0]).glob("*.py")} - {"__init__"}
-    homes = {module.rpartition(".")[2] for module, _ in cli.found().values()}
+    homes = {module.rpartition(".")[2] for module, _ in cli.find_commands().values()}
     assert homes == modules
     assert not [name for name in modules if f'"{name}"' in Path(cli.__file__).read_text()]
 
 
 def test_every_command_is_listed_with_what_it_does_and_says_the_same_itself() -> None:
     listed = CliRunner().invoke(app, ["--help"]).output
-    for name, (_, text) in cli.found().items():
+    for name, (_, text) in cli.find_commands().items():
         assert text and f"  {name} " in listed
         own = CliRunner().invoke(app, [name, "--help"], catch_exceptions=False).output
         assert text in " ".join(own.split()), name

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from hone import AsyncClient, BadRequest, Client, Conflict, Failed, NotFound, load_job
-from hone.calling import Resumed
+from hone.calling import ResumeResult
 from shared.errors import HoneError, Unavailable
 from shared.http import client as shared_client
 from shared.wire import JobDeleted, JobList, JobState, VersionInfo
@@ -246,8 +246,8 @@ def test_each_paused_job_is_resumed_and_one_that_cannot_be_stops_no_other() -> N
 
     with answering(known) as client:
         assert client.resume_all() == (
-            Resumed(id="demo-1", problem="job 'demo-1' has failed"),
-            Resumed(id="demo-2", status="queued"),
+            ResumeResult(id="demo-1", problem="job 'demo-1' has failed"),
+            ResumeResult(id="demo-2", status="queued"),
         )
 
 

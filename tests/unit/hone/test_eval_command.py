@@ -264,6 +264,6 @@ def test_a_star_takes_the_exact_test_too_where_few_problems_differ() -> None:
 
 
 def test_a_command_has_its_place_among_the_others() -> None:
-    assert "eval" in cli.found()
+    assert "eval" in cli.find_commands()
     with pytest.raises(BadRequest):
         command._job(FakeClient(), None, None, "math", [])  # type: ignore[arg-type]

@@ -88,17 +88,17 @@ def test_a_command_ends_with_2_and_a_sentence_if_no_service_answers(
 
 
 def test_every_command_is_asked_or_needs_no_service() -> None:
-    assert {line.split()[0] for line in ASKING} | OTHERS | OF_MODAL == cli.found().keys()
+    assert {line.split()[0] for line in ASKING} | OTHERS | OF_MODAL == cli.find_commands().keys()
 
 
-@pytest.mark.parametrize("name", cli.found())
+@pytest.mark.parametrize("name", cli.find_commands())
 def test_a_command_ends_with_2_for_an_option_that_there_is_not(name: str) -> None:
     assert CliRunner().invoke(app, [name, "--nothing-like-it"]).exit_code == shell.WRONG
 
 
 def test_the_page_of_commands_has_each_of_them_and_the_exit_codes() -> None:
     page = PAGE.read_text()
-    assert {name for name in cli.found() if f"`hone {name}" not in page} == set()
+    assert {name for name in cli.find_commands() if f"`hone {name}" not in page} == set()
     codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
     own = (shell.FAILED, shell.WRONG, shell.PAUSED, shell.TIMED_OUT, shell.INTERRUPTED)
     assert [int(code) for code in codes] == [0, *own]

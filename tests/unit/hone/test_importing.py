@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hone.cli import app
 from hone.importing import trl
-from hone.importing.importing import FRAMEWORKS, Imported, imported
+from hone.importing.importing import FRAMEWORKS, ImportResult, import_config
 from hone.importing.table import default
 from shared.errors import BadRequest
 from shared.job.file import load_job
@@ -102,13 +102,13 @@ output_dir: out
 """
 
 
-def of(text: str, name: str, folder: Path, **more: Any) -> Imported:
+def of(text: str, name: str, folder: Path, **more: Any) -> ImportResult:
     file = folder / name
     file.write_text(text)
-    return imported([str(file)], **more)
+    return import_config([str(file)], **more)
 
 
-def values(found: Imported) -> dict[str, Any]:
+def values(found: ImportResult) -> dict[str, Any]:
     """Returns the job by dotted keys, read back from its TOML."""
     table = tomllib.loads(found.toml)
     assert table == found.job
@@ -117,12 +117,12 @@ def values(found: Imported) -> dict[str, Any]:
     return {key: value for key, value in table.items() if key not in parts} | inner
 
 
-def lacking(found: Imported) -> dict[str, str]:
+def lacking(found: ImportResult) -> dict[str, str]:
     return {each.name: each.why for each in found.lacking}
 
 
 def test_an_openrlhf_command_becomes_a_job() -> None:
-    found = imported([OPENRLHF])
+    found = import_config([OPENRLHF])
     expected = {
         "name": "qwen3-4b",
         "model": "Qwen/Qwen3-4B",
@@ -162,7 +162,7 @@ def test_openrlhf_s_older_names_are_the_same_keys() -> None:
     words = "python -m openrlhf.cli.train_ppo_ray --pretrain a/m --prompt_data a/d "
     words += "--advantage_estimator group_norm --rollout_batch_size 64 --n_samples_per_prompt 4 "
     words += "--train_batch_size 256 --prompt_max_len 512 --generate_max_len 1536 --use_kl_loss"
-    got = values(imported(words.split()))
+    got = values(import_config(words.split()))
     assert got["model"] == "a/m"
     assert got["sampling.prompts_per_step"] == 64
     assert got["training.minibatches"] == 1
@@ -173,7 +173,7 @@ def test_openrlhf_s_older_names_are_the_same_keys() -> None:
 
 def test_openrlhf_s_gspo_is_corrected_by_the_ratio_itself() -> None:
     words = "openrlhf --actor.policy_loss_type gspo --algo.advantage.is_correction_enable"
-    job = imported(words.split()).job
+    job = import_config(words.split()).job
     assert job["training"]["loss"] == "gspo"
     assert job["correction"] == {"method": "none", "ratio_base": "sampler"}
 
@@ -224,7 +224,7 @@ def test_verl_s_overrides_are_the_same_keys() -> None:
     words += "separate_async trainer.logger=['console'] "
     words += "actor_rollout_ref.actor.policy_loss.loss_mode=gspo "
     words += "actor_rollout_ref.actor.optim.clip_grad=0.3 actor_rollout_ref.model.lora.rank=8"
-    found = imported(words.split())
+    found = import_config(words.split())
     got = values(found)
     assert got["advantages.combine"] == "normalize_then_sum"
     assert got["training.max_grad_norm"] == 0.3
@@ -237,7 +237,7 @@ def test_verl_s_overrides_are_the_same_keys() -> None:
 
 def test_of_verl_s_two_divergences_the_loss_s_is_the_job_s() -> None:
     words = ["verl", "algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.use_kl_loss=true"]
-    found = imported([*words, "actor_rollout_ref.actor.kl_loss_coef=0.01"])
+    found = import_config([*words, "actor_rollout_ref.actor.kl_loss_coef=0.01"])
     assert values(found)["training.beta"] == 0.01
     assert "algorithm.use_kl_in_reward" in [each.name for each in found.lacking]
 
@@ -245,7 +245,7 @@ def test_of_verl_s_two_divergences_the_loss_s_is_the_job_s() -> None:
 def test_verl_s_two_bounds_are_of_tokens_or_of_sequences() -> None:
     key = "algorithm.rollout_correction.rollout_is"
     for level, method in (("token", "icepop"), ("sequence", "sequence_mask")):
-        job = imported(["verl", f"{key}={level}", f"{key}_threshold=0.5_5.0"]).job
+        job = import_config(["verl", f"{key}={level}", f"{key}_threshold=0.5_5.0"]).job
         assert job["correction"] == {"method": method, "low": 0.5, "high": 5.0}
 
 
@@ -259,11 +259,11 @@ SIZES = {"len": 4096, "penalty_factor": 0.5}
 def test_verl_s_overlong_buffer_is_the_grader_overlong(key: str) -> None:
     words = [*GRPO, "reward_model.reward_manager=dapo", "data.max_response_length=20480"]
     words += [f"+{key}.enable=True", *(f"+{key}.{name}={value}" for name, value in SIZES.items())]
-    found = imported(words)
+    found = import_config(words)
     params = {"max_tokens": 20480, "buffer_tokens": 4096, "penalty": 0.5}
     assert found.job["rewards"] == [{"grader": "overlong", "shaping": True, "params": params}]
     assert found.lacking == ()
-    longer = imported([*words, "reward.reward_kwargs.max_resp_len=24000"])
+    longer = import_config([*words, "reward.reward_kwargs.max_resp_len=24000"])
     assert longer.job["rewards"][0]["params"]["max_tokens"] == 24000
 
 
@@ -281,21 +281,21 @@ def test_verl_s_overlong_buffer_is_the_grader_overlong(key: str) -> None:
 def test_an_overlong_buffer_that_hone_has_not_is_listed(words: str, why: str) -> None:
     given = {f"{BUFFER}.enable": True, **{f"{BUFFER}.{name}": SIZES[name] for name in SIZES}}
     given |= dict(word.split("=") for word in words.split())
-    found = imported([*GRPO, *(f"{name}={value}" for name, value in given.items())])
+    found = import_config([*GRPO, *(f"{name}={value}" for name, value in given.items())])
     assert lacking(found) == {f"{KWARGS}.enable": why}
     assert "rewards" not in found.job
 
 
 def test_an_overlong_buffer_is_off_or_incomplete_or_a_table() -> None:
     words = [*GRPO, "reward_model.reward_manager=dapo"]
-    off = imported([*words, f"{BUFFER}.enable=False", f"{BUFFER}.len=9"])
+    off = import_config([*words, f"{BUFFER}.enable=False", f"{BUFFER}.len=9"])
     assert ("rewards" in off.job, off.lacking) == (False, ())
-    part = imported([*words, f"{BUFFER}.enable=True", f"{BUFFER}.len=9"])
+    part = import_config([*words, f"{BUFFER}.enable=True", f"{BUFFER}.len=9"])
     assert "needs max_tokens, buffer_tokens and penalty" in part.fill_in["rewards"]
-    whole = imported([*words, f"+{KWARGS}={{enable:True,len:9,penalty_factor:1}}"])
+    whole = import_config([*words, f"+{KWARGS}={{enable:True,len:9,penalty_factor:1}}"])
     params = {"max_tokens": 512, "buffer_tokens": 9, "penalty": 1.0}
     assert whole.job["rewards"][0]["params"] == params
-    alone = imported([*words, f"{BUFFER}.len=9"])  # without `enable` it does nothing
+    alone = import_config([*words, f"{BUFFER}.len=9"])  # without `enable` it does nothing
     assert lacking(alone) == {f"{KWARGS}.len": "not in the table of verl"}
 
 
@@ -317,7 +317,7 @@ STRATEGY = "expected 'steps' with save_steps, or 'no'"
 def test_trl_s_save_strategy_is_kept_or_listed(
     words: str, every: int | None, lacks: dict[str, str]
 ) -> None:
-    found = imported(["trl", "grpo", "--max_steps", "400", *words.split()])
+    found = import_config(["trl", "grpo", "--max_steps", "400", *words.split()])
     assert found.job.get("checkpoints", {}).get("every") == every
     assert lacking(found).keys() == lacks.keys()
     assert all(text in lacking(found)[name] for name, text in lacks.items())
@@ -325,9 +325,9 @@ def test_trl_s_save_strategy_is_kept_or_listed(
 
 def test_trl_evaluates_by_steps_or_the_strategy_is_listed() -> None:
     words = ["trl", "grpo", "--dataset_name", "a/d", "--eval_strategy"]
-    assert imported([*words, "steps"]).job["evaluation"]["every"] == 10  # TRL's logging_steps
-    assert imported([*words, "steps", "--eval_steps", "7"]).job["evaluation"]["every"] == 7
-    found = imported([*words, "epoch"])
+    assert import_config([*words, "steps"]).job["evaluation"]["every"] == 10  # TRL's logging_steps
+    assert import_config([*words, "steps", "--eval_steps", "7"]).job["evaluation"]["every"] == 7
+    found = import_config([*words, "epoch"])
     assert lacking(found).keys() == {"eval_strategy"}
     assert "every" not in found.job["evaluation"]
 
@@ -423,7 +423,7 @@ def test_a_trl_yaml_with_arguments_beside_it_becomes_a_job_that_is_accepted(
     words += ["--lora_target_modules", "q_proj", "v_proj", "--max_prompt_length", "1024"]
     words += ["--use_vllm", "--vllm_importance_sampling_cap", "2", "--eval_strategy", "steps"]
     words += ["--top_p", "0.9"]
-    found = imported(words)
+    found = import_config(words)
     assert (found.fill_in, found.faults, found.lacking) == ({}, (), ())
     (tmp_path / "job.toml").write_text(found.toml)
     job = load_job(tmp_path / "job.toml")
@@ -484,7 +484,7 @@ def test_a_script_is_refused_with_what_to_do_instead() -> None:
 
 
 def test_a_variable_that_was_not_replaced_is_listed(tmp_path: Path) -> None:
-    found = imported([*GRPO, "data.train_batch_size=$SIZE", "algorithm.gamma=${oc.env:G}"])
+    found = import_config([*GRPO, "data.train_batch_size=$SIZE", "algorithm.gamma=${oc.env:G}"])
     assert lacking(found).keys() == {"data.train_batch_size", "algorithm.gamma"}
     assert found.fill_in["sampling.prompts_per_step"] == (
         "data.train_batch_size is '$SIZE'; expected the variable's value"
@@ -493,20 +493,20 @@ def test_a_variable_that_was_not_replaced_is_listed(tmp_path: Path) -> None:
     text = "data: {max_response_length: 64, max_prompt_length: '${data.max_response_length}'}"
     found = of(text, "a.yaml", tmp_path)
     assert found.job["max_model_len"] == 128
-    found = imported(["trl", "grpo", "--learning_rate", "$LR", "--max_steps", "3"])
+    found = import_config(["trl", "grpo", "--learning_rate", "$LR", "--max_steps", "3"])
     assert lacking(found).keys() == {"learning_rate"}
     assert "learning_rate" not in found.job["training"]
 
 
 def test_two_names_of_one_key_must_have_one_value() -> None:
     words = ["openrlhf", "--rollout_batch_size", "4", "--rollout.batch_size"]
-    assert imported([*words, "4"]).job["sampling"]["prompts_per_step"] == 4
+    assert import_config([*words, "4"]).job["sampling"]["prompts_per_step"] == 4
     with pytest.raises(BadRequest, match=r"rollout.batch_size is 5, and 4 by another name"):
-        imported([*words, "5"])
+        import_config([*words, "5"])
 
 
 def test_a_value_of_another_kind_is_to_be_filled_in() -> None:
-    found = imported(["verl.trainer.main_ppo", "data.train_batch_size=x"])
+    found = import_config(["verl.trainer.main_ppo", "data.train_batch_size=x"])
     assert "with the values beside it" in found.fill_in["training.minibatches"]
 
 
@@ -540,14 +540,14 @@ def test_a_file_that_would_exhaust_the_reader_is_refused(
 ) -> None:
     (path := tmp_path / name).write_text(text)
     with pytest.raises(BadRequest) as error:
-        imported([str(path)], "trl")
+        import_config([str(path)], "trl")
     assert sentence in error.value.detail
 
 
 def test_a_device_is_not_read_to_its_end(tmp_path: Path) -> None:
     (path := tmp_path / "a.yaml").symlink_to("/dev/zero")
     with pytest.raises(BadRequest, match="is longer than 1048576 bytes"):
-        imported([str(path)])
+        import_config([str(path)])
 
 
 @pytest.mark.parametrize("value", [[None], {"a": [1, None]}, "\x7f\x1b[2J", float("nan"), "a\nb"])
@@ -555,6 +555,6 @@ def test_whatever_a_value_is_the_job_is_toml(tmp_path: Path, value: Any) -> None
     (path := tmp_path / "a.yaml").write_text(
         json.dumps(dict.fromkeys(FRAMEWORKS["verl"].rows, value))
     )
-    found = imported([str(path)], "verl")
+    found = import_config([str(path)], "verl")
     tomllib.loads(found.toml)
     assert "\x1b" not in found.toml

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hone.cli import app
 from hone.commands import jobs, results, stack, submit
-from hone.long_calls import Downloaded, Progress
+from hone.long_calls import CheckpointDownload, Progress
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
 from shared.wire import (
@@ -134,10 +134,10 @@ class Orchestrator:
 
     def download(
         self, job: str, to: Path | None, *, step: int | None, state: bool, progress: Progress
-    ) -> Downloaded:
+    ) -> CheckpointDownload:
         progress("config.json", 1, 2)
         name = f"{self.get(job).id}-step-{step or 3:06d}{'-state' if state else ''}"
-        return Downloaded(step=step or 3, folder=to or Path(name), files=())
+        return CheckpointDownload(step=step or 3, folder=to or Path(name), files=())
 
     def recover(self) -> Recovered:
         broken = RecoveredJob(id="broken-1", problem="it cannot be read: [no] JSON")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from trl.trainer.grpo_config import GRPOConfig
 
-from hone.trainer.parameters import check, given_by, translate
+from hone.trainer.parameters import check, explicit_parameters, translate
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import parse_job
@@ -127,7 +127,7 @@ def test_lora_comes_from_a_switch_from_fields_or_from_pefts_config() -> None:
 
 def of_trl(**given: Any) -> Job:
     config = GRPOConfig("out", use_cpu=True, max_steps=10, **given)
-    return job_of(**given_by(config))
+    return job_of(**explicit_parameters(config))
 
 
 def test_a_whole_config_of_trl_has_its_seed_and_corrects_only_for_vllm() -> None:

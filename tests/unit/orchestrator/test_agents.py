@@ -14,7 +14,7 @@ from services.orchestrator.extensions.agents import worker_episodes as agents
 from services.orchestrator.extensions.agents.worker_episodes import Episodes
 from services.orchestrator.extensions.tinker.driving import SampleOrders
 from services.orchestrator.grpo.groups import environment_failed, sample_group
-from services.orchestrator.samplers.waits import Waits
+from services.orchestrator.samplers.waits import PendingCalls
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.job.file import make_job
@@ -77,7 +77,7 @@ class Around:
         self.opened: list[Session] = []
         self.told: list[str] = []
         self.conversations = asyncio.Semaphore(8)
-        self.waits = Waits()
+        self.waits = PendingCalls()
         self.caller = self.samplers = self
 
     def open(self, services: Any, job: Job, **_: Any) -> Session:

@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[3]
 ASKS_AND_IS_KILLED = """
 import asyncio, os, time
 from pathlib import Path
-from services.orchestrator.data.apart import apart
+from services.orchestrator.data.apart import run_in_subprocess
 
 async def main():
-    asked = asyncio.create_task(apart(time.sleep, 60, deadline_s=100))
+    asked = asyncio.create_task(run_in_subprocess(time.sleep, 60, deadline_s=100))
     children = Path(f"/proc/self/task/{{os.getpid()}}/children")
     while not (found := children.read_text()):
         await asyncio.sleep(0)

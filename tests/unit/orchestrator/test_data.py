@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from services.orchestrator.data.choosing import Problem
-from services.orchestrator.data.order import InStream, InTable, shuffled_within
-from services.orchestrator.data.sources import KINDS, Ask, open_source
+from services.orchestrator.data.order import StreamOrder, TableOrder, shuffled_within
+from services.orchestrator.data.sources import KINDS, SourceRequest, open_source
 from services.orchestrator.data.uploads import Uploads, new_id
-from services.orchestrator.errors import MustPause
+from services.orchestrator.errors import OperatorActionNeeded
 from services.orchestrator.grpo.prompts import Prompts, load_prompts
 from shared.errors import BadRequest, NotFound, Unavailable
 from shared.job import Job
@@ -354,14 +354,14 @@ def test_a_shuffle_within_a_buffer_gives_every_row_once_and_holds_no_more() -> N
     assert sorted(taken) == list(range(100)) and taken != list(range(100))
 
 
-def stream(job: Job, count: int, num_rounds: int = 0) -> tuple[InStream, list[int]]:
+def stream(job: Job, count: int, num_rounds: int = 0) -> tuple[StreamOrder, list[int]]:
     began: list[int] = []
 
     def begin():
         began.append(0)
         return (Problem(index, {}) for index in range(count))
 
-    return InStream(job, begin, num_rounds), began
+    return StreamOrder(job, begin, num_rounds), began
 
 
 def test_a_stream_goes_on_in_the_same_order_whoever_asks_and_when() -> None:
@@ -408,7 +408,7 @@ def test_a_table_and_a_stream_without_shuffle_take_the_same_rows() -> None:
     problems = [Problem(index, {}) for index in range(11)]
     order, _ = stream(job, 11)
     for step in range(1, 12):
-        assert order.take(step, 0) == InTable(job, problems).take(step, 0)
+        assert order.take(step, 0) == TableOrder(job, problems).take(step, 0)
 
 
 # --- the same data on resuming
@@ -423,7 +423,7 @@ def test_a_file_that_changed_since_the_submission_is_refused_by_name(
         versions = load_prompts(job, settings).versions
         assert load_prompts(job, settings, versions).versions == versions
         write(path, ROWS[:-1])
-        with pytest.raises(MustPause) as raised:
+        with pytest.raises(OperatorActionNeeded) as raised:
             load_prompts(job, settings, versions)
         assert f"'{path}' has changed since the job was submitted" in raised.value.detail
         assert f"expected {versions['train']}" in raised.value.detail
@@ -438,7 +438,7 @@ def test_a_file_that_changes_under_a_running_job_stops_it(
     write(path)
     assert prompts.for_step(1) == first, "written again, with the same content"
     write(path, [{**row, "question": "other"} for row in ROWS])
-    with pytest.raises(MustPause, match="has changed since the job was submitted"):
+    with pytest.raises(OperatorActionNeeded, match="has changed since the job was submitted"):
         prompts.for_step(2)
     path.unlink()
     with pytest.raises(Unavailable, match="cannot be read any more: No such file"):
@@ -456,13 +456,13 @@ def test_a_dataset_of_the_hub_is_read_at_the_commit_of_the_submission(
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
     spec = make_job({"train": "openai/gsm8k", "config": "main", "revision": "v1"}).data
-    ask = Ask("data.train", "openai/gsm8k", "train", spec, settings)
+    ask = SourceRequest("data.train", "openai/gsm8k", "train", spec, settings)
     table: Any = open_source(ask)
     assert asked == [("openai/gsm8k", "v1")] and table.version == "a" * 40
     assert table.arguments["revision"] == "a" * 40
     assert (table.arguments["name"], table.arguments["split"]) == ("main", "train")
     again: Any = open_source(
-        Ask("data.train", "openai/gsm8k", "train", spec, settings, wanted="b" * 40)
+        SourceRequest("data.train", "openai/gsm8k", "train", spec, settings, wanted="b" * 40)
     )
     assert len(asked) == 1 and again.arguments["revision"] == "b" * 40
 

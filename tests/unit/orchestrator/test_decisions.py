@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.errors import MustPause, PutAway, SyncFailed
+from services.orchestrator.errors import OperatorActionNeeded, Preempted, SyncFailed
 from services.orchestrator.jobs.decisions import (
     LIMITS,
     MAX_LOSSES,
@@ -17,7 +17,7 @@ from services.orchestrator.jobs.decisions import (
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import BatchExists
 from services.orchestrator.store.leases import LeaseLost
-from services.orchestrator.store.records import Unreadable
+from services.orchestrator.store.records import UnreadableRecord
 from shared.errors import (
     CODES,
     KINDS,
@@ -99,8 +99,8 @@ def test_errors_of_the_orchestrator_itself_are_decided_too() -> None:
     assert decide(LeaseLost("job")).action is STOP
     assert decide(BatchExists("another batch")) == Decision(GIVE_BACK, "another batch")
     assert decide(StoreUnavailable("Redis is unreachable")).action is STOP
-    assert decide(Unreadable("schema 7")).action is RECOVER
-    assert decide(MustPause("step 3: 80%")).action is PAUSE
+    assert decide(UnreadableRecord("schema 7")).action is RECOVER
+    assert decide(OperatorActionNeeded("step 3: 80%")).action is PAUSE
     assert decide(SyncFailed("weight sync: ...")).action is RECOVER
     assert decide(ZeroDivisionError("1/0")).action is PAUSE
 
@@ -144,5 +144,5 @@ def test_a_pause_names_its_remedy() -> None:
     )
     refused = decide(BadRequest("413 Request Entity Too Large", code="foreign")).why
     assert "a proxy, or another program" in refused
-    assert decide(PutAway("put away: another job waits")).why == "put away: another job waits"
-    assert all(rule.remedy for rule in RULES if rule.kind is not PutAway)
+    assert decide(Preempted("put away: another job waits")).why == "put away: another job waits"
+    assert all(rule.remedy for rule in RULES if rule.kind is not Preempted)

@@ -13,7 +13,7 @@ import pytest
 from services.orchestrator.extensions.diagnosis import diagnosing
 from services.orchestrator.extensions.diagnosis import facts as gathering
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose, findings_of
-from services.orchestrator.extensions.diagnosis.facts import Facts
+from services.orchestrator.extensions.diagnosis.facts import RunSnapshot
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.lists import Readable
 from shared.errors import BadRequest
@@ -57,7 +57,7 @@ async def test_pages_that_ask_at_once_read_a_run_once_until_it_changes(
     facts, record = gathering.alone(run_folder)
     read = list[Path]()
 
-    def of_folder(folder: RunFolder, job: Job) -> Facts:
+    def of_folder(folder: RunFolder, job: Job) -> RunSnapshot:
         read.append(folder.path)
         return gathering.of_folder(folder, job)
 

@@ -13,7 +13,7 @@ import pytest
 
 from services.orchestrator.extensions.diagnosis import reward_hacking
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
-from services.orchestrator.extensions.diagnosis.facts import Facts
+from services.orchestrator.extensions.diagnosis.facts import RunSnapshot
 from services.orchestrator.extensions.diagnosis.reward_hacking import has_number, plain_number
 from services.orchestrator.store.folder import codec
 from shared.job import Job
@@ -341,12 +341,12 @@ def test_expressions_are_right_answers_of_the_countdown_game() -> None:
     for batch in demo_batches():
         rows = [prompt.model_copy(update={"row": {}}) for prompt in batch.prompts]
         bare = batch.model_copy(update={"prompts": tuple(rows)})
-        assert not reward_hacking.reward_hacks(Facts(job=demo, batches=[batch]))
-        assert not reward_hacking.reward_hacks(Facts(job=own, batches=[bare]))
+        assert not reward_hacking.reward_hacks(RunSnapshot(job=demo, batches=[batch]))
+        assert not reward_hacking.reward_hacks(RunSnapshot(job=own, batches=[bare]))
         as_math = job_with(
             rewards=[{"grader": "math", "name": "python_value", "params": {"answer": "target"}}]
         )
-        assert not reward_hacking.reward_hacks(Facts(job=as_math, batches=[batch]))
+        assert not reward_hacking.reward_hacks(RunSnapshot(job=as_math, batches=[batch]))
 
 
 def test_worked_solutions_have_no_finding_and_their_problems_copied_have() -> None:
@@ -457,7 +457,7 @@ def test_huge_texts_are_read_in_no_time(text: str) -> None:
     a text takes minutes."""
     huge = text * (1_000_000 // len(text))
     problems = [(huge, {"answer": "17", "choices": [huge]}, [(huge, 1.0)] * 8)] * 24
-    run = Facts(job=MATH, batches=[step(problems)])
+    run = RunSnapshot(job=MATH, batches=[step(problems)])
     start = time.process_time()
     hacks = reward_hacking.reward_hacks(run)
     assert time.process_time() - start < 10.0

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from services.orchestrator.extensions.diagnosis.diagnosing import diagnose
-from services.orchestrator.extensions.diagnosis.facts import Facts, Series
+from services.orchestrator.extensions.diagnosis.facts import RunSnapshot, Series
 from services.orchestrator.extensions.diagnosis.training import _shares
 from shared.wire import MetricsRow
 from tests.support.run_facts import batch, codes, facts, job_with, only
@@ -27,13 +27,13 @@ def held_out(values: dict[int, float], half: float = 0.05) -> dict[int, dict[str
     }
 
 
-def evaluated(found: Facts, evaluations: dict[int, dict[str, float]]) -> Facts:
+def evaluated(found: RunSnapshot, evaluations: dict[int, dict[str, float]]) -> RunSnapshot:
     """The run with evaluations at some of its steps, or before the first."""
     by_step = {row.step: row.metrics for row in found.rows}
     for step, metrics in evaluations.items():
         by_step[step] = by_step.get(step, {}) | metrics
     rows = [MetricsRow(step=step, metrics=by_step[step]) for step in sorted(by_step)]
-    return Facts(job=found.job, rows=rows, batches=found.batches, record=found.record)
+    return RunSnapshot(job=found.job, rows=rows, batches=found.batches, record=found.record)
 
 
 def test_since_is_where_most_later_values_agree() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.data.choosing import chosen
-from services.orchestrator.data.order import History, Skipping, Verdict, Verdicts
+from services.orchestrator.data.choosing import select_problems
+from services.orchestrator.data.order import History, SkippingOrder, Verdict, Verdicts
 from services.orchestrator.data.tables import InlineTable
 from services.orchestrator.grpo.groups import verdicts_of
 from services.orchestrator.samplers.clients import NOT_GRADED
@@ -20,7 +20,7 @@ from tests.support.scored_batches import make_batch, make_job, score
 
 def order(
     history: History, count: int = 6, *, prompts: int = 2, staleness: int = 0, **difficulty: int
-) -> Skipping:
+) -> SkippingOrder:
     """Of rows "0" to "<count - 1>", in the order of the file."""
     job = Job.model_validate(
         {
@@ -35,11 +35,11 @@ def order(
         }
     )
     rows = tuple({"prompt": str(number)} for number in range(count))
-    _, problems = chosen(InlineTable("rows", rows), job.data)
-    return Skipping(job, problems, history)
+    _, problems = select_problems(InlineTable("rows", rows), job.data)
+    return SkippingOrder(job, problems, history)
 
 
-def taken(order: Skipping, step: int, round: int = 0) -> list[int]:
+def taken(order: SkippingOrder, step: int, round: int = 0) -> list[int]:
     return [problem.index for problem in order.take(step, round)]
 
 

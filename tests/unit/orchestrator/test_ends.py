@@ -9,9 +9,9 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from services.orchestrator.jobs.after_step import AfterStep
-from services.orchestrator.jobs.decisions import Outcome, found_end
-from services.orchestrator.jobs.results import Spent
-from services.orchestrator.samplers.waits import Waits
+from services.orchestrator.jobs.decisions import Outcome, outcome_from_disk
+from services.orchestrator.jobs.results import JobUsage
+from services.orchestrator.samplers.waits import PendingCalls
 from services.orchestrator.store.connection import StoreEmptied, StoreUnavailable
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.journal import Journal
@@ -29,11 +29,11 @@ def test_a_job_that_was_deleted_does_not_run_again(tmp_path: Path) -> None:
     """Redis was brought back from before its end, which could not be noted."""
     folder = RunFolder(tmp_path)
     folder.write_note(Note(created_at=1.0, status="running"))
-    assert found_end(folder) is None
+    assert outcome_from_disk(folder) is None
     folder.mark_deleted()
-    assert found_end(folder) == Outcome("cancelled", "was deleted; its run folder is left")
+    assert outcome_from_disk(folder) == Outcome("cancelled", "was deleted; its run folder is left")
     folder.write_note(ENDED)
-    assert found_end(folder) == Outcome("failed", "no such model")
+    assert outcome_from_disk(folder) == Outcome("failed", "no such model")
 
 
 def store_with_ends(folder: Path, **runs: Path | HoneError) -> Mock:
@@ -59,10 +59,10 @@ async def test_no_more_ends_are_looked_for_once_redis_is_away(
 
 async def test_a_row_that_is_said_again_has_the_currency_of_its_cost() -> None:
     store, unused = Mock(report=AsyncMock()), cast(Any, Mock())
-    services = cast(Any, Mock(waits=Waits()))
+    services = cast(Any, Mock(waits=PendingCalls()))
     journal = Journal(store, Lease("a", 1, "trainer", 30.0))
-    spent = Spent([], price=Price(2.0, "EUR", "the invoice"))
+    spent = JobUsage([], price=Price(2.0, "EUR", "the invoice"))
     after = AfterStep(JOB, unused, services, unused, journal, unused, spent, 0.5, unused)
-    await after.say_again(MetricsRow(step=1, metrics={"total/cost": 3.0}))
+    await after.repeat_events(MetricsRow(step=1, metrics={"total/cost": 3.0}))
     told = store.report.await_args.kwargs
     assert (told["cost"], told["currency"], told["missing_only"]) == (3.0, "EUR", True)

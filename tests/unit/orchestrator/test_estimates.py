@@ -9,11 +9,11 @@ import pytest
 from services.orchestrator.grpo.advantages import full_mark
 from services.orchestrator.grpo.estimates import (
     differences,
+    drop_partial_pass_at_k,
     estimate,
     estimates,
     ks,
     means,
-    of_all,
     pass_at_k,
     problem_metrics,
     t_975,
@@ -216,9 +216,11 @@ def test_the_full_mark_is_that_of_the_rewards_that_apply() -> None:
 
 def test_pass_at_k_is_left_out_where_a_problem_with_a_verdict_has_fewer_completions() -> None:
     full = {"reward": 1.0, "pass@1": 0.5, "pass@2": 1.0}
-    found = of_all([full, {"reward": 0.0, "pass@1": 0.0}, {}])
+    found = drop_partial_pass_at_k([full, {"reward": 0.0, "pass@1": 0.0}, {}])
     assert means(found) == {"reward": 0.5, "pass@1": 0.25}
-    assert of_all([full, {}]) == [full, {}], "a problem without verdicts is none of either"
+    assert drop_partial_pass_at_k([full, {}]) == [full, {}], (
+        "a problem without verdicts is none of either"
+    )
 
 
 def test_equal_values_have_no_interval_and_shares_stay_within_0_and_1() -> None:

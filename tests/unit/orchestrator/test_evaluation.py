@@ -13,7 +13,7 @@ from services.orchestrator.grpo.held_out import (
     Answers,
     Scores,
     bounded_prompt,
-    ignored,
+    ignored_metrics,
     prefixed_metrics,
     sample_held_out,
     set_metrics,
@@ -92,8 +92,8 @@ def test_shares_are_of_all_completions_and_rewards_of_problems() -> None:
     found = set_metrics(answers)
     assert found == {"missing_rewards": 1 / 8, "errored_rollouts": 4 / 8, "rewards/a/mean": 0.5}
     metrics = {f"eval/hard/{name}": value for name, value in found.items()}
-    assert ignored(metrics, ["hard"], 0.5) == {"eval/hard/ignored": 5 / 8}
-    assert ignored(metrics, ["hard"], 0.7) == {}
+    assert ignored_metrics(metrics, ["hard"], 0.5) == {"eval/hard/ignored": 5 / 8}
+    assert ignored_metrics(metrics, ["hard"], 0.7) == {}
 
 
 @pytest.mark.parametrize(

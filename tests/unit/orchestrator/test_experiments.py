@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from services.orchestrator.extensions.diagnosis import experiments
-from services.orchestrator.extensions.diagnosis.experiments import Measured, judge, report
+from services.orchestrator.extensions.diagnosis.experiments import SamplerMeasurement, judge, report
 from services.orchestrator.store.folder import Proof
 from shared.settings import Settings
 from shared.wire import Canary, CheckedWeights, Experiment, Rollout, RolloutGroup, ServingWeights
@@ -26,7 +26,7 @@ def serving(**changes: Any) -> ServingWeights:
     return ServingWeights.model_validate(told | changes)
 
 
-def measured(**changes: Any) -> Measured:
+def measured(**changes: Any) -> SamplerMeasurement:
     """A sampler that agrees in everything, changed so."""
     same = [-0.5, -0.25]
     told: dict[str, Any] = {
@@ -38,7 +38,7 @@ def measured(**changes: Any) -> Measured:
         "cold": same,
         "warm": same,
     }
-    return Measured(**{**told, **changes})
+    return SamplerMeasurement(**{**told, **changes})
 
 
 def result(**changes: Any) -> tuple[dict[str, bool | None], Sequence[str]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator.jobs.results import first_needed
+from services.orchestrator.jobs.results import oldest_needed_batch
 from services.orchestrator.store.finished import FinishedGroup
 from services.orchestrator.store.folder import BatchExists, RunFolder
 from shared.errors import Conflict, Failed, NotFound
@@ -335,14 +335,14 @@ def test_batches_are_kept_that_a_restart_may_replay(
             "checkpoints": CheckpointSpec(every=every, keep_last=keep_last),
         }
     )
-    assert first_needed(job, checkpoint) == first
+    assert oldest_needed_batch(job, checkpoint) == first
 
 
 def test_a_job_that_another_redis_has_is_not_gone_on_with(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "demo-1")
     folder.create(JOB, redis="old")
     folder.create(JOB, redis="old")
-    folder.belong_to("new")
+    folder.set_redis("new")
     with pytest.raises(Conflict, match="in another Redis now"):
         folder.create(JOB, redis="old")
     folder.create(JOB, redis="new")

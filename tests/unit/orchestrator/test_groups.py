@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.orchestrator.errors import MustPause
+from services.orchestrator.errors import OperatorActionNeeded
 from services.orchestrator.grpo.advantages import batch_advantages
 from services.orchestrator.grpo.groups import (
     missing_share,
@@ -149,7 +149,7 @@ async def test_groups_of_errors_are_replaced_as_those_without_signal_are() -> No
 def test_a_batch_of_nothing_but_errors_pauses_with_the_first_few() -> None:
     whys = ("too long", "the template broke", "too long", "no time", "not finite")
     groups = [errored(index, 1, why) for index, why in enumerate(whys)]
-    with pytest.raises(MustPause) as raised:
+    with pytest.raises(OperatorActionNeeded) as raised:
         to_batch(7, groups)
     assert raised.value.detail == (
         "step 7: all 5 rollouts ended in an error; too long; the template broke; no time"

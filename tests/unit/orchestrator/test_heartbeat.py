@@ -9,7 +9,7 @@ import pytest
 
 from services.orchestrator.store import leases
 from services.orchestrator.store.connection import StoreUnavailable
-from services.orchestrator.store.leases import Asked, Lease
+from services.orchestrator.store.leases import Lease, LeaseRequest
 from shared.http import connecting
 from shared.http.connecting import Presence
 
@@ -20,7 +20,7 @@ class Beats:
     def __init__(self) -> None:
         self.num = 0
 
-    async def beat(self, lease: Lease) -> Asked | None:
+    async def beat(self, lease: Lease) -> LeaseRequest | None:
         self.num += 1
         if self.num == 1:
             raise StoreUnavailable("away")

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from services.orchestrator.samplers.admission import Homes
+from services.orchestrator.samplers.admission import PrefixAffinity
 from services.orchestrator.samplers.sampler import Sampler
 from shared.wire import GenerateRequest, Known, Rollout, RolloutGroup, Span, TokenIds, WeightsRef
 
@@ -39,7 +39,7 @@ def sampler() -> Sampler:
 def test_newer_weights_end_the_use_of_a_cache_unless_prefixes_are_kept(
     sampler: Sampler, keeps: bool
 ) -> None:
-    homes = Homes()
+    homes = PrefixAffinity()
     homes.keeps_prefixes = keeps
     homes.note("c", None, sampler, sampled_by(3))
     assert (home := homes.find("c")) and home.sampler is sampler
@@ -51,7 +51,7 @@ def test_newer_weights_end_the_use_of_a_cache_unless_prefixes_are_kept(
 def test_kept_prefixes_are_of_the_version_that_began_the_conversation_there(
     sampler: Sampler,
 ) -> None:
-    homes = Homes()
+    homes = PrefixAffinity()
     homes.keeps_prefixes = True
     homes.note("c", None, sampler, sampled_by(3, 4))
     sampler.begin(version())
@@ -71,7 +71,7 @@ def test_kept_prefixes_are_of_the_version_that_began_the_conversation_there(
 
 
 def test_a_sampler_that_was_away_has_no_cache(sampler: Sampler) -> None:
-    homes = Homes()
+    homes = PrefixAffinity()
     homes.keeps_prefixes = True
     homes.note("c", None, sampler, sampled_by(3))
     sampler.end("gone")

@@ -14,7 +14,7 @@ from services.orchestrator.samplers.admission import choose
 from services.orchestrator.samplers.pool import Pool
 from services.orchestrator.samplers.sampler import Sampler
 from shared.errors import Failed, HoneError, StateLost, Unavailable
-from shared.http.connecting import tell_nobody
+from shared.http.connecting import no_notify
 from shared.settings import Settings
 from shared.wire import (
     Aborted,
@@ -62,7 +62,7 @@ class Pair:
         clients: Any = [Asked(f"r{number}", answer) for number, answer in enumerate(answers)]
         self.clients: list[Asked] = clients
         self.first, self.second = (Sampler(client, up=True) for client in clients)
-        self.pool = Pool(Settings(hedge_s=0.01), tell_nobody)
+        self.pool = Pool(Settings(hedge_s=0.01), no_notify)
         self.pool.samplers = {each.url: each for each in (self.first, self.second)}
         self.unretrieved: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.orchestrator.data.choosing import chosen
-from services.orchestrator.data.order import InTable
+from services.orchestrator.data.choosing import select_problems
+from services.orchestrator.data.order import TableOrder
 from services.orchestrator.data.tables import InlineTable
 from services.orchestrator.grpo.pipeline import syncs_after
 from services.orchestrator.grpo.prompts import HeldOut, Prompts, with_steps
@@ -32,14 +32,14 @@ def made(
     job: Job, given: Sequence[dict[str, Any]], held_out: Sequence[dict[str, Any]] = ()
 ) -> Prompts:
     """The prompts of rows in memory."""
-    _, train = chosen(InlineTable("train", tuple(given)), job.data, job.data.max_samples)
+    _, train = select_problems(InlineTable("train", tuple(given)), job.data, job.data.max_samples)
     sets: list[HeldOut] = []
     if held_out:
-        columns, problems = chosen(
+        columns, problems = select_problems(
             InlineTable("held out", tuple(held_out)), job.data, job.evaluation.num_prompts
         )
         sets = [HeldOut("", job.data, "held out", columns.names, problems)]
-    return Prompts(job, InTable(job, train), sets, name="dataset 'x.jsonl'", train=train)
+    return Prompts(job, TableOrder(job, train), sets, name="dataset 'x.jsonl'", train=train)
 
 
 def indices(prompts: Prompts, step: int) -> list[int]:

@@ -10,7 +10,7 @@ import pytest
 from services.orchestrator.errors import SyncFailed
 from services.orchestrator.samplers.sampler import MAX_DIRECT, NUM_MEASURED, Length, Sampler
 from services.orchestrator.samplers.syncing import _write_files
-from services.orchestrator.tasks import to_the_end
+from services.orchestrator.tasks import finish_despite_cancel
 from shared.errors import Failed
 from shared.http.client import Client
 from shared.job import SYNC_METHODS, SyncMethod
@@ -84,7 +84,7 @@ async def test_work_to_the_end_is_done_however_often_it_is_cancelled() -> None:
         await may_close.wait()
         closed.append("all")
 
-    task = asyncio.create_task(to_the_end(close()))
+    task = asyncio.create_task(finish_despite_cancel(close()))
     for _ in range(3):
         await asyncio.sleep(0)
         task.cancel()
@@ -94,7 +94,7 @@ async def test_work_to_the_end_is_done_however_often_it_is_cancelled() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert closed == ["all"]
-    assert await to_the_end(asyncio.sleep(0, "result")) == "result"
+    assert await finish_despite_cancel(asyncio.sleep(0, "result")) == "result"
 
 
 class WaitsForFiles:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.extensions.agents.sessions import Limits, Session
-from services.orchestrator.extensions.environments.recording import Asked
+from services.orchestrator.extensions.environments.recording import TurnRequest
 from shared.errors import BadRequest, Conflict, Gone, Unavailable
 from shared.job import EnvironmentSpec
 from shared.wire import ChatRequest, Message, RolloutGroup
@@ -231,11 +231,13 @@ async def test_turns_by_token_ids_go_on_from_the_tokens() -> None:
     session = open_session(sampler)
     ids = sampler.tokenize("<|im_start|>user\nFind it.<|im_end|>\n<|im_start|>assistant\n")
     first = await session.turn(
-        Asked("1", token_ids=tuple(ids)), Limits(max_tokens=50), key=None, again=False
+        TurnRequest("1", token_ids=tuple(ids)), Limits(max_tokens=50), key=None, again=False
     )
     between = sampler.tokenize("\n<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n")
     more = [*ids, *first.rollout.token_ids, *between]
-    second = await session.turn(Asked("2", token_ids=tuple(more)), Limits(), key=None, again=False)
+    second = await session.turn(
+        TurnRequest("2", token_ids=tuple(more)), Limits(), key=None, again=False
+    )
     assert list(second.prompt_token_ids) == more
     group = session.rollout()
     (rollout,) = group.rollouts
@@ -245,7 +247,7 @@ async def test_turns_by_token_ids_go_on_from_the_tokens() -> None:
     assert [message["content"] for message in rollout.messages] == ["higher", "lower"]
     assert sampler.asked[0].sampling.max_tokens == 50
     assert sampler.asked[1].sampling.max_tokens == 120 - length
-    await session.turn(Asked("3", token_ids=(1, 2, 3)), Limits(), key=None, again=False)
+    await session.turn(TurnRequest("3", token_ids=(1, 2, 3)), Limits(), key=None, again=False)
     (rollout,) = session.rollout().rollouts
     assert rollout.branches[0].because == "its tokens do not begin with those recorded"
 

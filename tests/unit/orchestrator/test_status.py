@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 from services.orchestrator.jobs.status import AttemptStatus
-from services.orchestrator.samplers.waits import Waits
+from services.orchestrator.samplers.waits import PendingCalls
 
 
 def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None:
     now, away = 100.0, dict[str, float]()
-    waits = Waits(lambda: now)
+    waits = PendingCalls(lambda: now)
     status = AttemptStatus(waits, lambda: away)
     assert status.line() == "beginning"
     status.begin("loading the model", "step 1")
@@ -35,7 +35,7 @@ def test_the_line_has_stage_waits_details_who_is_away_and_what_is_next() -> None
 
 
 def test_what_is_missing_has_been_missing_since_it_was_first_said() -> None:
-    status = AttemptStatus(Waits())
+    status = AttemptStatus(PendingCalls())
     status.begin("waiting for what it needs", missing="the reward service does not answer")
     first = status.line()
     assert first.startswith("waiting for what it needs since ") and first.endswith(" UTC (0 s)")
@@ -49,7 +49,7 @@ def test_what_is_missing_has_been_missing_since_it_was_first_said() -> None:
 
 def status_at(last: int, num_steps: int, *times: float) -> AttemptStatus:
     clock: Callable[[], float] = iter(times).__next__
-    status = AttemptStatus(Waits(), clock=clock)
+    status = AttemptStatus(PendingCalls(), clock=clock)
     status.begin_steps(last, num_steps)
     return status
 

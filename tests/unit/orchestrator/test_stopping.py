@@ -6,7 +6,14 @@ import pytest
 
 from services.orchestrator.grpo.metrics import WRITTEN
 from services.orchestrator.jobs import results
-from services.orchestrator.jobs.results import COST, HOURS, TOKENS, Spent, best_step, reason_to_stop
+from services.orchestrator.jobs.results import (
+    COST,
+    HOURS,
+    TOKENS,
+    JobUsage,
+    best_step,
+    reason_to_stop,
+)
 from shared.job import CheckpointSpec, Job, StopSpec
 from shared.plan.planning import Price
 from shared.wire import MetricsRow
@@ -57,14 +64,14 @@ def test_what_was_spent_goes_on_from_the_rows_that_are_left() -> None:
     rows = [
         MetricsRow(step=step, metrics={TOKENS: 10.0 * step, HOURS: 0.5 * step}) for step in range(5)
     ]
-    spent = Spent(rows)
-    spent.go_on_from(rows[:3])  # the trainer went back to step 2
+    spent = JobUsage(rows)
+    spent.continue_from(rows[:3])  # the trainer went back to step 2
     job = make_job()
     batch = make_batch((score(job, 1.0), score(job, 0.0)))  # 2 completions of a token
     found = spent.after(batch.model_copy(update={"dropped_tokens": 5}))
     assert found[TOKENS] == 27
     assert found[HOURS] == pytest.approx(2.0, abs=0.01), "what was done in vain has been spent"
-    spent.go_on_from([])
+    spent.continue_from([])
     assert spent.after(batch)[TOKENS] == 2
 
 
@@ -76,7 +83,7 @@ def test_each_attempt_costs_its_hours_at_the_price_of_its_time(
     monkeypatch.setattr(results.time, "monotonic", lambda: now)
     price = Price(per_hour=4.0, currency="EUR", source="the invoice")
     rows = [MetricsRow(step=1, metrics={HOURS: 1.0, COST: 3.0})]
-    spent = Spent(rows, 2.0, price, 8.0)
+    spent = JobUsage(rows, 2.0, price, 8.0)
     now += 1800
     batch = make_batch((score(make_job(), 1.0),))
     assert spent.after(batch)[COST] == pytest.approx(10.0)
@@ -84,8 +91,8 @@ def test_each_attempt_costs_its_hours_at_the_price_of_its_time(
     assert spent.beyond(StopSpec(max_cost=10.5)) is None and spent.beyond(StopSpec()) is None
     why = "it has cost 10.00 EUR (2.5 hours, now at 4: the invoice), and stop.max_cost is 10"
     assert spent.beyond(StopSpec(max_cost=10)) == why
-    assert Spent(rows, 2.0, price).cost == pytest.approx(3.0), "by its row"
-    unknown = Spent([], 2.5)
+    assert JobUsage(rows, 2.0, price).cost == pytest.approx(3.0), "by its row"
+    unknown = JobUsage([], 2.5)
     assert COST not in unknown.after(batch) and unknown.beyond(StopSpec(max_cost=1)) is None
 
 

@@ -13,7 +13,7 @@ from services.orchestrator.grpo.groups import to_batch
 from services.orchestrator.grpo.metrics import step_metrics
 from services.orchestrator.grpo.pipeline import Pipeline, Step, syncs_after
 from services.orchestrator.grpo.prompts import load_prompts, with_steps
-from services.orchestrator.grpo.supervised import asked, learned, lessons
+from services.orchestrator.grpo.supervised import add_sft_advantages, sampling_prompts, sft_examples
 from services.orchestrator.jobs.prompt_checks import check_rows
 from services.orchestrator.samplers.clients import NOT_GRADED
 from shared.errors import BadRequest
@@ -48,7 +48,7 @@ CHAT = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assi
 def taught(job: Job) -> list[tuple[Any, ...]]:
     prompts = load_prompts(job, Settings())
     assert prompts.train is not None
-    found = lessons(prompts.made_of(prompts.train), job, prompts.name)
+    found = sft_examples(prompts.made_of(prompts.train), job, prompts.name)
     return [(lesson.prompt.content, *lesson.answers) for lesson in found]
 
 
@@ -214,7 +214,9 @@ def batch(asked: Job, *groups: RolloutGroup):
     prompt = Prompt(index=0, content="1?", row={})
     scored = [
         ScoredGroup(
-            prompt=prompt, group=learned(one, asked), scores=(NOT_GRADED,) * len(one.rollouts)
+            prompt=prompt,
+            group=add_sft_advantages(one, asked),
+            scores=(NOT_GRADED,) * len(one.rollouts),
         )
         for one in groups
     ]
@@ -371,7 +373,9 @@ REWARDED: dict[str, Any] = {
 
 
 def sampled_after(job: Job) -> list[Any]:
-    return [prompt.content for prompt in asked(load_prompts(job, Settings()).first(), job)]
+    return [
+        prompt.content for prompt in sampling_prompts(load_prompts(job, Settings()).first(), job)
+    ]
 
 
 def test_after_a_warm_up_no_completion_is_sampled_after_the_answer() -> None:

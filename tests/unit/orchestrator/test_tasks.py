@@ -7,13 +7,13 @@ import asyncio
 import pytest
 
 from services.orchestrator import tasks
-from services.orchestrator.tasks import all_of, stop, to_disk
+from services.orchestrator.tasks import gather_all, stop, write_despite_cancel
 from tests.support.slow_disk import SlowDisk
 
 
 async def test_who_is_cancelled_as_it_writes_ends_after_the_write() -> None:
     disk = SlowDisk()
-    writing = asyncio.create_task(to_disk(disk.write, "row"))
+    writing = asyncio.create_task(write_despite_cancel(disk.write, "row"))
     await disk.until_begun()
     for _ in range(2):
         writing.cancel()
@@ -27,9 +27,9 @@ async def test_who_is_cancelled_as_it_writes_ends_after_the_write() -> None:
 async def test_a_write_returns_what_it_gives_and_raises_what_it_raises() -> None:
     disk = SlowDisk()
     disk.goes_on.set()
-    assert await to_disk(disk.write, what="row") == "row"
+    assert await write_despite_cancel(disk.write, what="row") == "row"
     with pytest.raises(ZeroDivisionError):
-        await to_disk(divmod, 1, 0)
+        await write_despite_cancel(divmod, 1, 0)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -39,7 +39,7 @@ async def test_stopping_that_is_cancelled_still_waits_for_the_tasks(
     """The user stops a worker cancels it again and again, and so what it stops."""
     monkeypatch.setattr(tasks, "PATIENCE_S", 0.01)
     disk = SlowDisk()
-    writing = asyncio.create_task(to_disk(disk.write, "row"))
+    writing = asyncio.create_task(write_despite_cancel(disk.write, "row"))
     await disk.until_begun()
     stopping = asyncio.create_task(stop(writing))
     for _ in range(times):
@@ -60,10 +60,10 @@ async def test_nothing_is_still_written_once_nested_work_was_stopped(
     disk = SlowDisk()
 
     async def step() -> None:
-        await all_of([to_disk(disk.write, "group")])
+        await gather_all([write_despite_cancel(disk.write, "group")])
 
     async def attempt() -> None:
-        await all_of([step()])
+        await gather_all([step()])
 
     working = asyncio.create_task(attempt())
     await disk.until_begun()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from services.orchestrator.extensions import trackers as tracking
-from services.orchestrator.extensions.trackers import Tracked, Tracker
+from services.orchestrator.extensions.trackers import Tracker, TrackerReport
 from shared.job import Job
 from tests.support.scored_batches import make_job
 from tests.support.wandb_files import offline_run
@@ -67,7 +67,7 @@ async def test_rows_that_were_not_taken_are_sent_with_the_next(tmp_path: Path) -
     tracker.log(2, {"a": 2.0})
     tracked = await tracker.finish(True)
     assert run.rows == [(0, {"a": 0.0}), (1, {"a": 1.0}), (2, {"a": 2.0})] and run.exit_code == 0
-    assert tracked == Tracked("W&B has steps 0 to 2 of this run", complete=True)
+    assert tracked == TrackerReport("W&B has steps 0 to 2 of this run", complete=True)
 
 
 async def test_a_wandb_that_hangs_neither_keeps_steps_waiting_nor_the_end_for_long(
@@ -125,7 +125,7 @@ async def test_two_jobs_of_one_process_have_a_run_each(tmp_path: Path) -> None:
         assert run.rewards == {step: sign * step for step in (1, 2, 3)} and run.exit_code == 0
         where = tmp_path / name / "wandb"
         message = f"W&B has steps 0 to 3 of this run once `wandb sync` sends it what is in {where}"
-        assert tracked == Tracked(message, complete=True)
+        assert tracked == TrackerReport(message, complete=True)
 
 
 async def test_a_wandb_run_may_have_a_name_of_its_own(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ async def test_without_a_key_the_job_says_that_wandb_has_nothing(
     assert tracker.trouble is not None
     assert tracker.trouble.startswith("W&B has nothing of this run so far: no API key: set WANDB")
     tracker.log(1, {"reward": 1.0})
-    assert await tracker.finish(True) == Tracked(
+    assert await tracker.finish(True) == TrackerReport(
         "W&B has nothing of this run: no API key: set WANDB_API_KEY where the orchestrator runs; "
         "metrics.jsonl has all",
         complete=False,
@@ -166,7 +166,7 @@ async def test_what_wandb_lacks_at_the_end_is_named_by_its_steps(tmp_path: Path)
     tracker.start()
     for step in (1, 2, 3, 4):
         tracker.log(step, {})
-    assert await tracker.finish(True) == Tracked(
+    assert await tracker.finish(True) == TrackerReport(
         "W&B lacks steps 3 to 4 of this run: ConnectionError: no route; metrics.jsonl has all",
         complete=False,
     )

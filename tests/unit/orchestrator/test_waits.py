@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from services.orchestrator.samplers.waits import Waits, watch
+from services.orchestrator.samplers.waits import PendingCalls, watch
 from shared.errors import Failed
 
 
@@ -21,7 +21,7 @@ class Clock:
 
 def test_the_sentence_names_who_is_waited_for_and_what_each_did_last() -> None:
     clock = Clock()
-    waits = Waits(clock)
+    waits = PendingCalls(clock)
     with waits.on("trainer", "training a step"):
         clock.now += 5
     clock.now += 60
@@ -43,7 +43,7 @@ def test_the_sentence_names_who_is_waited_for_and_what_each_did_last() -> None:
 
 def test_what_failed_is_no_progress() -> None:
     clock = Clock()
-    waits = Waits(clock)
+    waits = PendingCalls(clock)
     clock.now += 7
     with contextlib.suppress(ValueError), waits.on("trainer", "training a step"):
         raise ValueError
@@ -56,7 +56,7 @@ async def test_a_stall_is_told_once_and_its_end_too() -> None:
     async def tell(message: str, stalls: bool) -> None:
         told.append((message, stalls))
 
-    waits = Waits()
+    waits = PendingCalls()
     watching = asyncio.create_task(watch(waits, 0.05, dict, tell))
     for _ in range(2):
         with waits.on("trainer", "training a step"):
@@ -72,7 +72,7 @@ async def test_where_nothing_is_under_way_the_work_is_begun_again() -> None:
         raise AssertionError
 
     with pytest.raises(Failed, match="no progress for 0 s: nothing is under way"):
-        await asyncio.wait_for(watch(Waits(), 0.05, dict, tell), 5)
+        await asyncio.wait_for(watch(PendingCalls(), 0.05, dict, tell), 5)
 
 
 async def test_a_stall_that_was_told_and_whose_call_failed_begins_the_work_again() -> None:
@@ -81,7 +81,7 @@ async def test_a_stall_that_was_told_and_whose_call_failed_begins_the_work_again
     async def tell(_message: str, _stalls: bool) -> None:
         told.set()
 
-    waits = Waits()
+    waits = PendingCalls()
     watching = asyncio.create_task(watch(waits, 0.05, dict, tell))
     with contextlib.suppress(ValueError), waits.on("rollout", "sampling a group"):
         await told.wait()

@@ -17,7 +17,7 @@ from services.orchestrator.jobs.worker import Worker
 from services.orchestrator.store.connection import StoreEmptied
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.store.leases import Lease, LeaseLost, NoHeartbeat
-from services.orchestrator.tasks import all_of, stop, to_disk
+from services.orchestrator.tasks import gather_all, stop, write_despite_cancel
 from shared.errors import NotFound
 from shared.settings import Settings
 from tests.support.slow_disk import SlowDisk
@@ -85,7 +85,7 @@ async def test_a_trainer_whose_work_cannot_be_stopped_is_registered_no_more(
     store = Mock(get=AsyncMock())
     store.trainers.register = AsyncMock()
     worker = Worker(store, Settings())
-    worker._needs = Mock(looked_at=0.0, missing=None)
+    worker._needs = Mock(checked_at=0.0, missing=None)
     registering = asyncio.create_task(worker._keep_registered())
     working = asyncio.create_task(worker._work(Lease("a", 1, "trainer", 30.0), 0.0))
     await asyncio.wait_for(is_cancelled.wait(), 60)
@@ -115,7 +115,7 @@ async def test_a_lease_is_given_back_only_once_nothing_is_written_any_more(
         def __init__(self, *_: object) -> None: ...
 
         async def run(self) -> Outcome:
-            await all_of([to_disk(disk.write, "group")])
+            await gather_all([write_despite_cancel(disk.write, "group")])
             raise AssertionError
 
     monkeypatch.setattr(worker_module, "Attempt", Writing)
@@ -153,7 +153,7 @@ async def test_a_trainer_is_noted_again_after_work_that_could_not_be_closed(
     store = Mock(get=AsyncMock())
     store.trainers.register = AsyncMock()
     worker = Worker(store, Settings())
-    worker._needs = Mock(looked_at=0.0, missing=None)
+    worker._needs = Mock(checked_at=0.0, missing=None)
     with pytest.raises(StoreEmptied):
         await worker._work(Lease("a", 1, "trainer", 30.0), 0.0)
     registering = asyncio.create_task(worker._keep_registered())
@@ -169,7 +169,7 @@ async def test_registering_a_trainer_and_heartbeats_go_on_after_an_unexpected_er
     store = Mock(beat=AsyncMock(return_value=None))
     store.trainers.register = AsyncMock(side_effect=[ValueError("a bug"), *[None] * 100])
     worker = Worker(store, Settings())
-    worker._needs = Mock(looked_at=0.0, missing=None)
+    worker._needs = Mock(checked_at=0.0, missing=None)
     registering = asyncio.create_task(worker._keep_registered())
     await _turns(20)
     assert store.trainers.register.await_count > 1

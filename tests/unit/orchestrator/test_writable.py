@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.orchestrator import writable
-from services.orchestrator.writable import Writable, make_runs_dir, why_not_writable
+from services.orchestrator.writable import RunsDirCheck, make_runs_dir, why_not_writable
 from shared.errors import Failed
 
 
@@ -60,7 +60,7 @@ async def test_a_folder_that_hangs_is_said_to_take_no_file(
     answers = threading.Event()
     monkeypatch.setattr(writable, "why_not_writable", lambda _: answers.wait(60))
 
-    assert await Writable(tmp_path, answers_within_s=0.05).why_not() == (
+    assert await RunsDirCheck(tmp_path, answers_within_s=0.05).why_not() == (
         f"folder {str(tmp_path)!r} did not take a small file within 0.05 s; check HONE_RUNS_DIR "
         "and its disk"
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from services.reward.grading import registry
-from services.reward.grading.calling import Caller, Chosen, VerdictCache
+from services.reward.grading.calling import Caller, FailureFilter, VerdictCache
 from services.reward.grading.failures import ErrorName
 from services.reward.grading.registry import Grader, GradingFailed
 from shared.job import RewardSpec
@@ -142,11 +142,11 @@ def test_many_failures_of_long_rows_stall_nobody() -> None:
     item = ScoreItem(prompt="p" * 2000, completion="x", row=row).model_dump_json()
     items = [ScoreItem.model_validate_json(item) for _ in range(2048)]
     told: dict[int, Part] = {}
-    chosen = Chosen(registry.bind(RewardSpec(grader="math"), tools), items, told.__setitem__)
+    chosen = FailureFilter(registry.bind(RewardSpec(grader="math"), tools), items, told.__setitem__)
     failed = Part(value=None, verdict="error", errors=("python_grader_runtime_error",))
     for position in range(len(items)):
         chosen.tell(position, failed if position % 2 else Part(value=1.0))
     start = time.process_time()
-    chosen.tell_held()
+    chosen.tell_rest()
     assert time.process_time() - start < 4  # 15 s where each is compared with each
     assert {part.value for part in told.values()} == {0.0, 1.0}

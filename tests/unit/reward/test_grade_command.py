@@ -175,8 +175,8 @@ def test_a_named_service_that_is_away_is_not_replaced() -> None:
 
 def test_its_service_ends_though_the_command_is_killed() -> None:
     code = (
-        "import sys\nfrom hone.reward_service import started\n"
-        "with started() as (url, _):\n    print(url, flush=True)\n    sys.stdin.read()"
+        "import sys\nfrom hone.reward_service import start_service\n"
+        "with start_service() as (url, _):\n    print(url, flush=True)\n    sys.stdin.read()"
     )
     command = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

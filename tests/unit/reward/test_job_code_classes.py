@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from services.reward.grading.failures import GradingFailed
 from services.reward.job_code import workers as job_workers
-from services.reward.job_code.workers import FunctionWorkers, Own
+from services.reward.job_code.workers import FunctionWorkers, UserFunction
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -60,7 +60,9 @@ async def grade(
     **columns: list[object],
 ) -> list[Part]:
     arguments = {"prompts": ["?"] * len(completions), "completions": list(completions), **columns}
-    return await workers.call(Own(own(source), "job"), arguments, len(completions), timeout_s)
+    return await workers.call(
+        UserFunction(own(source), "job"), arguments, len(completions), timeout_s
+    )
 
 
 async def test_score_gets_one_completion_and_its_columns_by_name(workers: FunctionWorkers) -> None:
@@ -162,7 +164,7 @@ async def test_a_class_that_cannot_be_used_is_refused(
     workers: FunctionWorkers, source: str, message: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
-        await workers.signature(Own(own(source), "job"))
+        await workers.signature(UserFunction(own(source), "job"))
     assert message in caught.value.detail
 
 

@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from services.reward.grading.failures import GradingFailed
 from services.reward.grading.scoring import Scorer
-from services.reward.job_code.workers import FunctionWorkers, Own
+from services.reward.job_code.workers import FunctionWorkers, UserFunction
 from services.reward.sandbox.base import WORKER_PROCESSES, SlotDied, Worker
 from services.reward.sandbox.host import Groups
 from services.reward.sandbox.local import LocalSandbox
@@ -69,7 +69,7 @@ async def parts(
         "completions": list(completions),
         "unused": [0] * len(completions),
     }
-    return await workers.call(Own(spec, owner), arguments, len(completions), timeout_s)
+    return await workers.call(UserFunction(spec, owner), arguments, len(completions), timeout_s)
 
 
 async def outcome(workers: FunctionWorkers, spec: RewardSpec, *completions: str) -> list[Part]:
@@ -140,7 +140,7 @@ async def test_what_a_function_takes_is_known_while_it_is_busy(workers: Function
         source="import time\ndef reward(completions, answer=None, **rest):\n"
         "    time.sleep(0.5)\n    return [1.0]"
     )
-    signature = await workers.signature(Own(spec, "job"))
+    signature = await workers.signature(UserFunction(spec, "job"))
     assert (signature.parameters, signature.any_keyword, signature.calls) == (
         {"completions": True, "answer": False},
         True,
@@ -148,7 +148,7 @@ async def test_what_a_function_takes_is_known_while_it_is_busy(workers: Function
     )
     busy = asyncio.create_task(call(workers, spec, "a"))
     await asyncio.sleep(0.1)
-    assert await workers.signature(Own(spec, "job")) == signature
+    assert await workers.signature(UserFunction(spec, "job")) == signature
     assert not busy.done()
     assert await busy == [1.0]
 

@@ -15,7 +15,7 @@ import pytest
 
 from services.reward.sandbox.local import LocalSandbox, is_long
 from services.reward.sandbox.slots import STOP_DEADLINE_S, Slot
-from services.reward.sandbox.verdicts import Facts
+from services.reward.sandbox.verdicts import ProgramExit
 from shared.wire import ExecuteRequest, Execution
 from tests.support.reward_helpers import is_alive, kill, processes_of
 
@@ -387,7 +387,7 @@ async def test_a_slot_killed_twice_is_a_sandbox_error(sandbox: LocalSandbox) -> 
 async def test_a_program_that_could_not_begin_is_a_sandbox_error_and_not_a_wrong_answer(
     sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = Facts(
+    facts = ProgramExit(
         began=False,
         exit=125,
         limit=None,
@@ -399,7 +399,7 @@ async def test_a_program_that_could_not_begin_is_a_sandbox_error_and_not_a_wrong
         result="",
     )
 
-    async def run_nothing(*_: Any) -> Facts:
+    async def run_nothing(*_: Any) -> ProgramExit:
         return facts
 
     monkeypatch.setattr(Slot, "run", run_nothing)

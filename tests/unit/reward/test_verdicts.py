@@ -18,7 +18,7 @@ import shared
 from services.reward import job_code
 from services.reward.sandbox import inside, verdicts
 from services.reward.sandbox.inside import child, isolation
-from services.reward.sandbox.verdicts import Facts, NotDecoded, decode
+from services.reward.sandbox.verdicts import DecodeError, ProgramExit, decode
 from shared.wire import ExecuteRequest
 
 ENDED: dict[str, Any] = {
@@ -76,7 +76,9 @@ ENDED: dict[str, Any] = {
     ],
 )
 def test_how_a_job_ended_is_its_verdict(facts: dict[str, Any], verdict: str, value: Any) -> None:
-    ended = verdicts.execution(Facts(**ENDED | facts), ExecuteRequest(expression="x", timeout_s=4))
+    ended = verdicts.execution(
+        ProgramExit(**ENDED | facts), ExecuteRequest(expression="x", timeout_s=4)
+    )
     assert (ended.verdict, ended.value) == (verdict, value)
 
 
@@ -94,12 +96,12 @@ def test_how_a_job_ended_is_its_verdict(facts: dict[str, Any], verdict: str, val
     ],
 )
 def test_what_is_not_plain_data_is_not_decoded(text: bytes, fault: str) -> None:
-    with pytest.raises(NotDecoded, match=f"^{re.escape(fault)}$"):
+    with pytest.raises(DecodeError, match=f"^{re.escape(fault)}$"):
         decode(text, max_items=4)
 
 
 def test_a_text_of_quotes_is_gone_through_once() -> None:
-    with pytest.raises(NotDecoded):
+    with pytest.raises(DecodeError):
         decode(b'"' + b'\\"' * 2_000_000 + b"," * 100, max_items=4)
 
 
@@ -107,18 +109,18 @@ def test_text_with_many_commas_is_few_values() -> None:
     assert decode(b'["a,b,[,{", "\\"[,,,,", {}]', max_items=4) == ["a,b,[,{", '"[,,,,', {}]
     nested = b"[" * 65 + b"]" * 65
     assert decode(nested, max_items=100) is not None
-    with pytest.raises(NotDecoded, match="nested deeper than 64"):
+    with pytest.raises(DecodeError, match="nested deeper than 64"):
         decode(b"[" + nested + b"]", max_items=100)
 
 
 def test_a_program_without_an_expression_may_leave_by_any_door() -> None:
     assert (
-        verdicts.execution(Facts(**ENDED | {"result": ""}), ExecuteRequest(code="x")).verdict
+        verdicts.execution(ProgramExit(**ENDED | {"result": ""}), ExecuteRequest(code="x")).verdict
         == "ok"
     )
     assert (
         verdicts.execution(
-            Facts(**ENDED | {"result": "", "exit": 3}), ExecuteRequest(code="x")
+            ProgramExit(**ENDED | {"result": "", "exit": 3}), ExecuteRequest(code="x")
         ).verdict
         == "runtime_error"
     )
@@ -234,7 +236,8 @@ def test_a_kill_that_nothing_explains_is_told_apart(
     facts: dict[str, Any], unexplained: bool
 ) -> None:
     assert (
-        verdicts.unexplained(Facts(**ENDED | facts), ExecuteRequest(expression="x")) is unexplained
+        verdicts.is_unexplained_kill(ProgramExit(**ENDED | facts), ExecuteRequest(expression="x"))
+        is unexplained
     )
 
 
@@ -276,7 +279,9 @@ def test_only_what_is_known_to_be_ours_is_no_fault_of_the_program(
 ) -> None:
     request = ExecuteRequest(expression="x")
     for is_last in (False, True):
-        fault = verdicts.fault_of_ours(Facts(**ENDED | facts), request, is_last=is_last)
+        fault = verdicts.infrastructure_fault(
+            ProgramExit(**ENDED | facts), request, is_last=is_last
+        )
         assert fault.endswith(ours) and bool(fault) == bool(ours)
 
 
@@ -284,16 +289,16 @@ def test_only_what_is_known_to_be_ours_is_no_fault_of_the_program(
 def test_a_program_twice_killed_with_much_memory_has_done_it_itself(
     used_mib: int, is_own: bool
 ) -> None:
-    facts = Facts(**ENDED | KILLED | {"memory": "host", "peak_bytes": used_mib << 20})
+    facts = ProgramExit(**ENDED | KILLED | {"memory": "host", "peak_bytes": used_mib << 20})
     request = ExecuteRequest(expression="x", memory_mib=512)
-    faults = [verdicts.fault_of_ours(facts, request, is_last=last) for last in (False, True)]
+    faults = [verdicts.infrastructure_fault(facts, request, is_last=last) for last in (False, True)]
     assert [bool(fault) for fault in faults] == [True, not is_own]
     assert (verdicts.execution(facts, request).verdict == "memory_limit") is is_own
 
 
 def test_a_forged_reason_that_is_no_text_can_be_sent_on() -> None:
     ended = verdicts.execution(
-        Facts(**ENDED | {"result": '{"end": "error", "trace": "\\ud800"}'}),
+        ProgramExit(**ENDED | {"result": '{"end": "error", "trace": "\\ud800"}'}),
         ExecuteRequest(expression="x"),
     )
     assert (ended.verdict, ended.stderr) == ("runtime_error", "?")

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from services.rollout.weights.copies import Copies, Fetcher
-from services.rollout.weights.loading import ProvenAdapter, prove
-from services.rollout.weights.proofs import AdapterConfig, Expected, adapter_shapes
+from services.rollout.weights.loading import VerifiedAdapter, prove
+from services.rollout.weights.proofs import AdapterConfig, ExpectedVersion, adapter_shapes
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import BadRequest
 from shared.settings import Settings
@@ -62,13 +62,13 @@ async def test_a_sampler_on_another_machine_fetches_both_files_and_resumes(
     tmp_path: Path,
 ) -> None:
     settings = Settings(shm_dir=tmp_path / "shm", runs_dir=tmp_path / "runs")
-    expected = Expected(MODEL, tied=True, roots=(tmp_path,), max_lora_rank=2)
+    expected = ExpectedVersion(MODEL, tied=True, roots=(tmp_path,), max_lora_rank=2)
     with CutServer(cuts=[10, 100]).running() as server:
         ref = published(settings, server)
         here = ref.model_copy(update={"path": str(tmp_path / "elsewhere" / "a1")})
         copies = Copies(tmp_path / "copies", Fetcher(server.url, patience_s=5))
         proven = await prove(here, expected, copies)
-    assert isinstance(proven, ProvenAdapter)
+    assert isinstance(proven, VerifiedAdapter)
     assert (proven.digest, proven.received_bytes) == (ref.digest, ref.size_bytes)
     assert adapter_digests(proven.copy.folder) == ref.tensors
     assert server.ranges.count(None) == 2, "each begun once"
@@ -77,12 +77,12 @@ async def test_a_sampler_on_another_machine_fetches_both_files_and_resumes(
 
 async def test_a_sampler_that_sees_the_folder_makes_a_copy_of_its_own(tmp_path: Path) -> None:
     settings = Settings(shm_dir=tmp_path / "shm", runs_dir=tmp_path / "runs")
-    expected = Expected(MODEL, tied=True, roots=(tmp_path,), max_lora_rank=2)
+    expected = ExpectedVersion(MODEL, tied=True, roots=(tmp_path,), max_lora_rank=2)
     with CutServer().running() as server:
         ref = published(settings, server)
     copies = Copies(tmp_path / "copies", Fetcher("http://127.0.0.1:9", patience_s=0))
     first, second = [await prove(ref, expected, copies) for _ in range(2)]
-    assert isinstance(first, ProvenAdapter) and isinstance(second, ProvenAdapter)
+    assert isinstance(first, VerifiedAdapter) and isinstance(second, VerifiedAdapter)
     assert (first.received_bytes, first.copy.folder != second.copy.folder) == (0, True)
     assert sorted(file.name for file in first.copy.folder.iterdir()) == sorted(FILES)
 
@@ -99,6 +99,6 @@ async def test_files_that_are_no_adapters_are_not_fetched(tmp_path: Path) -> Non
         files=(WeightFile(path="/weights/job/a1/model.safetensors", size_bytes=1),),
     )
     copies = Copies(tmp_path / "copies", Fetcher("http://127.0.0.1:9"))
-    expected = Expected(MODEL, tied=True, roots=(tmp_path,), max_lora_rank=2)
+    expected = ExpectedVersion(MODEL, tied=True, roots=(tmp_path,), max_lora_rank=2)
     with pytest.raises(BadRequest, match=r"'files': got \['model.safetensors'\], expected"):
         await prove(ref, expected, copies)

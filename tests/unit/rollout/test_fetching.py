@@ -12,7 +12,7 @@ from safetensors.numpy import save
 
 from services.rollout.weights.copies import Copies, Fetcher
 from services.rollout.weights.loading import prove
-from services.rollout.weights.proofs import Expected
+from services.rollout.weights.proofs import ExpectedVersion
 from shared.errors import Failed, Unavailable
 from shared.weights.folders import digest, stored_tensors, tensor_digests
 from shared.wire import HttpWeights, WeightFile
@@ -142,7 +142,7 @@ async def test_bytes_that_changed_on_the_way_are_refused_and_fetched_anew(
 ) -> None:
     data = save({"a": np.arange(8, dtype=np.float32), "b": np.zeros(8, np.float32)})
     ref = http_ref(server, data, tmp_path)
-    expected = Expected({"a": (8,), "b": (8,)}, tied=False, roots=())
+    expected = ExpectedVersion({"a": (8,), "b": (8,)}, tied=False, roots=())
     copies = Copies(tmp_path / "copies", Fetcher(server.url))
     server.files[PATH] = data[:-1] + b"\x01"
     with pytest.raises(Failed, match="1 tensors differ, the first is 'b'") as caught:

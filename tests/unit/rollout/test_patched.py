@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 
 from services.rollout.engine import Engine
 from services.rollout.weights.copies import Copies, Fetcher
-from services.rollout.weights.loading import Proven, prove
-from services.rollout.weights.proofs import Expected
+from services.rollout.weights.loading import VerifiedWeights, prove
+from services.rollout.weights.proofs import ExpectedVersion
 from services.trainer.disk.weights import Publisher, published_file
 from shared.errors import Failed, Unavailable
 from shared.settings import Settings
@@ -24,7 +24,7 @@ from tests.support.cut_server import CutServer
 from tests.support.safetensors_files import hashing
 
 NUM = 20_000
-EXPECTED = Expected({"a": (NUM,), "b": (NUM,)}, tied=False, roots=())
+EXPECTED = ExpectedVersion({"a": (NUM,), "b": (NUM,)}, tied=False, roots=())
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Both:
 
     loaded = Path()
 
-    async def load(self, ref: DeltaWeights) -> Proven:
+    async def load(self, ref: DeltaWeights) -> VerifiedWeights:
         proven = await prove(ref, EXPECTED, self.copies)
-        assert isinstance(proven, Proven)
+        assert isinstance(proven, VerifiedWeights)
         await proven.load(cast(Engine, self))
         assert digest_of(self.loaded) == ref.digest == proven.digest
         return proven

@@ -14,9 +14,9 @@ from safetensors.numpy import save_file
 from services.rollout.weights.copies import Copies, Fetcher
 from services.rollout.weights.loading import LOADERS, prove, published_folder
 from services.rollout.weights.proofs import (
-    Expected,
+    ExpectedVersion,
     compare,
-    expected_of,
+    expected_version,
     has_tied_embeddings,
 )
 from shared.errors import BadRequest, Failed
@@ -81,8 +81,10 @@ def published(tmp_path: Path) -> Path:
     return folder
 
 
-def expected(folder: Path, **shapes: tuple[int, ...]) -> Expected:
-    return Expected(shapes or {"norm": (2,), "bias": (2,)}, tied=False, roots=(folder.parent,))
+def expected(folder: Path, **shapes: tuple[int, ...]) -> ExpectedVersion:
+    return ExpectedVersion(
+        shapes or {"norm": (2,), "bias": (2,)}, tied=False, roots=(folder.parent,)
+    )
 
 
 async def test_a_proven_version_has_the_digest_of_its_tensors(published: Path) -> None:
@@ -169,7 +171,7 @@ def test_every_method_that_a_job_can_name_has_a_loader() -> None:
 
 def test_what_is_expected_is_what_the_models_folder_holds(published: Path) -> None:
     (published / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
-    assert expected_of(published, (published,)) == Expected(
+    assert expected_version(published, (published,)) == ExpectedVersion(
         {"norm": (2,), "bias": (2,)},
         tied=True,
         roots=(published,),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shared.weights.architectures import TRIED, Experts, cannot_reload_on_cpu, experts_of, not_tried
+from shared.weights.architectures import (
+    TRIED,
+    Experts,
+    cannot_reload_on_cpu,
+    experts_of,
+    untested_warning,
+)
 
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 100}
 
@@ -44,9 +50,9 @@ def test_the_experts_read_for_tokens_by_hand() -> None:
 
 
 def test_a_mixture_of_experts_that_was_not_tried_is_a_warning() -> None:
-    assert not_tried("m", {"architectures": ["Qwen2ForCausalLM"]}) is None
-    assert not_tried("m", MIXTRAL | {"architectures": [TRIED[0]]}) is None
-    said = not_tried("m", MIXTRAL | {"architectures": ["OlmoeForCausalLM"]})
+    assert untested_warning("m", {"architectures": ["Qwen2ForCausalLM"]}) is None
+    assert untested_warning("m", MIXTRAL | {"architectures": [TRIED[0]]}) is None
+    said = untested_warning("m", MIXTRAL | {"architectures": ["OlmoeForCausalLM"]})
     assert said is not None
     assert said.startswith(
         "the model 'm' is a mixture of experts of the architecture 'OlmoeForCausalLM', which was "

@@ -9,7 +9,7 @@ import pytest
 
 from shared.errors import NotFound
 from shared.http import operations
-from shared.http.operations import Draining, Operation, Operations
+from shared.http.operations import DrainState, Operation, Operations
 from shared.wire import Checkpoint
 
 
@@ -19,7 +19,7 @@ async def answer() -> Checkpoint:
 
 async def many(count: int) -> tuple[Operations, list[Operation], Callable[[], Operation]]:
     """Returns that many finished operations, and what starts one more."""
-    table = Operations(10.0, Draining("trainer"))
+    table = Operations(10.0, DrainState("trainer"))
 
     def start() -> Operation:
         return table.start(answer, f"key {len(table._by_id)}", "body", "POST /x")

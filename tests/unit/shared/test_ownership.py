@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import pytest
 
 from shared.errors import Conflict
-from shared.http.ownership import HEADER, SILENT_S, Asking, Ownership, asking, asking_of, headers
+from shared.http.ownership import (
+    HEADER,
+    SILENT_S,
+    Ownership,
+    Requester,
+    asking,
+    headers,
+    requester_of,
+)
 from shared.settings import Settings
 from shared.wire import Fenced, Orchestrator, TrainerJob
 from tests.support.trainer_fakes import job_request
@@ -40,7 +48,7 @@ def trainer(clock: Clock) -> Ownership:
 
 
 def as_(orchestrator: Orchestrator | None, job_id: str | None = None) -> None:
-    asking.set(orchestrator and Asking(orchestrator, job_id))
+    asking.set(orchestrator and Requester(orchestrator, job_id))
 
 
 def refusal(owned: Ownership) -> str:
@@ -168,15 +176,15 @@ def test_a_sampler_that_was_started_again_is_its_jobs_from_its_first_request_on(
 
 def test_the_header_says_who_asks_and_for_which_job():
     own = headers("1f" * 16, Settings(orchestrator_port=8100), "demo-1")
-    found = asking_of(own[HEADER])
+    found = requester_of(own[HEADER])
     assert found is not None
     assert (found.orchestrator.identity, found.job_id) == ("1f" * 16, "demo-1")
     assert found.orchestrator.place.endswith(":8100")
-    nobodys = asking_of(headers("1f", Settings())[HEADER])
+    nobodys = requester_of(headers("1f", Settings())[HEADER])
     assert nobodys is not None and nobodys.job_id is None
     assert headers(None, Settings(), "demo-1") == {}
 
 
 @pytest.mark.parametrize("text", ["", "a", "a b c d", "é host:1", "a " + "b" * 301])
 def test_a_header_that_is_none_says_nothing(text: str):
-    assert asking_of(text) is None
+    assert requester_of(text) is None

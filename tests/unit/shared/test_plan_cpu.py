@@ -21,7 +21,7 @@ from shared.plan.gpus import (
     parse_gpus,
     with_rates,
 )
-from shared.plan.planning import Known, make_plan
+from shared.plan.planning import PlanMeasurements, make_plan
 from shared.settings import Settings
 from tests.support.plan_models import job, model
 
@@ -152,7 +152,9 @@ def test_a_step_on_a_cpu_is_as_worked_out_by_hand() -> None:
     )
     gpu = with_rates(POOLS[0].gpu, CORE, 2, "avx512f avx512_bf16")
     pools = (GpuGroup(1, gpu),)
-    plan = make_plan(wanted, model("Qwen2.5-0.5B"), Settings(), pools, Known(prompt_tokens=37))
+    plan = make_plan(
+        wanted, model("Qwen2.5-0.5B"), Settings(), pools, PlanMeasurements(prompt_tokens=37)
+    )
     step = plan.placement.time
     assert step is not None and step.source == "benchmarked"
     # 494,032,768 parameters; 8 iterations of 192 tokens and 24 prompts of 37, at 0.3 x 0.2e12
@@ -167,8 +169,12 @@ def test_a_step_on_a_cpu_is_as_worked_out_by_hand() -> None:
     (note,) = (note for note in plan.notes if "measurement" in note)
     assert "200 GFLOP/s in float32, 20 GB/s" in note and "wrong by a factor of 2" in note
     shorter = wanted.model_copy(update={"max_staleness": 1})
-    ahead = make_plan(shorter, model("Qwen2.5-0.5B"), Settings(), pools, Known(prompt_tokens=37))
+    ahead = make_plan(
+        shorter, model("Qwen2.5-0.5B"), Settings(), pools, PlanMeasurements(prompt_tokens=37)
+    )
     assert ahead.placement.time == step  # both need all cores, so nothing is hidden
     several = Settings(trainer_ranks=2, rollout_replicas=2)
-    shared = make_plan(wanted, model("Qwen2.5-0.5B"), several, pools, Known(prompt_tokens=37))
+    shared = make_plan(
+        wanted, model("Qwen2.5-0.5B"), several, pools, PlanMeasurements(prompt_tokens=37)
+    )
     assert shared.placement.time == step  # they share the cores

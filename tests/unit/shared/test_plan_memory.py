@@ -6,7 +6,7 @@ import pytest
 
 from shared.plan.memory import (
     Ranks,
-    Serving,
+    SamplerShape,
     layer_bytes_per_token,
     sampler_memory,
     trainer_memory,
@@ -307,10 +307,10 @@ def test_norms_of_queries_and_keys_keep_their_inputs() -> None:
     assert layer_bytes_per_token(of_config(config, "Qwen3-8B"), 2) == 215_040
 
 
-def serving(**values: object) -> Serving:
+def serving(**values: object) -> SamplerShape:
     usual = {"tensor_parallel": 1, "max_sequences": 256, "sequences": 256, "sequence_tokens": 1024}
     rest = {"max_adapters": 5, "itemsize": 2, "device": "gpu"}
-    return Serving(**{**usual, **rest, **values})  # pyright: ignore[reportArgumentType]
+    return SamplerShape(**{**usual, **rest, **values})  # pyright: ignore[reportArgumentType]
 
 
 def test_the_samplers_memory_is_weights_cache_and_overhead() -> None:

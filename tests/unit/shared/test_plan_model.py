@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from shared.errors import BadRequest
 from shared.job import LoraSpec
-from shared.plan.model import CannotPlan, find_model, of_config
+from shared.plan.model import UnknownModelSize, find_model, of_config
 from tests.support.plan_models import LLAMA_8B, PUBLISHED, QWEN_05B, model
 
 SHAPES = {
@@ -95,7 +95,7 @@ def test_only_the_files_of_the_index_are_counted_and_all_of_them(tmp_path: Path)
     shards["lm_head.weight"] = "model-00002-of-00002.safetensors"
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": shards}))
-    with pytest.raises(CannotPlan, match=r"lacks model-00002-of-00002\.safetensors of its"):
+    with pytest.raises(UnknownModelSize, match=r"lacks model-00002-of-00002\.safetensors of its"):
         find_model(str(folder))
     del shards["lm_head.weight"]
     index.write_text(json.dumps({"weight_map": shards}))
@@ -114,7 +114,7 @@ def test_a_cached_model_with_half_of_its_files_is_not_cached(offline: Path) -> N
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     shards = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    with pytest.raises(CannotPlan, match="nor in the Hugging Face cache"):
+    with pytest.raises(UnknownModelSize, match="nor in the Hugging Face cache"):
         find_model("owner/model")
 
 
@@ -135,13 +135,13 @@ def test_a_cached_model_is_counted_without_asking_the_hub(offline: Path) -> None
     (root / "refs" / "main").write_text("abc")
     assert find_model("owner/model").num_parameters == 84_544
     assert find_model("owner/model", "abc").num_parameters == 84_544
-    with pytest.raises(CannotPlan, match="nor in the Hugging Face cache"):
+    with pytest.raises(UnknownModelSize, match="nor in the Hugging Face cache"):
         find_model("owner/model", "other")
 
 
 @pytest.mark.usefixtures("offline")
 def test_a_hub_model_that_may_not_be_asked_for_is_named() -> None:
-    with pytest.raises(CannotPlan) as raised:
+    with pytest.raises(UnknownModelSize) as raised:
         find_model("owner/model")
     assert str(raised.value) == (
         "the model 'owner/model' is neither a folder here nor in the Hugging Face cache, and the "
@@ -194,23 +194,25 @@ def test_what_the_hub_does_not_say_is_a_sentence(
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
     answered(monkeypatch, response)
-    with pytest.raises(CannotPlan, match=message):
+    with pytest.raises(UnknownModelSize, match=message):
         find_model("owner/model")
 
 
 def test_a_folder_without_a_configuration_or_a_size_is_named(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     (folder / "config.json").write_text("{}")
-    with pytest.raises(CannotPlan, match=r"config\.json of the model '.*' has no 'hidden_size'"):
+    with pytest.raises(
+        UnknownModelSize, match=r"config\.json of the model '.*' has no 'hidden_size'"
+    ):
         find_model(str(folder))
     (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": "x"}))
-    with pytest.raises(CannotPlan, match="has a size that is none: invalid literal"):
+    with pytest.raises(UnknownModelSize, match="has a size that is none: invalid literal"):
         find_model(str(folder))
     (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 0}))
-    with pytest.raises(CannotPlan, match="has a size below 1"):
+    with pytest.raises(UnknownModelSize, match="has a size below 1"):
         find_model(str(folder))
     (folder / "config.json").write_text("{")
-    with pytest.raises(CannotPlan, match="cannot be read"):
+    with pytest.raises(UnknownModelSize, match="cannot be read"):
         find_model(str(folder))
     (folder / "config.json").unlink()
     with pytest.raises(BadRequest, match=r"has no config\.json; expected a folder with"):

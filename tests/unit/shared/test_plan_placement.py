@@ -9,16 +9,16 @@ import pytest
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.plan.gpus import parse_gpus
-from shared.plan.model import CannotPlan
-from shared.plan.planning import Known, make_plan
-from shared.plan.rates import SamplingRate, StepSize, Training, passes, rates_of, time_by_rates
+from shared.plan.model import UnknownModelSize
+from shared.plan.planning import PlanMeasurements, make_plan
+from shared.plan.rates import SamplingRate, StepSize, TrainingRate, passes, rates_of, time_by_rates
 from shared.settings import Settings
 from shared.wire import MetricsRow, Plan, PromptLengths, StepTime
 from tests.support.plan_models import job, model
 
 
 def planned(name: str, gpus: str, wanted: Job | None = None, **settings: Any) -> Plan:
-    known = Known(prompt_tokens=512)
+    known = PlanMeasurements(prompt_tokens=512)
     return make_plan(wanted or job(), model(name), Settings(**settings), parse_gpus(gpus), known)
 
 
@@ -77,7 +77,7 @@ def test_prompts_of_an_unknown_length_are_said_to_be_guessed() -> None:
     plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"))
     assert plan.prompt_tokens == 512
     assert plan.notes[0] == "prompts are taken to be of 512 tokens (--prompt-tokens)"
-    why = Known(lengths=PromptLengths(why_not="there is no file 'x'"))
+    why = PlanMeasurements(lengths=PromptLengths(why_not="there is no file 'x'"))
     plan = make_plan(job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("1xH100"), why)
     assert plan.notes[0].endswith(" of 512 tokens (--prompt-tokens): there is no file 'x'")
     short = job(max_model_len=600)
@@ -92,7 +92,7 @@ def test_what_the_model_does_not_hold_is_no_plan() -> None:
     dropped = job(max_model_len=1023, sampling={**short, "overlong_prompts": "drop"})
     assert planned("Qwen2.5-0.5B", "1xH100", dropped).prompt_tokens == 511
     assert planned("Qwen2.5-0.5B", "1xH100", job(max_model_len=1024, sampling=short)).fits
-    for known in (None, Known(prompt_tokens=1)):
+    for known in (None, PlanMeasurements(prompt_tokens=1)):
         with pytest.raises(BadRequest, match=r"max_tokens is 512, .* expected at most 511"):
             make_plan(
                 job(max_model_len=512, sampling=short),
@@ -131,7 +131,7 @@ def test_zero_3_takes_turns_only_with_its_optimizer_elsewhere() -> None:
 
 def test_a_step_of_fewer_tokens_than_a_micro_batch_takes_less_memory() -> None:
     small = {"prompts_per_step": 24, "group_size": 8, "max_tokens": 8}
-    known = Known(prompt_tokens=37)
+    known = PlanMeasurements(prompt_tokens=37)
 
     def activations_gib(**sections: Any) -> float:
         wanted = job(**({"sampling": small} | sections))
@@ -204,12 +204,12 @@ def test_a_cache_for_the_longest_sequence_is_made_smaller_by_max_model_len() -> 
 
 def test_max_model_len_is_not_cut_by_a_guess() -> None:
     pools, settings = parse_gpus("1xH100,1xA10G"), Settings()
-    for known in (Known(), Known(lengths=PromptLengths(longest=512, num=9))):
+    for known in (PlanMeasurements(), PlanMeasurements(lengths=PromptLengths(longest=512, num=9))):
         plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
         assert not plan.fits and "max_model_len" not in changes(plan)
     said = "the longest of 9 prompts that were counted has 512 tokens; there may be longer ones"
     assert said in plan.notes
-    known = Known(lengths=PromptLengths(longest=512, num=9, is_all=True))
+    known = PlanMeasurements(lengths=PromptLengths(longest=512, num=9, is_all=True))
     plan = make_plan(job(lora={"rank": 16}), model("Llama-3.1-8B"), settings, pools, known)
     assert changes(plan)["max_model_len"] == "1024"
     assert "the longest of all 9 prompts has 512 tokens" in plan.notes
@@ -250,7 +250,7 @@ def test_a_steps_time_is_as_worked_out_by_hand() -> None:
         job(),
         load,
         SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=2),
-        Training(num_ranks=1, gpu=gpu, itemsize=2),
+        TrainingRate(num_ranks=1, gpu=gpu, itemsize=2),
         "split",
     )
     assert found is not None
@@ -271,7 +271,7 @@ def test_a_steps_time_is_as_worked_out_by_hand() -> None:
 def test_time_is_by_the_number_of_updates_and_by_the_samplers_own_dtype() -> None:
     load = StepSize(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
     gpu = parse_gpus("1xA100-80GB")[0].gpu
-    training = Training(num_ranks=1, gpu=gpu, itemsize=2)
+    training = TrainingRate(num_ranks=1, gpu=gpu, itemsize=2)
 
     def time(itemsize: int, **sections: Any) -> StepTime:
         sampling = SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=itemsize)
@@ -297,7 +297,7 @@ def test_prompts_count_once_for_each_minibatch_with_some_of_their_group() -> Non
     load = StepSize(completions=64, group=8, prompt_tokens=50, completion_tokens=100)
     gpu = parse_gpus("1xA100-80GB")[0].gpu
     sampling = SamplingRate(num=1, tensor_parallel=1, sequences=32, gpu=gpu, itemsize=2)
-    training = Training(num_ranks=1, gpu=gpu, itemsize=2)
+    training = TrainingRate(num_ranks=1, gpu=gpu, itemsize=2)
 
     def train_s(**sections: Any) -> float:
         found = time_by_rates(
@@ -355,7 +355,11 @@ def test_a_runs_rates_take_the_place_of_the_tabled_ones() -> None:
     # 32 completions of 100 tokens were sampled in 2 s, and took the trainer 4 s
     assert (found.sampled_per_s, found.trained_per_s, found.sync_s) == (1600, 800, 0.5)
     plan = make_plan(
-        job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("cpu"), Known(measured=found)
+        job(),
+        model("Qwen2.5-0.5B"),
+        Settings(),
+        parse_gpus("cpu"),
+        PlanMeasurements(measured=found),
     )
     time = plan.placement.time
     # 256 completions of 100 tokens
@@ -364,7 +368,11 @@ def test_a_runs_rates_take_the_place_of_the_tabled_ones() -> None:
     assert rates_of(rows[3:], wanted) is None
     ahead = rates_of(rows, wanted.model_copy(update={"max_staleness": 1}))
     plan = make_plan(
-        job(), model("Qwen2.5-0.5B"), Settings(), parse_gpus("cpu"), Known(measured=ahead)
+        job(),
+        model("Qwen2.5-0.5B"),
+        Settings(),
+        parse_gpus("cpu"),
+        PlanMeasurements(measured=ahead),
     )
     assert any("sampled ahead (max_staleness)" in note for note in plan.notes)
 
@@ -391,7 +399,7 @@ def test_a_job_of_unknown_steps_has_the_price_of_one() -> None:
 
 def test_a_job_that_only_evaluates_is_not_planned() -> None:
     evaluates = job(steps=0, data={"eval": "x"})
-    with pytest.raises(CannotPlan, match="steps is 0: the job only evaluates"):
+    with pytest.raises(UnknownModelSize, match="steps is 0: the job only evaluates"):
         planned("Qwen2.5-0.5B", "1xA100-80GB", evaluates)
 
 

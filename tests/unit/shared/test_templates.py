@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shared.templates import CannotRender, Renderer
+from shared.templates import Renderer, RenderFailed
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +49,24 @@ def test_a_filter_says_of_each_row_if_it_is_true(renderer: Renderer) -> None:
 def test_what_a_template_may_not_do_is_a_sentence(
     renderer: Renderer, template: str, reason: str
 ) -> None:
-    with pytest.raises(CannotRender) as raised:
+    with pytest.raises(RenderFailed) as raised:
         renderer.texts(template, [{"q": [1]}])
     assert reason in raised.value.reason
 
 
 def test_the_row_that_a_template_does_not_work_on_is_named(renderer: Renderer) -> None:
     rows = [{"q": "x"}] * 100 + [{"q": 3}]
-    with pytest.raises(CannotRender) as raised:
+    with pytest.raises(RenderFailed) as raised:
         renderer.texts("{{ q + '?' }}", rows)
     assert raised.value.position == 100 and "unsupported operand" in raised.value.reason
-    with pytest.raises(CannotRender, match="not JSON serializable"):
+    with pytest.raises(RenderFailed, match="not JSON serializable"):
         renderer.texts("{{ q }}", [{"q": b"bytes"}])
 
 
 @pytest.mark.slow
 def test_a_template_that_never_ends_is_ended_and_the_next_one_works(renderer: Renderer) -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(CannotRender, match="more than 2 s of processor time"):
+    with pytest.raises(RenderFailed, match="more than 2 s of processor time"):
         renderer.texts(endless, [{}])
     assert renderer.texts("{{ q }}", [{"q": 1}]) == ["1"]
 

@@ -7,18 +7,18 @@ import threading
 
 import pytest
 
-from shared.host.processes import Look, in_own_thread
+from shared.host.processes import BoundedProbe, run_in_thread
 
 
 async def test_a_thread_returns_its_value_or_raises_its_error() -> None:
-    assert await in_own_thread(lambda: 7) == 7
+    assert await run_in_thread(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
-        await in_own_thread(lambda: 1 // 0)
+        await run_in_thread(lambda: 1 // 0)
 
 
 async def test_the_loop_goes_on_while_a_thread_works() -> None:
     release = threading.Event()
-    waiting = asyncio.create_task(in_own_thread(release.wait))
+    waiting = asyncio.create_task(run_in_thread(release.wait))
     await asyncio.sleep(0)
     assert not waiting.done()
     release.set()
@@ -35,7 +35,7 @@ async def test_who_is_cancelled_does_not_wait_and_the_thread_ends_undisturbed() 
         begun.set()
         release.wait()
 
-    waiting = asyncio.create_task(in_own_thread(work))
+    waiting = asyncio.create_task(run_in_thread(work))
     await asyncio.to_thread(begun.wait)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -47,7 +47,7 @@ async def test_who_is_cancelled_does_not_wait_and_the_thread_ends_undisturbed() 
 
 
 async def test_a_look_that_hangs_is_one_thread_and_keeps_nobody_waiting() -> None:
-    answers, looks, look = threading.Event(), list[str](), Look[str](0.05)
+    answers, looks, look = threading.Event(), list[str](), BoundedProbe[str](0.05)
 
     def hangs() -> str:
         looks.append("looked")

@@ -23,8 +23,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from services.trainer.disk import tensor_file
 from services.trainer.disk.weights import Publisher
 from services.trainer.processes.launcher import rank_environment
-from services.trainer.transfer import Broadcast, Member, chunks, joined, location, share
-from services.trainer.zero.models import as_kept, as_saved
+from services.trainer.transfer import Broadcast, Member, chunks, join_group, location, share
+from services.trainer.zero.models import checkpoint_tensors, model_tensors
 from shared.errors import BadRequest, Conflict
 from shared.settings import Settings
 from shared.weights.folders import stored_tensors, tensor_digests
@@ -122,7 +122,7 @@ def test_a_group_that_is_never_made_keeps_nobody_waiting() -> None:
         if len(made) == 1:
             hung.wait()
             raise RuntimeError("it was the last test")
-        return joined(member)
+        return join_group(member)
 
     sending = Broadcast(TENSORS, "127.0.0.1", 30.0, meet_s=5.0, join=hanging_once)
     sending.start()
@@ -139,10 +139,10 @@ LISTENING = """
 from datetime import timedelta
 import psutil, torch
 from torch.distributed import HashStore
-from services.trainer.transfer import Member, joined
+from services.trainer.transfer import Member, join_group
 
 alone = Member(HashStore(), 1, torch.device("cpu"), "127.0.0.2", timedelta(seconds=30))
-group = joined(alone)
+group = join_group(alone)
 sockets = psutil.Process().net_connections()
 print({socket.laddr.ip for socket in sockets if socket.status == "LISTEN"})
 """
@@ -228,7 +228,7 @@ def test_a_mixture_whose_experts_are_one_tensor_cannot_be_sent(tmp_path, kind) -
 
     model = AutoModelForCausalLM.from_pretrained(make_tiny_experts(kind, tmp_path / "model"))
     with pytest.raises(Conflict, match="tensors have another form in training than"):
-        as_kept(model, dict(model.state_dict()))
+        model_tensors(model, dict(model.state_dict()))
 
 
 def test_what_is_sent_of_a_model_is_what_its_checkpoint_has(tmp_path) -> None:
@@ -241,9 +241,9 @@ def test_what_is_sent_of_a_model_is_what_its_checkpoint_has(tmp_path) -> None:
         place = buffer[begin : begin + parameter.numel()].view(parameter.shape)
         begin, parameter.data = begin + parameter.numel(), place.copy_(parameter.data)
     weights = dict(model.state_dict())
-    kept = as_kept(model, weights)
+    kept = model_tensors(model, weights)
     assert all(kept[name] is weights[name] for name in kept), "none is copied"
-    assert as_saved(model, weights) == kept
+    assert checkpoint_tensors(model, weights) == kept
     assert kept.keys() == stored_tensors(tmp_path / "model").keys(), "the tied matrix once"
     assert tensor_file.digests(kept) == tensor_digests(stored_tensors(tmp_path / "model"))
 

@@ -53,7 +53,10 @@ def trained(tmp_path, steps: int, *, every: int = 1, job_id: str = "a", **job):
 
 
 def in_steps(tmp_path, job_id: str = "a") -> list[int]:
-    return [found.step for found in checkpoints.listed(tmp_path / "runs" / job_id / "checkpoints")]
+    return [
+        found.step
+        for found in checkpoints.list_checkpoints(tmp_path / "runs" / job_id / "checkpoints")
+    ]
 
 
 def test_a_checkpoint_is_written_once_and_found_later(tmp_path):

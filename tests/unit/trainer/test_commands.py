@@ -14,7 +14,7 @@ from services.trainer.processes import commands
 from services.trainer.processes.commands import (
     FirstLoad,
     Inbox,
-    RanksMustEnd,
+    RanksRestartNeeded,
     follow,
     perform,
     watch,
@@ -49,7 +49,7 @@ class OtherRank(Ranks):
             (self.other.problem() if self.other else None, None),
         ]
 
-    def together(self, act):
+    def on_all_ranks(self, act):
         return [act()]
 
     def report_failure(self, error):
@@ -72,7 +72,7 @@ def test_a_job_that_one_rank_could_not_load_is_unloaded_on_all(tmp_path):
 
 def test_ranks_of_which_one_has_not_applied_a_step_end_and_come_back(tmp_path):
     trainer, engines = loaded_trainer(tmp_path)
-    with pytest.raises(RanksMustEnd, match="rank 1 has no memory"):
+    with pytest.raises(RanksRestartNeeded, match="rank 1 has no memory"):
         perform(trainer, OtherRank(Failed("rank 1 has no memory")), "train_step", step_request(1))
     assert engines.remembered == job_request()
     # The other ranks wait for rank 0 to end them, so that it can answer first.
@@ -122,7 +122,9 @@ def test_a_rank_whose_device_failed_for_good_ends(tmp_path):
     trainer, engines = loaded_trainer(tmp_path)
     engines[0].fault = RuntimeError("CUDA error: an illegal memory access was encountered")
     engines.fault = "AcceleratorError: CUDA error: an illegal memory access was encountered"
-    with pytest.raises(RanksMustEnd, match="the device of rank 0 failed: AcceleratorError") as end:
+    with pytest.raises(
+        RanksRestartNeeded, match="the device of rank 0 failed: AcceleratorError"
+    ) as end:
         perform(trainer, Ranks(), "train_step", step_request(1))
     assert isinstance(end.value.error, Unavailable)
     assert engines.remembered == job_request(), "the ranks that come after load it again"

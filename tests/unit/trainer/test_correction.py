@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from services.trainer.learning.correction import Resolved, correction_weights, resolve
+from services.trainer.learning.correction import CorrectionSettings, correction_weights, resolve
 from shared.errors import BadRequest
 from shared.job import CorrectionSpec
 
@@ -98,7 +98,11 @@ def test_without_correction_every_weight_is_one():
 def test_weights_carry_no_gradient():
     trainer_N = torch.tensor([-1.0, -2.0], requires_grad=True)
     result = correction_weights(
-        trainer_N, torch.tensor([-1.0, -1.0]), torch.tensor([0, 0]), 1, Resolved("token_tis", 0, 2)
+        trainer_N,
+        torch.tensor([-1.0, -1.0]),
+        torch.tensor([0, 0]),
+        1,
+        CorrectionSettings("token_tis", 0, 2),
     )
     assert not result.requires_grad
 
@@ -133,7 +137,7 @@ def test_the_product_of_a_long_sequence_keeps_its_digits():
     # would be wrong).
     trainer_N, sampler_N = torch.full((20000,), -1.0), torch.full((20000,), -1.0003)
     difference = trainer_N[0].item() - sampler_N[0].item()
-    resolved = Resolved("sequence_tis", 0, 1000)
+    resolved = CorrectionSettings("sequence_tis", 0, 1000)
     (value,) = set(
         correction_weights(trainer_N, sampler_N, torch.zeros(20000).long(), 1, resolved).tolist()
     )
@@ -151,15 +155,15 @@ def test_the_product_of_a_long_sequence_keeps_its_digits():
     ],
 )
 def test_bounds_that_are_not_set_are_the_methods(method, low, high):
-    assert resolve(CorrectionSpec(method=method), 3) == Resolved(method, low, high)
-    assert resolve(CorrectionSpec(method=method, low=0.1, high=7.0), 0) == Resolved(
+    assert resolve(CorrectionSpec(method=method), 3) == CorrectionSettings(method, low, high)
+    assert resolve(CorrectionSpec(method=method, low=0.1, high=7.0), 0) == CorrectionSettings(
         method, 0.1, 7.0
     )
 
 
 def test_auto_corrects_only_what_may_be_stale():
     assert resolve(CorrectionSpec(), max_staleness=0).method == "none"
-    assert resolve(CorrectionSpec(), max_staleness=1) == Resolved("token_tis", 0.0, 2.0)
+    assert resolve(CorrectionSpec(), max_staleness=1) == CorrectionSettings("token_tis", 0.0, 2.0)
 
 
 def test_with_the_ratio_taken_to_the_sampler_auto_corrects_nothing_more():

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from services.trainer.zero.memory import Planned
+from services.trainer.zero.memory import MemoryPlan
 from shared.plan.memory import Ranks, is_worth_giving_back
 from tests.support.plan_models import job, model
 
@@ -55,7 +55,7 @@ def test_large_blocks_that_are_freed_are_not_kept() -> None:
 
 
 def test_large_micro_batches_are_given_back_where_memory_is_short() -> None:
-    planned = Planned(model("Qwen2.5-0.5B"), Ranks(1, 4, "cpu"))
+    planned = MemoryPlan(model("Qwen2.5-0.5B"), Ranks(1, 4, "cpu"))
     lora = job(lora={"rank": 16})
     # a = 4 (4 x 4864 + 2 x 14 x 64 + 2 x 2 x 64 + 4 x 896) + 8 x 896 = 107,520; with 4 x 896 x 24
     # and 12 x 4864 a token takes 251,904 bytes in a layer. In the head it takes 4 x 896 x 24 and

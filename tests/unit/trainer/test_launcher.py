@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from services.trainer.processes import launcher, ranks
 from services.trainer.processes.agent import describe
-from services.trainer.processes.launch_folder import LaunchFolder, Past
+from services.trainer.processes.launch_folder import LaunchFolder, RestartHistory
 from services.trainer.processes.launcher import Launcher
 from shared.errors import Unavailable
 from shared.settings import Settings
@@ -106,7 +106,7 @@ def test_ranks_that_die_start_again_in_an_empty_folder_until_they_died_too_often
     folder = LaunchFolder(tmp_path)
     assert run_launcher(monkeypatch, folder, "import sys; sys.exit(7)", restarts=2) == 7
     assert sorted(path.name for path in tmp_path.glob("life-*")) == ["life-0", "life-1", "life-2"]
-    assert folder.past() == Past(2, "torchrun ended with exit code 7")
+    assert folder.past() == RestartHistory(2, "torchrun ended with exit code 7")
 
 
 DIES_FIVE_TIMES = """
@@ -125,7 +125,7 @@ def test_deaths_of_long_ago_do_not_count_and_the_first_reason_is_kept(tmp_path, 
     monkeypatch.setattr(launcher, "RESTART_WINDOW_S", 0.0)
     folder = LaunchFolder(tmp_path)
     assert run_launcher(monkeypatch, folder, DIES_FIVE_TIMES, restarts=1) == 0
-    assert folder.past() == Past(5, "rank 3 died in life 5")
+    assert folder.past() == RestartHistory(5, "rank 3 died in life 5")
     assert folder.failure() is None, "each life begins without a reason"
 
 
@@ -181,7 +181,7 @@ def test_the_run_folder_keeps_the_job_and_the_first_reason(tmp_path):
         job_request("a"),
         "rank 1 has no memory",
     )
-    folder.new_life(Past(1, "rank 1 has no memory"))
+    folder.new_life(RestartHistory(1, "rank 1 has no memory"))
     assert (folder.job(), folder.failure(), folder.past().restarts) == (job_request("a"), None, 1)
     folder.remember_job(None)
     assert folder.job() is None

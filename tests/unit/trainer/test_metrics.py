@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from services.trainer.learning.batch import MicroBatch, collate
-from services.trainer.learning.correction import Resolved
+from services.trainer.learning.correction import CorrectionSettings
 from services.trainer.learning.loss import LossInputs
 from services.trainer.learning.metrics import StepMetrics
 from shared.job import TrainingSpec
@@ -18,7 +18,7 @@ from shared.wire import Example, Span
 from tests.support.loss_batches import loss_inputs
 
 CPU = torch.device("cpu")
-NO_CORRECTION = Resolved("none", 0.5, 2.0)
+NO_CORRECTION = CorrectionSettings("none", 0.5, 2.0)
 SEQUENCES = [([-1.0, -1.0], 1.0), ([-1.0], -1.0), ([-1.0, -1.0], -1.0)]
 """The sampler's log-probs and the advantage of each."""
 LOG_RATIOS = [[0.0, 0.5], [-0.5], [0.5, 30.0]]
@@ -163,10 +163,10 @@ def test_the_divergence_from_the_reference_is_the_jobs_estimator(one_rank):
 @pytest.mark.parametrize(
     ("correction", "expected"),
     [
-        (Resolved("token_tis", 0.0, 2.0), 1 / 5),
-        (Resolved("icepop", 0.7, 5.0), 2 / 5),
+        (CorrectionSettings("token_tis", 0.0, 2.0), 1 / 5),
+        (CorrectionSettings("icepop", 0.7, 5.0), 2 / 5),
         # Products e^0.5, e^-0.5 and e^30.5: the third sequence's two tokens.
-        (Resolved("sequence_mask", 0.0, 3.0), 2 / 5),
+        (CorrectionSettings("sequence_mask", 0.0, 3.0), 2 / 5),
     ],
 )
 def test_out_of_range_is_by_the_corrections_own_weights_and_bounds(one_rank, correction, expected):
@@ -275,8 +275,10 @@ def test_equal_policies_show_no_mismatch(one_rank):
 
 def test_metrics_do_not_depend_on_the_split(one_rank):
     training = TrainingSpec(loss="gspo", dual_clip=3.0)
-    _, whole = measured([(0, 3)], training, Resolved("sequence_tis", 0.0, 2.0))
-    _, parts = measured([(0, 1), (1, 2), (2, 3)], training, Resolved("sequence_tis", 0.0, 2.0))
+    _, whole = measured([(0, 3)], training, CorrectionSettings("sequence_tis", 0.0, 2.0))
+    _, parts = measured(
+        [(0, 1), (1, 2), (2, 3)], training, CorrectionSettings("sequence_tis", 0.0, 2.0)
+    )
     by_split = {
         "num_micro_batches",
         "padding_fraction",

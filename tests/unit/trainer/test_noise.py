@@ -83,12 +83,12 @@ def test_the_noise_in_float32_is_a_millionth_and_is_measured_alike_each_time() -
 def test_a_number_is_moved_to_itself_or_one_of_its_neighbours() -> None:
     import torch
 
-    from services.trainer.learning.noise import moved
+    from services.trainer.learning.noise import perturb
 
     for dtype, last_bit in ((torch.bfloat16, 2.0**-7), (torch.float32, 2.0**-23)):
         exponent = torch.tensor([1.0, -(2.0**20)]).repeat_interleave(2000)
         plain = (1.5 * exponent).to(dtype)
-        other = moved(plain, torch.Generator().manual_seed(0))
+        other = perturb(plain, torch.Generator().manual_seed(0))
         steps = (other.double() - plain.double()) / exponent / last_bit
         counts = [steps.eq(value).sum().item() for value in (-1, 0, 1)]
         assert sum(counts) == 4000

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.trainer.learning import head as head_module
-from services.trainer.learning.head import Kept, ScoringHead, as_scoring_head
+from services.trainer.learning.head import CandidateTokens, ScoringHead, as_scoring_head
 from services.trainer.learning.policy import chunked_logprobs
 
 
@@ -165,7 +165,7 @@ def test_log_probs_are_renormalized_over_the_tokens_that_could_be_sampled(monkey
     torch.manual_seed(3)
     head, hidden, targets = nn.Linear(4, 11), 2 * torch.randn(5, 4), torch.tensor([0, 10, 3, 3, 7])
     kept_ids = [[0, 5, 10], [10], [], [1, 2, 3, 4], [6, 7]]
-    kept = Kept.of([i for ids in kept_ids for i in ids], [len(ids) for ids in kept_ids])
+    kept = CandidateTokens.of([i for ids in kept_ids for i in ids], [len(ids) for ids in kept_ids])
     results = []
     for score in (
         lambda leaf: restricted(head, leaf, targets, 0.7, kept_ids),

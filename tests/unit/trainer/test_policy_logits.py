@@ -9,7 +9,7 @@ from transformers import models as hf
 
 from services.trainer.learning import head as head_module
 from services.trainer.learning.batch import collate
-from services.trainer.learning.head import Kept, LogitRule, as_scoring_head, rule_of
+from services.trainer.learning.head import CandidateTokens, LogitRule, as_scoring_head, rule_of
 from services.trainer.learning.model_checks import check_head
 from services.trainer.learning.policy import Policy, adapters_off
 from shared.errors import BadRequest
@@ -199,7 +199,7 @@ def test_capped_gradients_are_those_of_the_values_to_double_precision(monkeypatc
     torch.manual_seed(1)
     head, targets = as_scoring_head(torch.nn.Linear(3, 9).double()), torch.tensor([0, 8, 4, 4])
     hidden = 20 * torch.randn(4, 3, dtype=torch.float64)
-    kept = Kept.of([0, 5, 4, 7], [2, 0, 2, 0])
+    kept = CandidateTokens.of([0, 5, 4, 7], [2, 0, 2, 0])
 
     def logprobs(hidden, weight, bias):
         return torch.func.functional_call(

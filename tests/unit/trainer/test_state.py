@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from services.trainer.zero.internals import random_state, restore_random_state
-from services.trainer.zero.state import Saved
+from services.trainer.zero.state import SavedFragments
 from shared.errors import Conflict
 
 
@@ -30,4 +30,4 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
 def test_what_another_version_wrote_is_no_other_model(tmp_path):
     (tmp_path / "deepspeed").mkdir()
     with pytest.raises(Conflict, match="no optimizer state that this version of Hone reads"):
-        Saved.of(tmp_path)
+        SavedFragments.of(tmp_path)

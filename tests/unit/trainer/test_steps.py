@@ -3,7 +3,7 @@
 import pytest
 
 from services.trainer.disk.weights import Publisher
-from services.trainer.processes.launch_folder import Past
+from services.trainer.processes.launch_folder import RestartHistory
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.job import LoraSpec
 from shared.wire import (
@@ -240,7 +240,7 @@ def test_the_ranks_next_life_knows_the_newest_fence_of_its_job(tmp_path):
 
 
 def test_the_state_says_what_became_of_the_ranks_before(tmp_path):
-    trainer, _ = make_trainer(tmp_path, past=Past(2, "rank 1 was killed by SIGKILL"))
+    trainer, _ = make_trainer(tmp_path, past=RestartHistory(2, "rank 1 was killed by SIGKILL"))
     state = trainer.state()
     assert (state.restarts, state.last_failure) == (2, "rank 1 was killed by SIGKILL")
     loaded = trainer.load_job(job_request())

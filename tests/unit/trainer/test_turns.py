@@ -72,8 +72,8 @@ def turns(
         if current != number and engine is None:
             engine = start_engine(jobs[number], torch.device("cpu"))
         elif current != number:
-            aside[current] = engine.set_aside()  # pyright: ignore[reportArgumentType]
-            engine.take_up(jobs[number], aside.pop(number, None))
+            aside[current] = engine.swap_out()  # pyright: ignore[reportArgumentType]
+            engine.swap_in(jobs[number], aside.pop(number, None))
         current = number
 
     for number in order:
@@ -112,10 +112,10 @@ def steps(job: Job, examples: tuple[Example, ...], *, lost: bool) -> Any:
     found = [engine.update(examples, 1e-2) for _ in range(2)]
     engine.forward_backward(examples[:4], CALL)
     if lost:
-        aside = engine.set_aside()
+        aside = engine.swap_out()
         engine.close()
         engine = start_engine(job, torch.device("cpu"))
-        engine.take_up(job, aside)
+        engine.swap_in(job, aside)
     norm = engine.optim_step(HOW)
     found += [engine.update(examples, 1e-2) for _ in range(2)]
     engine.close()
@@ -143,7 +143,7 @@ def freed(jobs: Sequence[Job], examples: tuple[Example, ...], *, left: bool) -> 
     engine = start_engine(jobs[0], torch.device("cpu"))
     if left:
         engine.forward_backward(examples, CALL)
-    engine.take_up(jobs[1], None)
+    engine.swap_in(jobs[1], None)
     found = engine.update(examples, 1e-2)
     engine.close()
     return found.loss, found.grad_norm

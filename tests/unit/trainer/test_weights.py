@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_on_the_way_leaves_nothing(settings, tmp_path):
 def test_an_error_of_the_writer_leaves_nothing_and_passes_through(tmp_path):
     with (
         pytest.raises(ZeroDivisionError),
-        folders.written_aside(tmp_path / "v1", 1, durable=True) as aside,
+        folders.write_atomically(tmp_path / "v1", 1, durable=True) as aside,
     ):
         (aside / "half").write_bytes(b"half")
         raise ZeroDivisionError
@@ -146,9 +146,9 @@ def test_an_error_of_the_writer_leaves_nothing_and_passes_through(tmp_path):
 def test_two_who_write_one_folder_do_not_disturb_each_other(tmp_path):
     """A trainer that was superseded as it wrote a checkpoint, and the job's trainer now."""
     target = tmp_path / "step-000003"
-    with folders.written_aside(target, 1, durable=True) as late:
+    with folders.write_atomically(target, 1, durable=True) as late:
         (late / "model").write_bytes(b"of the superseded one")
-        with folders.written_aside(target, 1, durable=True) as own:
+        with folders.write_atomically(target, 1, durable=True) as own:
             (own / "manifest").write_bytes(b"of the other one")
         assert [path.name for path in target.iterdir()] == ["manifest"]
         (late / "state").write_bytes(b"of the superseded one")
@@ -163,7 +163,7 @@ def test_what_is_swept_as_it_is_still_written_does_not_become_a_version(
         (folder / "b").unlink()  # and the folder stays: another file came into it meanwhile
 
     target = tmp_path / "v1"
-    with pytest.raises(Failed), folders.written_aside(target, 1, durable=False) as late:
+    with pytest.raises(Failed), folders.write_atomically(target, 1, durable=False) as late:
         (late / "a").write_text("")
         (late / "b").write_text("")
         with monkeypatch.context() as patched:
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     target = tmp_path / "file" / "v1"
     with (
         pytest.raises(Failed, match=r"cannot write '.*/file/v1'"),
-        folders.written_aside(target, 1, durable=False),
+        folders.write_atomically(target, 1, durable=False),
     ):
         pass
 

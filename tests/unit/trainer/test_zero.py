@@ -11,7 +11,7 @@ from deepspeed.comm.torch import build_shm_op
 
 from services.trainer.learning.batch import deal
 from services.trainer.zero.memory import (
-    Planned,
+    MemoryPlan,
     first_line,
     is_out_of_memory,
     knobs,
@@ -177,7 +177,7 @@ def test_out_of_memory_names_the_settings_that_help_with_numbers():
 
 
 def test_out_of_memory_says_what_was_planned_and_what_would_be_saved():
-    planned = Planned(model("Qwen2.5-0.5B"), Ranks(2, 2, "gpu"))
+    planned = MemoryPlan(model("Qwen2.5-0.5B"), Ranks(2, 2, "gpu"))
     job = plan_job(memory={"micro_batch_tokens": 32_768})
     # GiB: half of 1.84 and of 5.52 on each of two ranks; twice 1.977 and 0.5 + 0.76 + 2 x 0.109.
     # Beside the last layer there is the head's gradient, 0.25, and nothing else of logits
@@ -195,7 +195,7 @@ def test_out_of_memory_says_what_was_planned_and_what_would_be_saved():
 
 
 def test_offloading_is_planned_with_the_stage_that_it_needs():
-    planned = Planned(model("Qwen2.5-0.5B"), Ranks(1, 2, "gpu"))
+    planned = MemoryPlan(model("Qwen2.5-0.5B"), Ranks(1, 2, "gpu"))
     turns = knobs(plan_job(memory={"zero_stage": 0}), 1, None, planned)
     # 5.52 and no more of it; buffers of 8 x 200,000,000 and 2 x 136,134,656 come with ZeRO: 1.74
     wanted = "memory.offload_optimizer from false to true with memory.zero_stage 2 (3.78 GiB less)"
@@ -207,12 +207,12 @@ def test_where_the_plan_is_too_coarse_to_tell_every_setting_is_named():
     sizes |= {"head_size": 8, "vocabulary": 64, "shapes": {"w": (64, 64)}}
     tiny = dataclasses.replace(model("Qwen2.5-0.5B"), **sizes)
     job = plan_job(memory={"gradient_checkpointing": False, "micro_batch_tokens": 1000})
-    turns = knobs(job, 1, None, Planned(tiny, Ranks(1, 4, "cpu")), device="cpu")
+    turns = knobs(job, 1, None, MemoryPlan(tiny, Ranks(1, 4, "cpu")), device="cpu")
     assert "memory.chunk_tokens from 1024 to 512" in turns and "offload" not in turns
 
 
 def test_on_a_cpu_the_optimizer_has_no_other_memory_to_go_to():
-    for planned in (Planned(model("Qwen2.5-0.5B"), Ranks(1, 4, "cpu")), None):
+    for planned in (MemoryPlan(model("Qwen2.5-0.5B"), Ranks(1, 4, "cpu")), None):
         turns = knobs(plan_job(), 1, (8, 16_384), planned, device="cpu")
         assert "micro_batch_tokens" in turns and "offload_optimizer" not in turns
 

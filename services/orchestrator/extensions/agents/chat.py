@@ -22,7 +22,7 @@ from services.orchestrator.extensions.agents.dialect import (
     usage_of,
 )
 from services.orchestrator.extensions.agents.sessions import Answer, Limits, Session
-from services.orchestrator.extensions.environments.recording import Asked, digest
+from services.orchestrator.extensions.environments.recording import TurnRequest, digest
 from shared.errors import BadRequest
 
 OF_CHAT = {
@@ -33,7 +33,7 @@ OF_CHAT = {
 OF_COMPLETIONS = {"prompt", "max_tokens", "stop", "stop_token_ids"}
 
 
-def read_chat(body: Body, _: Session) -> tuple[Asked, Limits]:
+def read_chat(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
     check_fields(body, OF_CHAT)
     args = dict(table(body, "chat_template_kwargs"))
     if (effort := body.get("reasoning_effort")) is not None:
@@ -132,12 +132,12 @@ def _chunks(whole: dict[str, Any], kind: str, choices: list[dict[str, Any]], ask
     return "".join(map(event, (*chunks, "[DONE]")))
 
 
-def read_completion(body: Body, _: Session) -> tuple[Asked, Limits]:
+def read_completion(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
     check_fields(body, OF_COMPLETIONS)
     return given_turn(body.get("prompt"), "prompt", body)
 
 
-def given_turn(prompt: Any, name: str, limits: Body) -> tuple[Asked, Limits]:
+def given_turn(prompt: Any, name: str, limits: Body) -> tuple[TurnRequest, Limits]:
     """Returns the turn of a text or of token ids, as it is."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         (prompt,) = prompt
@@ -152,7 +152,7 @@ def given_turn(prompt: Any, name: str, limits: Body) -> tuple[Asked, Limits]:
         stop_token_ids=limits.get("stop_token_ids"),
     )
     same = digest(f"{prompt}{bounds}")
-    asked = Asked(same, token_ids=ids) if ids else Asked(same, text=str(prompt))
+    asked = TurnRequest(same, token_ids=ids) if ids else TurnRequest(same, text=str(prompt))
     return asked, bounds
 
 
@@ -194,7 +194,7 @@ OF_TOKENS = {"token_ids", "sampling_params"}
 OF_SAMPLING = {"max_tokens", "stop", "stop_token_ids", "detokenize", "include_stop_str_in_output"}
 
 
-def read_tokens(body: Body, _: Session) -> tuple[Asked, Limits]:
+def read_tokens(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
     check_fields(body, OF_TOKENS)
     params = table(body, "sampling_params")
     check_fields(params, OF_SAMPLING)

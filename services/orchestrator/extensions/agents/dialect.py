@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from services.orchestrator.extensions.agents.sessions import Answer, Limits, Session
-from services.orchestrator.extensions.environments.recording import Asked
+from services.orchestrator.extensions.environments.recording import TurnRequest
 from shared.errors import BadRequest
 from shared.explain import closest, sentences
 from shared.wire import ChatRequest
@@ -73,7 +73,7 @@ class Dialect:
     answer, in full or as server-sent events."""
 
     path: str
-    read: Callable[[Body, Session], tuple[Asked, Limits]]
+    read: Callable[[Body, Session], tuple[TurnRequest, Limits]]
     body: Callable[[Answer, Body], dict[str, Any]]
     stream: Callable[[Answer, Body], str]
 
@@ -97,7 +97,7 @@ def check_fields(body: Body, known: Iterable[str]) -> None:
         )
 
 
-def chat_turn(**fields: Any) -> tuple[Asked, Limits]:
+def chat_turn(**fields: Any) -> tuple[TurnRequest, Limits]:
     """Returns the turn of a conversation. Raises BadRequest for what is no text."""
     try:
         given = {name: value for name, value in fields.items() if value not in EMPTY}

@@ -20,7 +20,7 @@ from services.orchestrator.extensions.agents.dialect import (
     tool_choice,
 )
 from services.orchestrator.extensions.agents.sessions import Answer, Limits, Session
-from services.orchestrator.extensions.environments.recording import Asked
+from services.orchestrator.extensions.environments.recording import TurnRequest
 from shared.errors import BadRequest
 from shared.wire import Message
 
@@ -37,7 +37,7 @@ UNREAD = "arguments_as_text"
 """Holds the arguments of a call that are no JSON object."""
 
 
-def read(body: Body, _: Session) -> tuple[Asked, Limits]:
+def read(body: Body, _: Session) -> tuple[TurnRequest, Limits]:
     check_fields(body, KNOWN)
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):

@@ -19,7 +19,7 @@ from services.orchestrator.extensions.agents.dialect import (
     tool_choice,
 )
 from services.orchestrator.extensions.agents.sessions import Answer, Limits, Session
-from services.orchestrator.extensions.environments.recording import Asked
+from services.orchestrator.extensions.environments.recording import TurnRequest
 from shared.errors import BadRequest
 from shared.wire import Message
 
@@ -31,7 +31,7 @@ KNOWN = {
 CHOICES = {"auto": "auto", "none": "none"}
 
 
-def read(body: Body, session: Session) -> tuple[Asked, Limits]:
+def read(body: Body, session: Session) -> tuple[TurnRequest, Limits]:
     check_fields(body, KNOWN)
     given = body.get("input")
     is_text = isinstance(given, str)

@@ -26,12 +26,12 @@ from services.orchestrator.extensions.agents.sessions import (
     Session,
     Sessions,
 )
-from services.orchestrator.extensions.environments.recording import Asked
+from services.orchestrator.extensions.environments.recording import TurnRequest
 from shared.errors import BadRequest, Forbidden, NotFound
 from shared.http import codec, rendering
 from shared.http.gate import AcceptedKeys, given_token
-from shared.http.operations import client_gone, client_went_away, done_or
-from shared.http.rendering import body_of, media_type, reading, render
+from shared.http.operations import client_disconnected, client_gone, wait_until_any
+from shared.http.rendering import body_of, media_type, parse_body, render
 from shared.http.service import Service
 from shared.wire import ApiKey, CallAnswer, CallRequest, SessionRecord
 
@@ -94,7 +94,7 @@ async def answer_turn(request: Request, session: Session, dialect: Dialect) -> R
     data = await body_of(request, MAX_BODY_BYTES)
     if media_type(request, data) != codec.JSON:
         raise BadRequest(f"POST {dialect.path}: expected JSON")
-    body, (asked, limits) = await reading(len(data), _read, data, dialect, session)
+    body, (asked, limits) = await parse_body(len(data), _read, data, dialect, session)
     turn = session.turn(
         asked,
         limits,
@@ -109,7 +109,7 @@ async def answer_turn(request: Request, session: Session, dialect: Dialect) -> R
 
 def _read(
     data: bytes, dialect: Dialect, session: Session
-) -> tuple[dict[str, Any], tuple[Asked, Limits]]:
+) -> tuple[dict[str, Any], tuple[TurnRequest, Limits]]:
     document = _document(data)
     return document, dialect.read(document, session)
 
@@ -135,10 +135,10 @@ def _check_whole(document: dict[str, Any]) -> None:
 
 
 async def _unless_gone(turn: asyncio.Task[Answer], request: Request) -> Answer:
-    await done_or(turn, client_gone(request))
+    await wait_until_any(turn, client_gone(request))
     if not turn.done():
         turn.cancel()
-        raise client_went_away(f"POST {request.url.path}")
+        raise client_disconnected(f"POST {request.url.path}")
     return turn.result()
 
 

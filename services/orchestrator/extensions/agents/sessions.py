@@ -23,13 +23,13 @@ from pydantic_core import PydanticSerializationError
 
 from services.orchestrator.extensions.environments.conversation import (
     SEEDS_PER_TURN,
-    failed,
+    failed_group,
     with_info,
 )
 from services.orchestrator.extensions.environments.recording import (
-    Asked,
     Recording,
     Turn,
+    TurnRequest,
     digest,
     read_fields,
 )
@@ -132,14 +132,14 @@ class Session:
         return await self.turn(*self.asked(request), key=key, again=again)
 
     @staticmethod
-    def asked(request: ChatRequest) -> tuple[Asked, Limits]:
+    def asked(request: ChatRequest) -> tuple[TurnRequest, Limits]:
         """Returns the turn that the messages ask for. Raises BadRequest for what is no JSON."""
         messages = tuple(map(read_fields, request.messages))
         try:
             name = request.model_copy(update={"messages": messages}).model_dump_json()
         except PydanticSerializationError as error:  # too deep
             raise BadRequest(f"the request cannot be recorded: {error}") from error
-        asked = Asked(
+        asked = TurnRequest(
             name=digest(name),
             messages=messages,
             tools=request.tools or (),
@@ -149,17 +149,19 @@ class Session:
         stop = (request.stop,) if isinstance(request.stop, str) else request.stop or ()
         return asked, Limits(request.max_tokens, stop, request.stop_token_ids or ())
 
-    async def turn(self, asked: Asked, limits: Limits, *, key: str | None, again: bool) -> Answer:
+    async def turn(
+        self, asked: TurnRequest, limits: Limits, *, key: str | None, again: bool
+    ) -> Answer:
         """Returns the answer to messages, a text or token ids, as `answer` does."""
         if self._is_closed:
-            raise closed(self.id)
+            raise closed_error(self.id)
         call = self._same(asked.name, key, again) or self._begin(asked, limits, key)
         call.num_waiting += 1
         try:
             answer = await asyncio.shield(call.work)
         except asyncio.CancelledError:
             if call.work.cancelled():
-                raise closed(self.id) from None
+                raise closed_error(self.id) from None
             raise
         finally:
             call.num_waiting -= 1
@@ -201,7 +203,7 @@ class Session:
         if self._lost:
             raise self._lost
         if not self._recording.leaves():
-            return failed("the agent got no answer of the model")
+            return failed_group("the agent got no answer of the model")
         return self.recorded()
 
     def recorded(self) -> RolloutGroup:
@@ -245,7 +247,7 @@ class Session:
                 return call
         return None
 
-    def _begin(self, asked: Asked, limits: Limits, key: str | None) -> _Call:
+    def _begin(self, asked: TurnRequest, limits: Limits, key: str | None) -> _Call:
         number, self._num_begun = self._num_begun, self._num_begun + 1
         work = asyncio.create_task(self._next(asked, limits, number))
         call = _Call(asked.name, work)
@@ -262,7 +264,7 @@ class Session:
             if key:
                 self._keys.pop(key, None)
 
-    async def _next(self, asked: Asked, limits: Limits, number: int) -> Answer:
+    async def _next(self, asked: TurnRequest, limits: Limits, number: int) -> Answer:
         began = self._recording.tick()
         self._agent.stop()
         try:
@@ -314,7 +316,7 @@ class Session:
         )
 
     async def _sampled(
-        self, asked: Asked, parent: Turn | None, sampling: Sampling, number: int
+        self, asked: TurnRequest, parent: Turn | None, sampling: Sampling, number: int
     ) -> RolloutGroup:
         key = f"{self.id}:{number}"
         if asked.token_ids is not None or asked.text is not None:
@@ -411,9 +413,9 @@ class Sessions:
             if value in open_ones:
                 return open_ones[value]
             if value and value in self._closed:
-                raise closed(name if value == name else None)
+                raise closed_error(name if value == name else None)
         if api_key and api_key.startswith(KEY):
-            raise closed(None)
+            raise closed_error(None)
         return None
 
     def _forget(self, session: Session) -> None:
@@ -425,7 +427,7 @@ class Sessions:
             self._closed.popitem(last=False)
 
 
-def closed(name: str | None) -> Gone:
+def closed_error(name: str | None) -> Gone:
     """Returns the error of a session that is closed; None: the one whose key was given."""
     which = "the session of this key" if name is None else f"session {name!r}"
     return Gone(

@@ -31,7 +31,7 @@ from services.orchestrator.extensions.agents.sessions import Session, Sessions
 from services.orchestrator.extensions.environments.conversation import (
     MAX_PLAYED,
     EnvironmentFailed,
-    failed,
+    failed_group,
     with_info,
 )
 from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED
@@ -119,7 +119,7 @@ class Offer:
 
 
 @dataclass
-class LastAsked:
+class LastPoll:
     """When a worker last asked for episodes of a job, and whether its events say that none does."""
 
     at: float = field(default_factory=time.monotonic)
@@ -135,7 +135,7 @@ class Episodes:
         self._offers: dict[str, Offer] = {}
         self._leases: dict[str, EpisodeLease] = {}
         self._answered: OrderedDict[str, ResultTaken] = OrderedDict()
-        self._asked: dict[str, LastAsked] = {}
+        self._asked: dict[str, LastPoll] = {}
         self._offered = asyncio.Event()
 
     # --- for the job -----------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Episodes:
                 self._offered.set()  # its worker may take another suspect
 
     async def _until_taken(self, services: Services, offer: Offer) -> None:
-        asked = self._asked.setdefault(offer.job_id, LastAsked())
+        asked = self._asked.setdefault(offer.job_id, LastPoll())
         while not offer.taken.done():
             await asyncio.wait({offer.taken}, timeout=LOOK_S)
             asks = time.monotonic() - asked.at < NOBODY_S
@@ -178,7 +178,7 @@ class Episodes:
         except TimeoutError:
             if not limit.expired():
                 raise
-            return failed(f"the agent was not done after {deadline_s:g} s", "timeout")
+            return failed_group(f"the agent was not done after {deadline_s:g} s", "timeout")
 
     @contextlib.contextmanager
     def run_of(self, job_id: str) -> Generator[None]:
@@ -370,7 +370,7 @@ async def play(
                 get_logger().warning("episode lost", episode=key, reason=str(error))
             except LeaseReturned as error:
                 get_logger().info("episode given back", episode=key, reason=str(error))
-    return with_info(failed(_why(failures, deaths)), {ENVIRONMENT_FAILED: True})
+    return with_info(failed_group(_why(failures, deaths)), {ENVIRONMENT_FAILED: True})
 
 
 def _why(failures: list[str], deaths: list[str]) -> str:

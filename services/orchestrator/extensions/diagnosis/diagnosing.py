@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.orchestrator.extensions.diagnosis import reward_hacking, running, samples, training
-from services.orchestrator.extensions.diagnosis.facts import Facts, of_folder
+from services.orchestrator.extensions.diagnosis.facts import RunSnapshot, of_folder
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import Readable
-from services.orchestrator.tasks import to_the_end
+from services.orchestrator.tasks import finish_despite_cancel
 from shared.host.logs import get_logger
 from shared.job import Job
 from shared.wire import Finding, FindingList, JobRecord
@@ -24,7 +24,7 @@ from shared.wire import Finding, FindingList, JobRecord
 if TYPE_CHECKING:  # FastAPI, which `hone doctor RUN_FOLDER` does not need
     from shared.http.service import Service
 
-Check = Callable[[Facts], Iterator[Finding]]
+Check = Callable[[RunSnapshot], Iterator[Finding]]
 
 OF_STATE: tuple[Check, ...] = (
     running.ended_badly,
@@ -73,9 +73,9 @@ MAX_KNOWN = 8
 """Jobs whose last findings are kept, with their rows of metrics: some megabytes each."""
 
 
-def diagnose(facts: Facts) -> tuple[Finding, ...]:
+def diagnose(facts: RunSnapshot) -> tuple[Finding, ...]:
     """Returns the findings, the worst first."""
-    return _worst_first(found_by(OF_STATE, facts) + found_by(OF_RUN, facts))
+    return _worst_first(run_checks(OF_STATE, facts) + run_checks(OF_RUN, facts))
 
 
 def diagnose_run(folder: RunFolder, job: Job) -> tuple[Finding, ...]:
@@ -83,7 +83,7 @@ def diagnose_run(folder: RunFolder, job: Job) -> tuple[Finding, ...]:
     return diagnose(of_folder(folder, job))
 
 
-def found_by(checks: Sequence[Check], facts: Facts) -> list[Finding]:
+def run_checks(checks: Sequence[Check], facts: RunSnapshot) -> list[Finding]:
     """Returns what the checks find. One that fails is logged and finds nothing."""
     found: list[Finding] = []
     for check in checks:
@@ -101,11 +101,11 @@ def _worst_first(found: Sequence[Finding]) -> tuple[Finding, ...]:
 
 
 def findings_of(
-    facts: Facts, record: JobRecord, of_run: Sequence[Finding] | None = None
+    facts: RunSnapshot, record: JobRecord, of_run: Sequence[Finding] | None = None
 ) -> FindingList:
     """Returns the findings as the API has them. `of_run`: the run's findings; None: unknown."""
-    of_run = found_by(OF_RUN, facts) if of_run is None else of_run
-    found = _worst_first([*found_by(OF_STATE, facts), *of_run])
+    of_run = run_checks(OF_RUN, facts) if of_run is None else of_run
+    found = _worst_first([*run_checks(OF_STATE, facts), *of_run])
     return FindingList(
         job_id=record.id,
         status=record.status,
@@ -121,16 +121,16 @@ class _Run:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     read: tuple[object, ...] = ()
-    facts: Facts | None = None
+    facts: RunSnapshot | None = None
     found: list[Finding] = field(default_factory=list[Finding])
 
-    def look(self, record: JobRecord) -> Facts:
+    def look(self, record: JobRecord) -> RunSnapshot:
         """Returns the run's facts. `found` is what its files say now."""
         folder = RunFolder(Path(record.run_dir))
         state = folder.stamp(), record.job, record.summary
         if self.facts is None or self.read != state:
             facts = of_folder(folder, record.job)
-            self.found = found_by(OF_RUN, replace(facts, record=record))
+            self.found = run_checks(OF_RUN, replace(facts, record=record))
             self.facts, self.read = replace(facts, batches=(), syncs=()), state
         return self.facts
 
@@ -150,7 +150,7 @@ class Findings:
         newest = await self._store.newest_events(job_id, None, 1)
         run = self._run(job_id)
         async with run.lock:
-            facts = await to_the_end(asyncio.to_thread(run.look, record))
+            facts = await finish_despite_cancel(asyncio.to_thread(run.look, record))
             found = run.found
         facts = facts.about(record, newest[0].time if newest else None, time.time())
         return findings_of(facts, record, found)

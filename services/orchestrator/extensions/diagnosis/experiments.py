@@ -41,11 +41,11 @@ from services.orchestrator.samplers.discovery import sampler_urls
 from services.orchestrator.samplers.syncing import tolerance
 from services.orchestrator.store.folder import Proof, RunFolder
 from services.orchestrator.store.store import Store
-from services.orchestrator.tasks import all_of
+from services.orchestrator.tasks import gather_all
 from shared.errors import Conflict, Failed, HoneError, Unavailable
 from shared.http import rendering
 from shared.http.client import Client
-from shared.http.connecting import proxy_headers, trusted
+from shared.http.connecting import proxy_headers, ssl_context
 from shared.http.service import Service
 from shared.http.urls import is_direct
 from shared.settings import Settings
@@ -112,7 +112,7 @@ async def _run(
     if newest is None:
         raise Conflict(f"job {job_id!r} has brought no weights with a canary to a sampler yet")
     urls = await sampler_urls(settings.rollout_urls, store.samplers.urls)
-    of_all = await all_of(probe(url, settings, job_id, newest) for url in urls)
+    of_all = await gather_all(probe(url, settings, job_id, newest) for url in urls)
     experiments = [one for of_one in of_all for one in of_one]
     if not experiments:
         raise Conflict(
@@ -123,7 +123,7 @@ async def _run(
 
 
 @dataclass(frozen=True)
-class Measured:
+class SamplerMeasurement:
     """What a sampler answered. `again` are its log-probs `[T - 1]` of the canary, read in one pass
     without a cache. `sampled` and `reread` are log-probs of tokens that it sampled at temperature
     1: while it sampled, and read in one pass afterwards. `cold` and `warm` are of the same tokens
@@ -140,7 +140,7 @@ class Measured:
     why_not: dict[str, str] | None = None
 
 
-def judge(newest: Proof, measured: Measured) -> list[Experiment]:
+def judge(newest: Proof, measured: SamplerMeasurement) -> list[Experiment]:
     """Returns the experiments with their results, in the order in which they are read."""
     serving, whys = measured.serving, measured.why_not or {}
     ours, theirs = newest.canary.dtype, serving.dtype
@@ -276,7 +276,7 @@ def _http(url: str, token: str | None) -> httpx.AsyncClient:
         headers=authorization | proxy_headers(url),
         timeout=ANSWER_S,
         trust_env=not is_direct(urlsplit(url).hostname or ""),
-        verify=trusted(),
+        verify=ssl_context(),
     )
 
 
@@ -286,11 +286,11 @@ class _Probe:
         self._http = http
         self._why_not: dict[str, str] = {}
 
-    async def measured(self, serving: ServingWeights, newest: Proof) -> Measured:
+    async def measured(self, serving: ServingWeights, newest: Proof) -> SamplerMeasurement:
         ids = list(newest.canary.token_ids)
         start = 1 + secrets.randbelow(len(ids) - 1)  # a prompt that no cache has
         prompt = (ids[start:] + ids[:start])[: max(len(ids) - NUM_SAMPLED, len(ids) // 2)]
-        found = Measured(
+        found = SamplerMeasurement(
             serving,
             checked=await self._or_why("tensors", self._checked),
             again=await self._or_why("same_tokens", lambda: self._logprobs(ids)),

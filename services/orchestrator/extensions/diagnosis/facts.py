@@ -125,7 +125,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunSnapshot:
     """A run. `rows` are of its steps, in order, the evaluation before training as step 0;
     `batches` are scored ones, the oldest and the newest that are stored; `syncs` are rows of
     weights.jsonl, in order. `record` is None while its own worker asks: then nothing is said about
@@ -139,7 +139,7 @@ class Facts:
     last_event_at: float | None = None
     now: float = 0.0
 
-    def about(self, record: JobRecord, last_event_at: float | None, now: float) -> Facts:
+    def about(self, record: JobRecord, last_event_at: float | None, now: float) -> RunSnapshot:
         """Returns the facts with the job's state."""
         return replace(self, record=record, last_event_at=last_event_at, now=now)
 
@@ -220,15 +220,15 @@ def steps_of(series: Series) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def of_folder(folder: RunFolder, job: Job, rows: Sequence[MetricsRow] | None = None) -> Facts:
+def of_folder(folder: RunFolder, job: Job, rows: Sequence[MetricsRow] | None = None) -> RunSnapshot:
     """Returns the facts that the run folder has; `rows` if they are known already."""
     rows = folder.metrics() if rows is None else rows
     if len(rows) > FIRST_ROWS + LAST_ROWS:
         rows = [*rows[:FIRST_ROWS], *rows[-LAST_ROWS:]]
-    return Facts(job=job, rows=rows, batches=_batches(folder), syncs=folder.syncs())
+    return RunSnapshot(job=job, rows=rows, batches=_batches(folder), syncs=folder.syncs())
 
 
-def alone(path: Path) -> tuple[Facts, JobRecord]:
+def alone(path: Path) -> tuple[RunSnapshot, JobRecord]:
     """Returns the facts of a run folder without a stack, and the record as far as it tells. A job
     that has not ended counts as paused on request. Raises BadRequest for a folder of no job."""
     found = find_run(path.resolve())

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from services.orchestrator.extensions.diagnosis.facts import Facts, percent
+from services.orchestrator.extensions.diagnosis.facts import RunSnapshot, percent
 from services.orchestrator.grpo.advantages import outcome
 from shared.job import Job
 from shared.wire import Batch, Evidence, Finding, FindingCode, Prompt, Rollout
@@ -131,7 +131,7 @@ class RewardedRollout:
     is_suspect: bool
 
 
-def rewarded_copies(facts: Facts) -> Iterator[Finding]:
+def rewarded_copies(facts: RunSnapshot) -> Iterator[Finding]:
     """Rewarded completions are copied from their prompt."""
     if facts.newest is None or facts.job.environment:
         return  # an environment's rewards are of what was done, not of the last answer
@@ -148,7 +148,7 @@ def rewarded_copies(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def rewarded_without_answer(facts: Facts) -> Iterator[Finding]:
+def rewarded_without_answer(facts: RunSnapshot) -> Iterator[Finding]:
     """A grader of text rewards completions that lack the number that is the row's answer."""
     if facts.newest is None:
         return
@@ -168,7 +168,7 @@ def rewarded_without_answer(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def reward_hacks(facts: Facts) -> list[Finding]:
+def reward_hacks(facts: RunSnapshot) -> list[Finding]:
     """Returns both kinds."""
     return [*rewarded_copies(facts), *rewarded_without_answer(facts)]
 
@@ -225,7 +225,7 @@ def _shown(text: str) -> str:
     return line if len(line) <= SHOWN_CHARS else f"{line[:SHOWN_CHARS]}..."
 
 
-def _checked_for_copies(batch: Batch, facts: Facts) -> list[RewardedRollout]:
+def _checked_for_copies(batch: Batch, facts: RunSnapshot) -> list[RewardedRollout]:
     """Returns all rewarded completions of the batch, suspects where they are copies."""
     outcomes_PG = [[outcome(score, facts.job) for score in scores_G] for scores_G in batch.scores]
     best = max((value for row in outcomes_PG for value in row if value is not None), default=0.0)

@@ -7,11 +7,11 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 
-from services.orchestrator.errors import is_put_away
+from services.orchestrator.errors import is_preempted
 from services.orchestrator.extensions.diagnosis.facts import (
     FEWEST,
     WINDOW,
-    Facts,
+    RunSnapshot,
     Series,
     finding,
     percent,
@@ -84,14 +84,14 @@ SIDES = {
 """Stages beside sampling and training: what they are, the remedy, and the keys that it names."""
 
 
-def ended_badly(facts: Facts) -> Iterator[Finding]:
+def ended_badly(facts: RunSnapshot) -> Iterator[Finding]:
     """The job failed, or is paused and needs an operator, though no person paused it."""
     record = facts.record
     if record is None or record.status not in ("failed", "paused"):
         return
     why = record.error or "no reason is known"
     has_failed = record.status == "failed"
-    if not has_failed and (record.error == PAUSED_ON_REQUEST or is_put_away(why)):
+    if not has_failed and (record.error == PAUSED_ON_REQUEST or is_preempted(why)):
         return
     yield finding(
         code="failed" if has_failed else "paused",
@@ -107,7 +107,7 @@ def ended_badly(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def waits(facts: Facts) -> Iterator[Finding]:
+def waits(facts: RunSnapshot) -> Iterator[Finding]:
     """A queued or running job lacks something: a service, its data, a folder."""
     record = facts.record
     if record is None or record.status not in ("queued", "running"):
@@ -129,7 +129,7 @@ def waits(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def stalled(facts: Facts) -> Iterator[Finding]:
+def stalled(facts: RunSnapshot) -> Iterator[Finding]:
     """A running job from which nothing was heard for far longer than a step takes."""
     record, last = facts.record, facts.last_event_at
     if record is None or record.status != "running" or last is None or record.waits:
@@ -156,7 +156,7 @@ def stalled(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def recovers_often(facts: Facts) -> Iterator[Finding]:
+def recovers_often(facts: RunSnapshot) -> Iterator[Finding]:
     """The job lost a service's state again and again."""
     record, replayed = facts.record, facts.of("replayed")
     if record is None or record.recoveries < MANY_RECOVERIES:
@@ -175,13 +175,13 @@ def recovers_often(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _is_long(facts: Facts) -> bool:
+def _is_long(facts: RunSnapshot) -> bool:
     """Returns whether the job takes so long that its speed matters."""
     total = facts.of("time/step")
     return len(total) >= FEWEST and total.last().median * facts.job.steps >= LONG_S
 
 
-def slow_stage(facts: Facts) -> Iterator[Finding]:
+def slow_stage(facts: RunSnapshot) -> Iterator[Finding]:
     """A stage beside sampling and training takes much of a step, or sampling alone bounds it."""
     total = facts.of("time/step").last()
     if not _is_long(facts):
@@ -203,7 +203,7 @@ def slow_stage(facts: Facts) -> Iterator[Finding]:
     yield from _bound_by_samplers(facts, total)
 
 
-def _bound_by_samplers(facts: Facts, total: Series) -> Iterator[Finding]:
+def _bound_by_samplers(facts: RunSnapshot, total: Series) -> Iterator[Finding]:
     rollout, trainer = (facts.of(f"utilization/{each}") for each in ("rollout", "trainer"))
     busy, idle = rollout.last().median, trainer.last().median
     if not facts.job.max_staleness or not trainer or busy < BUSY or idle > IDLE:
@@ -223,7 +223,7 @@ def _bound_by_samplers(facts: Facts, total: Series) -> Iterator[Finding]:
     )
 
 
-def samplers_wait(facts: Facts) -> Iterator[Finding]:
+def samplers_wait(facts: RunSnapshot) -> Iterator[Finding]:
     """Samplers are idle most of the time, because they wait for the trainer."""
     rollout, total = facts.of("utilization/rollout"), facts.of("time/step").last()
     if not _is_long(facts) or not rollout or rollout.last().median > IDLE:
@@ -246,7 +246,7 @@ def samplers_wait(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def sampler_idle(facts: Facts) -> Iterator[Finding]:
+def sampler_idle(facts: RunSnapshot) -> Iterator[Finding]:
     """One sampler of several gets hardly any groups."""
     batch = facts.newest
     names = {each["replica"] for each in facts.syncs[-1]["samplers"]} if facts.syncs else set[str]()
@@ -272,7 +272,7 @@ def sampler_idle(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def slower(facts: Facts) -> Iterator[Finding]:
+def slower(facts: RunSnapshot) -> Iterator[Finding]:
     """Steps take far longer than in the beginning."""
     total = _without_extras(facts)
     if len(total) < 3 * WINDOW:
@@ -305,7 +305,7 @@ def _growth(series: Series) -> float:
     return series.last().median - series.first().median
 
 
-def _without_extras(facts: Facts) -> Series:
+def _without_extras(facts: RunSnapshot) -> Series:
     """Returns time/step without evaluations and checkpoints, which only some steps have."""
     extras = [dict(facts.of(f"time/{each}")) for each in ("eval", "checkpoint")]
     total = facts.of("time/step")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from services.orchestrator.extensions.diagnosis.facts import (
     FEWEST,
-    Facts,
     HeldOut,
+    RunSnapshot,
     Series,
     finding,
     percent,
@@ -89,7 +89,7 @@ class _Reason:
     keys: str
 
 
-def no_signal(facts: Facts) -> Iterator[Finding]:
+def no_signal(facts: RunSnapshot) -> Iterator[Finding]:
     """All completions of a prompt earn the same, so nothing is learned: too hard, too easy, or
     equal for another reason."""
     flat, reward, mark = facts.of(SIGNAL), facts.of("reward").last(), facts.full_mark
@@ -117,7 +117,7 @@ def no_signal(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _easy(facts: Facts, told: str) -> _Reason:
+def _easy(facts: RunSnapshot, told: str) -> _Reason:
     """Nearly all completions earn everything: from the beginning, or by now; or the reward is
     earned without the answer."""
     had = facts.of(SIGNAL).first().median < FLAT
@@ -140,7 +140,7 @@ def _easy(facts: Facts, told: str) -> _Reason:
     )
 
 
-def _hard(facts: Facts) -> _Reason:
+def _hard(facts: RunSnapshot) -> _Reason:
     """Hardly any completion earns a reward: from the beginning, or by now."""
     told = "hardly any completion earns a reward"
     if any(reward_fell(facts)):
@@ -160,7 +160,7 @@ def _hard(facts: Facts) -> _Reason:
     )
 
 
-def _equal(facts: Facts, same: float) -> _Reason:
+def _equal(facts: RunSnapshot, same: float) -> _Reason:
     """Rewards are equal, and neither all right nor all wrong."""
     if facts.job.sampling.group_size == 1:
         why = "sampling.group_size is 1, so no completion is compared with another"
@@ -185,7 +185,7 @@ def _share_of_one_text(batch: Batch | None) -> float:
     return statistics.fmean(len(each) == 1 for each in texts) if texts else 0.0
 
 
-def reward_constant(facts: Facts) -> Iterator[Finding]:
+def reward_constant(facts: RunSnapshot) -> Iterator[Finding]:
     """One of several rewards has never varied."""
     if len(facts.job.rewards) < 2:
         return  # then no group has signal, which is said by `no_signal`
@@ -210,7 +210,7 @@ def reward_constant(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def rewards_contradict(facts: Facts) -> Iterator[Finding]:
+def rewards_contradict(facts: RunSnapshot) -> Iterator[Finding]:
     """Two rewards pull against each other within the groups of the newest batch."""
     if not (batch := facts.newest):
         return
@@ -269,7 +269,7 @@ def correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
         return None
 
 
-def truncation(facts: Facts) -> Iterator[Finding]:
+def truncation(facts: RunSnapshot) -> Iterator[Finding]:
     """Many completions reach `sampling.max_tokens`."""
     cut_off = facts.of("completions/clipped_ratio")
     last = cut_off.last()
@@ -293,7 +293,7 @@ def truncation(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def overlong_prompts(facts: Facts) -> Iterator[Finding]:
+def overlong_prompts(facts: RunSnapshot) -> Iterator[Finding]:
     """Many prompts leave no room for a completion."""
     series = facts.of("overlong_prompts")
     if series and series.last().median >= OVERLONG:
@@ -311,7 +311,7 @@ def overlong_prompts(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def missing_rewards(facts: Facts) -> Iterator[Finding]:
+def missing_rewards(facts: RunSnapshot) -> Iterator[Finding]:
     """Completions without a reward, with the graders' reasons."""
     series = facts.of("missing_rewards")
     last = series.last(FEWEST)
@@ -329,7 +329,7 @@ def missing_rewards(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def errored_rollouts(facts: Facts) -> Iterator[Finding]:
+def errored_rollouts(facts: RunSnapshot) -> Iterator[Finding]:
     """Completions that went wrong, or were not done in time."""
     errors, late = facts.of("errored_rollouts"), facts.of("timed_out_rollouts")
     last = errors.last(FEWEST)
@@ -355,7 +355,7 @@ def errored_rollouts(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def environment_failures(facts: Facts) -> Iterator[Finding]:
+def environment_failures(facts: RunSnapshot) -> Iterator[Finding]:
     """Conversations without a reward, as their environment died."""
     series = facts.of("environment_failures")
     last = series.last(FEWEST)
@@ -394,7 +394,7 @@ def _why_wrong(batch: Batch) -> Iterator[str]:
             yield rollout.error or rollout.finish_reason
 
 
-def data_repeated(facts: Facts) -> Iterator[Finding]:
+def data_repeated(facts: RunSnapshot) -> Iterator[Finding]:
     """The job has gone through its data many times."""
     series = facts.of(PASSES)
     if series and series.values[-1] >= MANY_PASSES:
@@ -412,11 +412,11 @@ def data_repeated(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _num_problems(facts: Facts, passes: Series) -> int:
+def _num_problems(facts: RunSnapshot, passes: Series) -> int:
     return round(passes.steps[-1] * facts.job.sampling.prompts_per_step / passes.values[-1])
 
 
-def data_exhausted(facts: Facts) -> Iterator[Finding]:
+def data_exhausted(facts: RunSnapshot) -> Iterator[Finding]:
     """Nearly all problems are skipped as they teach nothing."""
     skipped, passes = facts.of("skipped_problems"), facts.of(PASSES)
     if not skipped or not passes:
@@ -437,7 +437,7 @@ def data_exhausted(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def evaluation_too_small(facts: Facts) -> Iterator[Finding]:
+def evaluation_too_small(facts: RunSnapshot) -> Iterator[Finding]:
     """Held-out problems are too few to tell what training changed."""
     steps = facts.job.steps
     for held_out in facts.held_out():
@@ -448,7 +448,7 @@ def evaluation_too_small(facts: Facts) -> Iterator[Finding]:
         yield from _cannot_compare(EvaluationReport.model_validate(summary["evaluation"]))
 
 
-def _too_small(facts: Facts, held_out: HeldOut) -> Iterator[Finding]:
+def _too_small(facts: RunSnapshot, held_out: HeldOut) -> Iterator[Finding]:
     rewards, half = held_out.rewards, held_out.half_widths[-1]
     first, last = rewards.values[0], rewards.values[-1]
     margin = held_out.margin(0, -1, facts.full_mark)
@@ -497,7 +497,7 @@ def _cannot_compare(report: EvaluationReport) -> Iterator[Finding]:
             )
 
 
-def evaluation_ignored(facts: Facts) -> Iterator[Finding]:
+def evaluation_ignored(facts: RunSnapshot) -> Iterator[Finding]:
     """The last evaluation counts nowhere, since too many completions have no reward."""
     for name in ("", *facts.job.evaluation.sets):
         prefix = metric_prefix(name)

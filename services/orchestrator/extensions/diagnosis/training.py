@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from services.orchestrator.extensions.diagnosis.facts import (
     FEWEST,
     WINDOW,
-    Facts,
     HeldOut,
+    RunSnapshot,
     Series,
     finding,
     percent,
@@ -99,7 +99,7 @@ READ_CHARS = 4000
 SHOWN_CHARS = 120
 
 
-def entropy_collapse(facts: Facts) -> Iterator[Finding]:
+def entropy_collapse(facts: RunSnapshot) -> Iterator[Finding]:
     """Nearly no randomness is left although there is more to learn: nothing new is tried."""
     entropy, reward, mark = facts.of("entropy"), facts.of("reward"), facts.full_mark
     first, last = entropy.first().median, entropy.last().median
@@ -120,14 +120,14 @@ def entropy_collapse(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def spikes(facts: Facts) -> Iterator[Finding]:
+def spikes(facts: RunSnapshot) -> Iterator[Finding]:
     """A step's divergence or gradient is far from what was usual before it."""
     for metric in ("kl", "kl/old_k3"):
         yield from _spike(facts, metric, SPIKE_NATS)
     yield from _spike(facts, "grad_norm", facts.job.training.max_grad_norm)
 
 
-def _spike(facts: Facts, metric: str, least: float) -> Iterator[Finding]:
+def _spike(facts: RunSnapshot, metric: str, least: float) -> Iterator[Finding]:
     series = facts.of(metric)
     found = [
         (step, value)
@@ -157,7 +157,7 @@ def _spike(facts: Facts, metric: str, least: float) -> Iterator[Finding]:
     )
 
 
-def updates(facts: Facts) -> Iterator[Finding]:
+def updates(facts: RunSnapshot) -> Iterator[Finding]:
     """Updates change the policy too much, or next to nothing: the learning rate."""
     moved = "nats by which log-probs of a fixed text change"
     leaps = facts.of(CANARY_CHANGE).kept(lambda _, value: value >= LEAP_NATS)
@@ -176,12 +176,12 @@ def updates(facts: Facts) -> Iterator[Finding]:
     yield from _too_small(facts)
 
 
-def _with_updates(facts: Facts, metric: str) -> Series:
+def _with_updates(facts: RunSnapshot, metric: str) -> Series:
     """Returns the values of steps that had something to learn: the others change nothing."""
     return facts.of(metric).kept(lambda _, value: bool(value))
 
 
-def _too_large(facts: Facts, series: Series, most: float, what: str) -> Finding:
+def _too_large(facts: RunSnapshot, series: Series, most: float, what: str) -> Finding:
     last, training = series.last(), facts.job.training
     several = training.epochs * training.minibatches > 1
     return finding(
@@ -200,7 +200,7 @@ def _too_large(facts: Facts, series: Series, most: float, what: str) -> Finding:
     )
 
 
-def _too_small(facts: Facts) -> Iterator[Finding]:
+def _too_small(facts: RunSnapshot) -> Iterator[Finding]:
     moved, reward = _with_updates(facts, CANARY_CHANGE), facts.of("reward")
     flat, now = facts.of("frac_reward_zero_std").last().median, moved.last().median
     if len(reward) < 2 * WINDOW or not moved or now >= STILL_NATS or flat >= 1:
@@ -224,7 +224,7 @@ def _too_small(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def steps_skipped(facts: Facts) -> Iterator[Finding]:
+def steps_skipped(facts: RunSnapshot) -> Iterator[Finding]:
     """Updates were refused as loss or gradient were not finite."""
     skipped = facts.of("skipped_steps")
     if found := [step for step, value in skipped.last(RECENT) if value]:
@@ -241,7 +241,7 @@ def steps_skipped(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def mismatch(facts: Facts) -> Iterator[Finding]:
+def mismatch(facts: RunSnapshot) -> Iterator[Finding]:
     """Sampler and trainer give the same tokens different log-probs."""
     current = facts.of("mismatch/current/logprob_diff_mean")
     series = current or facts.of("mismatch/logprob_diff_mean")
@@ -263,7 +263,7 @@ def mismatch(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _canaries(facts: Facts) -> list[Evidence]:
+def _canaries(facts: RunSnapshot) -> list[Evidence]:
     """Returns by how much the samplers' log-probs of the canary differ, by version."""
     found = [
         (sync["version"], max(differences))
@@ -277,7 +277,7 @@ def _canaries(facts: Facts) -> list[Evidence]:
     return [Evidence(metric="canary_difference", steps=steps, values=values, text=text)]
 
 
-def _why_they_differ(facts: Facts, canaries: list[Evidence]) -> str:
+def _why_they_differ(facts: RunSnapshot, canaries: list[Evidence]) -> str:
     sampling, spec = facts.job.sampling, facts.job.correction
     narrowed = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     if narrowed and spec.truncated_sampling == "accept":
@@ -293,7 +293,7 @@ def _why_they_differ(facts: Facts, canaries: list[Evidence]) -> str:
     return "sampler and trainer compute in another dtype, or not with the same weights"
 
 
-def off_policy(facts: Facts) -> Iterator[Finding]:
+def off_policy(facts: RunSnapshot) -> Iterator[Finding]:
     """Samples are so old that the correction leaves few of them."""
     series, age = facts.of("mismatch/effective_sample_size"), facts.of("staleness/mean")
     if not facts.job.max_staleness or len(series) < FEWEST or series.last().median >= EFFECTIVE:
@@ -311,7 +311,7 @@ def off_policy(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def reward_fell(facts: Facts) -> Iterator[Finding]:
+def reward_fell(facts: RunSnapshot) -> Iterator[Finding]:
     """The training reward is far below the best that it was: of ten steps, or of one of the first
     steps, since a single update may ruin a policy."""
     reward, first = facts.of("reward"), facts.of("reward").first()
@@ -342,7 +342,7 @@ def _fell(reward: Series, best: Series, last: Series) -> Finding:
     )
 
 
-def _usual_fall(facts: Facts, best: Series, noise: float) -> float:
+def _usual_fall(facts: RunSnapshot, best: Series, noise: float) -> float:
     """Returns how far the reward may fall from its best without anything being wrong."""
     deviation = facts.of("reward_std").median
     deviation = 0.0 if math.isnan(deviation) else deviation
@@ -351,7 +351,7 @@ def _usual_fall(facts: Facts, best: Series, noise: float) -> float:
     return max(LOST * scale, NOISES * max(noise, of_a_step))
 
 
-def held_out_falls(facts: Facts) -> Iterator[Finding]:
+def held_out_falls(facts: RunSnapshot) -> Iterator[Finding]:
     """The training reward holds or rises while the held-out reward falls: the mark of a reward that
     is played, or of problems learned by heart."""
     train = facts.of("reward")
@@ -381,13 +381,13 @@ def held_out_falls(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _is_below(held_out: HeldOut, at: int, best: int, facts: Facts) -> bool:
+def _is_below(held_out: HeldOut, at: int, best: int, facts: RunSnapshot) -> bool:
     """Returns whether a reward is below the best one by more than chance."""
     drop = held_out.rewards.values[best] - held_out.rewards.values[at]
     return drop > held_out.margin(best, at, facts.full_mark)
 
 
-def lengths(facts: Facts) -> Iterator[Finding]:
+def lengths(facts: RunSnapshot) -> Iterator[Finding]:
     """Completions became very short, or nearly as long as they may be."""
     length, reward = facts.of("completions/mean_length"), facts.of("reward")
     if facts.job.environment or facts.learned or len(length) < 2 * WINDOW:
@@ -423,7 +423,7 @@ def lengths(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def one_text(facts: Facts) -> Iterator[Finding]:
+def one_text(facts: RunSnapshot) -> Iterator[Finding]:
     """One string has spread through the completions of different prompts."""
     if len(facts.batches) < 2 or facts.learned:
         return

@@ -20,11 +20,16 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from services.orchestrator.extensions.environments.recording import Asked, Recording, Turn, row_of
+from services.orchestrator.extensions.environments.recording import (
+    Recording,
+    Turn,
+    TurnRequest,
+    row_of,
+)
 from services.orchestrator.grpo.groups import ENVIRONMENT_FAILED
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.seams import LOST, Player
-from services.orchestrator.tasks import all_of
+from services.orchestrator.tasks import gather_all
 from shared.errors import HoneError
 from shared.host import tracing
 from shared.host.logs import get_logger
@@ -113,7 +118,7 @@ class Conversation:
             except EnvironmentFailed as error:
                 why = str(error)
                 get_logger().warning("environment failed", episode=self._key, reason=why)
-        found = failed(f"the environment failed {MAX_PLAYED} times: {why}")
+        found = failed_group(f"the environment failed {MAX_PLAYED} times: {why}")
         return with_info(found, {ENVIRONMENT_FAILED: True})
 
     async def _episode(self, id: str) -> RolloutGroup:
@@ -129,7 +134,7 @@ class Conversation:
             if not limit.expired():
                 raise
             late = f"the conversation was not done after {self._spec.episode_s:g} s"
-            found = failed(late, "timeout")
+            found = failed_group(late, "timeout")
         except BaseException:  # raised again
             self._environment.drop(id)
             raise
@@ -165,7 +170,7 @@ class Conversation:
         closed = await self._of_environment(
             "closing an environment", self._environment.close(id, rewarded=True)
         )
-        found = ended(played, "stop" if why == "stop" else "length", why)
+        found = finished_group(played, "stop" if why == "stop" else "length", why)
         if closed.attributes is not None:
             found = with_info(found, {"environment": closed.attributes})
         return with_info(found, rewards(played.turn_rewards, closed))
@@ -190,7 +195,7 @@ class Conversation:
 
     def _record(self, played: Played, group: RolloutGroup) -> None:
         name = str(played.num_turns)
-        asked, began = Asked(name, tuple(played.messages)), played.recording.tick()
+        asked, began = TurnRequest(name, tuple(played.messages)), played.recording.tick()
         turn = played.recording.add(name, asked, played.last, group, began=began)
         played.recording.taken.add(turn)
         played.messages.append(turn.message)
@@ -261,7 +266,7 @@ def tool_calls(rollout: Rollout) -> tuple[ToolCall, ...]:
     )
 
 
-def ended(played: Played, finish_reason: FinishReason, why: str) -> RolloutGroup:
+def finished_group(played: Played, finish_reason: FinishReason, why: str) -> RolloutGroup:
     """Returns the conversation as a group of one. `why` it ended is "stop", or the limit that it
     reached."""
     group = played.recording.group(finish_reason, played.messages[played.num_prompt :])
@@ -284,7 +289,7 @@ def rewards(of_turns: Sequence[float | None], closed: EpisodeClosed) -> dict[str
     return {**found, "reward": closed.reward} if closed.has_reward else found
 
 
-def failed(error: str, finish_reason: FinishReason = "error") -> RolloutGroup:
+def failed_group(error: str, finish_reason: FinishReason = "error") -> RolloutGroup:
     """Returns a group of one rollout that is neither graded nor trained on."""
     rollout = Rollout(text="", token_ids=TokenIds(), finish_reason=finish_reason, error=error)
     return RolloutGroup(prompt_token_ids=TokenIds(), rollouts=(rollout,))
@@ -296,7 +301,7 @@ def with_info(group: RolloutGroup, info: dict[str, Any]) -> RolloutGroup:
     return group.model_copy(update={"rollouts": (more,)})
 
 
-def after(group: RolloutGroup, num_shared: int) -> Rollout:
+def without_prefix(group: RolloutGroup, num_shared: int) -> Rollout:
     """Returns a group's one rollout as it follows the first `num_shared` tokens of its prompt."""
     rollout = group.rollouts[0]
     if (rest := group.prompt_token_ids[num_shared:]) == ():
@@ -318,7 +323,7 @@ async def play_group(
     kind."""
     assert job.environment is not None
     play = players[job.environment.kind]
-    played = await all_of(
+    played = await gather_all(
         play(services, job, prompt, min_version, f"{key}:{number}", _nth(sampling, number))
         for number in range(sampling.n)
     )
@@ -351,7 +356,8 @@ def joined(played: list[RolloutGroup]) -> RolloutGroup:
     prompts = [list(group.prompt_token_ids) for group in whole] or [[]]
     shared = [ids[0] for ids in itertools.takewhile(_are_equal, zip(*prompts, strict=False))]
     rollouts = tuple(
-        after(group, len(shared)) if group in whole else group.rollouts[0] for group in played
+        without_prefix(group, len(shared)) if group in whole else group.rollouts[0]
+        for group in played
     )
     return RolloutGroup(
         prompt_token_ids=TokenIds(shared),

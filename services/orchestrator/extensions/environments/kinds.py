@@ -34,7 +34,7 @@ job's file is loaded."""
 R = TypeVar("R", bound=BaseModel)
 
 
-class Sandboxed:
+class SandboxEnvironment:
     """Episodes of a job by the `client` of the reward service, which is waited for `patience_s`
     seconds. `attributes`: reward functions need the environments' attributes."""
 
@@ -108,6 +108,6 @@ def environment_of(
     if spec.kind == "openenv":
         return OpenEnv(spec, settings)
     attributes = any("environments" in (each.source or "") for each in job.rewards)
-    own = Sandboxed(reward, job_id, spec, patience_s, attributes=attributes)
+    own = SandboxEnvironment(reward, job_id, spec, patience_s, attributes=attributes)
     mine = own if spec.has_file else None
     return Tools(spec, settings, mine) if spec.mcp else mine

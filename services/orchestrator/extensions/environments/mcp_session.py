@@ -14,7 +14,7 @@ from services.orchestrator.extensions.environments.openenv import MAX_MESSAGE_BY
 from services.orchestrator.extensions.environments.tools import of_blocks, result, tool_schema
 from services.orchestrator.seams import Lost
 from shared.errors import first_line
-from shared.http.connecting import trusted
+from shared.http.connecting import ssl_context
 from shared.wire import ToolCall, ToolResult
 
 GONE = frozenset({-32000, -32001})
@@ -72,7 +72,7 @@ class McpSession:
     async def _live(self) -> None:
         async with (
             httpx.AsyncClient(
-                transport=_Bounded(trusted()),
+                transport=_Bounded(ssl_context()),
                 timeout=self._limit_s,
                 trust_env=False,
             ) as http,

@@ -34,7 +34,7 @@ from services.orchestrator.extensions.environments.tools import (
 )
 from services.orchestrator.seams import Lost, Unreachable
 from shared.errors import BadRequest
-from shared.http.connecting import trusted
+from shared.http.connecting import ssl_context
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import (
@@ -56,11 +56,11 @@ CLOSE_S = 5.0
 MAX_CHARS = 1000
 
 
-class Away(Exception):
+class ServerUnreachable(Exception):
     """The server cannot be reached."""
 
 
-class Full(Exception):
+class ServerFull(Exception):
     """The server has no room for another episode."""
 
 
@@ -69,7 +69,7 @@ class Refused(Exception):
     model."""
 
 
-class Seen(BaseModel):
+class StepReply(BaseModel):
     """What the environment answers a reset and a step with."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
@@ -84,8 +84,8 @@ class Socket:
         self._socket = socket
         self._url = url
 
-    async def ask(self, kind: str, data: Mapping[str, Any]) -> Seen:
-        """Sends a reset or a step and returns its answer. Raises Full, Refused, or Lost."""
+    async def ask(self, kind: str, data: Mapping[str, Any]) -> StepReply:
+        """Sends a reset or a step and returns its answer. Raises ServerFull, Refused, or Lost."""
         with contextlib.suppress(aiohttp.ClientError, OSError):  # then an error waits to be read
             await self._socket.send_json({"type": kind, "data": dict(data)})
         received = await self._socket.receive()
@@ -94,11 +94,11 @@ class Socket:
             raise Lost(f"the environment at {self._url} closed the connection{why}")
         return self._read(received.data)
 
-    def _read(self, text: str) -> Seen:
+    def _read(self, text: str) -> StepReply:
         try:
             frame = json.loads(text)
             if frame["type"] == "observation":
-                return Seen.model_validate(frame["data"])
+                return StepReply.model_validate(frame["data"])
             code, message = frame["data"]["code"], str(frame["data"]["message"])
         except (ValueError, KeyError, TypeError, ValidationError, RecursionError) as error:
             raise Lost(
@@ -108,7 +108,7 @@ class Socket:
         if code == "VALIDATION_ERROR":
             raise Refused(_with_faults(message, frame["data"].get("errors")))
         if code == "CAPACITY_REACHED":
-            raise Full(f"the environment at {self._url} has no room: {message[:MAX_CHARS]}")
+            raise ServerFull(f"the environment at {self._url} has no room: {message[:MAX_CHARS]}")
         raise Lost(f"the environment at {self._url} failed ({code}): {message[:MAX_CHARS]}")
 
     async def close(self) -> None:
@@ -143,22 +143,24 @@ CONNECT_S = 10.0
 def session() -> aiohttp.ClientSession:
     """Returns a client without cookies, a limit of connections, or redirects."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=trusted(), limit=0),
+        connector=aiohttp.TCPConnector(ssl=ssl_context(), limit=0),
         cookie_jar=aiohttp.DummyCookieJar(),
         middlewares=(_without_redirects,),
     )
 
 
 async def connect(http: aiohttp.ClientSession, url: str) -> Socket:
-    """Returns a connection to `/ws` of the server. Raises Away."""
+    """Returns a connection to `/ws` of the server. Raises ServerUnreachable."""
     try:
         async with asyncio.timeout(CONNECT_S):
             socket = await http.ws_connect(f"{url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
     except TimeoutError as error:
-        raise Away(f"the environment at {url} took no connection in {CONNECT_S:g} s") from error
+        raise ServerUnreachable(
+            f"the environment at {url} took no connection in {CONNECT_S:g} s"
+        ) from error
     except (aiohttp.ClientError, OSError) as error:
         why = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-        raise Away(f"the environment at {url} cannot be reached: {why}") from error
+        raise ServerUnreachable(f"the environment at {url} cannot be reached: {why}") from error
     return Socket(socket, url)
 
 
@@ -267,10 +269,10 @@ class _Servers:
         server.num_open -= 1
         self._changed.set()
 
-    def refused(self, server: _Server, error: Away | Full) -> None:
+    def refused(self, server: _Server, error: ServerUnreachable | ServerFull) -> None:
         """The server did not begin the episode."""
         server.num_open -= 1
-        if isinstance(error, Full):
+        if isinstance(error, ServerFull):
             server.most, server.full_until = server.num_open, _now() + RETRY_S
         else:
             server.most, server.skipped_until = math.inf, _now() + self._skip_s
@@ -308,7 +310,7 @@ class OpenEnv:
             server = await self._servers.take()
             try:
                 return await self._begin(id, server, row)
-            except (Away, Full) as error:
+            except (ServerUnreachable, ServerFull) as error:
                 self._servers.refused(server, error)
                 since = None if self._episodes else since or _now()
                 if since and _now() - since >= self._spec.boot_s:
@@ -362,10 +364,10 @@ class OpenEnv:
             server.num_open += 1
             try:
                 opened = await self._begin("validated", server, row)
-            except Away as error:
+            except ServerUnreachable as error:
                 self._servers.leave(server)
                 reasons.append(str(error))
-            except Full:
+            except ServerFull:
                 self._servers.leave(server)
                 return EnvironmentValidated(observation=None, tools=(), has_reward=True)
             except Lost as error:
@@ -422,7 +424,7 @@ class OpenEnv:
             ) from error
         return _Offer(tools, calls_tools=True)
 
-    async def _called(self, socket: Socket, call: ToolCall) -> tuple[ToolResult, Seen | None]:
+    async def _called(self, socket: Socket, call: ToolCall) -> tuple[ToolResult, StepReply | None]:
         """Returns the call's result, and what was seen; None where no step was taken."""
         assert self._offer, "an episode is open"
         try:
@@ -449,7 +451,7 @@ class OpenEnv:
             raise Lost(
                 f"{what} was not done by {episode.server.url} within {limit_s:g} s (step_s)"
             ) from error
-        except Full as error:
+        except ServerFull as error:
             self.drop(id)
             raise Lost(str(error)) from error
         except BaseException:  # raised again
@@ -466,7 +468,7 @@ def _without_metadata(actions: dict[str, Any]) -> dict[str, Any]:
     return {**actions, "properties": fields}
 
 
-def _shown(seen: Seen) -> str:
+def _shown(seen: StepReply) -> str:
     """Returns what the model reads of an observation: without metadata, and a lone text as it
     is."""
     fields = {name: value for name, value in seen.observation.items() if name != "metadata"}

@@ -33,7 +33,7 @@ READ = (*COMPARED, "reasoning", "reasoning_content", "task")
 
 
 @dataclass(frozen=True)
-class Asked:
+class TurnRequest:
     """What a turn answers: messages, a text, or token ids. `name` is equal for equal requests, a
     `digest` of each."""
 
@@ -53,7 +53,7 @@ class Turn:
     and `ended` are numbers in the order of what happened in the session."""
 
     id: str
-    asked: Asked
+    asked: TurnRequest
     parent: Turn | None
     given: TokenIds
     rollout: Rollout
@@ -127,7 +127,7 @@ class Recording:
     def add(
         self,
         id: str,
-        asked: Asked,
+        asked: TurnRequest,
         parent: Turn | None,
         group: RolloutGroup,
         *,
@@ -153,7 +153,7 @@ class Recording:
         self._replica = group.replica or self._replica
         return turn
 
-    def before(self, asked: Asked) -> Turn | None:
+    def before(self, asked: TurnRequest) -> Turn | None:
         """Returns the longest turn that the request continues from, of equal ones the newest."""
         fits = _has_tokens if asked.token_ids is not None else _has_messages
         going_on: dict[Turn | None, int] = {None: 0}
@@ -164,7 +164,7 @@ class Recording:
         del going_on[None]
         return max(reversed(going_on), key=lambda turn: going_on[turn], default=None)
 
-    def why(self, asked: Asked, parent: Turn | None) -> str:
+    def why(self, asked: TurnRequest, parent: Turn | None) -> str:
         """Returns why the request does not continue from the newest turn; "" if it does."""
         if not self.turns or parent is self.turns[-1]:
             return ""
@@ -305,7 +305,7 @@ def row_of(
     )
 
 
-def _has_messages(turn: Turn, asked: Asked, at: int) -> int | None:
+def _has_messages(turn: Turn, asked: TurnRequest, at: int) -> int | None:
     """Returns how many of the request's messages are the turn's, if they are the first, and more
     follow. `at` of them are known to be."""
     end = turn.num_messages
@@ -315,7 +315,7 @@ def _has_messages(turn: Turn, asked: Asked, at: int) -> int | None:
     return end if _num_same(ours, asked.messages[at:]) == len(ours) else None
 
 
-def _has_tokens(turn: Turn, asked: Asked, at: int) -> int | None:
+def _has_tokens(turn: Turn, asked: TurnRequest, at: int) -> int | None:
     """Returns how many of the request's token ids are the turn's, if they are the first."""
     ours = (*turn.given, *turn.rollout.token_ids)
     assert asked.token_ids is not None
@@ -323,7 +323,7 @@ def _has_tokens(turn: Turn, asked: Asked, at: int) -> int | None:
     return end if end < len(asked.token_ids) and asked.token_ids[at:end] == ours else None
 
 
-def _other_template(one: Asked, other: Asked) -> str:
+def _other_template(one: TurnRequest, other: TurnRequest) -> str:
     if one.tools != other.tools:
         return "the tools"
     return "the template arguments" if one.template_args != other.template_args else ""

@@ -24,8 +24,8 @@ from services.orchestrator.tasks import stop
 from shared.errors import BadRequest, HoneError, NotFound, Unavailable, from_problem
 from shared.host.logs import get_logger, request_id
 from shared.http import codec, rendering
-from shared.http.connecting import proxy_headers, trusted
-from shared.http.operations import client_gone, client_went_away, done_or
+from shared.http.connecting import proxy_headers, ssl_context
+from shared.http.operations import client_disconnected, client_gone, wait_until_any
 from shared.http.service import Service
 from shared.http.urls import is_direct
 from shared.settings import Settings
@@ -173,7 +173,7 @@ class Calls:
             headers=authorization | proxy_headers(url),
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
             trust_env=not is_direct(urlsplit(url).hostname or ""),
-            verify=trusted(),
+            verify=ssl_context(),
         )
 
 
@@ -200,11 +200,11 @@ async def _answer(asked: Coroutine[Any, Any, httpx.Response], request: Request) 
     no sampling is wasted."""
     asking = asyncio.create_task(asked)
     try:
-        await done_or(asking, client_gone(request))
+        await wait_until_any(asking, client_gone(request))
     finally:
         await stop(asking)
     if asking.cancelled():
-        raise client_went_away(f"POST {request.url.path}")
+        raise client_disconnected(f"POST {request.url.path}")
     return asking.result()
 
 

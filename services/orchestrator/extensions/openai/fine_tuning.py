@@ -14,16 +14,16 @@ from typing import Annotated, Any, cast
 
 from fastapi import FastAPI, Query, Request
 
-from services.orchestrator.api.history import still_there
+from services.orchestrator.api.history import existing_checkpoints
 from services.orchestrator.api.jobs import METADATA, metadata_of
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.preflight import check_job
 from services.orchestrator.store.folder import RunFolder
-from services.orchestrator.store.lists import Wanted
-from services.orchestrator.store.records import Submission, Unreadable, check_event_id
-from services.orchestrator.store.run_folders import accept, accepted, cancel
+from services.orchestrator.store.lists import JobFilter
+from services.orchestrator.store.records import Submission, UnreadableRecord, check_event_id
+from services.orchestrator.store.run_folders import accept, cancel, complete_submission
 from services.orchestrator.store.store import Store
-from services.orchestrator.writable import Writable
+from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, NotFound
 from shared.http.client import Client
 from shared.http.service import Service, request_key
@@ -63,7 +63,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 
 
 def add_routes(
-    service: Service, settings: Settings, store: Store, runs: Writable, checks: CheckExecutor
+    service: Service, settings: Settings, store: Store, runs: RunsDirCheck, checks: CheckExecutor
 ) -> None:
     jobs, app = FineTuningJobs(settings, store, runs, checks), service.app
     _add_history_routes(app, jobs, store)
@@ -79,7 +79,7 @@ def add_routes(
     ) -> FineTuningJobList:
         """Jobs submitted here, newest first. `metadata[name]=value` lists only jobs with that
         entry; `metadata=null`, only jobs without metadata."""
-        wanted = Wanted(metadata=metadata_of(request), openai=True)
+        wanted = JobFilter(metadata=metadata_of(request), openai=True)
         found, has_more = await jobs.listed(after, limit, wanted)
         return FineTuningJobList(data=tuple(found), has_more=has_more)
 
@@ -129,7 +129,7 @@ def _add_history_routes(app: FastAPI, jobs: FineTuningJobs, store: Store) -> Non
         before = None if after is None else _step_of(after, job_id, ever)
         kept = [
             checkpoint
-            for checkpoint in (await still_there(ever))[::-1]
+            for checkpoint in (await existing_checkpoints(ever))[::-1]
             if before is None or checkpoint.step < before
         ]
         metrics = {row.step: row.metrics for row in rows}
@@ -184,7 +184,7 @@ class FineTuningJobs:
     """The jobs that were submitted in OpenAI's shape."""
 
     def __init__(
-        self, settings: Settings, store: Store, runs: Writable, checks: CheckExecutor
+        self, settings: Settings, store: Store, runs: RunsDirCheck, checks: CheckExecutor
     ) -> None:
         self._settings = settings
         self._checks = checks
@@ -199,7 +199,7 @@ class FineTuningJobs:
         if not job.trains:
             raise BadRequest("'hone.steps' is 0, which trains nothing; expected steps from 1 on")
         key = request_key.get()
-        if known := await accepted(self._store, asked, key):
+        if known := await complete_submission(self._store, asked, key):
             return await self.shown(known)
         await self._runs.check()
         checked = await check_job(job, self._checks)
@@ -232,7 +232,7 @@ class FineTuningJobs:
         return await self.shown(await self.record(job_id))
 
     async def listed(
-        self, after: str | None, limit: int, wanted: Wanted
+        self, after: str | None, limit: int, wanted: JobFilter
     ) -> tuple[list[FineTuningJob], bool]:
         """Returns up to `limit` readable jobs, and whether there are more. If there are more, the
         page is full, because clients take an empty page for the end."""
@@ -240,7 +240,7 @@ class FineTuningJobs:
         while True:
             page = await self._store.list(after, limit - len(found), wanted)
             for summary in page.jobs:
-                with contextlib.suppress(NotFound, Unreadable):  # NotFound: deleted since
+                with contextlib.suppress(NotFound, UnreadableRecord):  # NotFound: deleted since
                     found.append(await self.shown(await self.record(summary.id)))
             after = page.next_after
             if after is None or len(found) == limit:

@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from shared.errors import NotFound
-from shared.http.rendering import GZIP_BYTES, compressed
+from shared.http.rendering import GZIP_BYTES, compress
 from shared.http.service import Service
 
 FOLDER = Path(__file__).parent
@@ -111,6 +111,6 @@ def _files() -> dict[str, PageFile]:
 
 def _read(path: Path) -> PageFile:
     data = path.read_bytes()
-    zipped = compressed(data) if len(data) >= GZIP_BYTES else b""
+    zipped = compress(data) if len(data) >= GZIP_BYTES else b""
     etag = f'W/"{hashlib.sha256(data).hexdigest()[:32]}"'
     return PageFile(TYPES[path.suffix], data, zipped, etag)

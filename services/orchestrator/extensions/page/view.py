@@ -17,7 +17,7 @@ from services.orchestrator.extensions.diagnosis import diagnosing
 from services.orchestrator.extensions.diagnosis.facts import record_of
 from services.orchestrator.extensions.page import routes as page
 from services.orchestrator.store.folder import JOB, NOTE, RunFolder
-from services.orchestrator.store.lists import Wanted
+from services.orchestrator.store.lists import JobFilter
 from services.orchestrator.store.records import FoundRun, check_event_id, find_run
 from shared.errors import BadRequest, HoneError, no_job
 from shared.host import logs
@@ -45,9 +45,9 @@ class Folders:
     async def get(self, job_id: str) -> JobRecord:
         return (await asyncio.to_thread(self._look, job_id))[0]
 
-    async def list(self, after: str | None, limit: int, wanted: Wanted | None = None) -> JobList:
+    async def list(self, after: str | None, limit: int, wanted: JobFilter | None = None) -> JobList:
         """Returns the jobs, newest first, as the store does."""
-        wanted = wanted or Wanted()
+        wanted = wanted or JobFilter()
         records = await asyncio.to_thread(lambda: [self._look(name)[0] for name in self._folders])
         found = sorted(
             (one for one in records if _is(one, wanted)), key=lambda one: -one.created_at
@@ -164,7 +164,7 @@ def _event(record: JobRecord, folder: RunFolder, row: MetricsRow) -> Event | Non
     )
 
 
-def _is(record: JobRecord, wanted: Wanted) -> bool:
+def _is(record: JobRecord, wanted: JobFilter) -> bool:
     has = wanted.metadata
     return (
         wanted.status in (None, record.status)

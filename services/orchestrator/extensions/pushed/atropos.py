@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.orchestrator.extensions.pushed.groups import Pushing
+from services.orchestrator.extensions.pushed.groups import GroupIntake
 from services.orchestrator.store.folder import RunFolder
 from shared.errors import BadRequest, Busy, Conflict, TooLarge, Unavailable
 from shared.http import codec, rendering
@@ -76,7 +76,7 @@ Converted = tuple[int | None, PushedGroup]
 """A group, and the number of the environment that sent it."""
 
 
-def add_routes(service: Service, settings: Settings, pushing: Pushing) -> None:
+def add_routes(service: Service, settings: Settings, pushing: GroupIntake) -> None:
     api = Atropos(pushing)
     limit_bytes = settings.max_body_mib << 20
 
@@ -125,7 +125,7 @@ def add_routes(service: Service, settings: Settings, pushing: Pushing) -> None:
     _add_reads(service, api, pushing)
 
 
-def _add_reads(service: Service, api: Atropos, pushing: Pushing) -> None:
+def _add_reads(service: Service, api: Atropos, pushing: GroupIntake) -> None:
     @service.app.get(PREFIX + "/status")
     async def status(job_id: str) -> AtroposStatus:
         """How far the job is."""
@@ -147,7 +147,7 @@ class Atropos:
     """`_heard` says of each job's environments when they asked last (time.monotonic). One that is
     silent for `environment.episode_s` has no share, until it asks again."""
 
-    def __init__(self, pushing: Pushing) -> None:
+    def __init__(self, pushing: GroupIntake) -> None:
         self._pushing = pushing
         self._heard: dict[str, dict[int, float]] = {}
         self._registering = asyncio.Lock()
@@ -346,7 +346,7 @@ async def _sent(
         groups = sent.root if isinstance(sent, ScoredDataList) else (sent,)
         return [(each.env_id, pushed_group(each)) for each in groups]
 
-    return await rendering.reading(len(data), read)
+    return await rendering.parse_body(len(data), read)
 
 
 async def _body(request: Request, limit_bytes: int) -> bytes:

@@ -18,14 +18,14 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from services.orchestrator.data.choosing import tokenizer_folder, tokenizer_stamp
-from services.orchestrator.extensions.pushed.queue import Ledger, PushedQueue, Sent
+from services.orchestrator.extensions.pushed.queue import Ledger, PushedQueue, SentGroup
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.store import Store
 from shared.errors import BadRequest, Busy, Conflict, Unavailable
 from shared.http import codec, rendering
 from shared.http.service import Service
 from shared.job import Job, TrainingSpec
-from shared.templates import CannotCount, PromptReader, prompt_reader
+from shared.templates import PromptReader, TokenizerUnavailable, prompt_reader
 from shared.weights.model_folder import read_config, window_of
 from shared.wire import (
     TERMINAL,
@@ -74,13 +74,13 @@ def model_of(job: Job) -> Model:
     try:
         folder = tokenizer_folder(job)
         config = read_config(folder)
-    except CannotCount as error:
+    except TokenizerUnavailable as error:
         raise Unavailable(f"groups of the job cannot be checked here: {error}") from error
     inner: Any = config.get("text_config") or config
     limits = [limit for limit in (job.max_model_len, window_of(config)) if limit is not None]
     try:
         reader = prompt_reader(job.model, folder, job.sampling.template_args)
-    except CannotCount:
+    except TokenizerUnavailable:
         reader = None
     return Model(job.model, int(inner["vocab_size"]), min(limits, default=None), reader)
 
@@ -263,7 +263,7 @@ MAX_QUEUES = 64
 MAX_MODELS = 8
 
 
-def add_routes(service: Service, pushing: Pushing) -> None:
+def add_routes(service: Service, pushing: GroupIntake) -> None:
     path = "/v1/jobs/{job_id}/groups"
 
     async def push(job_id: str, request: Request) -> Response:
@@ -271,7 +271,7 @@ def add_routes(service: Service, pushing: Pushing) -> None:
         order in which groups came. 429: the job has as many as `max_staleness` allows."""
         data = await request.body()
         kind = rendering.media_type(request, data)
-        group = await rendering.reading(len(data), codec.decode, PushedGroup, data, kind)
+        group = await rendering.parse_body(len(data), codec.decode, PushedGroup, data, kind)
         return await rendering.render(await pushing.push(job_id, group), request)
 
     service.body(PushedGroup, "POST", path)
@@ -286,7 +286,7 @@ def add_routes(service: Service, pushing: Pushing) -> None:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedGroup:
     """A pushed group without a fault: as it was sent, and as it is stored."""
 
     group: PushedGroup
@@ -294,7 +294,7 @@ class Checked:
     digest: str
 
 
-class Pushing:
+class GroupIntake:
     """Accepts groups for the jobs of a store."""
 
     def __init__(self, store: Store) -> None:
@@ -307,13 +307,13 @@ class Pushing:
         be trained on, Busy while there is no room, and Conflict for a job that takes no groups."""
         return await self.store(job_id, await self.checked(job_id, group))
 
-    async def checked(self, job_id: str, group: PushedGroup) -> Checked:
+    async def checked(self, job_id: str, group: PushedGroup) -> CheckedGroup:
         """Returns the group as it is trained on. Raises BadRequest for one that cannot be, and
         Conflict for a job that takes no groups."""
         record = await self.record(job_id)
         return await asyncio.to_thread(self._checked, record, group)
 
-    async def store(self, job_id: str, checked: Checked) -> GroupAccepted:
+    async def store(self, job_id: str, checked: CheckedGroup) -> GroupAccepted:
         """Returns the group's number once it is on disk. Raises Busy while there is no room."""
         record = await self.record(job_id)
         number = await asyncio.to_thread(self._accept, record, self.queue(record), checked)
@@ -346,13 +346,13 @@ class Pushing:
             )
         return record
 
-    def _checked(self, record: JobRecord, group: PushedGroup) -> Checked:
+    def _checked(self, record: JobRecord, group: PushedGroup) -> CheckedGroup:
         scored = scored_group(group, self.model(record.job))
         check_ratio(group, record.job.training)
         digest = hashlib.sha256(codec.pack(group.model_copy(update={"key": None}))).hexdigest()
-        return Checked(group, scored, digest)
+        return CheckedGroup(group, scored, digest)
 
-    def _accept(self, record: JobRecord, queue: PushedQueue, checked: Checked) -> int:
+    def _accept(self, record: JobRecord, queue: PushedQueue, checked: CheckedGroup) -> int:
         RunFolder(Path(record.run_dir)).check_there()
         group = checked.group
 
@@ -361,7 +361,7 @@ class Pushing:
             next_step = counts_of(record, ledger).next_step
             check_versions(group, oldest_version(record, ledger), record.step + 1, next_step)
 
-        sent = Sent(checked.digest, group.key, record.step)
+        sent = SentGroup(checked.digest, group.key, record.step)
         return queue.accept(checked.scored, sent, admit)
 
     def queue(self, record: JobRecord) -> PushedQueue:

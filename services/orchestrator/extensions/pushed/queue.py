@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from services.orchestrator.samplers.waits import Waits
+from services.orchestrator.samplers.waits import PendingCalls
 from services.orchestrator.seams import Round
 from services.orchestrator.store.finished import CHECKSUM_BYTES, checksum
 from services.orchestrator.store.folder import PUSHED_FOLDER
-from services.orchestrator.tasks import to_disk
+from services.orchestrator.tasks import write_despite_cancel
 from services.orchestrator.writable import writing
 from shared.errors import Conflict, Failed
 from shared.host import disk
@@ -92,7 +92,7 @@ class Ledger:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentGroup:
     """How a group was sent: its digest, and its key. Without a key, the same group counts as sent
     again until it is trained, by a step up to `last_step`."""
 
@@ -110,7 +110,7 @@ class PushedQueue:
         self._ledger = Ledger()
         self._read_bytes = 0
 
-    def accept(self, group: ScoredGroup, sent: Sent, admit: Callable[[Ledger], None]) -> int:
+    def accept(self, group: ScoredGroup, sent: SentGroup, admit: Callable[[Ledger], None]) -> int:
         """Returns the group's number once it is on disk. The same group again has the same number;
         raises Conflict, "body_differs", for a key that came with another digest. `admit` raises if
         there is no room for a new group."""
@@ -249,14 +249,14 @@ class PushedGroups:
     """A step holds `turn` until it has its groups. Steps ask for it in their order, so they get
     groups in their order."""
 
-    def __init__(self, queue: PushedQueue, waits: Waits) -> None:
+    def __init__(self, queue: PushedQueue, waits: PendingCalls) -> None:
         self._queue = queue
         self._waits = waits
         self.turn = asyncio.Lock()
 
     async def take(self, asked: Round) -> list[ScoredGroup]:
         """Returns the groups of a round. Waits for them without a limit."""
-        numbers, is_whole = await to_disk(self._queue.take, asked)
+        numbers, is_whole = await write_despite_cancel(self._queue.take, asked)
         while not is_whole:
             numbers, is_whole = await self._after(len(numbers), asked)
         return [await asyncio.to_thread(self._queue.group, number) for number in numbers]
@@ -267,11 +267,11 @@ class PushedGroups:
         with self._waits.on("pushed groups", what):
             while True:
                 await asyncio.sleep(POLL_S)
-                numbers, is_whole = await to_disk(self._queue.take, asked)
+                numbers, is_whole = await write_despite_cancel(self._queue.take, asked)
                 if len(numbers) != num_here:
                     return numbers, is_whole
 
 
-def pushed_groups(run: Path, waits: Waits) -> PushedGroups:
+def pushed_groups(run: Path, waits: PendingCalls) -> PushedGroups:
     """Returns the groups that were pushed to the run folder `run`."""
     return PushedGroups(PushedQueue(run), waits)

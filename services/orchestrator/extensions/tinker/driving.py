@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
-from services.orchestrator.errors import PUT_AWAY, MustPause, PutAway
+from services.orchestrator.errors import PREEMPTED, OperatorActionNeeded, Preempted
 from services.orchestrator.extensions.tinker.log import OperationLog, Saved
 from services.orchestrator.samplers.services import Services
 from services.orchestrator.samplers.syncing import sync_weights
 from services.orchestrator.seams import Program
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.journal import SUPERVISED, Journal
-from services.orchestrator.tasks import to_disk
+from services.orchestrator.tasks import write_despite_cancel
 from shared.errors import BadRequest, Conflict, Failed, HoneError
 from shared.host.logs import get_logger
 from shared.job import Job
@@ -78,11 +78,11 @@ async def drive(orders: SampleOrders, program: Program) -> int:
     """Carries out the program's operations until it unloads the model. Returns the number of the
     trainer's last one."""
     with orders.running(program.services.caller.job_id, program.services):
-        return await Driving(**vars(program), samples=orders).run()
+        return await OperationRunner(**vars(program), samples=orders).run()
 
 
 @dataclass
-class Driving:
+class OperationRunner:
     """The run of one attempt, with the fields of `Program`; `samples` carries out orders of
     samples."""
 
@@ -117,7 +117,7 @@ class Driving:
             await self.services.trainer.checkpoint(0)
         start = await asyncio.to_thread(self._log.start)
         if self.last < start.done:
-            raise MustPause(
+            raise OperatorActionNeeded(
                 f"the trainer continued from operation {self.last}, and the log begins after "
                 f"operation {start.done}: the checkpoints since then are damaged or gone"
             )
@@ -126,9 +126,11 @@ class Driving:
             number += 1
             operation = await self._next(number)
             if operation is None:
-                await to_disk(self._log.finish, number, OperationOutcome(error=TOO_LATE))
+                await write_despite_cancel(
+                    self._log.finish, number, OperationOutcome(error=TOO_LATE)
+                )
                 continue
-            outcome = await to_disk(self._log.outcome, number)
+            outcome = await write_despite_cancel(self._log.outcome, number)
             if outcome is None or self._is_lost(operation, outcome):
                 outcome = await self._perform(number, operation, outcome)
             elif operation.is_numbered and outcome.error is None:
@@ -153,7 +155,7 @@ class Driving:
         if operation.kind == "optim_step":
             self._num_calls = 0
         if known is None:
-            await to_disk(self._log.finish, number, outcome)
+            await write_despite_cancel(self._log.finish, number, outcome)
             return outcome
         if outcome.error is not None and known.error is None:
             raise Failed(f"operation {number} was done, and fails now: {outcome.error}")
@@ -184,7 +186,7 @@ class Driving:
             path=outcome.path,
             adapter=outcome.adapter,
         )
-        await to_disk(self._saved.add, saved)
+        await write_despite_cancel(self._saved.add, saved)
         return outcome
 
     def _checkpoint_is_due(self) -> bool:
@@ -196,7 +198,7 @@ class Driving:
         self._checkpoint_at = time.monotonic()
         before = self._at_checkpoint
         if before is not None and before.done < self._num_done:  # else it is the same folder
-            await to_disk(self._log.advance, before)
+            await write_despite_cancel(self._log.advance, before)
         self._at_checkpoint = LogStart(number=number + 1, done=self._num_done)
 
     async def _kept_steps(self) -> tuple[int, ...]:
@@ -253,7 +255,7 @@ class Driving:
             self.samples.carry_out(self.folder.path.name, id, self._log)
         if time.monotonic() > self._forget_due_at:
             self._forget_due_at = time.monotonic() + FORGET_S
-            await to_disk(self._log.forget_samples)
+            await write_despite_cancel(self._log.forget_samples)
 
     def _later_ones_came(self, number: int) -> bool:
         """Whether later operations than this one have come."""
@@ -263,7 +265,7 @@ class Driving:
         return self._log.newest() > number
 
     async def _make_room(self) -> None:
-        """Raises PutAway if another job waits for the trainer."""
+        """Raises Preempted if another job waits for the trainer."""
         if not self.num_queued():
             return
         try:
@@ -271,8 +273,8 @@ class Driving:
                 await self.services.trainer.checkpoint(self.last, await self._kept_steps())
         except Conflict as error:  # a gradient waits: its calls are done again later
             await self.journal.log(error.detail)
-        raise PutAway(
-            f"{PUT_AWAY}: its program sent nothing for {IDLE_S:g} s, and another job waits; the "
+        raise Preempted(
+            f"{PREEMPTED}: its program sent nothing for {IDLE_S:g} s, and another job waits; the "
             "next operation brings it back"
         )
 
@@ -340,7 +342,7 @@ class Driving:
             SUPERVISED: 1.0,
         }
         row = MetricsRow(step=step, metrics=metrics)
-        await to_disk(self.folder.append_metrics, row)
+        await write_despite_cancel(self.folder.append_metrics, row)
         await self.journal.operation(row)
 
 
@@ -406,7 +408,7 @@ class SampleOrders:
             get_logger().warning("not sampled", job=job_id, sample=id, reason=str(error))
             await asyncio.sleep(AGAIN_S)
             return
-        await to_disk(log.deliver, id, samples)
+        await write_despite_cancel(log.deliver, id, samples)
         self._num_failures.pop(which, None)
 
 

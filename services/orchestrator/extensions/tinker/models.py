@@ -29,14 +29,14 @@ from services.orchestrator.extensions.tinker.requests import adapter_of, id_of
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.preflight import check_job
 from services.orchestrator.store.leases import PAUSED_ON_REQUEST
-from services.orchestrator.store.lists import Wanted
+from services.orchestrator.store.lists import JobFilter
 from services.orchestrator.store.records import Submission
-from services.orchestrator.store.run_folders import accept, accepted
+from services.orchestrator.store.run_folders import accept, complete_submission
 from services.orchestrator.store.store import Store
-from services.orchestrator.tasks import to_disk
-from services.orchestrator.writable import Writable
+from services.orchestrator.tasks import write_despite_cancel
+from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, Conflict, NotFound
-from shared.http.gate import scoped
+from shared.http.gate import scope_key
 from shared.job import Job
 from shared.job.file import parse_job
 from shared.settings import Settings
@@ -58,7 +58,7 @@ class Models:
     """The models of a store. A model is a job of the objective "program"."""
 
     def __init__(
-        self, settings: Settings, store: Store, writable: Writable, checks: CheckExecutor
+        self, settings: Settings, store: Store, writable: RunsDirCheck, checks: CheckExecutor
     ) -> None:
         self._settings = settings
         self._store = store
@@ -79,7 +79,7 @@ class Models:
         """Returns the job of a model's id, which the SDK may have made of the session's."""
         if ":train:" not in model_id:
             return model_id
-        wanted = Wanted(metadata={requests.MODEL: model_id})
+        wanted = JobFilter(metadata={requests.MODEL: model_id})
         listed = (await self._store.list(None, 1, wanted)).jobs
         if not listed:
             raise NotFound(f"there is no model {model_id!r:.200}")
@@ -104,8 +104,8 @@ class Models:
 
     async def submitted(self, job: Job, key: str) -> JobRecord:
         """Returns the job's record. The same key is the same job, of the caller's API key."""
-        key = scoped(key)
-        record = await accepted(self._store, job, key)
+        key = scope_key(key)
+        record = await complete_submission(self._store, job, key)
         if record is None:
             await self._writable.check()
             run = await check_job(job, self._checks)
@@ -157,9 +157,9 @@ def read_job(document: dict[str, Any]) -> Job:
     return parse_job(document, "the model asked for")
 
 
-def is_put_away(record: JobRecord) -> bool:
+def is_preempted_model(record: JobRecord) -> bool:
     """Whether the model made room for another job, and its next operation brings it back."""
-    return record.status == "paused" and errors.is_put_away(record.error)
+    return record.status == "paused" and errors.is_preempted(record.error)
 
 
 MAX_AHEAD = 1000
@@ -245,10 +245,10 @@ class Operations:
         try:
             operation = await asyncio.to_thread(read)
         except BadRequest as error:
-            await to_disk(log.refuse, number, digest, error.detail)
+            await write_despite_cancel(log.refuse, number, digest, error.detail)
             raise
-        await to_disk(log.accept, number, operation)
-        if is_put_away(record):
+        await write_despite_cancel(log.accept, number, operation)
+        if is_preempted_model(record):
             await self._store.resume(record.id)
         return {"request_id": future_of(record.id, number), "model_id": record.id}
 
@@ -306,7 +306,7 @@ class Futures:
             found = await asyncio.to_thread(_operation_result, record.id, log, int(rest))
         else:
             raise NotFound(f"there is no request {record.id}:{rest}")
-        if found is None and is_put_away(record):
+        if found is None and is_preempted_model(record):
             await self._store.resume(record.id)
         elif found is None and _is_over(record):
             why = f"the model {record.id!r} is {record.status}: {record.error or 'it has ended'}"
@@ -331,7 +331,7 @@ class Futures:
 def _is_over(record: JobRecord) -> bool:
     """Whether the model has ended, or is paused for an error that someone has to fix."""
     if record.status == "paused":
-        return record.error != PAUSED_ON_REQUEST and not is_put_away(record)
+        return record.error != PAUSED_ON_REQUEST and not is_preempted_model(record)
     return record.status in TERMINAL
 
 
@@ -339,7 +339,7 @@ def _queue_state(record: JobRecord) -> dict[str, Any]:
     """Returns what the SDK logs of a model that waits for long."""
     if record.status == "running":
         return {"queue_state": "active"}
-    if record.status == "paused" and not is_put_away(record):
+    if record.status == "paused" and not is_preempted_model(record):
         reason = f"someone paused it; `hone resume {record.id}` continues"
     else:
         reason = "it waits for a place on the trainer"
@@ -393,7 +393,7 @@ class SamplingSessions:
             session = SamplingSession(own_weights=True)
             sampler = await self._sampler(body, requests.sampler_document(body), 0)
         id = "x" + requests.digest_of(key.encode())[:16]
-        await to_disk(OperationLog(Path(sampler.run_dir)).open_session, id, session)
+        await write_despite_cancel(OperationLog(Path(sampler.run_dir)).open_session, id, session)
         return {"type": "create_sampling_session", "sampling_session_id": f"{sampler.id}:{id}"}
 
     async def _snapshot(self, path: str) -> tuple[JobRecord, SamplingSession]:
@@ -414,12 +414,12 @@ class SamplingSessions:
         program would end when that program likes, and have this one's prompts in its folder."""
         wanted, program = read_job(document), body["session_id"]
         for status in ("running", "queued", "paused"):
-            listed = await self._store.list(None, MAX_LISTED, Wanted(status=status))
+            listed = await self._store.list(None, MAX_LISTED, JobFilter(status=status))
             for one in listed.jobs:
                 if requests.program_of(one.metadata) != program:
                     continue
                 record = await self._store.get(one.id)
-                may_run = status != "paused" or is_put_away(record)
+                may_run = status != "paused" or is_preempted_model(record)
                 if may_run and _can_sample(record.job, wanted.model, rank):
                     return record
         key = f"tinker:{program}:sampler:{requests.digest_of(repr(document).encode())}"
@@ -464,14 +464,14 @@ class SamplingSessions:
             top_logprobs=requests.read_top(body, "topk_sample_logprobs"),
         )
         if name.isdecimal():
-            await to_disk(Saved(Path(record.run_dir)).use, int(name))
+            await write_despite_cancel(Saved(Path(record.run_dir)).use, int(name))
         log, id = OperationLog(Path(record.run_dir)), f"{name}-{number}"
         if record.status in TERMINAL and await asyncio.to_thread(log.ordered, id) is None:
             raise Conflict(
                 f"the model {record.id!r}, which samples for this session, is {record.status}; "
                 "expected a session on a model that has not ended: create a new sampling client"
             )
-        await to_disk(log.order, id, order)
+        await write_despite_cancel(log.order, id, order)
         self._orders.carry_out(record.id, id, log)
         return {
             "request_id": future_of_samples(record.id, id),

@@ -45,8 +45,8 @@ from services.orchestrator.extensions.tinker.requests import MODEL, adapter_of, 
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.store.run_folders import files_of, path_of
 from services.orchestrator.store.store import Store
-from services.orchestrator.tasks import to_disk
-from services.orchestrator.writable import Writable, writing
+from services.orchestrator.tasks import write_despite_cancel
+from services.orchestrator.writable import RunsDirCheck, writing
 from shared.errors import BadRequest, Conflict, HoneError, NotFound, Unauthorized
 from shared.host import disk
 from shared.host.logs import get_logger
@@ -70,7 +70,7 @@ def add_routes(
     service: Service,
     settings: Settings,
     store: Store,
-    writable: Writable,
+    writable: RunsDirCheck,
     checks: CheckExecutor,
     orders: SampleOrders,
 ) -> None:
@@ -335,7 +335,7 @@ class Management:
         return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
 
     async def delete(self, record: JobRecord, id: str) -> None:
-        await self._remove(Path(record.run_dir), await asyncio.to_thread(saved_as, record, id))
+        await self._remove(Path(record.run_dir), await asyncio.to_thread(find_saved, record, id))
 
     async def _remove(self, run: Path, saved: SavedWeights) -> None:
         """Raises Conflict if a job that has not ended begins with the checkpoint."""
@@ -345,12 +345,12 @@ class Management:
                     f"{saved.name!r} is used by job {use.job_id!r}, which is {use.status}; cancel "
                     "that job, or wait for its end"
                 )
-        await to_disk(Saved(run).remove, saved)
+        await write_despite_cancel(Saved(run).remove, saved)
 
     async def expire(self, record: JobRecord, id: str, ttl_s: float | None) -> None:
-        one = await asyncio.to_thread(saved_as, record, id)
+        one = await asyncio.to_thread(find_saved, record, id)
         expires_at = None if ttl_s is None else time.time() + ttl_s
-        await to_disk(
+        await write_despite_cancel(
             Saved(Path(record.run_dir)).change, one.model_copy(update={"expires_at": expires_at})
         )
 
@@ -379,7 +379,7 @@ class Management:
             get_logger().warning("expired weights not removed", job=job_id, reason=str(error))
 
 
-def saved_as(record: JobRecord, id: str) -> SavedWeights:
+def find_saved(record: JobRecord, id: str) -> SavedWeights:
     """Returns what the model saved under Tinker's id, for example `weights/NAME`. Raises
     NotFound."""
     part, _, name = id.partition("/")
@@ -442,10 +442,10 @@ class Downloads:
 
     async def urls(self, record: JobRecord, id: str, base_url: str) -> dict[str, Any]:
         """Returns an address for each file of an export. `base_url` is the server's."""
-        one = await asyncio.to_thread(saved_as, record, id)
+        one = await asyncio.to_thread(find_saved, record, id)
         expires = int(time.time() + URL_S)
         files = await asyncio.to_thread(files_of, Path(one.path))
-        secret = await to_disk(self._secret)
+        secret = await write_despite_cancel(self._secret)
         urls: dict[str, str] = {}
         for file in files:
             signature = _signed(secret, record.id, one.number, file.name, expires)
@@ -455,7 +455,7 @@ class Downloads:
 
     async def file(self, signature: str, expires: int, job: str, number: int, name: str) -> Path:
         """Returns the file behind an address of `urls`. Raises Unauthorized for any other one."""
-        wanted = _signed(await to_disk(self._secret), job, number, name, expires)
+        wanted = _signed(await write_despite_cancel(self._secret), job, number, name, expires)
         if not hmac.compare_digest(wanted.encode(), signature.encode()) or expires < time.time():
             raise Unauthorized("the address is not one of an export's files, or not any more")
         run_dir = Path((await self._store.get(job)).run_dir)

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from services.reward.grading.codec import (
-    Awaited,
+    AwaitedResult,
     NotPlain,
-    TooLong,
+    ValueTooLong,
     decode,
     encode,
 )
@@ -59,7 +59,7 @@ class TimeLimit(BaseException):
     """One call used up its CPU time."""
 
 
-class Absent(BaseException):
+class FunctionMissing(BaseException):
     """The program does not define the function `name`."""
 
     def __init__(self, name: str) -> None:
@@ -120,9 +120,9 @@ def _outcome(step: Callable[[], Any], cpu_s: float) -> list[str]:
         return ["late", f"more than {cpu_s:g} s of CPU time"]
     except NotPlain as error:
         return ["opaque", str(error)[:MAX_MESSAGE_CHARS]]
-    except TooLong as error:
+    except ValueTooLong as error:
         return ["large", str(error)[:MAX_MESSAGE_CHARS]]
-    except Absent as error:
+    except FunctionMissing as error:
         return ["absent", f"NameError: name {error.name!r} is not defined"]
     except MemoryError:
         return ["memory", "MemoryError"]
@@ -147,13 +147,13 @@ def _made(call: list[str], names: dict[str, Any]) -> Any:
     arguments, keywords = decode(call[2])
     name, _, method = call[1].partition("().")
     if name not in names:
-        raise Absent(name)
+        raise FunctionMissing(name)
     function = getattr(names[name](), method) if method else names[name]
     value = function(*arguments, **keywords)
     if isinstance(value, types.CoroutineType):
         import asyncio
 
-        return Awaited(asyncio.run(value))
+        return AwaitedResult(asyncio.run(value))
     return value
 
 

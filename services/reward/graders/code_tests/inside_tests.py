@@ -16,7 +16,7 @@ import types
 from typing import Any, NoReturn
 
 from services.reward.grading.codec import (
-    Awaited,
+    AwaitedResult,
     NotPlain,
     WrongType,
     decode,
@@ -121,7 +121,7 @@ class Proxies:
             self._stop("opaque", f"returned {error}")
         except BaseException as error:  # this process is out of something
             self._stop("opaque", f"more than the tests can hold ({type(error).__name__})")
-        return _coroutine(value.value) if isinstance(value, Awaited) else value
+        return _coroutine(value.value) if isinstance(value, AwaitedResult) else value
 
     def _looked_up(
         self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]

@@ -23,7 +23,7 @@ from services.reward.grading.answers.numbers import (
     terminates,
 )
 from services.reward.grading.answers.text import TEXT, clean, key, split, without_marks
-from services.reward.grading.answers.units import NOTHING, Counted, after_number, agree
+from services.reward.grading.answers.units import NOTHING, NumberSuffix, after_number, agree
 
 VETOES = {
     "unevaluated": "an expression that is not worked out, where the row's answer is",
@@ -443,7 +443,7 @@ def _found(text: str) -> str:
     return answer if follows is None or not number(answer) else f"{answer}{follows[0]}"
 
 
-def _read(text: str) -> tuple[Any, Counted]:
+def _read(text: str) -> tuple[Any, NumberSuffix]:
     """Returns the sympy object that all of an answer is, and the unit behind it. Raises Veto."""
     import sympy
 

@@ -16,7 +16,7 @@ from services.reward.grading.answers.text import clean, without_marks
 from services.reward.grading.answers.units import (
     NOTHING,
     SCALES,
-    Counted,
+    NumberSuffix,
     after_number,
     agree,
     unit,
@@ -84,7 +84,7 @@ class Number:
 
     value: Fraction
     is_percent: bool = False
-    counted: Counted = NOTHING
+    counted: NumberSuffix = NOTHING
     digits: int = 0
     step: Fraction | None = None
     is_attached: bool = False
@@ -248,7 +248,7 @@ def _compound(text: str) -> Number | None:
         if smaller.measures != first.measures or not 0 <= value * smaller.size < left:
             return None
         total, left = total + value * smaller.size / first.size, smaller.size
-    return Number(total, counted=Counted(1, first)) if amounts[0][0] >= 0 else None
+    return Number(total, counted=NumberSuffix(1, first)) if amounts[0][0] >= 0 else None
 
 
 def decimal_comma(text: str) -> str:
@@ -263,15 +263,15 @@ def _plain(digits: str) -> str:
     return re.sub(r"[ ,.'’_]", "", digits)
 
 
-def _counted(found: re.Match[str]) -> Counted | None:
+def _counted(found: re.Match[str]) -> NumberSuffix | None:
     """Returns what `after_number` does of what follows the digits. Without a blank between, only a
     known unit, or k for thousand, does: 5x is a formula."""
     attached = found["attached"]
     if attached in ("k", "K"):
-        counted: Counted | None = Counted(SCALES["k"])
+        counted: NumberSuffix | None = NumberSuffix(SCALES["k"])
     elif attached:
         known = unit(attached)
-        counted = Counted(1, known) if known else None
+        counted = NumberSuffix(1, known) if known else None
     else:
         counted = after_number(found["after"] or "")
     if not found["money"] or counted is None:
@@ -281,4 +281,4 @@ def _counted(found: re.Match[str]) -> Counted | None:
     money = "dollars" if found["money"] == "$" else found["money"].strip()
     if counted.unit:
         return None if counted.unit != unit(money) else counted
-    return Counted(counted.scale, unit(money))
+    return NumberSuffix(counted.scale, unit(money))

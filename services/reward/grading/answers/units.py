@@ -112,7 +112,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Counted:
+class NumberSuffix:
     """What stands after a number: it is multiplied by `scale`, and is of a known `unit`, or of
     things that have a name, by its `words`."""
 
@@ -121,10 +121,10 @@ class Counted:
     words: frozenset[str] = frozenset()
 
 
-NOTHING = Counted()
+NOTHING = NumberSuffix()
 
 
-def agree(ours: Counted, theirs: Counted) -> Fraction | None:
+def agree(ours: NumberSuffix, theirs: NumberSuffix) -> Fraction | None:
     """Returns by how much an amount of `ours` has to be multiplied to be one of `theirs`; None
     where they are amounts of different things. What names nothing agrees with all."""
     if ours.unit and theirs.unit:
@@ -141,7 +141,7 @@ def agree(ours: Counted, theirs: Counted) -> Fraction | None:
     return Fraction(1)
 
 
-def after_number(text: str) -> Counted | None:
+def after_number(text: str) -> NumberSuffix | None:
     """Returns what `text` says that stands after a number; None if it is neither unit nor name of
     what is counted ("or 6", "squared", "x")."""
     first, _, rest = text.strip().partition(" ")
@@ -155,10 +155,10 @@ def after_number(text: str) -> Counted | None:
             return said
     found = unit(rest)
     if found or not rest:
-        return Counted(scale, found)
+        return NumberSuffix(scale, found)
     words = re.findall(r"[^\W\d_]+", rest.lower())
     if words[:1] in (["square"], ["cubic"]) and words[1:] in (["unit"], ["units"]):
-        return Counted(scale, None, frozenset((words[0], "unit")))
+        return NumberSuffix(scale, None, frozenset((words[0], "unit")))
     if not _WORDS.fullmatch(rest) or any(
         word in _CHANGING
         or word.endswith(("illion", "illions", "fold"))
@@ -167,7 +167,7 @@ def after_number(text: str) -> Counted | None:
     ):
         return None
     names = frozenset(_stem(word) for word in words if word not in _BLANKS)
-    return Counted(scale, None, names) if names or words == ["each"] else None
+    return NumberSuffix(scale, None, names) if names or words == ["each"] else None
 
 
 def unit(text: str) -> Unit | None:

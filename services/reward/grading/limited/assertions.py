@@ -25,7 +25,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, ClassVar
 
-from services.reward.grading.codec import NotPlain, Unfinished, crowded, decode
+from services.reward.grading.codec import NotPlain, UnfinishedIterator, decode, has_hash_collisions
 from services.reward.grading.expressions import Evaluator, parse_expression, same
 
 MAX_SIZE = 1_000_000
@@ -40,7 +40,7 @@ MAX_JOINED = 10_000
 Equal = Callable[[Any, Any], bool]
 
 
-class CannotHold(Exception):
+class UnsatisfiableAssertion(Exception):
     """The assertion cannot hold for these values; the message says why."""
 
 
@@ -50,7 +50,7 @@ def _range(*arguments: int) -> range:
 
 def _bounded(value: Any) -> Any:
     if isinstance(value, range | str | bytes | list | tuple | deque) and len(value) > MAX_SIZE:
-        raise CannotHold(f"more than {MAX_SIZE} items")
+        raise UnsatisfiableAssertion(f"more than {MAX_SIZE} items")
     return value
 
 
@@ -61,39 +61,39 @@ def _times(left: Any, right: Any) -> Any:
             and isinstance(count, int)
             and len(many) * count > MAX_SIZE
         ):
-            raise CannotHold(f"more than {MAX_SIZE} items")
+            raise UnsatisfiableAssertion(f"more than {MAX_SIZE} items")
     if (
         isinstance(left, int)
         and isinstance(right, int)
         and left.bit_length() + right.bit_length() > MAX_BITS
     ):
-        raise CannotHold(f"a number of more than {MAX_BITS} bits")
+        raise UnsatisfiableAssertion(f"a number of more than {MAX_BITS} bits")
     return left * right
 
 
 def _modulo(left: Any, right: Any) -> Any:
     if isinstance(left, str | bytes):
-        raise CannotHold("text formatting")
+        raise UnsatisfiableAssertion("text formatting")
     return left % right
 
 
 def _round(number: Any, digits: Any = None) -> Any:
     if isinstance(digits, int) and abs(digits) > MAX_DIGITS:
-        raise CannotHold(f"rounding to {digits} digits")
+        raise UnsatisfiableAssertion(f"rounding to {digits} digits")
     return round(number) if digits is None else round(number, digits)
 
 
 def _sum(items: Any, start: Any = 0) -> Any:
     parts = list(items)
     if isinstance(start, list | tuple) and sum(len(part) for part in parts) > MAX_JOINED:
-        raise CannotHold(f"more than {MAX_JOINED} items added up one by one")
+        raise UnsatisfiableAssertion(f"more than {MAX_JOINED} items added up one by one")
     return sum(parts, start)
 
 
 def _join(between: Any, items: Any) -> Any:
     parts = list(items)
     if len(between) * len(parts) + sum(len(part) for part in parts) > MAX_SIZE:
-        raise CannotHold(f"more than {MAX_SIZE} items")
+        raise UnsatisfiableAssertion(f"more than {MAX_SIZE} items")
     return between.join(parts)
 
 
@@ -102,7 +102,7 @@ def _power(base: Any, exponent: Any) -> Any:
     if isinstance(exponent, Fraction) and exponent.denominator == 1:
         exponent = exponent.numerator  # as Python takes it
     if isinstance(exponent, int) and bits * abs(exponent) > MAX_BITS:
-        raise CannotHold(f"a number of more than {MAX_BITS} bits")
+        raise UnsatisfiableAssertion(f"a number of more than {MAX_BITS} bits")
     return base**exponent
 
 
@@ -271,8 +271,8 @@ def _verdict(
             equal,
         )
     except (
-        CannotHold,
-        Unfinished,
+        UnsatisfiableAssertion,
+        UnfinishedIterator,
         ArithmeticError,
         LookupError,
         TypeError,
@@ -286,7 +286,7 @@ def _verdict(
 
 def evaluate(node: ast.expr, values: dict[str, Any], equal: Equal = operator.eq) -> Any:
     """Returns the value of a supported expression; `values` has the values of its free names.
-    Raises CannotHold, or what Python would."""
+    Raises UnsatisfiableAssertion, or what Python would."""
     return _Evaluation(values, equal).of(node)
 
 
@@ -368,12 +368,12 @@ class _Evaluation(Evaluator):
 
 def _to_hash(function: Any, items: Any) -> Any:
     """Returns the argument of `set`, `frozenset` or `dict` if making that is quick. Raises
-    CannotHold if not."""
+    UnsatisfiableAssertion if not."""
     if isinstance(items, set | frozenset | dict):
         return items
     parts = list(items)
-    if crowded(part[0] if function is dict else part for part in parts):
-        raise CannotHold("too many items of one hash")
+    if has_hash_collisions(part[0] if function is dict else part for part in parts):
+        raise UnsatisfiableAssertion("too many items of one hash")
     return parts
 
 
@@ -397,5 +397,5 @@ def _holds(kind: ast.cmpop, left: Any, right: Any, equal: Equal) -> bool:
         )
         return found is isinstance(kind, ast.In)
     if left != left or right != right:
-        raise CannotHold("NaN has no order")  # so that "not x > 3" does not hold for it
+        raise UnsatisfiableAssertion("NaN has no order")  # so that "not x > 3" does not hold for it
     return _ORDER[type(kind)](left, right)

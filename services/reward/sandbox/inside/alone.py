@@ -49,7 +49,7 @@ def main() -> None:
 def _become(request: dict[str, Any], files: list[int], own_bytes: int) -> None:
     try:
         limits = program.standing_limits(files=64, processes=None)
-        limits |= program.within_own(
+        limits |= program.clamp_limits(
             {resource.RLIMIT_AS: own_bytes + (request["memory_mib"] << 20)}
         )
         program.give_up_everything(files, limits, None)

@@ -205,7 +205,7 @@ class Child:
                 # The kernel counts it in ticks; `_watch` is the precise one.
                 resource.RLIMIT_CPU: 2 * math.ceil(request["cpu_s"]),
             }
-            program.bind(program.within_own(own))
+            program.bind(program.clamp_limits(own))
             slot.began[0] = 1
             slot.began.close()
         except (OSError, ValueError) as error:
@@ -239,7 +239,7 @@ class Child:
                 return reached
             soonest_s = min(left_s["cpu"] / self._slot.cores, left_s.get("idle", math.inf))
             look_s = min(left_s["wall"], max(soonest_s if has_begun else 0, _SHORTEST_LOOK_S))
-            if ended_within(self._pid, self._slot.control, look_s):
+            if wait_for_end(self._pid, self._slot.control, look_s):
                 return None
             used_s = self._cpu_s() - used_before_s
 
@@ -307,7 +307,7 @@ def ooms(told: bytes) -> tuple[int, int]:
     return int(counts.get(b"oom", killed)), killed
 
 
-def ended_within(pid: int, control: int, timeout_s: float | None) -> bool:
+def wait_for_end(pid: int, control: int, timeout_s: float | None) -> bool:
     """Returns whether the child ended in time. Raises ServiceGone if the service closes `control`
     meanwhile."""
     pidfd = os.pidfd_open(pid)

@@ -42,7 +42,7 @@ _NAMESPACES = (
 
 
 @dataclass(frozen=True)
-class Inside:
+class SlotFiles:
     """Files of the outside that a slot keeps open: its size, and how soon the kernel ends it when
     memory runs short."""
 
@@ -50,7 +50,7 @@ class Inside:
     oom_score: int
 
 
-def enter(config: dict[str, Any]) -> Inside:
+def enter(config: dict[str, Any]) -> SlotFiles:
     """Returns in a forked child that is pid 1 of its own pid namespace.
 
     The caller's process stays outside, waits for the child, and ends as it ends. `config` has `uid`
@@ -83,9 +83,9 @@ def enter(config: dict[str, Any]) -> Inside:
     return inside
 
 
-def _own_files() -> Inside:
+def _own_files() -> SlotFiles:
     with kernel.own_proc_files():
-        return Inside(
+        return SlotFiles(
             os.open("/proc/self/statm", os.O_RDONLY), os.open("/proc/self/oom_score_adj", os.O_RDWR)
         )
 

@@ -72,7 +72,9 @@ def standing_limits(*, files: int, processes: int | None) -> Rlimits:
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
     }
-    return within_own(limits if processes is None else limits | {resource.RLIMIT_NPROC: processes})
+    return clamp_limits(
+        limits if processes is None else limits | {resource.RLIMIT_NPROC: processes}
+    )
 
 
 def bind(limits: Rlimits) -> None:
@@ -80,7 +82,7 @@ def bind(limits: Rlimits) -> None:
         resource.setrlimit(kind, limit)
 
 
-def within_own(limits: dict[int, int]) -> Rlimits:
+def clamp_limits(limits: dict[int, int]) -> Rlimits:
     """Returns each limit, or what of it this process may still set."""
     allowed: Rlimits = {}
     for kind, limit in limits.items():

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 class Zygote:
-    def __init__(self, surroundings: Surroundings, folder: isolation.Tmp | FolderOfItsOwn) -> None:
+    def __init__(self, surroundings: Surroundings, folder: isolation.Tmp | WorkingFolder) -> None:
         self._surroundings = surroundings
         self._folder = folder
 
@@ -122,7 +122,7 @@ class Zygote:
         )
         unsafe_folder = f"{UNSAFE_FOLDER}{config['service_pid']}-"
         program.make_ready_to_fork()
-        return cls(surroundings, isolation.Tmp() if isolated else FolderOfItsOwn(unsafe_folder))
+        return cls(surroundings, isolation.Tmp() if isolated else WorkingFolder(unsafe_folder))
 
     def serve(self) -> None:
         """Runs programs until the service closes the socket."""
@@ -147,7 +147,7 @@ class Zygote:
                 kernel.die_with_parent()
             null = os.open("/dev/null", os.O_RDWR)
             limits = program.standing_limits(files=1024, processes=config["worker_processes"])
-            limits |= program.within_own({resource.RLIMIT_AS: slot.own_bytes + memory_bytes})
+            limits |= program.clamp_limits({resource.RLIMIT_AS: slot.own_bytes + memory_bytes})
             program.give_up_everything([null, null, null, slot.control], limits, slot.system_calls)
             serve(3)
             os._exit(0)
@@ -186,7 +186,7 @@ class Zygote:
                     os.killpg(pid, told)
 
 
-class FolderOfItsOwn:
+class WorkingFolder:
     """A program's working directory without isolation: a new folder, removed after it."""
 
     def __init__(self, prefix: str) -> None:
@@ -208,7 +208,7 @@ class FolderOfItsOwn:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _inside(config: dict[str, Any]) -> isolation.Inside | None:
+def _inside(config: dict[str, Any]) -> isolation.SlotFiles | None:
     """Enters the namespaces. Returns None if the slot has none."""
     if config["isolated"]:
         return isolation.enter(config)
