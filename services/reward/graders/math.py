@@ -20,6 +20,7 @@ from services.reward.grading.answers.final import (
     TAIL_CHARS,
     marked_answer,
     says_answer,
+    stated_answer,
     stated_number,
     tagged,
     without_markdown,
@@ -46,6 +47,8 @@ _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2}")
 """The first letters of a word, which is no command of LaTeX."""
 
 _SENTENCE_END = re.compile(r"[.!?。][\s*_\"'”’)\]}$]*\Z")
+
+CUT_OFF = "it is cut off within a sentence"
 
 MEMORY_MIB = 3072
 """Memory that one comparison may take, the process and its libraries included."""
@@ -105,12 +108,14 @@ class Math(ItemGrader[MathParams]):
         if len(sides) > 1 and all(number(side) for side in sides):
             fault = f"column {self.params.answer!r} is {wanted!r:.80}, which no answer can equal"
             raise wrong_row(fault)
-        return wanted
+        return wanted if found else stated_answer(wanted)
 
     async def grade_item(self, item: ScoreItem) -> Part:
         completion, wanted = tagged(item.completion), self._wanted(item.row)
         if found := marked_answer(completion, is_several=_is_several(wanted)):
             answer, mark = found
+            if mark == "after ####" and _is_cut_off(item) and completion.endswith(answer):
+                return _part(f"read {answer!r:.80} ({mark})", wanted, (False, CUT_OFF))
             return await self._compared(_inner(answer), wanted, mark)
         if self.params.strict:
             return right_or_wrong(False, r"no answer in \boxed{} or after ####")
@@ -121,7 +126,7 @@ class Math(ItemGrader[MathParams]):
             return await self._compared(plain, wanted, "unmarked")
         shown = f"read {completion.rstrip()[-SHOWN_CHARS:]!r} (unmarked)"
         if _is_cut_off(item):
-            return _part(shown, wanted, (False, "it is cut off within a sentence"))
+            return _part(shown, wanted, (False, CUT_OFF))
         if row is None:
             return await self._searched(completion, wanted, shown)
         stated = stated_number(completion)
@@ -180,7 +185,7 @@ def _is_alone(completion: str, wanted: str) -> bool:
         return True
     if "\n" in text or says_answer(text):
         return False
-    *sides, last = split(clean(text), "=")
+    *sides, last = split(clean(text), r"=|\\approx(?![a-z])")
     is_number = number(unwrapped(last)) is not None and not any(map(_WORD.search, sides))
     return is_number or (" " not in text and plain_number(clean(wanted)) is None)
 

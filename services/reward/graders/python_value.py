@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import Field
 
+from services.reward.grading.answers.final import tagged
 from services.reward.grading.expressions import arithmetic, same
 from services.reward.grading.programs import KEEP_CHARS, fault, program_of
 from services.reward.grading.registry import (
@@ -72,9 +73,9 @@ class PythonValue(ItemGrader[PythonValueParams]):
     """1 if the completion, run as Python, evaluates to the row's `target`, else 0. 15 and 15.0 are
     equal; True is not 1.
 
-    With `numbers`, it must be one arithmetic expression that uses exactly those numbers. Without,
-    any program that has the value earns 1: a question that is Python itself ("8 + 9") is its own
-    answer, so use `math` for those.
+    With `numbers`, it must be one arithmetic expression that uses exactly those numbers, alone or
+    with `= 17` behind it. Without, any program that has the value earns 1: a question that is
+    Python itself ("8 + 9") is its own answer, so use `math` for those. An `<answer>` is read alone.
     """
 
     pure = True
@@ -91,10 +92,10 @@ class PythonValue(ItemGrader[PythonValueParams]):
 
     def content(self, item: ScoreItem) -> Any:
         numbers = item.row[self.params.numbers] if self.params.numbers else None
-        return [program_of(item.completion), item.row[self.params.target], numbers]
+        return [program_of(tagged(item.completion)), item.row[self.params.target], numbers]
 
     async def grade_item(self, item: ScoreItem) -> Part:
-        program, target = program_of(item.completion).strip(), self._target(item.row)
+        program, target = program_of(tagged(item.completion)).strip(), self._target(item.row)
         if self.params.numbers is not None:
             return self._arithmetic(program, target, self._numbers(item.row))
         execution = await self.tools.sandbox.execute(self._request(program))
@@ -106,6 +107,9 @@ class PythonValue(ItemGrader[PythonValueParams]):
         return _compared(right, f"{execution.value!r:.80}", target, stdout)
 
     def _arithmetic(self, expression: str, target: float, numbers: list[int]) -> Part:
+        left, sign, right = (side.strip() for side in expression.rpartition("="))
+        if sign and re.fullmatch(r"-?\d+(?:\.\d+)?", right) and float(right) == target:
+            expression = left  # 8 + 9 = 17
         if rule := breach(expression, numbers):
             return right_or_wrong(False, rule)
         try:

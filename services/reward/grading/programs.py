@@ -52,6 +52,10 @@ _FENCE_IN_CODE = re.compile(
 )
 """A fence; also strings, in which a fence is text, and comments, which may have quotes."""
 
+_BEGIN = re.compile(r"^[ \t]*\[BEGIN\][ \t]*\r?\n", re.MULTILINE)
+_DONE = re.compile(r"^[ \t]*\[DONE\]", re.MULTILINE)
+"""The lines around a program in the prompts of MBPP."""
+
 _HARD_INDENT = re.compile(r"^[ \t]*\u00a0[ \t\u00a0]*", re.MULTILINE)
 
 
@@ -83,8 +87,10 @@ def programs_in(completion: str) -> list[str]:
     A block without a closing fence extends to the end. A completion that begins with code may be in
     a block that its prompt opened: then its first fence, outside of strings, closes that. The first
     line keeps its indentation: it may be the rest of a function whose beginning was in the prompt.
-    Only the completion's last `MAX_SEARCHED_CHARS` are searched.
+    Only the completion's last `MAX_SEARCHED_CHARS` are searched, and of one with MBPP's lines
+    [BEGIN] and [DONE] only what is between them.
     """
+    completion = _BEGIN.split(_DONE.split(completion, maxsplit=1)[0])[-1]
     text = completion[-MAX_SEARCHED_CHARS:]
     blocks, is_balanced = _blocks(text)
     texts = _programs(blocks)

@@ -556,6 +556,8 @@ async def test_strict_takes_marked_answers_only() -> None:
         ("84 is the larger", 0),
         ("To find it, we compare 74 with 84", 0),
         ("The answer is 84", 0),  # or 841
+        ("#### 84", 0),
+        ("#### 84\n", 1),
         ("The answer is 84.", 1),
         ("So it is **84.**", 1),
         (r"\boxed{84} since it is", 1),

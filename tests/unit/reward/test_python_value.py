@@ -75,6 +75,29 @@ async def test_countdown_is_evaluated_in_fractions(
     assert (await grade(nothing, row, expression, numbers="nums")).value == value
 
 
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        ("<answer>3 * 5</answer>", 1.0),
+        ("3 * 5 = 15", 1.0),
+        ("<answer>\n3 * 5 = 15\n</answer>", 1.0),
+        ("I try 3 + 5.\n<answer>3*5=15.0</answer>", 1.0),
+        ("<answer>3 + 5</answer>", 0.0),
+        ("3 + 5 = 15", 0.0),
+        ("3 * 5 = 16", 0.0),
+        ("3 * 5 = 3 * 5", 0.0),
+        ("15 = 15", 0.0),
+        ("= 15", 0.0),
+    ],
+)
+async def test_countdown_takes_an_answer_in_tags_and_the_target_behind_it(
+    completion: str, value: float
+) -> None:
+    nothing = Execution(verdict="sandbox_error", stderr="it is asked for nothing")
+    row = {"target": 15, "nums": [3, 5]}
+    assert (await grade(nothing, row, completion, numbers="nums")).value == value
+
+
 async def test_countdown_says_what_the_value_was() -> None:
     row = {"target": 5, "nums": [1, 3]}
     nothing = Execution(verdict="sandbox_error", stderr="it is asked for nothing")
@@ -124,6 +147,9 @@ def test_numbers_are_equal_by_value_and_all_else_by_type_too(
 def test_the_last_fenced_block_is_the_program() -> None:
     assert program_of("\n  1+2\n") == "  1+2"
     assert program_of("```python\n1+2\n```") == "1+2"
+    assert program_of("[BEGIN]\nx = 2\nx\n[DONE]\n[BEGIN]\n3\n[DONE]") == "x = 2\nx"
+    assert program_of("Like so:\n[BEGIN]\n```python\n1+2\n```\n[DONE]\nDone.") == "1+2"
+    assert program_of("1+2\n[DONE]\nYou are a programmer.") == "1+2"
     assert program_of("First\n```\n1\n```\nthen\n```py\nx = 2\nx\n```\nDone.") == "x = 2\nx"
 
 

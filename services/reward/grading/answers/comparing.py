@@ -13,7 +13,7 @@ from fractions import Fraction
 from random import Random
 from typing import Any
 
-from services.reward.grading.answers.final import without_emphasis
+from services.reward.grading.answers.final import is_denied, without_emphasis
 from services.reward.grading.answers.numbers import (
     ROUNDED_DIGITS,
     Number,
@@ -86,6 +86,20 @@ _ALIASES = {
     "negative infinity": r"-\infty",
 }
 _SPECIES = r"(?>\d*(?:[A-Z][a-z]?\d*|\((?=[A-Z])|\)\d*)+(?:\^?\d?[+-](?![\dA-Z(]))?)"
+_CONDITION = re.compile(
+    r"(.*?[^\s,;:(])(?:[,;:]? ?(?:\(|\\text ?\{)? ?\b(?:where|for|if|when|at|with|whenever"
+    r"|provided|given|assuming|such that)\b(?: that\b)?|(?:,| (?=\()) ?"
+    r"(?=\(?([A-Za-z]) ?(?:[<>]|\\(?:ge|le|ne)(?![a-z])|\\in ?\\mathbb)))(.*)"
+)
+_CONDITION_WORDS: set[str] = {
+    *re.split(
+        " ",
+        "all any every each some real integer integers positive negative non nonnegative natural "
+        "whole number numbers constant constants arbitrary is are an and",
+    )
+}
+_RELATED = re.compile(r"[<>=]|\\(?:ge|le|ne|in)(?![a-z])")
+_ROUNDED = r"\\approx(?![a-z])"
 _NOTATIONS = re.compile(
     r"\d+(?:(?::|to)\d+)+|[\d-]+-[A-Z][a-z]{2}|-?[\dA-F.]+_\{?\d+\}?|\d{4}-\d\d-\d\d"
     r"|\d\d?([-/.])\d\d?\1\d{4}|(?:\[[A-Z][a-z]\])?(?:[1-7][spdf]\^?\{?\d\d?\}? ?){2,}"
@@ -109,7 +123,9 @@ _CHOICE = re.compile(
 def quick(given: str, wanted: str, expressions: bool = False) -> Outcome | None:
     """Returns the outcome for two answers of text, words or plain numbers; None for others. With
     `expressions`, one that evaluates to the row's number is right."""
-    ours, theirs = unwrapped(given), unwrapped(wanted)
+    ours, theirs = _without_conditions(unwrapped(given), unwrapped(wanted))
+    if ours != theirs and re.search(_ROUNDED, ours + theirs):
+        return None
     row = plain_number(theirs)
     try:
         is_spaced = "," in theirs and ours.replace(", ", ",") == theirs  # 58, 500
@@ -169,10 +185,41 @@ def unwrapped(text: str) -> str:
     text = _LEADING.sub("", _LABELLED.sub("", clean(text)))
     while (found := _AROUND.fullmatch(text)) is not None:
         text = (found[1] or found[2]).strip()
+    head, sign, last = text.partition(r"\approx")
+    text = f"{head}={last}" if sign and _NAME.fullmatch(without_marks(head)) else text
     head, sign, last = text.rpartition("=")
     if sign and (tail := re.search(r"(?<=\d)(?: ?\\text ?\{[^{}]*\}| [a-z]{3,})$", last)):
         text = f"{head.replace(tail[0], '')}={last}"  # 8 apples + 9 apples = 17 apples
     return _ALIASES.get(text, _ALIASES.get(without_marks(text).lower(), text))
+
+
+def _without_conditions(ours: str, theirs: str) -> tuple[str, str]:
+    """Returns both answers without a condition that one of them has, or both: 5, where x > 0."""
+    (given, condition), (wanted, wanted_condition) = _conditioned(ours), _conditioned(theirs)
+    is_same = not (condition and wanted_condition) or key(condition) == key(wanted_condition)
+    return (given, wanted) if is_same else (ours, theirs)
+
+
+def _conditioned(text: str) -> tuple[str, str]:
+    """Returns a value and the condition behind it, "" if it has none. That x is 2 is no condition
+    of x + 1, and neither is anything that more values stand behind."""
+    found = _CONDITION.fullmatch(text) if "\\begin" not in text else None
+    if found is None:
+        return text, ""
+    head, bare, condition = found[1], found[2], without_marks(found[3]).strip("{}() ")
+    words = {*re.findall(r"(?<![\\A-Za-z])[a-z]{2,}", condition)}
+    letters = re.findall(r"(?<![\\A-Za-z{])[A-Za-z](?![A-Za-z])", condition)
+    is_used = letters and re.search(rf"(?<![\\A-Za-z]){letters[0]}(?![A-Za-z])", head)
+    is_condition = (
+        letters
+        and words <= _CONDITION_WORDS
+        and (words or _RELATED.search(condition))
+        and not (is_used and "=" in condition)
+        and all(head.count(one) == head.count(other) for one, other in ("()", "[]", "{}"))
+    )
+    if bare:
+        is_condition = is_condition and is_used and not _RELATION.search(head)
+    return (head, condition) if is_condition else (text, "")
 
 
 def _refuse_unevaluated(given: str, row: Number) -> None:
@@ -339,9 +386,58 @@ def prepare(function: str) -> None:
 
 def compared(given: str, wanted: str, expressions: bool = False) -> Outcome:
     """Returns whether two answers say the same, and by which rule."""
+    try:
+        ours, theirs = _values(given), _values(wanted)
+    except Veto as veto:
+        return False, str(veto)
+    outcomes = [_compared(one, other, expressions) for other in theirs for one in ours]
+    return next((one for one in outcomes if one[0]), outcomes[0])
+
+
+def _values(answer: str) -> list[str]:
+    """Returns an answer's value and the decimals to which it is rounded: x = 22/7 and x = 3.14 for
+    x = 22/7 \\approx 3.14. Raises Veto where one is not rounded to the next."""
+    exact, *decimals = split(unwrapped(answer), _ROUNDED)
+    if not decimals:
+        return [answer]
+    name, sign, _ = exact.partition("=")
+    name = f"{name}=" if sign and _NAME.fullmatch(without_marks(name)) else ""
+    values = [exact, *decimals]
+    for one, other in zip(values, decimals, strict=False):
+        if not _is_rounded(one.rpartition("=")[2], other):
+            raise Veto("false", answer)
+    return [exact, *(f"{name}{one}" for one in decimals)]
+
+
+def _is_rounded(exact: str, decimal: str) -> bool:
+    """Returns whether a decimal is a value, rounded or cut. Of two formulas only the coefficients
+    may differ, by 1 %."""
+    import sympy
+
+    exact, decimal = (exact, decimal) if number(decimal) else (decimal, exact)
+    (value, unit), (rounded, rounded_unit) = _read(exact), _read(decimal)
+    factor = agree(unit, rounded_unit)
+    if factor is None or not all(isinstance(one, sympy.Expr) for one in (value, rounded)):
+        return False
+    value = value * sympy.Rational(factor.numerator, factor.denominator)
+    plain = number(decimal)
+    if plain is None or not value.is_number:
+        ratio = sympy.simplify(value / rounded)
+        return bool(ratio.is_number and abs(ratio - 1).evalf() < sympy.Rational(1, 100))
+    digits = str(plain.value)
+    step = plain.step or Fraction(10) ** (len(digits) - len(digits.rstrip("0")))
+    for scale in (1, 100) if plain.is_percent else (1,):
+        left = (abs(value * scale) - abs(rounded)).evalf(DIGITS) / sympy.Rational(str(step))
+        if (-1 if plain.step is None else -0.51) < left < 1:  # a whole number may be rounded up
+            return True
+    return False
+
+
+def _compared(given: str, wanted: str, expressions: bool) -> Outcome:
     if (known := quick(given, wanted, expressions)) is not None:
         return known
-    given, wanted = _without_letters(unwrapped(given), unwrapped(wanted))
+    given, wanted = _without_conditions(unwrapped(given), unwrapped(wanted))
+    given, wanted = _without_letters(given, wanted)
     try:
         is_copied = _OPERATION.search(split(given, _SIDES)[-1]) and not _OPERATION.search(wanted)
         if is_copied and not expressions:
@@ -434,8 +530,15 @@ def _found(text: str) -> str:
     from math_verify import parse
 
     for part in (text[text.lower().rfind("answer") :], text):
-        if formulas := [*_MATH.finditer(part)]:
-            return formulas[-1][0]
+        formulas = [*_MATH.finditer(part)]
+        for at, formula in enumerate(reversed(formulas)):
+            if not is_denied(part, formula):
+                return formula[0]
+            before = formulas[-at - 2].end() if at + 1 < len(formulas) else 0
+            if _SENTENCE_END.search(part, before, formula.start()):
+                return ""
+        if formulas:
+            return ""
     found = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     answer = next((one for one in reversed(found) if isinstance(one, str)), "")
     end = text.rfind(answer) + len(answer)

@@ -65,10 +65,18 @@ _PER = re.compile(r"(?<=\d) ?/ ?(?=(?!sqrt|sin|cos|tan|log|exp)[a-z]{3})")
 
 _DASH = re.compile(r"^-\s+")
 _BEFORE = re.compile(
-    r"(?:\bnot|n['’]t|\bthan|\bat (?:least|most)|\bbetween|\btwice|\bdouble|\bhalf"
-    r"|\b(?:root|square|cube|half|third|quarter|factorial|inverse|reciprocal|logarithm) of)\s*$",
+    r"(?:(?:\b(?:not|never|cannot|no)|n['’]t)(?: (?:be|equal|simply))?|\bthan"
+    r"|\bbut(?<=anything but)|\bdifferent from|\bexcept|\bat (?:least|most)|\bbetween|\btwice"
+    r"|\bdouble|\bhalf|\b(?:root|square|cube|half|third|quarter|factorial|inverse|reciprocal"
+    r"|logarithm) of)\s*$",
     re.IGNORECASE,
 )
+_DENIED = re.compile(
+    r"\W{0,3} ?(?:is|are|was|were)(?:n['’]t| (?:not|never|wrong|incorrect|false))\b", re.IGNORECASE
+)
+MAX_BEFORE = 40
+"""Characters before a formula that may deny it."""
+
 _SPOKEN = "(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|twice|half)"
 _BEHIND = re.compile(
     r"(?:and (?:an? )?(?:half|third|quarter)|half|halves|thirds?|quarters?|(?:ten|hundred|thousand)"
@@ -103,6 +111,15 @@ _CHECK = re.compile(
 )
 """The start of a sentence behind the answer that only tests it."""
 
+_PROSE = re.compile(
+    r"\banswer\b|^(?:so|thus|hence|therefore)\b|[A-Za-z]{3,} [a-z]{3,}.*="
+    r"|\b[a-z]+ (?:is|are|was|were|has|have|takes?|costs?|equals?)\b",
+    re.IGNORECASE,
+)
+"""A row that is a sentence."""
+
+_SUMS = re.compile(r"[\d\s.,+*/()^-]+=[^=A-Za-z]*\d")
+_DIGITS = re.compile(r"\d+(?:[.,/]\d+)*")
 _WORD = re.compile(r"[^\W\d_][\w'’/^-]*")
 MAX_UNIT_WORDS = 4
 
@@ -219,6 +236,26 @@ def stated_number(text: str) -> str | None:
     return _stated_in(rest, is_first=chain is not None and any(map(str.isdigit, chain[0])))
 
 
+def is_denied(text: str, formula: re.Match[str]) -> bool:
+    """Returns whether the words beside a formula of `text` say that it is not the answer, or make
+    another value of it: not $x + 1$, twice $x$."""
+    before = text[max(0, formula.start() - MAX_BEFORE) : formula.start()]
+    return bool(_BEFORE.search(before) or _DENIED.match(text, formula.end()))
+
+
+def stated_answer(text: str) -> str:
+    """Returns the answer that a row's sentence states ("The answer is 17"), and any other row as it
+    is."""
+    is_equation = _SUMS.fullmatch(text)
+    if number(text) or not (is_equation or _PROSE.search(text)):
+        return text
+    said = [*_ANSWER.finditer(text)]
+    if not (said or "=" in text or len(_DIGITS.findall(text)) == 1):
+        return text
+    behind = _SENTENCE_END.split(text[said[-1].end() :])[0] if said else ""
+    return stated_number(text) or behind.strip() or text
+
+
 def _is_hedged(sentence: str) -> bool:
     """Returns whether a word such as "perhaps" stands between two numbers."""
     first = re.search(r"\d", sentence)
@@ -272,6 +309,8 @@ def _stated_in(sentence: str, *, is_first: bool) -> str | None:
     chain = chains[0 if is_first else -1]
     text = _EDGE.sub("", _DASH.sub("", chain[0]) if chain.start() else chain[0])
     text = re.sub(r"(?<=\d) ?\$$", " dollars", _closed(text))
+    if "\\approx" in text:
+        return text  # compared as a chain
     compared = [side.strip() for side in _COMPARED.split(text)]
     if len(compared) > 1 and all(map(number, compared)):
         return compared[0]

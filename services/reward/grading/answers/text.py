@@ -12,7 +12,7 @@ _ALIASES = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "π": r"\pi ",
     "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ",
     "±": r"\pm ", "√": r"\sqrt", "∛": r"\sqrt[3]", "µ": "μ", "\u00a0": " ",
-    "\u2009": " ", "\u202f": " ",
+    "≈": r"\approx ", "\u2009": " ", "\u202f": " ",
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac",
     r"\dbinom": r"\binom", r"\tbinom": r"\binom", r"\leq": r"\le", r"\geq": r"\ge",
     r"\leqslant": r"\le", r"\geqslant": r"\ge", r"\neq": r"\ne", r"\lt": "<", r"\gt": ">",
@@ -29,7 +29,7 @@ _ALIASES = {
     r"\land": " and ", r"\wedge": " and ", r"\rightarrow": "→", r"\longrightarrow": "→",
     r"\Bigl": "", r"\Bigr": "", r"\middle": "", r"\implies": "→", r"\Rightarrow": "→",
 }  # fmt: skip
-_COMMAND = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z])|[−–×·⋅÷π∞≤≥≠∪∈±√∛µ∅ℝ⟨⟩\u00a0\u2009\u202f~]")
+_COMMAND = re.compile(r"\\(?:[A-Za-z]+|[^A-Za-z])|[−–×·⋅÷π∞≤≥≠∪∈±√∛≈µ∅ℝ⟨⟩\u00a0\u2009\u202f~]")
 _PLAIN = re.compile(r"[\w .,;:=+/()%!\n-]*", re.ASCII)
 _DEGREES = re.compile(r"\^ ?(?:\{ ?(?:\\circ|°) ?\}|\\circ|°)")
 _BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)([^*]+)(?<=\S)\*\*(?![\w({\[])")

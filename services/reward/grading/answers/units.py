@@ -16,27 +16,41 @@ SCALES = {
     "trillion": 10**12,
     "dozen": 12,
 }
+_PREFIXES = {
+    "": ("", "1"), "p": ("pico", "1e-12"), "n": ("nano", "1e-9"), "μ": ("micro", "1e-6"),
+    "m": ("milli", ".001"), "c": ("centi", ".01"), "d": ("deci", ".1"), "k": ("kilo", "1000"),
+    "M": ("mega", "1e6"), "G": ("giga", "1e9"), "T": ("tera", "1e12"),
+}  # fmt: skip
 _TABLE = """
-m: pm 1e-12, nm nanometer 1e-9, μm um micrometer 1e-6, mm millimeter millimetre .001,
-m: cm centimeter centimetre .01, dm decimeter .1, m meter metre 1, km kilometer kilometre 1000,
-m: in inch inches .0254, ft foot feet .3048, yd yard .9144, mi mile 1609.344
-kg: μg 1e-9, mg milligram 1e-6, g gram .001, kg kilogram 1, ton tonne 1000,
-kg: oz ounce .028349523125, lb pound .45359237
-m3: ml mL milliliter millilitre cc 1e-6, l L liter litre .001
-s: ns 1e-9, μs 1e-6, ms millisecond .001, s sec second 1, min minute 60, h hr hour 3600,
-s: day 86400, week 604800
-s-1: Hz hertz 1, kHz 1000, MHz 1e6, GHz 1e9
-kg m s-2: N newton 1, kN 1000
-kg m2 s-2: J joule 1, kJ kilojoule 1000, MJ 1e6, cal calorie 4.184, kcal kilocalorie 4184,
-kg m2 s-2: kWh 36e5, eV 1.602176634e-19, keV 1.602176634e-16, MeV 1.602176634e-13
-kg m2 s-3: mW .001, W watt 1, kW kilowatt 1000, MW 1e6
-kg m-1 s-2: Pa pascal 1, kPa 1000, MPa 1e6, bar 1e5, atm atmosphere 101325
-A: mA .001, A amp ampere 1
-A s: C coulomb 1
-kg m2 s-3 A-1: mV .001, V volt 1, kV 1000
-kg-1 m-2 s4 A2: pF 1e-12, nF 1e-9, μF microfarad 1e-6, F farad 1
-kg m2 s-3 A-2: Ω ohm 1, kΩ 1000
-mol: mmol .001, mol mole 1
+m: pnμmcdk/m meter metre 1, in inch inches .0254, ft foot feet .3048, yd yard .9144,
+m: mi mile 1609.344, Å angstrom 1e-10, AU 149597870700, ly lightyear 9460730472580800,
+m: um 1e-6, parsec 30856775814913673
+m2: ha hectare 1e4, acre 4046.8564224
+m3: μmcd/L l liter litre .001, cc 1e-6, gal gallon .003785411784, qt quart .000946352946
+kg: μmk/g gram .001, ton tonne 1000, oz ounce .028349523125, lb pound .45359237,
+kg: amu Da dalton 1.66053906660e-27
+s: pnμm/s sec second 1, min minute 60, h hr hour 3600, day 86400, week 604800
+s-1: kMGT/Hz hertz 1, kM/Bq becquerel 1, Ci curie 37e9
+kg m s-2: mkM/N newton 1
+kg m2 s-2: mkMG/J joule 1, k/cal calorie 4.184, kMG/Wh 3600, mkMGT/eV 1.602176634e-19
+kg m2 s-3: μmkMG/W watt 1, hp horsepower 745.69987158227022
+kg m-1 s-2: kMG/Pa pascal 1, m/bar 1e5, atm atmosphere 101325, mmHg torr 101325/760,
+kg m-1 s-2: psi 6894.757293168
+A: nμmk/A amp ampere 1
+A s: pnμm/C coulomb 1
+kg m2 s-3 A-1: μmkM/V volt 1
+kg-1 m-2 s4 A2: pnμm/F farad 1
+kg m2 s-3 A-2: mkM/Ω ohm 1
+kg-1 m-2 s3 A2: μm/S siemens 1
+kg m2 s-2 A-2: μm/H henry henries 1
+kg s-2 A-1: nμm/T tesla 1
+kg m2 s-2 A-1: m/Wb weber 1
+m2 s-2: μm/Sv sievert 1, m/Gy 1
+mol: nμm/mol mole 1
+mol m-3: nM 1e-6, μM .001, mM 1
+cd: cd candela 1, lm lumen 1
+cd m-2: lx lux 1
+decibel: dB decibel 1
 month: month 1, year 12
 dollar: cent ¢ .01, dollar USD US$ 1
 euro: € euro EUR 1
@@ -49,7 +63,8 @@ celsius: °C 1
 fahrenheit: °F 1
 kelvin: K kelvin 1
 """
-"""What is measured, in base measures, and the size of its units in these."""
+"""What is measured, in base measures, and the size of its units in these; the letters before a `/`
+are the prefixes of a unit."""
 
 Measures = dict[str, int]
 
@@ -62,8 +77,14 @@ def _read_table() -> dict[str, tuple[Measures, Fraction]]:
         measures = {one[1]: int(one[2] or 1) for one in powers if one}
         for names in units.strip(",").split(", "):
             *alike, size = names.split()
-            plurals = [f"{name}s" for name in alike if len(name) > 1 and name.isalpha()]
-            known |= dict.fromkeys([*plurals, *alike], (measures, Fraction(size)))
+            prefixes, _, alike[0] = alike[0].rpartition("/")
+            for prefix in ("", *prefixes):
+                word, factor = _PREFIXES[prefix]
+                spelled = [f"{word if len(name) > 3 else prefix}{name}" for name in alike]
+                many = [one for one in spelled if len(one) > 1 and one.isalpha() and one != "ha"]
+                plurals = [f"{one}s" for one in many]
+                one = measures, Fraction(size) * Fraction(factor)
+                known |= dict.fromkeys([*plurals, *spelled], one)
     return known
 
 
@@ -147,7 +168,7 @@ def after_number(text: str) -> NumberSuffix | None:
     first, _, rest = text.strip().partition(" ")
     scale = SCALES.get(first, 1)
     rest = (rest if first in SCALES else text).strip()
-    if remark := _REMARK.fullmatch(rest):
+    if unit(rest) is None and (remark := _REMARK.fullmatch(rest)):
         said, rest = after_number(remark[2].removeprefix("in ")), remark[1]
         if said is None or said.scale != 1:
             return None
@@ -173,12 +194,12 @@ def after_number(text: str) -> NumberSuffix | None:
 def unit(text: str) -> Unit | None:
     """Returns the unit that all of `text` is, such as "km/h" or "m s^{-1}"; None if it is no
     known unit."""
-    text = _TEMPERATURE.sub(r" °\1", text.replace("μ ", "μ"))
+    text = _TEMPERATURE.sub(r" °\1", text.replace("μ ", "μ").replace(" ^", "^"))
     text = _WRITTEN.get(text, " ".join(_JOINT.sub(" ", text).split()))
     above, *below = re.split(r" ?/ ?| per ", text)
     factors = [(1, factor) for factor in _factors(above)]
-    factors += [(-1, factor) for factor in _factors("".join(below).strip("()"))]
-    if not factors or len(below) > 1 or len(factors) > MAX_FACTORS or (below and not below[0]):
+    factors += [(-1, factor) for factor in _factors(" ".join(below).strip("()"))]
+    if not factors or len(factors) > MAX_FACTORS or not all(below):
         return None
     powers: dict[str, int] = {}
     size = Fraction(1)
