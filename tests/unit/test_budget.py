@@ -13,18 +13,18 @@ ROOT = Path(__file__).parents[2]
 PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
-    "hone": 11_000,
+    "hone": 11_050,
     "shared": 14_000,
     "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 1_900,
-    "services/orchestrator/extensions": 11_850,
+    "services/orchestrator/extensions": 11_350,
     "services/orchestrator/grpo": 2_950,
     "services/orchestrator/jobs": 2_850,
     "services/orchestrator/samplers": 2_800,
     "services/orchestrator/store": 3_050,
-    "services/reward": 14_900,
+    "services/reward": 15_050,
     "services/rollout": 5_650,
-    "services/trainer": 10_050,
+    "services/trainer": 10_100,
     "bench": 3_900,
     "deploy": 4_600,
 }
