@@ -111,11 +111,11 @@ async def test_data_that_cannot_be_trained_on_is_refused(stack: Stack) -> None:
 async def test_a_group_that_waits_for_room_is_checked_once(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checked = list[PushedGroup]()
+    checked, score = list[PushedGroup](), groups.scored_group
 
     def scored_group(group: PushedGroup, model: Model) -> ScoredGroup:
         checked.append(group)
-        return groups.scored_group(group, model)
+        return score(group, model)
 
     monkeypatch.setattr(groups, "scored_group", scored_group)
     monkeypatch.setattr(atropos, "LOOK_S", 0.01)

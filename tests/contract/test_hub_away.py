@@ -14,6 +14,7 @@ from services.orchestrator.jobs import check_executor
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.preflight import Preflight
 from services.orchestrator.samplers.services import Services
+from services.orchestrator.samplers.waits import Caller
 from shared.errors import BadRequest, Failed
 from shared.host.processes import free_port
 from shared.job import Job
@@ -41,7 +42,7 @@ def make_job(model: str, data: dict[str, Any]) -> Job:
 
 
 async def look(job: Job, executor: CheckExecutor) -> Preflight:
-    services = Services(job, executor.settings)
+    services = Services.of(Caller(job, executor.settings))
     run = Preflight(job, executor.settings, services, executor)
     try:
         await run.run("data")

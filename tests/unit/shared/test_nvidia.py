@@ -119,8 +119,8 @@ def test_a_service_beside_a_card_that_it_cannot_use_does_not_start(
     service: str, tmp_path: Path
 ) -> None:
     started = (
-        "from shared.host import nvidia, startup; nvidia.num_cards = lambda: 1; "
-        f"from services.{service}.__main__ import main; startup.run_main({service!r}, main)"
+        "from shared.host import nvidia, processes; nvidia.num_cards = lambda: 1; "
+        f"from services.{service}.__main__ import main; processes.run_main({service!r}, main)"
     )
     environment = {**os.environ, "HONE_SHM_DIR": str(tmp_path), "HONE_RUNS_DIR": str(tmp_path)}
     environment.pop("CUDA_VISIBLE_DEVICES", None)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 SERVES = """
 import sys
 from shared.http.service import Service
-from shared.host.logs import run_main
+from shared.host.processes import run_main
 run_main("reward", lambda settings: Service("reward", settings).run(int(sys.argv[1])))
 """
 

@@ -275,7 +275,7 @@ def _read(path: Path, kind: type[W]) -> W | None:
     return codec.decode(kind, data, codec.MSGPACK)
 
 
-FOLDER = "saved"
+SAVED_FOLDER = "saved"
 
 UNNAMED_S = 3600.0
 """Seconds that a snapshot without a name stays after its last sample."""
@@ -289,7 +289,7 @@ class Saved:
 
     def add(self, saved: SavedWeights) -> None:
         """Returns once the entry is on disk. Replaces the entry of that number."""
-        disk.make_folder(self.run / FOLDER)
+        disk.make_folder(self.run / SAVED_FOLDER)
         disk.write_file(self._file(saved.number), codec.encode(saved, codec.MSGPACK))
 
     def all(self) -> list[SavedWeights]:
@@ -306,7 +306,7 @@ class Saved:
         return any(self._read(file) is None for file in self._files())
 
     def _files(self) -> list[Path]:
-        return sorted((self.run / FOLDER).glob("*.msgpack"))
+        return sorted((self.run / SAVED_FOLDER).glob("*.msgpack"))
 
     def find(self, kind: SavedKind, name: str) -> SavedWeights | None:
         """Returns the newest of that kind and name."""
@@ -356,7 +356,7 @@ class Saved:
         return expires_at is not None and expires_at < time.time()
 
     def _file(self, number: int) -> Path:
-        return self.run / FOLDER / f"{number:08}.msgpack"
+        return self.run / SAVED_FOLDER / f"{number:08}.msgpack"
 
     def _read(self, file: Path) -> SavedWeights | None:
         """Returns the entry; None if it is not there, or cannot be read."""
