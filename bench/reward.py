@@ -245,7 +245,7 @@ async def running_service(num_slots: int) -> AsyncGenerator[tuple[Client, str]]:
         [sys.executable, "-m", "services.reward"], env=environment, stderr=subprocess.DEVNULL
     )
     try:
-        async with Client("reward", url) as client:
+        async with Client("reward", url, patience_s=600.0) as client:  # it starts
             yield client, url
     finally:
         service.terminate()
