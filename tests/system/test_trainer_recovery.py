@@ -55,7 +55,7 @@ if __name__ == "__main__":
 LIGHT_LAUNCHER = """
 from services.trainer.__main__ import main
 from services.trainer.processes import launcher
-from shared.host.logs import run_main
+from shared.host.processes import run_main
 command = launcher.torchrun_command
 launcher.torchrun_command = lambda *given: [
     word.replace("services.trainer.processes.ranks", "light_ranks") for word in command(*given)
