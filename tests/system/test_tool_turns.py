@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2 as httpx
@@ -164,10 +165,11 @@ async def test_an_answer_cut_off_in_a_call_is_a_text_and_goes_on(
 class OneSampler:
     """The services of a session: this sampler."""
 
-    job_id = "job-1"
+    caller = SimpleNamespace(job_id="job-1")
 
     def __init__(self, client: Client) -> None:
         self._client = client
+        self.samplers = self
 
     async def answer(
         self, messages: tuple[Message, ...], _: int, *, key: str, **asked: Any
