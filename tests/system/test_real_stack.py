@@ -57,7 +57,7 @@ eval = "held_out.jsonl"
 [sampling]
 prompts_per_step = 4
 group_size = 4
-max_tokens = 10
+max_tokens = 24
 
 [[rewards]]
 grader = "function"
