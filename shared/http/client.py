@@ -215,29 +215,17 @@ class Client:
     ) -> AsyncGenerator[tuple[str, str, str]]:
         """Yields `(id, event, data)` of the server-sent events at `path` after `last_id`, without
         resuming."""
-        headers = {"accept": "text/event-stream", "x-request-id": request_id()}
-        if last_id:
-            headers["last-event-id"] = last_id
-        try:
-            async with self._http.stream("GET", path, headers=headers) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise self._error(response)
-                fields: dict[str, str] = {}
-                async for line in _lines(response):
-                    name, _, value = line.partition(":")
-                    if line and name:
-                        value = value.removeprefix(" ")
-                        fields[name] = (
-                            f"{fields[name]}\n{value}"
-                            if name == "data" and "data" in fields
-                            else value
-                        )
-                    elif not line and "data" in fields:
-                        yield fields.get("id", ""), fields.get("event", "message"), fields["data"]
-                        fields = {}
-        except httpx.RequestError as error:
-            raise self._unreachable(error) from error
+        headers = {"accept": "text/event-stream"} | ({"last-event-id": last_id} if last_id else {})
+        async with self._stream(path, headers, 200) as response:
+            fields: dict[str, str] = {}
+            async for line in _lines(response):
+                name, _, value = line.partition(":")
+                if line and name:
+                    before = f"{fields[name]}\n" if name == "data" and "data" in fields else ""
+                    fields[name] = before + value.removeprefix(" ")
+                elif not line and "data" in fields:
+                    yield fields.get("id", ""), fields.get("event", "message"), fields["data"]
+                    fields = {}
 
     async def download(
         self,
@@ -276,16 +264,25 @@ class Client:
     async def pieces(self, path: str, *, first_byte: int = 0) -> AsyncGenerator[bytes]:
         """Yields the bytes of the file at `path` from `first_byte` on, without resuming. Raises the
         service's own HoneError, and Unavailable where the connection breaks."""
-        headers = {"accept-encoding": "identity", "x-request-id": request_id()}
-        if first_byte:
-            headers["range"] = f"bytes={first_byte}-"
+        part = {"range": f"bytes={first_byte}-"} if first_byte else {}
+        headers = {"accept-encoding": "identity"} | part
+        async with self._stream(path, headers, 206 if first_byte else 200) as response:
+            async for piece in response.aiter_raw():
+                yield piece
+
+    @contextlib.asynccontextmanager
+    async def _stream(
+        self, path: str, headers: Mapping[str, str], status: int
+    ) -> AsyncGenerator[httpx.Response]:
+        """Yields the open response with this status. Raises the service's own HoneError for another
+        one, and Unavailable if the connection breaks in the block."""
+        headers = {"x-request-id": request_id(), **headers}
         try:
             async with self._http.stream("GET", path, headers=headers) as response:
-                if response.status_code != (206 if first_byte else 200):
+                if response.status_code != status:
                     await response.aread()
                     raise self._error(response)
-                async for piece in response.aiter_raw():
-                    yield piece
+                yield response
         except httpx.RequestError as error:
             raise self._unreachable(error) from error
 
@@ -355,7 +352,7 @@ class Client:
             action = retry.failed(problem, time.monotonic())
             if isinstance(action, GiveUp):
                 raise action.error
-            watch.waits_for_service(problem.detail)
+            watch.waits_for("a service", reason=problem.detail)
 
     async def _answer(
         self, action: Send | Poll, request: httpx.Request, retry: Retry, watch: _Watch
@@ -368,7 +365,7 @@ class Client:
         else:
             try:
                 while not await self.poller.ended(action.location, watch.report_in_s()):
-                    watch.waits_for_operation()
+                    watch.waits_for("an operation")
             finally:
                 retry.heard(self.poller.heard_at)
             async with self._fetching:
@@ -449,25 +446,13 @@ class _Watch:
         self._start = time.monotonic()
         self._report_at = self._start + FIRST_REPORT_S
 
-    def waits_for_service(self, reason: str) -> None:
-        if self._is_time():
-            get_logger().warning(
-                "waiting for a service", **self._names, reason=reason, seconds=self._seconds()
-            )
-
-    def waits_for_operation(self) -> None:
-        if self._is_time():
-            get_logger().info("waiting for an operation", **self._names, seconds=self._seconds())
+    def waits_for(self, what: str, **reason: str) -> None:
+        """Logs it, as a warning if there is a reason."""
+        now = time.monotonic()
+        if now >= self._report_at:
+            self._report_at = now + REPORT_S
+            log = get_logger().warning if reason else get_logger().info
+            log(f"waiting for {what}", **self._names, **reason, seconds=round(now - self._start))
 
     def report_in_s(self) -> float:
         return max(self._report_at - time.monotonic(), 0.0)
-
-    def _is_time(self) -> bool:
-        now = time.monotonic()
-        if now < self._report_at:
-            return False
-        self._report_at = now + REPORT_S
-        return True
-
-    def _seconds(self) -> int:
-        return round(time.monotonic() - self._start)
