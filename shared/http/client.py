@@ -206,7 +206,7 @@ class Client:
                         last_id = event[0] or last_id
                         yield event
             except HoneError as error:
-                pause_s = self._pause_s(retry, error)
+                pause_s = retry.pause_s(error, time.monotonic())
                 away(retry.away_s(time.monotonic()))
                 await asyncio.sleep(pause_s)
 
@@ -255,7 +255,7 @@ class Client:
                             if have_bytes > size_bytes:
                                 break
                 except HoneError as error:
-                    await asyncio.sleep(self._pause_s(retry, error))
+                    await asyncio.sleep(retry.pause_s(error, time.monotonic()))
                 else:
                     if have_bytes == first_byte:
                         break
@@ -316,14 +316,6 @@ class Client:
             patience_s=self._patience_s if patience_s is None else patience_s,
             counts_away=patience_s is None or patience_s <= deadline_s,
         )
-
-    @staticmethod
-    def _pause_s(retry: Retry, error: HoneError) -> float:
-        """Returns after how many seconds a stream is to be resumed. Raises the error if not."""
-        action = retry.failed(error, time.monotonic())
-        if isinstance(action, GiveUp):
-            raise action.error
-        return action.pause_s
 
     async def _call(self, ask: _Ask, retry: Retry, result: type[M]) -> M:
         """Does what `retry` says until there is a result."""

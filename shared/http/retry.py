@@ -118,6 +118,14 @@ class Retry:
         self._pause_s, self._poll_pause_s = min(2 * pause_s, MAX_PAUSE_S), 0.0
         return Send(pause_s)
 
+    def pause_s(self, error: HoneError, now: float) -> float:
+        """Returns the pause of `failed`, for a caller that polls for nothing. Raises the error
+        where `failed` gives up."""
+        action = self.failed(error, now)
+        if isinstance(action, GiveUp):
+            raise action.error
+        return action.pause_s
+
     def late(self) -> GiveUp:
         """Returns the next action once an attempt was not done in `left_s`. A service that has not
         been heard of since its last miss is unreachable, and not slow."""

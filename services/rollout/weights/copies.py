@@ -20,7 +20,7 @@ import httpx2 as httpx
 from shared.errors import Failed, HoneError, Unavailable, from_problem
 from shared.host.logs import get_logger, request_id
 from shared.http.connecting import ssl_context
-from shared.http.retry import GiveUp, Retry
+from shared.http.retry import Retry
 from shared.http.urls import is_direct
 from shared.weights import delta
 from shared.weights.folders import FILES, StoredTensor, check_regular, stored_tensors
@@ -77,11 +77,9 @@ class Fetcher:
                 retry.progressed(time.monotonic())
             if problem is None:
                 continue
-            action = retry.failed(problem, time.monotonic())
-            if isinstance(action, GiveUp):
-                raise action.error
+            pause_s = retry.pause_s(problem, time.monotonic())
             get_logger().warning("transfer interrupted", file=file.path, reason=problem.detail)
-            time.sleep(action.pause_s)
+            time.sleep(pause_s)
         return received_bytes
 
     def _attempt(

@@ -135,7 +135,9 @@ def test_a_stream_that_progressed_is_resumed_after_the_first_pause() -> None:
         Send(0.4),
     ]
     retry.progressed(50.0)
-    assert retry.failed(lost(), 100.0) == Send(0.1)
+    assert retry.pause_s(lost(), 100.0) == 0.1
+    with pytest.raises(Unavailable, match="connection lost"):
+        retry.pause_s(lost(), 110.0)
 
 
 @settings(max_examples=300, deadline=None)
