@@ -4,7 +4,6 @@ and retries."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
 import time
@@ -138,8 +137,6 @@ def body_of(kind: type[M], **fields: Any) -> M:
 RECONNECT_S = 60.0
 """Most seconds without any answer."""
 
-PAUSE_S = 1.0
-
 Hears: TypeAlias = "Callable[[wire.JobProgress], None]"
 
 
@@ -162,31 +159,23 @@ async def follow(
     """Yields past and new events after event `after`. Every two seconds without an event,
     `progress` is called with the job's state, or with the news that the orchestrator does not
     answer."""
-    last, lost_at = after, None
+
+    def away(seconds: float) -> None:
+        if progress:
+            message = f"the orchestrator does not answer, {seconds:.0f} s"
+            progress(wire.JobProgress(message=message, time=time.time()))
+
     query = "until_paused=true&progress=true" if progress else "until_paused=true"
-    while True:
-        try:
-            stream = client.events(f"/v1/jobs/{job_id}/events?{query}", last_id=last)
-            async with contextlib.aclosing(stream):
-                async for id, kind, data in stream:
-                    lost_at = None
-                    if kind == "end":
-                        return
-                    if kind == "progress":
-                        if progress:
-                            progress(codec.decode_tolerantly(wire.JobProgress, data.encode()))
-                        continue
-                    last = id
-                    yield codec.decode_tolerantly(wire.Event, data.encode())
-        except Unavailable:
-            lost_at = lost_at or time.monotonic()
-            away_s = time.monotonic() - lost_at
-            if away_s > RECONNECT_S:
-                raise
-            if progress:
-                away = f"the orchestrator does not answer, {away_s:.0f} s"
-                progress(wire.JobProgress(message=away, time=time.time()))
-            await asyncio.sleep(PAUSE_S)
+    path = f"/v1/jobs/{job_id}/events?{query}"
+    stream = client.follow(path, last_id=after, patience_s=RECONNECT_S, away=away)
+    async with contextlib.aclosing(stream):
+        async for _, kind, data in stream:
+            if kind == "end":
+                return
+            if kind != "progress":
+                yield codec.decode_tolerantly(wire.Event, data.encode())
+            elif progress:
+                progress(codec.decode_tolerantly(wire.JobProgress, data.encode()))
 
 
 # --- all paused jobs -----------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -34,8 +33,6 @@ PART = ".part"
 
 PATIENCE_S = 60.0
 """Seconds without a new byte after which a download is given up."""
-
-PAUSE_S = 1.0
 
 
 class CheckpointDownload(BaseModel):
@@ -111,34 +108,18 @@ class Download:
         if _size(part) > file.size_bytes:
             part.unlink()
         part.touch()
-        heard_at = time.monotonic()
-        while (have_bytes := _size(part)) < file.size_bytes:
-            try:
-                await self._attempt(file, part, have_bytes)
-            except Unavailable:
-                if _size(part) > have_bytes:
-                    heard_at = time.monotonic()
-                if time.monotonic() - heard_at > PATIENCE_S:
-                    raise
-                await asyncio.sleep(PAUSE_S)
-            else:
-                if _size(part) == have_bytes:
-                    raise _differs(part, f"{file.name} ended after {have_bytes} bytes", file)
+        have_bytes = await self._client.download(
+            f"{self._path}/{quote(file.name)}",
+            part,
+            file.size_bytes,
+            patience_s=PATIENCE_S,
+            progress=lambda num_bytes: self._progress(file.name, num_bytes, file.size_bytes),
+        )
+        if have_bytes < file.size_bytes:
+            raise _differs(part, f"{file.name} ended after {have_bytes} bytes", file)
         if not await asyncio.to_thread(_is_same, part, file):
             raise _differs(part, f"{file.name} arrived with other bytes", file)
         part.replace(self._folder / file.name)
-
-    async def _attempt(self, file: CheckpointFile, part: Path, have_bytes: int) -> None:
-        """Appends the orchestrator's bytes, up to the file's end or to where the connection
-        breaks."""
-        path = f"{self._path}/{quote(file.name)}"
-        with part.open("ab") as sink:
-            async for piece in self._client.pieces(path, first_byte=have_bytes):
-                sink.write(piece)
-                have_bytes += len(piece)
-                self._progress(file.name, have_bytes, file.size_bytes)
-                if have_bytes > file.size_bytes:
-                    return
 
     def _part(self, file: CheckpointFile) -> Path:
         return self._folder / (file.name + PART)

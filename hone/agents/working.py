@@ -16,6 +16,7 @@ import re
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -33,6 +34,7 @@ from shared.errors import (
     first_line,
 )
 from shared.explain import elide
+from shared.http.retry import Retry
 from shared.wire import TERMINAL, EpisodeResult, JobRecord, LeasedEpisode
 
 Agent = Callable[[dict[str, Any], str, str], Any]
@@ -44,9 +46,6 @@ WAIT_S = 10.0
 
 END_S = 3.0
 """Seconds that cancelled agents have to end."""
-
-MAX_PAUSE_S = 10.0
-"""Most seconds between two requests while the orchestrator is unreachable."""
 
 
 @dataclass
@@ -284,7 +283,8 @@ class Worker:
         self, call: Callable[..., Awaitable[Any]], *args: Any, **kw: Any
     ) -> Any:
         """Returns what the call returns, however long the orchestrator is unreachable."""
-        pause_s = 0.5
+        now = time.monotonic()
+        retry = Retry("the orchestrator", call.__name__, now, patience_s=math.inf)
         while True:
             try:
                 found = await call(*args, **kw)
@@ -294,8 +294,8 @@ class Worker:
                 return found
             except Unavailable as error:
                 self._says_away(error)
+                pause_s = retry.pause_s(error, time.monotonic())
             await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, MAX_PAUSE_S)
 
     def _says_away(self, error: HoneError) -> None:
         if not self._is_away:

@@ -1,21 +1,23 @@
-"""The one client for the services. This file says how a call waits, is retried and is given up;
-connecting.py, how long the pauses are.
+"""The one client for the services. It sends, polls and waits; retry.py decides what is sent again,
+when, and when a call is given up.
 
 A call has a deadline. It sends `Prefer: respond-async`, so work longer than a proxy's time limit is
 polled for. After a dropped connection or a restart of the service it asks again with the same
-idempotency key. Retried: connection failures, 503, 429, a 5xx that is not the service's own. Never:
-anything the service answered on purpose. (Redis and judges have clients of their own, which retry
-by their own rules.)
+idempotency key. Streams and files are resumed where they broke. (Redis and judges have clients of
+their own, which retry by their own rules.)
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -28,8 +30,6 @@ from shared.host import tracing
 from shared.host.logs import get_logger, request_id
 from shared.http import codec
 from shared.http.connecting import (
-    FIRST_PAUSE_S,
-    MAX_PAUSE_S,
     Poller,
     Presence,
     Tell,
@@ -38,6 +38,7 @@ from shared.http.connecting import (
     send_following,
     ssl_context_for,
 )
+from shared.http.retry import GiveUp, Poll, Retry, Send
 from shared.http.urls import PORTS, is_direct, without_password
 from shared.wire import VersionInfo
 
@@ -142,8 +143,8 @@ class Client:
     async def get(self, path: str, result: type[M], *, deadline_s: float = 30.0) -> M:
         """Returns what `GET path` answers. Raises the service's own HoneError, or Unavailable after
         `deadline_s`."""
-        ask = _Ask("GET", path, None, deadline_s, self._patience_s)
-        return await self._retrying(ask, result)
+        ask = _Ask("GET", path)
+        return await self._call(ask, self._retry(ask, deadline_s), result)
 
     async def call(
         self,
@@ -165,17 +166,9 @@ class Client:
         which the service is unreachable does not count towards the deadline. Raises the service's
         own HoneError, or Unavailable naming the service and what it waited for.
         """
-        ask = _Ask(
-            method,
-            path,
-            body,
-            deadline_s,
-            self._patience_s if patience_s is None else patience_s,
-            key or secrets.token_hex(12),
-            WAIT_S if wait_s is None else wait_s,
-            patience_s is None or patience_s <= deadline_s,
-        )
-        return await self._retrying(ask, result)
+        wait_s = WAIT_S if wait_s is None else wait_s
+        ask = _Ask(method, path, body, key or secrets.token_hex(12), wait_s)
+        return await self._call(ask, self._retry(ask, deadline_s, patience_s), result)
 
     async def upload(
         self,
@@ -190,52 +183,106 @@ class Client:
     ) -> M:
         """Returns the answer to the form with `fields` and the seekable `file`, called `name`.
         `key` is its Idempotency-Key."""
-        form = _Form(file, name, fields)
-        ask = _Ask("POST", path, None, deadline_s, self._patience_s, key, WAIT_S, form=form)
-        return await self._retrying(ask, result)
+        ask = _Ask("POST", path, None, key, WAIT_S, _Form(file, name, fields))
+        return await self._call(ask, self._retry(ask, deadline_s), result)
+
+    async def follow(
+        self,
+        path: str,
+        *,
+        last_id: str | None = None,
+        patience_s: float,
+        away: Callable[[float], None] = lambda _: None,
+    ) -> AsyncGenerator[tuple[str, str, str]]:
+        """Yields as `events` does, and resumes after the last event with an id, until the caller
+        closes it or the service was unreachable for `patience_s` seconds. `away` is called with
+        these seconds at each attempt that failed."""
+        retry = self._retry(_Ask("GET", path), math.inf, patience_s)
+        while True:
+            try:
+                async with contextlib.aclosing(self.events(path, last_id=last_id)) as events:
+                    async for event in events:
+                        retry.progressed(time.monotonic())
+                        last_id = event[0] or last_id
+                        yield event
+            except HoneError as error:
+                pause_s = retry.pause_s(error, time.monotonic())
+                away(retry.away_s(time.monotonic()))
+                await asyncio.sleep(pause_s)
 
     async def events(
         self, path: str, *, last_id: str | None = None
     ) -> AsyncGenerator[tuple[str, str, str]]:
-        """Yields `(id, event, data)` of the server-sent events at `path`, without resuming; the
-        caller resumes with `last_id`."""
-        headers = {"accept": "text/event-stream", "x-request-id": request_id()}
-        if last_id:
-            headers["last-event-id"] = last_id
-        try:
-            async with self._http.stream("GET", path, headers=headers) as response:
-                if response.status_code != 200:
-                    await response.aread()
-                    raise self._error(response)
-                fields: dict[str, str] = {}
-                async for line in _lines(response):
-                    name, _, value = line.partition(":")
-                    if line and name:
-                        value = value.removeprefix(" ")
-                        fields[name] = (
-                            f"{fields[name]}\n{value}"
-                            if name == "data" and "data" in fields
-                            else value
-                        )
-                    elif not line and "data" in fields:
-                        yield fields.get("id", ""), fields.get("event", "message"), fields["data"]
-                        fields = {}
-        except httpx.RequestError as error:
-            raise self._unreachable(error) from error
+        """Yields `(id, event, data)` of the server-sent events at `path` after `last_id`, without
+        resuming."""
+        headers = {"accept": "text/event-stream"} | ({"last-event-id": last_id} if last_id else {})
+        async with self._stream(path, headers, 200) as response:
+            fields: dict[str, str] = {}
+            async for line in _lines(response):
+                name, _, value = line.partition(":")
+                if line and name:
+                    before = f"{fields[name]}\n" if name == "data" and "data" in fields else ""
+                    fields[name] = before + value.removeprefix(" ")
+                elif not line and "data" in fields:
+                    yield fields.get("id", ""), fields.get("event", "message"), fields["data"]
+                    fields = {}
+
+    async def download(
+        self,
+        path: str,
+        target: Path,
+        size_bytes: int,
+        *,
+        patience_s: float,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> int:
+        """Appends the bytes of the file at `path` that `target` lacks, until it has `size_bytes` or
+        the file has ended, and returns how many `target` has, which can be more. `progress` is
+        called with that number after each piece. Resumes where a connection breaks. Raises the
+        service's own HoneError, and Unavailable after `patience_s` seconds without a byte."""
+        retry = self._retry(_Ask("GET", path), math.inf, patience_s)
+        have_bytes = target.stat().st_size
+        with target.open("ab") as sink:
+            while have_bytes < size_bytes:
+                pieces = self.pieces(path, first_byte=(first_byte := have_bytes))
+                try:
+                    async with contextlib.aclosing(pieces):
+                        async for piece in pieces:
+                            sink.write(piece)
+                            have_bytes += len(piece)
+                            progress(have_bytes)
+                            retry.progressed(time.monotonic())
+                            if have_bytes > size_bytes:
+                                break
+                except HoneError as error:
+                    await asyncio.sleep(retry.pause_s(error, time.monotonic()))
+                else:
+                    if have_bytes == first_byte:
+                        break
+        return have_bytes
 
     async def pieces(self, path: str, *, first_byte: int = 0) -> AsyncGenerator[bytes]:
-        """Yields the bytes of the file at `path` from `first_byte` on, without resuming; the caller
-        resumes. Raises the service's own HoneError, and Unavailable where the connection breaks."""
-        headers = {"accept-encoding": "identity", "x-request-id": request_id()}
-        if first_byte:
-            headers["range"] = f"bytes={first_byte}-"
+        """Yields the bytes of the file at `path` from `first_byte` on, without resuming. Raises the
+        service's own HoneError, and Unavailable where the connection breaks."""
+        part = {"range": f"bytes={first_byte}-"} if first_byte else {}
+        headers = {"accept-encoding": "identity"} | part
+        async with self._stream(path, headers, 206 if first_byte else 200) as response:
+            async for piece in response.aiter_raw():
+                yield piece
+
+    @contextlib.asynccontextmanager
+    async def _stream(
+        self, path: str, headers: Mapping[str, str], status: int
+    ) -> AsyncGenerator[httpx.Response]:
+        """Yields the open response with this status. Raises the service's own HoneError for another
+        one, and Unavailable if the connection breaks in the block."""
+        headers = {"x-request-id": request_id(), **headers}
         try:
             async with self._http.stream("GET", path, headers=headers) as response:
-                if response.status_code != (206 if first_byte else 200):
+                if response.status_code != status:
                     await response.aread()
                     raise self._error(response)
-                async for piece in response.aiter_raw():
-                    yield piece
+                yield response
         except httpx.RequestError as error:
             raise self._unreachable(error) from error
 
@@ -260,73 +307,64 @@ class Client:
             ask.method, ask.path, data=dict(ask.form.fields), files=files, headers=headers
         )
 
-    async def _retrying(self, ask: _Ask, result: type[M]) -> M:
+    def _retry(self, ask: _Ask, deadline_s: float, patience_s: float | None = None) -> Retry:
+        return Retry(
+            f"{self.name} at {self._shown}",
+            f"{ask.method} {ask.path}",
+            time.monotonic(),
+            deadline_s=deadline_s,
+            patience_s=self._patience_s if patience_s is None else patience_s,
+            counts_away=patience_s is None or patience_s <= deadline_s,
+        )
+
+    async def _call(self, ask: _Ask, retry: Retry, result: type[M]) -> M:
+        """Does what `retry` says until there is a result."""
         request = self._request(ask)
         watch = _Watch(self.name, f"{ask.method} {ask.path}", request.headers["x-request-id"])
-        end = time.monotonic() + ask.deadline_s
-        pause_s = FIRST_PAUSE_S
-        away_since: float | None = None
-        missed, missed_at = None, 0.0
+        action: Send | Poll | GiveUp = Send()
         while True:
-            asked_at = time.monotonic()
             try:
-                async with asyncio.timeout(max(end - asked_at, 0.01)):
-                    response = await self._finished(request, watch)
+                async with asyncio.timeout(retry.left_s(time.monotonic())):
+                    response = await self._answer(action, request, retry, watch)
+            except TimeoutError as error:
+                raise retry.late().error from error
+            except httpx.RequestError as error:
+                problem = self._unreachable(error)
+            else:
                 if response.status_code in (200, 201):
                     media_type = response.headers.get("content-type", codec.JSON).partition(";")[0]
                     return codec.decode_tolerantly(result, response.content, media_type)
+                if response.status_code == 202 and "location" in response.headers:
+                    action = retry.accepted(response.headers["location"], time.monotonic())
+                    continue
                 problem = self._error(response)
-            except TimeoutError as error:
-                if missed and watch.heard_at <= missed_at:  # it is unreachable, and not slow
-                    raise missed from error
-                raise Unavailable(
-                    f"{self.name} at {self._shown} did not finish {ask.method} {ask.path} within "
-                    f"{ask.deadline_s:g} s",
-                    code="deadline",
-                ) from error
-            except httpx.RequestError as error:
-                problem = self._unreachable(error)
-            if not (isinstance(problem, Unavailable) or problem.code == "no_operation"):
-                raise problem
             if isinstance(problem, Unavailable) and not isinstance(problem, Busy):
                 who = HUB if problem.code == "hub_away" else None
-                await self._presence.missed(asked_at, problem.detail, who)
-            now = time.monotonic()
-            away_since = max(asked_at if away_since is None else away_since, watch.heard_at)
-            if isinstance(problem, Busy):
-                pause_s = max(pause_s, problem.retry_after_s)
-            if isinstance(problem, Busy) or problem.code == "no_operation":
-                away_since, missed = now + pause_s, None  # it is there
-            else:
-                missed, missed_at = problem, now
-                end += 0.0 if ask.counts_away else now + pause_s - asked_at
-            if now + pause_s >= min(end, away_since + ask.patience_s):
-                raise problem
-            watch.waits_for_service(problem.detail)
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, MAX_PAUSE_S)
+                await self._presence.missed(retry.sent_at, problem.detail, who)
+            action = retry.failed(problem, time.monotonic())
+            if isinstance(action, GiveUp):
+                raise action.error
+            watch.waits_for("a service", reason=problem.detail)
 
-    async def _finished(self, request: httpx.Request, watch: _Watch) -> httpx.Response:
-        """Returns the answer, polled for while the operation is under way."""
-        response = await send_following(self._http, request)
+    async def _answer(
+        self, action: Send | Poll, request: httpx.Request, retry: Retry, watch: _Watch
+    ) -> httpx.Response:
+        """Returns the answer to the request, or the result of the operation once it has ended."""
+        if action.pause_s:
+            await asyncio.sleep(action.pause_s)
+        if isinstance(action, Send):
+            response = await send_following(self._http, request)
+        else:
+            try:
+                while not await self.poller.ended(action.location, watch.report_in_s()):
+                    watch.waits_for("an operation")
+            finally:
+                retry.heard(self.poller.heard_at)
+            async with self._fetching:
+                fetch = self._http.build_request("GET", action.location)
+                response = await send_following(self._http, fetch)
         if response.status_code < 500:
             await self._presence.heard()
-        pause_s = FIRST_PAUSE_S
-        while response.status_code == 202 and "location" in response.headers:
-            location = response.headers["location"]
-            watch.heard_at = time.monotonic()
-            try:
-                while not await self.poller.ended(location, watch.report_in_s()):
-                    watch.waits_for_operation()
-            finally:
-                watch.heard_at = max(watch.heard_at, self.poller.heard_at)
-            async with self._fetching:
-                response = await send_following(
-                    self._http, self._http.build_request("GET", location)
-                )
-            if response.status_code == 202:  # the poll was answered by another process
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, MAX_PAUSE_S)
         return response
 
     def _error(self, response: httpx.Response) -> HoneError:
@@ -360,17 +398,13 @@ async def _lines(response: httpx.Response) -> AsyncGenerator[str]:
 
 @dataclass(frozen=True)
 class _Ask:
-    """One call, with the arguments of `Client.call`. Without a key it is not an operation."""
+    """A request, with the arguments of `Client.call`. Without a key it is not an operation."""
 
     method: str
     path: str
-    body: BaseModel | None
-    deadline_s: float
-    patience_s: float
+    body: BaseModel | None = None
     key: str | None = None
     wait_s: int = 0
-    counts_away: bool = True
-    """Whether time in which the service is unreachable counts towards the deadline."""
     form: _Form | None = None
 
 
@@ -397,34 +431,20 @@ class _Chunks:
 
 class _Watch:
     """Logs what a call waits for, after `FIRST_REPORT_S` seconds and then every `REPORT_S`. The log
-    line's `service` is the caller. `heard_at` is when the service last said that it works on the
-    call."""
+    line's `service` is the caller."""
 
     def __init__(self, service: str, operation: str, request_id: str) -> None:
-        self.heard_at = 0.0
         self._names = {"waits_for": service, "to": operation, "request_id": request_id}
         self._start = time.monotonic()
         self._report_at = self._start + FIRST_REPORT_S
 
-    def waits_for_service(self, reason: str) -> None:
-        if self._is_time():
-            get_logger().warning(
-                "waiting for a service", **self._names, reason=reason, seconds=self._seconds()
-            )
-
-    def waits_for_operation(self) -> None:
-        if self._is_time():
-            get_logger().info("waiting for an operation", **self._names, seconds=self._seconds())
+    def waits_for(self, what: str, **reason: str) -> None:
+        """Logs it, as a warning if there is a reason."""
+        now = time.monotonic()
+        if now >= self._report_at:
+            self._report_at = now + REPORT_S
+            log = get_logger().warning if reason else get_logger().info
+            log(f"waiting for {what}", **self._names, **reason, seconds=round(now - self._start))
 
     def report_in_s(self) -> float:
         return max(self._report_at - time.monotonic(), 0.0)
-
-    def _is_time(self) -> bool:
-        now = time.monotonic()
-        if now < self._report_at:
-            return False
-        self._report_at = now + REPORT_S
-        return True
-
-    def _seconds(self) -> int:
-        return round(time.monotonic() - self._start)

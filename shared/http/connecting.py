@@ -127,9 +127,6 @@ class Presence:
             await self._tell(f"{self._who} is back after {away_s} s", False)
 
 
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
-"""Seconds between two attempts to reach a service: doubled each time, up to the maximum."""
-
 GATHER_S = 0.02
 """While a poll is running, new operations are gathered for this long and then polled together.
 Without a running poll an operation is polled at once."""
@@ -146,7 +143,6 @@ class Poller:
     def __init__(self, http: httpx.AsyncClient, wait_s: float) -> None:
         self._http = http
         self._wait_s = wait_s
-        self._pause_s = FIRST_PAUSE_S
         self._waiting: dict[str, asyncio.Event] = {}
         self._not_asked: set[str] = set()
         self._asked: set[str] = set()
@@ -211,14 +207,12 @@ class Poller:
                 self._ask_soon(*left)
 
     async def _ended_of(self, ids: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns which operations have ended; all of them if the service does not say."""
+        """Returns which operations have ended; all of them if the service does not say: each call
+        then asks for its result, and pauses if there is none."""
         try:
             done = await self._ask(ids)
         except (httpx.RequestError, HoneError):
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = min(self._pause_s * 2, MAX_PAUSE_S)
             return ids
-        self._pause_s = FIRST_PAUSE_S
         self.heard_at = time.monotonic()
         self._busy = done.busy
         self.heard(done.busy)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hone import long_calls
 from hone.long_calls import Download
 from services.orchestrator.api import history
 from shared.errors import BadRequest, Failed, NotFound, Unavailable
+from shared.http import retry
 from shared.job import CheckpointSpec, RolloutsSpec
 from shared.wire import (
     CheckpointFile,
@@ -277,7 +277,7 @@ async def test_a_download_goes_on_where_it_was_cut_and_keeps_only_right_bytes(
 ) -> None:
     job_id, step, _ = await with_checkpoint(stack)
     files = (await stack.client.get(f"/v1/jobs/{job_id}/checkpoints/{step}", CheckpointFiles)).files
-    monkeypatch.setattr(long_calls, "PAUSE_S", 0.0)
+    monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.0)
     firsts, pieces = list[int](), stack.client.pieces
 
     async def cut(path: str, *, first_byte: int = 0) -> AsyncGenerator[bytes]:

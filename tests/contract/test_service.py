@@ -368,7 +368,7 @@ async def test_a_service_that_takes_connections_and_never_answers_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shared.http.client.WAIT_S", 0.1)
-    monkeypatch.setattr("shared.http.client.MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr("shared.http.retry.MAX_PAUSE_S", 0.1)
     asked = 0
 
     async def silent(_: httpx.Request) -> httpx.Response:

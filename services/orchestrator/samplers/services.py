@@ -25,7 +25,7 @@ from shared.errors import BadRequest, HoneError, Unavailable
 from shared.host import tracing
 from shared.host.logs import get_logger
 from shared.http.client import Client
-from shared.http.connecting import MAX_PAUSE_S
+from shared.http.retry import MAX_PAUSE_S
 from shared.job import EvaluatedModel, SyncMethod
 from shared.wire import (
     AbortRequest,

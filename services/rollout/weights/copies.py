@@ -20,6 +20,7 @@ import httpx2 as httpx
 from shared.errors import Failed, HoneError, Unavailable, from_problem
 from shared.host.logs import get_logger, request_id
 from shared.http.connecting import ssl_context
+from shared.http.retry import Retry
 from shared.http.urls import is_direct
 from shared.weights import delta
 from shared.weights.folders import FILES, StoredTensor, check_regular, stored_tensors
@@ -27,9 +28,6 @@ from shared.wire import AdapterWeights, DeltaStep, DeltaWeights, HttpWeights, We
 
 TIMEOUT_S = 60.0
 """Seconds that the trainer may take to connect, or between two pieces of a file."""
-
-FIRST_PAUSE_S = 0.1
-MAX_PAUSE_S = 2.0
 
 
 class Fetcher:
@@ -59,8 +57,13 @@ class Fetcher:
             return sum(self._fetch(http, file, folder / file.name) for file in files)
 
     def _fetch(self, http: httpx.Client, file: WeightFile, target: Path) -> int:
-        received_bytes, pause_s = 0, FIRST_PAUSE_S
-        heard_at = time.monotonic()
+        received_bytes = 0
+        retry = Retry(
+            f"the trainer at {self._url}",
+            f"GET {file.path}",
+            time.monotonic(),
+            patience_s=self._patience_s,
+        )
         while (have_bytes := _size(target)) != file.size_bytes or not target.exists():
             if have_bytes > file.size_bytes:
                 target.unlink()
@@ -71,14 +74,12 @@ class Fetcher:
             problem = self._attempt(http, file, target, have_bytes)
             if new_bytes := _size(target) - have_bytes:
                 received_bytes += max(new_bytes, 0)
-                heard_at, pause_s = time.monotonic(), FIRST_PAUSE_S
+                retry.progressed(time.monotonic())
             if problem is None:
                 continue
-            if time.monotonic() + pause_s > heard_at + self._patience_s:
-                raise problem
+            pause_s = retry.pause_s(problem, time.monotonic())
             get_logger().warning("transfer interrupted", file=file.path, reason=problem.detail)
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, MAX_PAUSE_S)
         return received_bytes
 
     def _attempt(

@@ -81,6 +81,34 @@ async def test_a_busy_service_is_asked_again_when_it_said_up_to_the_deadline(
     assert raised.value.retry_after_s == 60 and slept == [7, 3], "it is not done by then"
 
 
+async def test_a_service_that_cannot_say_what_has_ended_is_asked_after_growing_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        slept.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr("shared.http.client.asyncio.sleep", note)
+    num_fetches = 0
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal num_fetches
+        num_fetches += request.method == "GET"
+        if request.url.path == WAIT_PATH:
+            return httpx.Response(404)
+        if num_fetches < 7:
+            return httpx.Response(202, headers={"location": "/operations/a"})
+        return httpx.Response(200, content=codec.encode(PauseState(paused=True)))
+
+    transport = httpx.MockTransport(answer)
+    async with Client("rollout", "http://localhost", transport=transport) as client:
+        state = await client.call("POST", "/pause", NoBody(), PauseState, deadline_s=20)
+    assert state.paused and slept == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
+
+
 @pytest.mark.parametrize(("is_back", "code"), [(False, "unreachable"), (True, "deadline")])
 async def test_a_deadline_that_passes_while_the_service_is_away_is_not_its_slowness(
     is_back: bool, code: str
