@@ -14,7 +14,7 @@ PIPELINE = "services.orchestrator.grpo.pipeline"
 
 LINES = {
     "hone": 11_050,
-    "shared": 14_000,
+    "shared": 14_150,
     "services/orchestrator/api": 1_750,
     "services/orchestrator/data": 1_900,
     "services/orchestrator/extensions": 11_350,
