@@ -120,7 +120,7 @@ def _remedies(plan: Plan) -> Iterator[str]:
             learned = "; this changes what is learned" if change.learned else ""
             yield f"    {_set(change)}: {change.why}{learned}"
     if plan.enough:
-        start = "or as it is" if plan.changes else "as it is it fits"
+        start = "or unchanged" if plan.changes else "unchanged it fits"
         yield f"  {start} on {' or '.join(plan.enough)}"
     if not plan.fits and not plan.changes and not plan.enough:
         yield "  no change of the job, and none of the GPUs known here, is enough"
