@@ -243,7 +243,7 @@ class CopySource:
             tokens_of = [_tokens(text) for text in texts]
             answers += tokens_of if is_answer else []
             if may_choose and (is_answer or column not in own):
-                choices.update(map(_core, tokens_of))
+                choices.update(_run(_inner(tokens)) for tokens in tokens_of)
         given = [each for each in answers if _run(each) in run and any(map(str.isalnum, each))]
         size = max(map(len, given), default=0)
         are_terms_free = any(reward.grader == "python_value" for reward in job.rewards)
@@ -370,11 +370,6 @@ def _inner(tokens: Sequence[str]) -> Sequence[str]:
     8 + 9."""
     inner = [index for index, token in enumerate(tokens) if token not in FRAME]
     return tokens[inner[0] : inner[-1] + 1] if inner else ()
-
-
-def _core(tokens: Sequence[str]) -> str:
-    """Returns the run of `_inner`."""
-    return _run(_inner(tokens))
 
 
 def _checked_for_answer(batch: Batch, label: str, column: str) -> list[RewardedRollout]:
