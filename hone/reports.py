@@ -92,9 +92,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"    {_memory_parts(place, 'trainer')}"
     if place.trainer.host_gib:
         yield f"    and {place.trainer.host_gib:.1f} GiB in the host's memory for each rank"
-    least = place.sampler.weights_gib + place.sampler.overhead_gib + place.sampler.least_cache_gib
-    room = place.sampler_room_gib
-    yield f"  sampler, {each}: needs at least {least:.1f} GiB and has {room:.1f}"
+    needed, room = place.sampler.least_gib, place.sampler_room_gib
+    yield f"  sampler, {each}: needs at least {needed:.1f} GiB and has {room:.1f}"
     yield (
         f"    {_memory_parts(place, 'sampler')} (for {place.sampler.sequences} sequences at once, "
         f"{place.sampler.cache_bytes_per_token:,} bytes per token)"
@@ -121,7 +120,7 @@ def _remedies(plan: Plan) -> Iterator[str]:
             learned = "; this changes what is learned" if change.learned else ""
             yield f"    {_set(change)}: {change.why}{learned}"
     if plan.enough:
-        start = "or as it is" if plan.changes else "as it is it fits"
+        start = "or unchanged" if plan.changes else "unchanged it fits"
         yield f"  {start} on {' or '.join(plan.enough)}"
     if not plan.fits and not plan.changes and not plan.enough:
         yield "  no change of the job, and none of the GPUs known here, is enough"

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from shared.errors import BadRequest
 from shared.explain import closest
@@ -65,6 +66,10 @@ class Gpu:
     @property
     def is_cpu(self) -> bool:
         return self.name == CPU
+
+    @property
+    def device(self) -> Literal["cpu", "gpu"]:
+        return "cpu" if self.is_cpu else "gpu"
 
     @property
     def max_sequences(self) -> int:

@@ -251,7 +251,12 @@ def _shapes(
             yield f"{start}.mlp.experts.gate_up_proj", (each[0], 2 * each[2], each[1])
             yield f"{start}.mlp.experts.down_proj", each
         else:
-            yield from _mlp(start, hidden, int(config["intermediate_size"]), config)
+            inner = int(config["intermediate_size"])
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                shape = (hidden, inner) if name == "down_proj" else (inner, hidden)
+                yield f"{start}.mlp.{name}.weight", shape
+                if config.get("mlp_bias"):
+                    yield f"{start}.mlp.{name}.bias", shape[:1]
         yield f"{start}.input_layernorm.weight", (hidden,)
         yield f"{start}.post_attention_layernorm.weight", (hidden,)
 
@@ -260,19 +265,6 @@ def _is_sparse(config: Config, layer: int) -> bool:
     """Whether a layer of a Qwen3-MoE or Mixtral has experts."""
     dense: Any = config.get("mlp_only_layers") or []
     return layer not in dense and (layer + 1) % int(config.get("decoder_sparse_step") or 1) == 0
-
-
-def _mlp(
-    start: str, hidden: int, inner: int, config: Config
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, shape in {
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }.items():
-        yield f"{start}.mlp.{name}.weight", shape
-        if config.get("mlp_bias"):
-            yield f"{start}.mlp.{name}.bias", shape[:1]
 
 
 def cached_folder(model: str, revision: str | None) -> Path | None:
@@ -316,10 +308,8 @@ def config_on_hub(model: str, revision: str | None, *, online: bool = True) -> C
         raise UnknownModelSize(f"{here}, and {what}; a gated model needs HF_TOKEN")
     try:
         found: Any = response.json()
-    except ValueError as error:
-        raise UnknownModelSize(
-            f"{here}, and what {hub} gives as its config.json is no JSON"
-        ) from error
+    except ValueError:
+        found = None
     if not isinstance(found, dict):
         raise UnknownModelSize(f"{here}, and what {hub} gives as its config.json is no JSON object")
     return cast(Config, found)

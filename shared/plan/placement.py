@@ -20,11 +20,12 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from shared.job import Job, LoraSpec
+from shared.job import Job, LoraSpec, MemorySpec
 from shared.plan import rates
 from shared.plan.gpus import TABLE, Gpu, GpuGroup
 from shared.plan.memory import GIB, Ranks, SamplerShape, sampler_memory, state_bytes, trainer_memory
@@ -102,123 +103,38 @@ class PlanInput:
 def placements(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> list[Placement]:
     """Returns every placement, the best first: placements that fit before the others, faster ones
     first; placements that do not fit by how much memory they lack, the least first."""
-    found = list(_ways(needs, pools))
-    order = sorted(range(len(found)), key=lambda index: (*_rank(found[index]), index))
-    return [found[index] for index in order]
+    return sorted((each.judge() for each in _candidates(needs, pools)), key=_rank)
 
 
 def _rank(placement: Placement) -> tuple[bool, float]:
-    if not placement.fits:
-        lacking = placement.trainer.peak_gib - placement.trainer_room_gib
-        return True, max(lacking, 0.0) + max(
-            _least(placement.sampler) - placement.sampler_room_gib, 0
-        )
-    return False, placement.time.step_s if placement.time else 0.0
+    if placement.fits:
+        return False, placement.time.step_s if placement.time else 0.0
+    lacking = placement.trainer.peak_gib - placement.trainer_room_gib
+    return True, max(lacking, 0.0) + max(
+        placement.sampler.least_gib - placement.sampler_room_gib, 0
+    )
 
 
-def _ways(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> Iterator[Placement]:
-    trainer, sampler = pools[0], pools[-1]
-    if trainer.gpu.is_cpu:
-        yield _on_cpu(needs, trainer.gpu)
-        return
-    if len(pools) == 2:
-        yield _split(needs, (trainer.gpu, trainer.count), (sampler.gpu, sampler.count))
-        return
-    for num_ranks in range(1, trainer.count):
-        yield _split(needs, (trainer.gpu, num_ranks), (trainer.gpu, trainer.count - num_ranks))
-    if _may_take_turns(needs.job):
-        yield _turns(needs, trainer)
-    if trainer.count == 1:
-        yield _shared(needs, trainer)
+def _candidates(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> Iterator[Candidate]:
+    pool, gpu = pools[0], pools[0].gpu
+    if gpu.is_cpu:
+        yield _on_cpu(needs, gpu)
+    elif len(pools) == 2:
+        yield _split(needs, *pools)
+    else:
+        for num_ranks in range(1, pool.count):
+            yield _split(needs, GpuGroup(num_ranks, gpu), GpuGroup(pool.count - num_ranks, gpu))
+        if _may_take_turns(needs.job):
+            yield _turns(needs, pool)
+        if pool.count == 1:
+            share = _utilization(needs.settings, SHARED_UTILIZATION)
+            rooms = max(USABLE - share, 0.0) * gpu.memory_gib, share * gpu.memory_gib
+            yield Candidate(needs, "shared", pool, gpu, 1, 1, *rooms)
 
 
 def _may_take_turns(job: Job) -> bool:
     stays = job.memory.zero_stage == 3 and not job.memory.offload_optimizer
     return job.max_staleness == 0 and job.weight_sync not in ("reload", "restart") and not stays
-
-
-def _tensor_parallels(model: Model, num_gpus: int) -> list[int]:
-    """Returns over how many GPUs vLLM can split the model: powers of 2 that divide its heads."""
-    return [size for size in (1, 2, 4, 8) if size <= num_gpus and model.heads % size == 0]
-
-
-def _split(needs: PlanInput, trainer: tuple[Gpu, int], samplers: tuple[Gpu, int]) -> Placement:
-    """As many samplers as possible, each over as few GPUs as it fits onto: GPUs that share a model
-    must communicate, samplers need not."""
-    gpu, num_ranks = trainer
-    sampler_gpu, num_free = samplers
-    room = needs.settings.gpu_memory_utilization * sampler_gpu.memory_gib
-    sizes = _tensor_parallels(needs.model, num_free)
-    ways = [
-        PlacementCandidate(
-            "split", num_ranks, num_free // size, size, gpu, sampler_gpu, _settings(num_ranks, size)
-        )
-        for size in sizes
-    ]
-    way = next((way for way in ways if _least(_memory(needs, way)[1]) <= room), ways[-1])
-    return _judged(needs, way, trainer_room=USABLE * gpu.memory_gib, sampler_room=room)
-
-
-def _settings(num_ranks: int, split: int) -> dict[str, str]:
-    found = {"HONE_TRAINER_RANKS": str(num_ranks)}
-    return found | ({"HONE_TENSOR_PARALLEL_SIZE": str(split)} if split > 1 else {})
-
-
-def _turns(needs: PlanInput, pool: GpuGroup) -> Placement:
-    """One sampler over as many of the trainer's GPUs as it can be split over. Unless its memory
-    share is set, the share leaves room for the trainer's part that stays, at least its weights."""
-    gpu = pool.gpu
-    split = max(_tensor_parallels(needs.model, pool.count))
-    settings = {"HONE_COLOCATE": "1", **_settings(pool.count, split)}
-    way = PlacementCandidate("turns", pool.count, 1, split, gpu, gpu, settings)
-    trainer, _ = _memory(needs, way)
-    stays = trainer.weights_gib + trainer.reference_gib + trainer.overhead_gib
-    stays += state_bytes(needs.model, needs.job, _ranks(needs, way)).resting / GIB
-    share = _utilization(needs.settings, TURNS_UTILIZATION)
-    most = max(math.floor(100 * (1 - stays / gpu.memory_gib)) / 100, 0.0)
-    if share > most and "gpu_memory_utilization" not in needs.settings.model_fields_set:
-        share = most
-        settings["HONE_GPU_MEMORY_UTILIZATION"] = str(share)
-    placed = _judged(
-        needs,
-        way,
-        trainer_room=USABLE * gpu.memory_gib - ASLEEP_GIB,
-        sampler_room=share * gpu.memory_gib,
-    )
-    if share <= most:
-        return placed
-    why = (
-        f"the trainer keeps {stays:.1f} GiB while the sampler has {share * gpu.memory_gib:.1f} of "
-        f"the GPU's {gpu.memory_gib:.1f} GiB; lower HONE_GPU_MEMORY_UTILIZATION"
-    )
-    update = {"fits": False, "why_not": (*placed.why_not, why), "time": None}
-    return placed.model_copy(update=update)
-
-
-def _shared(needs: PlanInput, pool: GpuGroup) -> Placement:
-    share = _utilization(needs.settings, SHARED_UTILIZATION)
-    return _judged(
-        needs,
-        PlacementCandidate("shared", 1, 1, 1, pool.gpu, pool.gpu, {}),
-        trainer_room=max(USABLE - share, 0.0) * pool.gpu.memory_gib,
-        sampler_room=share * pool.gpu.memory_gib,
-    )
-
-
-def _on_cpu(needs: PlanInput, gpu: Gpu) -> Placement:
-    """Both are in the host's memory. The sampler's cache has its configured size."""
-    settings = needs.settings
-    way = PlacementCandidate(
-        "cpu", settings.trainer_ranks, settings.rollout_replicas, 1, gpu, gpu, {}
-    )
-    _, sampler = _memory(needs, way)
-    each = sampler.weights_gib + sampler.overhead_gib + settings.kv_cache_gib
-    return _judged(
-        needs,
-        way,
-        trainer_room=(USABLE * gpu.memory_gib - way.num_samplers * each) / way.num_ranks,
-        sampler_room=each,
-    )
 
 
 def _utilization(settings: Settings, default: float) -> float:
@@ -227,100 +143,155 @@ def _utilization(settings: Settings, default: float) -> float:
 
 
 @dataclass(frozen=True)
-class PlacementCandidate:
-    """A placement to be judged, and the settings that choose it."""
+class Candidate:
+    """A placement to be judged: the trainer's ranks on `trainer`, and samplers whose models are
+    split over `split` of the GPUs `sampler` each, with so many GiB of each GPU for each.
+    `settings` choose it; `why_not` is why it does not fit in any case."""
 
+    needs: PlanInput
     kind: Kind
-    num_ranks: int
-    num_samplers: int
-    split: int
-    trainer: Gpu
+    trainer: GpuGroup
     sampler: Gpu
-    settings: dict[str, str]
+    num_samplers: int = 1
+    split: int = 1
+    trainer_room: float = 0.0
+    sampler_room: float = 0.0
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    why_not: tuple[str, ...] = ()
 
+    @property
+    def ranks(self) -> Ranks:
+        gpu = self.trainer.gpu
+        host_bytes = gpu.memory_gib * GIB if gpu.is_cpu else None
+        itemsize = self.needs.itemsize(gpu)
+        return Ranks(self.trainer.count, itemsize, gpu.device, self.kind == "turns", host_bytes)
 
-def _memory(needs: PlanInput, way: PlacementCandidate) -> tuple[TrainerMemory, SamplerMemory]:
-    settings = needs.settings
-    serving = SamplerShape(
-        tensor_parallel=way.split,
-        max_sequences=settings.max_num_seqs or way.sampler.max_sequences,
-        sequences=-(-needs.load.completions // way.num_samplers),
-        sequence_tokens=needs.longest,
-        max_adapters=settings.rollout_adapters + 1,
-        itemsize=needs.itemsize(way.sampler),
-        device=_device(way.sampler),
-    )
-    return (
-        trainer_memory(
-            needs.model,
-            needs.job,
-            _ranks(needs, way),
-            needs.longest,
-            needs.rank_tokens(way.num_ranks),
-        ),
-        sampler_memory(needs.model, needs.job, serving),
-    )
+    @cached_property
+    def trainer_memory(self) -> TrainerMemory:
+        needs, ranks = self.needs, self.ranks
+        step_tokens = needs.rank_tokens(ranks.num)
+        return trainer_memory(needs.model, needs.job, ranks, needs.longest, step_tokens)
 
-
-def _ranks(needs: PlanInput, way: PlacementCandidate) -> Ranks:
-    device, turns = _device(way.trainer), way.kind == "turns"
-    host_bytes = way.trainer.memory_gib * GIB if way.trainer.is_cpu else None
-    return Ranks(way.num_ranks, needs.itemsize(way.trainer), device, turns, host_bytes)
-
-
-def _device(gpu: Gpu) -> str:
-    return "cpu" if gpu.is_cpu else "gpu"
-
-
-def _judged(
-    needs: PlanInput, way: PlacementCandidate, *, trainer_room: float, sampler_room: float
-) -> Placement:
-    """Returns the placement with its needs, and why it does not fit into so many GiB."""
-    trainer, sampler = _memory(needs, way)
-    on_each = "" if way.trainer.is_cpu else " on each GPU"
-    why = tuple(
-        f"the {who} needs {needed:.1f} GiB{on_each} and has {room:.1f}"
-        for who, needed, room in (
-            ("trainer", trainer.peak_gib, trainer_room),
-            ("sampler", _least(sampler), sampler_room),
+    @cached_property
+    def sampler_memory(self) -> SamplerMemory:
+        needs, settings = self.needs, self.needs.settings
+        shape = SamplerShape(
+            tensor_parallel=self.split,
+            max_sequences=settings.max_num_seqs or self.sampler.max_sequences,
+            sequences=-(-needs.load.completions // self.num_samplers),
+            sequence_tokens=needs.longest,
+            max_adapters=settings.rollout_adapters + 1,
+            itemsize=needs.itemsize(self.sampler),
+            device=self.sampler.device,
         )
-        if needed > room
-    )
-    return Placement(
-        kind=way.kind,
-        trainer_ranks=way.num_ranks,
-        num_samplers=way.num_samplers,
-        tensor_parallel=way.split,
-        fits=not why,
-        why_not=why,
-        trainer_room_gib=round(trainer_room, 3),
-        sampler_room_gib=round(sampler_room, 3),
-        trainer=trainer,
-        sampler=sampler,
-        time=None if why else _time(needs, way, sampler, sampler_room),
-        settings=way.settings,
-    )
+        return sampler_memory(needs.model, needs.job, shape)
+
+    def judge(self) -> Placement:
+        """Returns the placement with its needs, and why it does not fit."""
+        on_each = "" if self.trainer.gpu.is_cpu else " on each GPU"
+        lacking = [
+            f"the {who} needs {needed:.1f} GiB{on_each} and has {room:.1f}"
+            for who, needed, room in (
+                ("trainer", self.trainer_memory.peak_gib, self.trainer_room),
+                ("sampler", self.sampler_memory.least_gib, self.sampler_room),
+            )
+            if needed > room
+        ]
+        why_not = (*lacking, *self.why_not)
+        return Placement(
+            kind=self.kind,
+            trainer_ranks=self.trainer.count,
+            num_samplers=self.num_samplers,
+            tensor_parallel=self.split,
+            fits=not why_not,
+            why_not=why_not,
+            trainer_room_gib=round(self.trainer_room, 3),
+            sampler_room_gib=round(self.sampler_room, 3),
+            trainer=self.trainer_memory,
+            sampler=self.sampler_memory,
+            time=None if why_not else self._time(),
+            settings=dict(self.settings),
+        )
+
+    def _time(self) -> StepTime | None:
+        needs, sampler, ranks = self.needs, self.sampler_memory, self.ranks
+        free = (self.sampler_room - sampler.weights_gib - sampler.overhead_gib) * GIB
+        at_longest = int(free // (sampler.cache_bytes_per_token * needs.longest))
+        sampling = rates.SamplingRate(
+            self.num_samplers,
+            self.split,
+            max(1, min(sampler.sequences, at_longest)),
+            self.sampler,
+            needs.itemsize(self.sampler),
+        )
+        training = rates.TrainingRate(ranks.num, self.trainer.gpu, ranks.itemsize)
+        return rates.time_by_rates(
+            needs.model, needs.job, needs.load, sampling, training, self.kind
+        )
 
 
-def _least(sampler: SamplerMemory) -> float:
-    return sampler.weights_gib + sampler.overhead_gib + sampler.least_cache_gib
+def _splits(model: Model, num_gpus: int) -> list[int]:
+    """Returns over how many GPUs vLLM can split the model: powers of 2 that divide its heads."""
+    return [size for size in COUNTS if size <= num_gpus and model.heads % size == 0]
 
 
-def sequences_at_once(sampler: SamplerMemory, room_gib: float, sequence_tokens: int) -> int:
-    """Returns how many of the planned sequences the cache has room for, at their longest."""
-    free = (room_gib - sampler.weights_gib - sampler.overhead_gib) * GIB
-    each = sampler.cache_bytes_per_token * sequence_tokens
-    return max(1, min(sampler.sequences, int(free // each)))
+def _settings(num_ranks: int, split: int) -> dict[str, str]:
+    found = {"HONE_TRAINER_RANKS": str(num_ranks)}
+    return found | ({"HONE_TENSOR_PARALLEL_SIZE": str(split)} if split > 1 else {})
 
 
-def _time(
-    needs: PlanInput, way: PlacementCandidate, sampler: SamplerMemory, room_gib: float
-) -> StepTime | None:
-    at_once = sequences_at_once(sampler, room_gib, needs.longest)
-    itemsize = needs.itemsize(way.sampler)
-    sampling = rates.SamplingRate(way.num_samplers, way.split, at_once, way.sampler, itemsize)
-    training = rates.TrainingRate(way.num_ranks, way.trainer, needs.itemsize(way.trainer))
-    return rates.time_by_rates(needs.model, needs.job, needs.load, sampling, training, way.kind)
+def _split(needs: PlanInput, trainer: GpuGroup, samplers: GpuGroup) -> Candidate:
+    """As many samplers as possible, each over as few GPUs as it fits onto: GPUs that share a model
+    must communicate, samplers need not."""
+    room = needs.settings.gpu_memory_utilization * samplers.gpu.memory_gib
+    found = [
+        Candidate(
+            needs,
+            "split",
+            trainer,
+            samplers.gpu,
+            samplers.count // size,
+            size,
+            USABLE * trainer.gpu.memory_gib,
+            room,
+            _settings(trainer.count, size),
+        )
+        for size in _splits(needs.model, samplers.count)
+    ]
+    return next((each for each in found if each.sampler_memory.least_gib <= room), found[-1])
+
+
+def _turns(needs: PlanInput, pool: GpuGroup) -> Candidate:
+    """One sampler over as many of the trainer's GPUs as it can be split over. Unless its memory
+    share is set, the share leaves room for the trainer's part that stays, at least its weights."""
+    gpu, split = pool.gpu, max(_splits(needs.model, pool.count))
+    settings = {"HONE_COLOCATE": "1", **_settings(pool.count, split)}
+    way = Candidate(needs, "turns", pool, gpu, 1, split, USABLE * gpu.memory_gib - ASLEEP_GIB)
+    trainer = way.trainer_memory
+    stays = trainer.weights_gib + trainer.reference_gib + trainer.overhead_gib
+    stays += state_bytes(needs.model, needs.job, way.ranks).resting / GIB
+    share = _utilization(needs.settings, TURNS_UTILIZATION)
+    most = max(math.floor(100 * (1 - stays / gpu.memory_gib)) / 100, 0.0)
+    why_not: tuple[str, ...] = ()
+    if share > most and "gpu_memory_utilization" not in needs.settings.model_fields_set:
+        share = most
+        settings["HONE_GPU_MEMORY_UTILIZATION"] = str(share)
+    elif share > most:
+        why_not = (
+            f"the trainer keeps {stays:.1f} GiB while the sampler has {share * gpu.memory_gib:.1f} "
+            f"of the GPU's {gpu.memory_gib:.1f} GiB; lower HONE_GPU_MEMORY_UTILIZATION",
+        )
+    return replace(way, sampler_room=share * gpu.memory_gib, settings=settings, why_not=why_not)
+
+
+def _on_cpu(needs: PlanInput, gpu: Gpu) -> Candidate:
+    """Both are in the host's memory. The sampler's cache has its configured size."""
+    settings = needs.settings
+    pool = GpuGroup(settings.trainer_ranks, gpu)
+    way = Candidate(needs, "cpu", pool, gpu, settings.rollout_replicas)
+    each = way.sampler_memory.weights_gib + way.sampler_memory.overhead_gib + settings.kv_cache_gib
+    room = (USABLE * gpu.memory_gib - way.num_samplers * each) / pool.count
+    return replace(way, trainer_room=room, sampler_room=each)
 
 
 COUNTS = (1, 2, 4, 8)
@@ -329,13 +300,13 @@ COUNTS = (1, 2, 4, 8)
 @dataclass(frozen=True)
 class Remedy:
     """A change of the job's key `key` that saves memory, with its cost: the cheapest combination
-    has the least sum of costs. `apply` returns the job with the change, or None if the job has it
-    already."""
+    has the least sum of costs. `jobs` returns the job with the change, the mildest first; none if
+    the job has it already."""
 
     key: str
     why: str
     cost: int
-    apply: Callable[[PlanInput], Job | None]
+    jobs: Callable[[PlanInput], Iterable[Job]]
     learned: bool = False
 
     def change(self, job: Job) -> Change:
@@ -347,13 +318,24 @@ class Remedy:
 def remedies(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> tuple[Change, ...]:
     """Returns the changes that together make the job fit onto the GPUs; () if no combination is
     enough."""
-    for chosen in _combinations():
-        if OFFLOAD in chosen and pools[0].gpu.is_cpu:
-            continue  # the host's memory is what runs short
+    # on a CPU the host's memory is what runs short
+    possible = [each for each in REMEDIES if each is not OFFLOAD or not pools[0].gpu.is_cpu]
+    counts = range(1, len(possible) + 1)
+    every = itertools.chain.from_iterable(itertools.combinations(possible, num) for num in counts)
+    for chosen in sorted(every, key=lambda chosen: sum(remedy.cost for remedy in chosen)):
         for job in _changed(needs, chosen):
             if placements(replace(needs, job=job), pools)[0].fits:
                 return tuple(remedy.change(job) for remedy in chosen)
     return ()
+
+
+def _changed(needs: PlanInput, chosen: Sequence[Remedy]) -> Iterator[Job]:
+    """Yields the job with all of the changes, the mildest ones first."""
+    if not chosen:
+        yield needs.job
+        return
+    for job in chosen[0].jobs(needs):
+        yield from _changed(replace(needs, job=job), chosen[1:])
 
 
 def enough_gpus(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> tuple[str, ...]:
@@ -369,91 +351,54 @@ def enough_gpus(needs: PlanInput, pools: tuple[GpuGroup, ...]) -> tuple[str, ...
     return tuple(str(pool) for pool in found if pool is not None)
 
 
-def _combinations() -> Iterator[tuple[Remedy, ...]]:
-    """Yields the combinations of remedies, the cheapest first."""
-    every = [
-        chosen
-        for count in range(1, len(REMEDIES) + 1)
-        for chosen in itertools.combinations(REMEDIES, count)
-    ]
-    yield from sorted(every, key=lambda chosen: sum(remedy.cost for remedy in chosen))
-
-
-def _changed(needs: PlanInput, chosen: Sequence[Remedy]) -> Iterator[Job]:
-    """Yields the job with all of the changes. If smaller micro-batches are among them, yields it
-    with smaller and smaller ones."""
-    fewer = MICRO_BATCH in chosen
-    for remedy in chosen:
-        if remedy is MICRO_BATCH:
-            continue
-        job = remedy.apply(needs)
-        if job is None:
-            return
-        needs = replace(needs, job=job)
-    if not fewer:
-        yield needs.job
-    while fewer and (job := MICRO_BATCH.apply(needs)) is not None:
-        yield job
-        needs = replace(needs, job=job)
-
-
 def _with_memory(job: Job, **values: Any) -> Job:
     return job.model_copy(update={"memory": job.memory.model_copy(update=values)})
 
 
-def _halved(needs: PlanInput) -> Job | None:
-    """Half the tokens of a micro-batch, down to one longest sequence."""
+def _halved(needs: PlanInput) -> Iterator[Job]:
+    """Half the tokens of a micro-batch and half of that, down to one longest sequence."""
     tokens = needs.job.memory.micro_batch_tokens
-    half = max(tokens // 2, needs.longest)
-    return _with_memory(needs.job, micro_batch_tokens=half) if half < tokens else None
+    while (half := max(tokens // 2, needs.longest)) < tokens:
+        yield _with_memory(needs.job, micro_batch_tokens=half)
+        tokens = half
 
 
-def _checkpointed(needs: PlanInput) -> Job | None:
-    if needs.job.memory.gradient_checkpointing:
-        return None
-    return _with_memory(needs.job, gradient_checkpointing=True)
-
-
-def _shorter(needs: PlanInput) -> Job | None:
+def _shorter(needs: PlanInput) -> Iterator[Job]:
     """Lowers the bound to the longest sequence of training or evaluation, if known. A lower bound
     would cut completions, and so change what is learned."""
     job = needs.job
     needed = needs.prompt_tokens + max(job.sampling.max_tokens, job.evaluation.max_tokens or 0)
-    if not needs.is_longest or needed >= (job.max_model_len or needs.model.max_len):
-        return None
-    return job.model_copy(update={"max_model_len": needed})
+    if needs.is_longest and needed < (job.max_model_len or needs.model.max_len):
+        yield job.model_copy(update={"max_model_len": needed})
 
 
-def _spread(needs: PlanInput) -> Job | None:
-    return _with_memory(needs.job, zero_stage=3) if needs.job.memory.zero_stage < 3 else None
+def _memory_change(
+    is_possible: Callable[[MemorySpec], bool], **values: Any
+) -> Callable[[PlanInput], Iterable[Job]]:
+    def jobs(needs: PlanInput) -> Iterator[Job]:
+        if is_possible(needs.job.memory):
+            yield _with_memory(needs.job, **values)
 
+    return jobs
 
-def _offloaded(needs: PlanInput) -> Job | None:
-    if needs.job.memory.offload_optimizer or needs.job.memory.zero_stage == 0:
-        return None
-    return _with_memory(needs.job, offload_optimizer=True)
-
-
-def _adapted(needs: PlanInput) -> Job | None:
-    return None if needs.job.lora else needs.job.model_copy(update={"lora": LoraSpec()})
-
-
-MICRO_BATCH = Remedy(
-    "memory.micro_batch_tokens",
-    "fewer tokens in a pass, and more passes",
-    1,
-    _halved,
-)
 
 OFFLOAD = Remedy(
     "memory.offload_optimizer",
     "master weights and Adam's moments are in the host's memory and updated there",
     8,
-    _offloaded,
+    _memory_change(
+        lambda memory: memory.zero_stage > 0 and not memory.offload_optimizer,
+        offload_optimizer=True,
+    ),
 )
 
 REMEDIES = (
-    MICRO_BATCH,
+    Remedy(
+        "memory.micro_batch_tokens",
+        "fewer tokens in a pass, and more passes",
+        1,
+        _halved,
+    ),
     Remedy(
         "max_model_len",
         "the sampler holds no longer sequence; the longest prompt has its whole completion",
@@ -464,20 +409,22 @@ REMEDIES = (
         "memory.gradient_checkpointing",
         "layers are computed again in the backward pass: a third more time",
         2,
-        _checkpointed,
+        _memory_change(
+            lambda memory: not memory.gradient_checkpointing, gradient_checkpointing=True
+        ),
     ),
     Remedy(
         "memory.zero_stage",
         "ranks share the weights too, and gather them while they compute",
         4,
-        _spread,
+        _memory_change(lambda memory: memory.zero_stage < 3, zero_stage=3),
     ),
     OFFLOAD,
     Remedy(
         "lora.rank",
         "only adapters are trained, which is another way to learn",
         100,
-        _adapted,
+        lambda needs: [] if needs.job.lora else [needs.job.model_copy(update={"lora": LoraSpec()})],
         learned=True,
     ),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -187,46 +188,29 @@ def make_plan(
 
 
 def _needs(job: Job, model: Model, settings: Settings, known: PlanMeasurements) -> PlanInput:
-    if job.trains_without_sampling:
-        job = _with_answers(job, model)
-    room = _room(job, model)
-    if known.longest_prompt is None:
-        prompt = min(PROMPT_TOKENS, room)
-    elif known.longest_prompt > room and job.sampling.overlong_prompts == "error":
-        raise BadRequest(
-            f"prompts of {known.longest_prompt} tokens leave no room for sampling.max_tokens "
-            f"{job.sampling.max_tokens}: the model holds {room + job.sampling.max_tokens} tokens "
-            "of both together; lower sampling.max_tokens, or set sampling.overlong_prompts to "
-            '"drop" or "truncate"'
-        )
-    else:
-        prompt = min(known.longest_prompt, room)
-    completion = job.sampling.max_tokens
-    if known.measured is not None:
-        completion = max(1, round(known.measured.completion_tokens))
-    return PlanInput(job, model, prompt, completion, settings, known.is_longest)
-
-
-def _with_answers(job: Job, model: Model) -> Job:
-    """Returns the job with answers that leave room for prompts: given answers have no limit of
-    their own."""
-    most = max((job.max_model_len or model.max_len) // 2, 1)
-    length = min(job.sampling.max_tokens, most)
-    return job.model_copy(
-        update={"sampling": job.sampling.model_copy(update={"max_tokens": length})}
-    )
-
-
-def _room(job: Job, model: Model) -> int:
-    """Returns the most tokens of a prompt. Raises BadRequest if completions leave no room for
-    one."""
+    """Returns the input of placements. Raises BadRequest if completions leave no room for a
+    prompt, or for the longest one."""
     holds, completion = job.max_model_len or model.max_len, job.sampling.max_tokens
+    if job.trains_without_sampling:  # given answers have no limit of their own: half is for prompts
+        completion = min(completion, max(holds // 2, 1))
+        sampling = job.sampling.model_copy(update={"max_tokens": completion})
+        job = job.model_copy(update={"sampling": sampling})
     if completion >= holds:
         raise BadRequest(
             f"sampling.max_tokens is {completion}, and the model holds {holds} tokens of prompt "
             f"and completion together; expected at most {holds - 1}, and room for the prompts"
         )
-    return holds - completion
+    room, longest = holds - completion, known.longest_prompt
+    if longest is not None and longest > room and job.sampling.overlong_prompts == "error":
+        raise BadRequest(
+            f"prompts of {longest} tokens leave no room for sampling.max_tokens {completion}: the "
+            f"model holds {holds} tokens of both together; lower sampling.max_tokens, or set "
+            'sampling.overlong_prompts to "drop" or "truncate"'
+        )
+    prompt = min(PROMPT_TOKENS if longest is None else longest, room)
+    if known.measured is not None:
+        completion = max(1, round(known.measured.completion_tokens))
+    return PlanInput(job, model, prompt, completion, settings, known.is_longest)
 
 
 def _cost(job: Job, placement: Placement, price: Price | None) -> Cost | None:
@@ -250,50 +234,54 @@ def _notes(
     placement: Placement,
     price: Price | None,
     pools: tuple[GpuGroup, ...],
-) -> list[str]:
-    job, notes = needs.job, list[str]()
-    lengths = known.lengths
+) -> Iterator[str]:
+    """Yields what is unknown or assumed."""
+    job, gpu, time, lengths = needs.job, pools[0].gpu, placement.time, known.lengths
     if known.longest_prompt is None:
         why = f": {lengths.why_not}" if lengths.why_not else ""
-        notes.append(
-            f"prompts are taken to be of {needs.prompt_tokens} tokens (--prompt-tokens){why}"
-        )
+        yield f"prompts are taken to be of {needs.prompt_tokens} tokens (--prompt-tokens){why}"
     elif known.prompt_tokens is None and lengths.is_all:
-        notes.append(f"the longest of all {lengths.num} prompts has {lengths.longest} tokens")
+        yield f"the longest of all {lengths.num} prompts has {lengths.longest} tokens"
     elif known.prompt_tokens is None:
-        notes.append(
+        yield (
             f"the longest of {lengths.num} prompts that were counted has {lengths.longest} tokens; "
             "there may be longer ones"
         )
     if known.measured is not None and known.measured.overlapped:
-        notes.append(
-            "the measured run sampled ahead (max_staleness), so the time of its sampling is that "
-            "of batches side by side"
+        yield (
+            "the measured run sampled ahead (max_staleness), so its sampling times are of several "
+            "batches at once"
         )
-    if known.measured is None and placement.time is not None:
+    if known.measured is None and time is not None:
         what = "answers" if job.trains_without_sampling else "completions"
-        notes.append(
+        yield (
             f"{what} are taken to be as long as sampling.max_tokens ({job.sampling.max_tokens}"
-            f"), and times are from {_source(pools[0].gpu)}; `hone plan --measured RUN` takes the "
-            "times of a run"
+            f"), and times are from {_source(gpu)}; `hone plan --measured RUN` takes the times of "
+            "a run"
         )
-    if sharing := _sharing(needs, placement):
-        notes.append(sharing)
+    if job.shares_as is not None and needs.settings.places > 1 and placement.kind != "turns":
+        # a float32 master and Adam's two moments of each trained parameter; the plan counts all
+        # the adapters in the sampler already
+        host_gib = 12 * needs.model.num_trainable(job.lora) / GIB
+        yield (
+            f"{needs.settings.places} jobs of this base model and adapter share the trainer and "
+            f"its samplers (HONE_ROLLOUT_ADAPTERS); each further one takes {host_gib:.2f} GiB of "
+            "the host's memory"
+        )
     host = placement.trainer_ranks * placement.trainer.host_gib
     if host >= LEAST_HOST_GIB:
-        notes.append(f"the ranks need {host:.1f} GiB of the host's memory, which is not checked")
-    if placement.fits and placement.time is None:
-        gpu, unknown = pools[0].gpu, "the time of a step is not estimated"
-        notes.append(
+        yield f"the ranks need {host:.1f} GiB of the host's memory, which is not checked"
+    if placement.fits and time is None:
+        unknown = "the time of a step is not estimated"
+        yield (
             f"{unknown}: the rates of this processor could not be measured: {gpu.no_rates_because}"
             if gpu.no_rates_because
             else f"no rates are known of {gpu.name}, so {unknown}"
         )
-    if placement.time is not None and price is None:
-        notes.append("no price is known of these GPUs (HONE_PRICES, HONE_PRICE_PER_HOUR)")
+    if time is not None and price is None:
+        yield "no price is known of these GPUs (HONE_PRICES, HONE_PRICE_PER_HOUR)"
     if job.steps == 0:
-        notes.append("steps is 0, for data.epochs says how many there are; a dry run counts them")
-    return notes
+        yield "steps is 0, and data.epochs sets the number of steps; a dry run counts them"
 
 
 def _source(gpu: Gpu) -> str:
@@ -304,18 +292,4 @@ def _source(gpu: Gpu) -> str:
         f"a short measurement of this machine's processor ({1000 * gpu.float32_tflops:.0f} GFLOP/s "
         f"in float32, {gpu.bandwidth_gb_s:.0f} GB/s), taken to be idle: they may be wrong by a "
         "factor of 2, and other work on the machine adds to them"
-    )
-
-
-def _sharing(needs: PlanInput, placement: Placement) -> str | None:
-    """Returns how many such jobs share a trainer, and what each further one takes: of each trained
-    parameter a float32 master and Adam's two moments in the host's memory, beside its adapter in
-    the sampler, which the plan counts for all."""
-    job, places = needs.job, needs.settings.places
-    if job.shares_as is None or places == 1 or placement.kind == "turns":
-        return None
-    host = 12 * needs.model.num_trainable(job.lora) / GIB
-    return (
-        f"{places} jobs of this base model and adapter share the trainer and its samplers "
-        f"(HONE_ROLLOUT_ADAPTERS); each further one takes {host:.2f} GiB of the host's memory"
     )

@@ -61,6 +61,10 @@ class SamplerMemory(Wire):
     cache_bytes_per_token: int
     sequences: int
 
+    @property
+    def least_gib(self) -> float:
+        return self.weights_gib + self.overhead_gib + self.least_cache_gib
+
 
 class StepTime(Wire):
     """Seconds of a step. `step_s` is the sum, or the longer of sampling and training if they run at

@@ -125,9 +125,9 @@ def test_a_job_that_does_not_fit_says_what_to_change(tmp_path: Path, job_file: P
     shown = run(job_file, "--gpus", "1xA100-80GB")
     assert "does not fit on 1xA100-80GB" in shown
     assert "it fits with --set memory.offload_optimizer=true" in shown
-    assert "or as it is on 4xA100-80GB" in shown
+    assert "or unchanged on 4xA100-80GB" in shown
     shown = run(job_file, "--gpus", "1xT4")
-    assert "it fits with" not in shown and "\n  as it is it fits on " in shown
+    assert "it fits with" not in shown and "\n  unchanged it fits on " in shown
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""What is wrong with a run. READ FIRST. Pure functions over its facts (facts.py): each yields a
-finding where something is wrong and nothing where all is well, so page, `hone doctor JOB` and the
-job's events say the same. docs/diagnosis.md has the table of all."""
+"""What is wrong with a run. READ FIRST. Checks are pure functions, or rows of data (`Rule`), over a
+run's snapshot (facts.py). Each yields a finding where something is wrong and nothing where all is
+well, so page, `hone doctor JOB` and the job's events say the same. The sentences are in
+findings.toml, and docs/diagnosis.md has the table of all."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from services.orchestrator.extensions.diagnosis import reward_hacking, running, samples, training
 from services.orchestrator.extensions.diagnosis.facts import RunSnapshot, of_folder
+from services.orchestrator.extensions.diagnosis.rules import Rule
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import Readable
 from services.orchestrator.tasks import finish_despite_cancel
@@ -47,7 +49,8 @@ OF_RUN: tuple[Check, ...] = (
     samples.errored_rollouts,
     samples.environment_failures,
     training.held_out_falls,
-    training.lengths,
+    training.lengths_collapse,
+    training.lengths_at_limit,
     training.one_text,
     samples.truncation,
     samples.overlong_prompts,
@@ -90,9 +93,8 @@ def run_checks(checks: Sequence[Check], facts: RunSnapshot) -> list[Finding]:
         try:
             found += list(check(facts))
         except Exception as error:  # the other checks may still say what is wrong
-            get_logger().error(
-                "a check of the run failed", check=check.__name__, reason=repr(error)
-            )
+            name = check.name if isinstance(check, Rule) else check.__name__
+            get_logger().error("a check of the run failed", check=name, reason=repr(error))
     return found
 
 

@@ -26,7 +26,7 @@ import asyncio
 import itertools
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,6 +144,23 @@ def judge(newest: Proof, measured: SamplerMeasurement) -> list[Experiment]:
     """Returns the experiments with their results, in the order in which they are read."""
     serving, whys = measured.serving, measured.why_not or {}
     ours, theirs = newest.canary.dtype, serving.dtype
+    allowed = tolerance(newest.canary, serving)  # the nats that rounding may come to, as at a sync
+
+    def compared(
+        ones: Sequence[float] | None, others: Sequence[float] | None, detail: str
+    ) -> dict[str, Any] | None:
+        if ones is None or others is None:
+            return None
+        gaps = [abs(a - b) for a, b in zip(ones, others, strict=True)]
+        return {
+            "agrees": _mean(gaps) <= allowed,
+            "difference": round(_mean(gaps), 8),
+            "allowed": round(allowed, 8),
+            "detail": detail.format(
+                what=f"sampler's log-probs of {len(gaps)} tokens", later=_later(gaps, allowed)
+            ),
+        }
+
     found: dict[str, dict[str, Any] | None] = {
         "version": {
             "agrees": (serving.version, serving.digest) == (newest.version, newest.digest),
@@ -155,40 +172,19 @@ def judge(newest: Proof, measured: SamplerMeasurement) -> list[Experiment]:
             "agrees": ours == theirs,
             "detail": f"the trainer computes in {ours}, the sampler in {theirs}",
         },
+        "same_tokens": compared(
+            newest.canary.logprobs, measured.again, "the trainer's and the {what}{later}"
+        ),
+        "decoding": compared(
+            measured.sampled, measured.reread, "the {what}, as it sampled and as it read them"
+        ),
+        "prefix_cache": compared(
+            measured.cold, measured.warm, "the {what}, before and after it had the prompt"
+        ),
     }
-    allowed = tolerance(newest.canary, serving)  # the nats that rounding may come to, as at a sync
-    for name, ones, others, detail in (
-        ("same_tokens", newest.canary.logprobs, measured.again, "the trainer's and the {}"),
-        (
-            "decoding",
-            measured.sampled,
-            measured.reread,
-            "the {}, as it sampled and as it read them",
-        ),
-        (
-            "prefix_cache",
-            measured.cold,
-            measured.warm,
-            "the {}, before and after it had the prompt",
-        ),
-    ):
-        if ones is None or others is None:
-            found[name] = None
-            continue
-        gaps = [abs(a - b) for a, b in zip(ones, others, strict=True)]
-        told = detail.format(f"sampler's log-probs of {len(gaps)} tokens")
-        found[name] = {
-            "agrees": _mean(gaps) <= allowed,
-            "difference": round(_mean(gaps), 8),
-            "allowed": round(allowed, 8),
-            "detail": told + (_later(gaps, allowed) if name == "same_tokens" else ""),
-        }
+    unknown = {name: {"agrees": None, "detail": whys.get(name, "")} for name in found}
     return [
-        Experiment(
-            name=name,
-            sampler=serving.replica,
-            **(result or {"agrees": None, "detail": whys.get(name, "")}),
-        )
+        Experiment(name=name, sampler=serving.replica, **(result or unknown[name]))
         for name, result in found.items()
     ]
 
@@ -217,41 +213,40 @@ def _mean(gaps: Sequence[float]) -> float:
     return sum(gaps) / len(gaps) if gaps else 0.0
 
 
+CAUSES = {
+    "version": "stale weights: a sampler does not serve the newest version",
+    "tensors": "a load went wrong: the engine's tensors differ from the published ones",
+    "dtype": 'another dtype: name one for both by training.dtype, in place of "auto"',
+    "same_tokens": "the sampler computes the model otherwise: quantization, a kernel, or model "
+    "code of another version",
+    "decoding": "the engine's kernels for one token and for many disagree with each other",
+    "prefix_cache": "the prefix cache: what is read from it is not what these weights compute",
+}
+"""What is wrong if an experiment differs."""
+
+NO_CAUSE = (
+    "none of these: weights, dtype, kernels and decoding agree at temperature 1, so what is left "
+    "is how the job samples (sampling.temperature, top_p, top_k, min_p) or staleness"
+)
+
+
 def report(job_id: str, version: int, experiments: Sequence[Experiment]) -> ExperimentReport:
     """Returns the report, with the causes that are left."""
+    differs = {one.name for one in experiments if one.agrees is False}
+    agrees = {one.name for one in experiments if one.agrees} - differs
+    causes = {name: cause for name, cause in CAUSES.items() if name in differs}
+    if differs & {"version", "tensors", "dtype"}:
+        causes.pop("same_tokens", None)  # these explain other log-probs
+    elif "same_tokens" in differs and "tensors" in agrees:
+        causes["same_tokens"] = f"the tensors are right, so {CAUSES['same_tokens']}"
+    if not differs and {"version", "same_tokens", "decoding"} <= agrees:
+        causes["none"] = NO_CAUSE
     return ExperimentReport(
         job_id=job_id,
         version=version,
         experiments=tuple(experiments),
-        causes=tuple(dict.fromkeys(_causes(experiments))),
+        causes=tuple(causes.values()),
     )
-
-
-def _causes(experiments: Sequence[Experiment]) -> Iterator[str]:
-    differs = {one.name for one in experiments if one.agrees is False}
-    agrees = {one.name for one in experiments if one.agrees} - differs
-    if "version" in differs:
-        yield "stale weights: a sampler does not serve the newest version"
-    if "tensors" in differs:
-        yield "a load went wrong: the engine's tensors differ from the published ones"
-    if "dtype" in differs:
-        yield 'another dtype: name one for both by training.dtype, in place of "auto"'
-    if "same_tokens" in differs and not differs & {"version", "tensors", "dtype"}:
-        right = "the tensors are right, so " if "tensors" in agrees else ""
-        yield (
-            f"{right}the sampler computes the model otherwise: quantization, a kernel, or model "
-            "code of another version"
-        )
-    if "decoding" in differs:
-        yield "the engine's kernels for one token and for many disagree with each other"
-    if "prefix_cache" in differs:
-        yield "the prefix cache: what is read from it is not what these weights compute"
-    if not differs and {"version", "same_tokens", "decoding"} <= agrees:
-        yield (
-            "none of these: weights, dtype, kernels and decoding agree at temperature 1, so what "
-            "is left is how the job samples (sampling.temperature, top_p, top_k, min_p) or "
-            "staleness"
-        )
 
 
 async def probe(url: str, settings: Settings, job_id: str, newest: Proof) -> list[Experiment]:

@@ -18,8 +18,7 @@ from services.orchestrator.store.leases import PAUSED_ON_REQUEST
 from services.orchestrator.store.records import FoundRun, find_run
 from shared.errors import BadRequest, NotFound
 from shared.job import Job
-from shared.wire import Batch, Evidence, Finding, JobRecord, MetricsRow
-from shared.wire.jobs import FindingCode, FindingLevel
+from shared.wire import Batch, Evidence, JobRecord, MetricsRow
 
 FIRST_ROWS, LAST_ROWS = 200, 2000
 """Rows of a very long run that are looked at, from its beginning and its end: enough for all
@@ -58,16 +57,19 @@ class Series:
     def __iter__(self) -> Iterator[tuple[int, float]]:
         return zip(self.steps, self.values, strict=True)
 
+    def _part(self, which: slice) -> Series:
+        return Series(self.metric, self.steps[which], self.values[which])
+
     def kept(self, keep: Callable[[int, float], bool]) -> Series:
-        """Returns the values that `keep`, of step and value, holds for."""
+        """Returns the values for which `keep`, of step and value, holds."""
         pairs = [pair for pair in self if keep(*pair)]
         return Series(self.metric, tuple(a for a, _ in pairs), tuple(b for _, b in pairs))
 
     def first(self, count: int = WINDOW) -> Series:
-        return Series(self.metric, self.steps[:count], self.values[:count])
+        return self._part(slice(count))
 
     def last(self, count: int = WINDOW) -> Series:
-        return Series(self.metric, self.steps[-count:], self.values[-count:])
+        return self._part(slice(-count, None))
 
     def up_to(self, step: int) -> Series:
         """Returns the values of steps up to `step`, included."""
@@ -75,12 +77,12 @@ class Series:
 
     @property
     def median(self) -> float:
-        """The median; NaN of nothing, which no comparison holds for."""
+        """The median; NaN of no values, for which every comparison is false."""
         return statistics.median(self.values) if self.values else math.nan
 
     @property
     def noise(self) -> float:
-        """How far a value is from the median, as the median has it; 0 of nothing."""
+        """The median distance from the median; 0 of no values."""
         middle = self.median
         return statistics.median(abs(value - middle) for value in self.values) if self else 0.0
 
@@ -95,14 +97,18 @@ class Series:
         return found
 
     def windows(self, size: int = WINDOW) -> Iterator[Series]:
-        """Yields every stretch of `size` values, the first one first."""
-        for start in range(len(self) - size + 1):
-            end = start + size
-            yield Series(self.metric, self.steps[start:end], self.values[start:end])
+        """Yields every `size` values in a row, the first ones first."""
+        return (self._part(slice(at, at + size)) for at in range(len(self) - size + 1))
 
-    def evidence(self, count: int = WINDOW) -> Evidence:
-        """Returns the last `count` values, rounded."""
-        shown = self.last(count)
+    @property
+    def span(self) -> str:
+        """The steps for people: "steps 31 to 40", "step 3"."""
+        first, last = self.steps[0], self.steps[-1]
+        return f"step {first}" if first == last else f"steps {first} to {last}"
+
+    def evidence(self) -> Evidence:
+        """Returns the last values, rounded."""
+        shown = self.last()
         values = tuple(float(f"{value:.{SHOWN_DIGITS}g}") for value in shown.values)
         return Evidence(metric=self.metric, steps=shown.steps, values=values)
 
@@ -115,6 +121,10 @@ class HeldOut:
     name: str
     rewards: Series
     half_widths: tuple[float, ...]
+
+    @property
+    def title(self) -> str:
+        return f"held-out set {self.name!r}" if self.name else "held-out problems"
 
     def margin(self, one: int, other: int, scale: float) -> float:
         """Returns how far two of the rewards, by position, have to be apart to differ with 95 %
@@ -185,39 +195,15 @@ class RunSnapshot:
         )
 
 
-def finding(
-    code: FindingCode,
-    level: FindingLevel,
-    since_step: int | None,
-    evidence: Sequence[Series | Evidence],
-    *,
-    title: str,
-    cause: str,
-    remedy: str,
-    keys: str = "",
-) -> Finding:
-    """Returns a finding. Of a series the newest values are shown."""
-    return Finding(
-        code=code,
-        level=level,
-        title=title,
-        since_step=since_step,
-        evidence=tuple(each.evidence() if isinstance(each, Series) else each for each in evidence),
-        cause=cause,
-        remedy=remedy,
-        keys=tuple(keys.split()),
-    )
+def of_batch(batch: Batch, text: str, *values: float) -> Evidence:
+    """Returns evidence in the rollouts of a batch; values are rounded."""
+    rounded = tuple(round(value, 4) for value in values)
+    return Evidence(metric="rollouts", steps=(batch.step,), values=rounded, text=text)
 
 
 def percent(share: float) -> str:
     """Returns a share for people: "31 %"; below 1 % with one digit more."""
     return f"{share:.0%}" if share >= 0.01 or not share else f"{share:.1%}"
-
-
-def steps_of(series: Series) -> str:
-    """Returns the steps for people: "steps 31 to 40", "step 3"."""
-    first, last = series.steps[0], series.steps[-1]
-    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def of_folder(folder: RunFolder, job: Job, rows: Sequence[MetricsRow] | None = None) -> RunSnapshot:

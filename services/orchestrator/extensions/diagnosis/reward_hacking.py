@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from services.orchestrator.extensions.diagnosis.facts import RunSnapshot, percent
+from services.orchestrator.extensions.diagnosis.facts import RunSnapshot, of_batch, percent
+from services.orchestrator.extensions.diagnosis.rules import finding
 from services.orchestrator.grpo.advantages import outcome
 from shared.job import Job
-from shared.wire import Batch, Evidence, Finding, FindingCode, Prompt, Rollout
+from shared.wire import Batch, Finding, Prompt, Rollout
 
 REWARDED_SHARE = 0.5
 """Share of the full mark, and of the best reward in the batch, from which on a completion counts as
@@ -131,56 +132,35 @@ class RewardedRollout:
     is_suspect: bool
 
 
-def rewarded_copies(facts: RunSnapshot) -> Iterator[Finding]:
-    """Rewarded completions are copied from their prompt."""
-    if facts.newest is None or facts.job.environment:
+def rewarded_copies(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields that rewarded completions are copied from their prompt."""
+    if run.newest is None or run.job.environment:
         return  # an environment's rewards are of what was done, not of the last answer
-    yield from _finding(
-        facts.newest,
-        _checked_for_copies(facts.newest, facts),
-        code="rewarded_copies",
-        what="are copied from their prompt",
-        cause="the reward accepts the problem as its own answer, as a grader does that evaluates "
-        "an expression; or copying is the task, and no column of the row is known to say so",
-        is_sure=any(
-            _answer_columns(facts.job) & prompt.row.keys() for prompt in facts.newest.prompts
-        ),
-    )
+    answers = _answer_columns(run.job)
+    is_sure = any(answers & prompt.row.keys() for prompt in run.newest.prompts)
+    yield from _found("rewarded_copies", run.newest, _checked_for_copies(run.newest, run), is_sure)
 
 
-def rewarded_without_answer(facts: RunSnapshot) -> Iterator[Finding]:
-    """A grader of text rewards completions that lack the number that is the row's answer."""
-    if facts.newest is None:
-        return
-    for reward in facts.job.rewards:
+def rewarded_without_answer(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields graders of text that reward completions without the number that is the row's
+    answer."""
+    for reward in run.job.rewards if run.newest else ():
         key = PLAIN_NUMBER_GRADERS.get(reward.grader)
-        if key is None or reward.weight <= 0:
+        if run.newest is None or key is None or reward.weight <= 0:
             continue
-        column = str(reward.params.get(key, key))
-        yield from _finding(
-            facts.newest,
-            _checked_for_answer(facts.newest, reward.label, column),
-            code="rewarded_without_answer",
-            what=f"do not contain the number in their row's column {column!r}",
-            cause=f"reward {reward.label!r} accepts what is equal to the answer, as 8 + 9 is to "
-            "17, so the model need not work it out",
-            is_sure=not reward.params.get("expressions", False),
-        )
+        column, is_sure = str(reward.params.get(key, key)), not reward.params.get("expressions")
+        rewarded = _checked_for_answer(run.newest, reward.label, column)
+        values = {"column": column, "label": reward.label}
+        yield from _found("rewarded_without_answer", run.newest, rewarded, is_sure, **values)
 
 
-def reward_hacks(facts: RunSnapshot) -> list[Finding]:
+def reward_hacks(run: RunSnapshot) -> list[Finding]:
     """Returns both kinds."""
-    return [*rewarded_copies(facts), *rewarded_without_answer(facts)]
+    return [*rewarded_copies(run), *rewarded_without_answer(run)]
 
 
-def _finding(
-    batch: Batch,
-    rewarded: Sequence[RewardedRollout],
-    *,
-    code: FindingCode,
-    what: str,
-    cause: str,
-    is_sure: bool,
+def _found(
+    name: str, batch: Batch, rewarded: Sequence[RewardedRollout], is_sure: bool, **values: object
 ) -> Iterator[Finding]:
     """Yields the finding, if there are enough suspects. It is a warning unless `is_sure`."""
     suspects = [one for one in rewarded if one.is_suspect]
@@ -189,28 +169,15 @@ def _finding(
     if share < WARNING_SHARE or len(suspects) < MIN_COMPLETIONS or len(by_prompt) < MIN_PROMPTS:
         return
     examples = itertools.islice(by_prompt.values(), NUM_EXAMPLES)
-    yield Finding(
-        code=code,
+    text = f"{len(suspects)} of {len(rewarded)} rewarded completions"
+    yield finding(
+        name,
+        batch.step,
+        [of_batch(batch, text, share), *(of_batch(batch, _example(one)) for one in examples)],
         level="problem" if is_sure and share >= PROBLEM_SHARE else "warning",
-        title=f"{percent(share)} of the completions that step {batch.step} rewards {what}",
-        since_step=batch.step,
-        evidence=(
-            Evidence(
-                metric="rollouts",
-                steps=(batch.step,),
-                values=(round(share, 4),),
-                text=f"{len(suspects)} of {len(rewarded)} rewarded completions",
-            ),
-            *(
-                Evidence(metric="rollouts", steps=(batch.step,), text=_example(one))
-                for one in examples
-            ),
-        ),
-        cause=cause,
-        remedy="read the completions that earn most (`hone rollouts`). If they are no answers, let "
-        "the reward refuse them (docs/graders.md; `hone grade` tries it) and train again from the "
-        "model: held-out rewards rise too, since the same grader gives them",
-        keys=("rewards",),
+        share=percent(share),
+        step=batch.step,
+        **values,
     )
 
 
@@ -276,7 +243,7 @@ class CopySource:
             tokens_of = [_tokens(text) for text in texts]
             answers += tokens_of if is_answer else []
             if may_choose and (is_answer or column not in own):
-                choices.update(map(_core, tokens_of))
+                choices.update(_run(_inner(tokens)) for tokens in tokens_of)
         given = [each for each in answers if _run(each) in run and any(map(str.isalnum, each))]
         size = max(map(len, given), default=0)
         are_terms_free = any(reward.grader == "python_value" for reward in job.rewards)
@@ -403,11 +370,6 @@ def _inner(tokens: Sequence[str]) -> Sequence[str]:
     8 + 9."""
     inner = [index for index, token in enumerate(tokens) if token not in FRAME]
     return tokens[inner[0] : inner[-1] + 1] if inner else ()
-
-
-def _core(tokens: Sequence[str]) -> str:
-    """Returns the run of `_inner`."""
-    return _run(_inner(tokens))
 
 
 def _checked_for_answer(batch: Batch, label: str, column: str) -> list[RewardedRollout]:

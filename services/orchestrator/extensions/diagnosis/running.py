@@ -1,5 +1,5 @@
-"""Whether the run runs: what holds the job up or ended it, where the time of a step goes, and who
-waits for whom."""
+"""Whether the run runs: what holds the job up or ended it, where the time of a step is spent, and
+which service waits for which."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from services.orchestrator.extensions.diagnosis.facts import (
     WINDOW,
     RunSnapshot,
     Series,
-    finding,
+    of_batch,
     percent,
-    steps_of,
 )
+from services.orchestrator.extensions.diagnosis.rules import Reading, Rule, at_least, finding
 from services.orchestrator.store.leases import PAUSED_ON_REQUEST
 from shared.wire import Evidence, Finding
 
@@ -32,7 +32,7 @@ MANY_RECOVERIES = 3
 """Recoveries of one job: one or two are machines that come and go."""
 
 LONG_S = 3600.0
-"""Seconds that all steps of a job take, below which its speed is nobody's concern."""
+"""Seconds that all steps of a job take, below which its speed does not matter."""
 
 SIDE_SHARE = 0.3
 """Share of a step that anything but sampling and training may take: these two are what is paid
@@ -52,64 +52,33 @@ half of it."""
 FEWEST_EACH = 4
 """Groups per sampler below which a step cannot be shared out."""
 
-FASTER_DISK = "put HONE_RUNS_DIR on a faster disk"
-
 SIDES = {
-    "reward": (
-        "grading the last completions",
-        "give the reward service more processors or HONE_SANDBOX_SLOTS, shorten a grader's "
-        "timeout_s, or run it at another host (HONE_REWARD_URL)",
-        "HONE_SANDBOX_SLOTS HONE_REWARD_URL",
-    ),
-    "sync": (
-        "bringing the weights to the samplers",
-        'take a faster weight_sync ("shm" on one host, "nccl" between GPUs, "lora" for adapters), '
-        "or sync less often (sync_every, with max_staleness)",
-        "weight_sync sync_every max_staleness",
-    ),
-    "store": ("writing the batch", FASTER_DISK, "HONE_RUNS_DIR"),
-    "keep": ("writing finished groups", FASTER_DISK, "HONE_RUNS_DIR"),
-    "record": ("writing the row", FASTER_DISK, "HONE_RUNS_DIR"),
-    "checkpoint": (
-        "writing checkpoints",
-        f"raise checkpoints.every, or {FASTER_DISK}",
-        "checkpoints.every HONE_RUNS_DIR",
-    ),
-    "eval": (
-        "evaluating held-out problems",
-        "raise evaluation.every, or lower evaluation.num_prompts or samples",
-        "evaluation.every evaluation.num_prompts evaluation.samples",
-    ),
+    "reward": ("slow_stage/reward", "grading the last completions"),
+    "sync": ("slow_stage/sync", "bringing the weights to the samplers"),
+    "store": ("slow_stage", "writing the batch"),
+    "keep": ("slow_stage", "writing finished groups"),
+    "record": ("slow_stage", "writing the row"),
+    "checkpoint": ("slow_stage/checkpoint", "writing checkpoints"),
+    "eval": ("slow_stage/eval", "evaluating held-out problems"),
 }
-"""Stages beside sampling and training: what they are, the remedy, and the keys that it names."""
+"""Stages beside sampling and training: their sentences, and what they do."""
 
 
-def ended_badly(facts: RunSnapshot) -> Iterator[Finding]:
-    """The job failed, or is paused and needs an operator, though no person paused it."""
-    record = facts.record
+def ended_badly(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields that the job failed, or is paused and needs an operator, though not on request."""
+    record = run.record
     if record is None or record.status not in ("failed", "paused"):
         return
     why = record.error or "no reason is known"
-    has_failed = record.status == "failed"
-    if not has_failed and (record.error == PAUSED_ON_REQUEST or is_preempted(why)):
-        return
-    yield finding(
-        code="failed" if has_failed else "paused",
-        level="problem",
-        since_step=record.step,
-        evidence=[Evidence(metric="record", text=why)],
-        title=f"the job {'failed' if has_failed else 'is paused'} after step {record.step}: {why}",
-        cause=why,
-        remedy="fix what it says, and submit the job again, from its newest checkpoint as model if "
-        "it has one (`hone checkpoints`)"
-        if has_failed
-        else "fix what it says, then `hone resume`; it continues where it was",
-    )
+    on_request = record.error == PAUSED_ON_REQUEST or is_preempted(why)
+    if record.status == "failed" or not on_request:
+        evidence = [Evidence(metric="record", text=why)]
+        yield finding(record.status, record.step, evidence, step=record.step, why=why)
 
 
-def waits(facts: RunSnapshot) -> Iterator[Finding]:
-    """A queued or running job lacks something: a service, its data, a folder."""
-    record = facts.record
+def waits(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields that a queued or running job lacks a service, its data, or a folder."""
+    record = run.record
     if record is None or record.status not in ("queued", "running"):
         return
     away = {at: each for at, each in record.waits_for.items() if each.away}
@@ -117,197 +86,135 @@ def waits(facts: RunSnapshot) -> Iterator[Finding]:
     if not what and record.place is not None and len(away) == len(record.waits_for):
         what = "; ".join(f"the trainer {at} {each.why}" for at, each in sorted(away.items()))
     if what:
+        evidence = [Evidence(metric="record", text=what)]
+        yield finding("waits", record.step, evidence, status=record.status, what=what)
+
+
+def stalled(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields that a running job has had no event for far longer than a step takes."""
+    record, last = run.record, run.last_event_at
+    if record is None or record.status != "running" or last is None or record.waits:
+        return
+    seconds = run.of("time/step").last().values
+    usual_s = statistics.median(seconds) if seconds else 0.0
+    silent_s = run.now - last
+    if silent_s >= max(STALLED_S, STALLED_STEPS * usual_s):
+        doing = record.doing or "nothing is known of what it does"
         yield finding(
-            code="waits",
-            level="problem",
-            since_step=record.step,
-            evidence=[Evidence(metric="record", text=what)],
-            title=f"the {record.status} job waits: {what}",
-            cause="something that the job needs is unreachable",
-            remedy="bring it back (`hone doctor` shows the services); the job continues "
-            "automatically",
+            "stalled" if record.place is None else "stalled/gone",
+            record.step,
+            [Evidence(metric="record", text=doing)],
+            silent_s=silent_s,
+            usual=f"; a step takes {usual_s:.0f} s" if usual_s else "",
+            doing=doing,
         )
 
 
-def stalled(facts: RunSnapshot) -> Iterator[Finding]:
-    """A running job from which nothing was heard for far longer than a step takes."""
-    record, last = facts.record, facts.last_event_at
-    if record is None or record.status != "running" or last is None or record.waits:
-        return
-    seconds = facts.of("time/step").last().values
-    usual_s = statistics.median(seconds) if seconds else 0.0
-    silent_s = facts.now - last
-    if silent_s < max(STALLED_S, STALLED_STEPS * usual_s):
-        return
-    gone = record.place is not None
-    doing = record.doing or "nothing is known of what it does"
-    yield finding(
-        code="stalled",
-        level="problem" if gone else "warning",
-        since_step=record.step,
-        evidence=[Evidence(metric="record", text=doing)],
-        title=f"nothing has happened for {silent_s:.0f} s"
-        + (f"; a step takes {usual_s:.0f} s" if usual_s else ""),
-        cause="no orchestrator works on it: the lease of its worker has ended" if gone else doing,
-        remedy="start an orchestrator with this Redis and HONE_RUNS_DIR; the job then continues"
-        if gone
-        else "see the log of the service that it waits for; after HONE_STALL_S the events name it",
-        keys="HONE_RUNS_DIR" if gone else "HONE_STALL_S",
-    )
+def recovers_often(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields that the job lost a service's state several times."""
+    record, replayed = run.record, run.of("replayed")
+    if record is not None and record.recoveries >= MANY_RECOVERIES:
+        count = Evidence(metric="record", values=(float(record.recoveries),), text="recoveries")
+        since = replayed.steps[0] if replayed else None
+        yield finding("recovers_often", since, [count, replayed], num=record.recoveries)
 
 
-def recovers_often(facts: RunSnapshot) -> Iterator[Finding]:
-    """The job lost a service's state again and again."""
-    record, replayed = facts.record, facts.of("replayed")
-    if record is None or record.recoveries < MANY_RECOVERIES:
-        return
-    count = Evidence(metric="record", values=(float(record.recoveries),), text="recoveries")
-    yield finding(
-        code="recovers_often",
-        level="warning",
-        since_step=replayed.steps[0] if replayed else None,
-        evidence=[count, *([replayed] if replayed else [])],
-        title=f"the job continued {record.recoveries} times after a service had lost its state",
-        cause="a trainer or sampler dies: often the memory of GPU or host is too small",
-        remedy="see in the events (`hone logs`) which one, and in its log why; lower "
-        "memory.micro_batch_tokens or HONE_GPU_MEMORY_UTILIZATION if memory ran out",
-        keys="memory.micro_batch_tokens HONE_GPU_MEMORY_UTILIZATION",
-    )
-
-
-def _is_long(facts: RunSnapshot) -> bool:
+def _is_long(run: RunSnapshot) -> bool:
     """Returns whether the job takes so long that its speed matters."""
-    total = facts.of("time/step")
-    return len(total) >= FEWEST and total.last().median * facts.job.steps >= LONG_S
+    total = run.of("time/step")
+    return len(total) >= FEWEST and total.last().median * run.job.steps >= LONG_S
 
 
-def slow_stage(facts: RunSnapshot) -> Iterator[Finding]:
-    """A stage beside sampling and training takes much of a step, or sampling alone bounds it."""
-    total = facts.of("time/step").last()
-    if not _is_long(facts):
+def slow_stage(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields stages beside sampling and training that take much of a step, and sampling where it
+    alone bounds the step."""
+    total = run.of("time/step").last()
+    if not _is_long(run):
         return
-    for stage, (what, remedy, keys) in SIDES.items():
-        series = facts.of(f"time/{stage}").kept(lambda step, _: step >= total.steps[0])
+    for stage, (name, what) in SIDES.items():
+        series = run.of(f"time/{stage}").kept(lambda step, _: step >= total.steps[0])
         share = sum(series.values) / sum(total.values)
         if share >= SIDE_SHARE:
-            yield finding(
-                code="slow_stage",
-                level="warning",
-                since_step=total.steps[0],
-                evidence=[series, total],
-                title=f"{what} takes {percent(share)} of the time of {steps_of(total)}",
-                cause=f"time/{stage} bounds the step, not sampling or training",
-                remedy=remedy,
-                keys=keys,
-            )
-    yield from _bound_by_samplers(facts, total)
+            values = {"what": what, "share": percent(share), "stage": stage, "total": total}
+            yield finding(name, total.steps[0], [series, total], **values)
+    yield from _bound_by_samplers(run)
 
 
-def _bound_by_samplers(facts: RunSnapshot, total: Series) -> Iterator[Finding]:
-    rollout, trainer = (facts.of(f"utilization/{each}") for each in ("rollout", "trainer"))
-    busy, idle = rollout.last().median, trainer.last().median
-    if not facts.job.max_staleness or not trainer or busy < BUSY or idle > IDLE:
-        return
-    yield finding(
-        code="slow_stage",
-        level="notice",
-        since_step=rollout.since(lambda share: share >= BUSY),
-        evidence=[rollout, trainer, facts.of("time/generate")],
-        title=f"sampling bounds the step: the samplers are busy for {percent(busy)} of "
-        f"{total.median:.0f} s, the trainer for {percent(idle)}",
-        cause="there are too few samplers for this trainer, or completions are very uneven: the "
-        "longest one of a step ends it",
-        remedy="add samplers (HONE_ROLLOUT_URL, HONE_ROLLOUT_REPLICAS), or lower "
-        "sampling.max_tokens",
-        keys="HONE_ROLLOUT_URL HONE_ROLLOUT_REPLICAS sampling.max_tokens",
-    )
+def _utilization(m: Reading) -> dict[str, object]:
+    trainer = percent(m.now("utilization/trainer"))
+    return {"step_s": m.now("time/step"), "trainer": trainer}
 
 
-def samplers_wait(facts: RunSnapshot) -> Iterator[Finding]:
-    """Samplers are idle most of the time, because they wait for the trainer."""
-    rollout, total = facts.of("utilization/rollout"), facts.of("time/step").last()
-    if not _is_long(facts) or not rollout or rollout.last().median > IDLE:
-        return
-    overlaps = facts.job.max_staleness > 0
-    yield finding(
-        code="samplers_wait",
-        level="notice",
-        since_step=rollout.since(lambda share: share <= IDLE),
-        evidence=[rollout, facts.of("time/wait_for_trainer")],
-        title=f"the samplers have work for {percent(rollout.last().median)} of a step of "
-        f"{total.median:.0f} s",
-        cause="the trainer is slower than they are"
-        if overlaps
-        else "with max_staleness = 0 sampling and training take turns",
-        remedy="give the trainer more of the GPUs (HONE_TRAINER_RANKS), or take fewer samplers"
-        if overlaps
-        else "set max_staleness = 1, unless they share a GPU (HONE_COLOCATE)",
-        keys="HONE_TRAINER_RANKS" if overlaps else "max_staleness",
-    )
+_bound_by_samplers = Rule(
+    "slow_stage/sampling",
+    "utilization/rollout",
+    at_least(BUSY),
+    when=lambda m: m.job.max_staleness > 0 and m.now("utilization/trainer") <= IDLE,
+    also=["utilization/trainer", "time/generate"],
+    values=_utilization,
+)
+
+samplers_wait = Rule(
+    "samplers_wait",
+    "utilization/rollout",
+    lambda _, value: value <= IDLE,
+    when=lambda m: _is_long(m.run),
+    cases={"samplers_wait/overlapped": lambda m: m.job.max_staleness > 0},
+    also=["time/wait_for_trainer"],
+    values=lambda m: {"step_s": m.now("time/step")},
+)
 
 
-def sampler_idle(facts: RunSnapshot) -> Iterator[Finding]:
-    """One sampler of several gets hardly any groups."""
-    batch = facts.newest
-    names = {each["replica"] for each in facts.syncs[-1]["samplers"]} if facts.syncs else set[str]()
+def sampler_idle(run: RunSnapshot) -> Iterator[Finding]:
+    """Yields those of several samplers that get hardly any groups."""
+    batch = run.newest
+    names = {each["replica"] for each in run.syncs[-1]["samplers"]} if run.syncs else set[str]()
     counts = Counter(group.replica for group in batch.groups) if batch else Counter[str]()
     total = sum(counts[name] for name in names)
     if batch is None or len(names) < 2 or total < FEWEST_EACH * len(names):
         return
-    fair = total / len(names)
     shown = ", ".join(f"{each}: {counts[each]}" for each in sorted(names))
+    values = {"total": total, "fair": total / len(names), "step": batch.step}
     for name in sorted(names):
-        if counts[name] < FAIR_SHARE * fair:
-            yield finding(
-                code="sampler_idle",
-                level="notice",
-                since_step=batch.step,
-                evidence=[Evidence(metric="rollouts", steps=(batch.step,), text=shown)],
-                title=f"sampler {name!r} got {counts[name]} of {total} groups of step "
-                f"{batch.step}; an equal part is {fair:.0f}",
-                cause="it is slower than the others, joined late, or has room for fewer tokens",
-                remedy="see its line in `hone doctor`, and how many completions it may have at "
-                "once (HONE_MAX_NUM_SEQS, HONE_GPU_MEMORY_UTILIZATION)",
-                keys="HONE_MAX_NUM_SEQS HONE_GPU_MEMORY_UTILIZATION",
-            )
+        if counts[name] < FAIR_SHARE * total / len(names):
+            evidence = [of_batch(batch, shown)]
+            values |= {"name": name, "count": counts[name]}
+            yield finding("sampler_idle", batch.step, evidence, **values)
 
 
-def slower(facts: RunSnapshot) -> Iterator[Finding]:
-    """Steps take far longer than in the beginning."""
-    total = _without_extras(facts)
-    if len(total) < 3 * WINDOW:
-        return
-    first, last = total.first().median, total.last().median
-    if not _is_long(facts) or last < SLOWER * first:
-        return
-    stages = ("generate", "reward", "store", "train", "sync", "keep")
-    of_stages = [series for stage in stages if (series := facts.of(f"time/{stage}"))]
-    grown = max(of_stages, key=_growth, default=Series("time/step", (0,), (0.0,)))
-    length = facts.of("completions/mean_length")
-    longer = length.last().median / max(length.first().median, 1.0) if length else 1.0
-    yield finding(
-        code="slower",
-        level="notice" if longer >= SLOWER else "warning",
-        since_step=total.since(lambda seconds: seconds >= SLOWER * first),
-        evidence=[total, facts.of(grown.metric)],
-        title=f"a step takes {last:.0f} s, and took {first:.0f} s in the beginning",
-        cause=f"{grown.metric} went from {grown.first().median:.1f} to "
-        f"{grown.last().median:.1f} s"
-        + (f"; completions are {longer:.1f} times as long" if longer >= SLOWER else ""),
-        remedy="lower sampling.max_tokens if the length is of no use"
-        if longer >= SLOWER
-        else "see what else uses that machine; `hone doctor` shows how its services are",
-        keys="sampling.max_tokens" if longer >= SLOWER else "",
-    )
-
-
-def _growth(series: Series) -> float:
-    return series.last().median - series.first().median
-
-
-def _without_extras(facts: RunSnapshot) -> Series:
+def _without_extras(run: RunSnapshot) -> Series:
     """Returns time/step without evaluations and checkpoints, which only some steps have."""
-    extras = [dict(facts.of(f"time/{each}")) for each in ("eval", "checkpoint")]
-    total = facts.of("time/step")
+    extras = [dict(run.of(f"time/{each}")) for each in ("eval", "checkpoint")]
+    total = run.of("time/step")
     values = [value - sum(each.get(step, 0.0) for each in extras) for step, value in total]
     return Series(total.metric, total.steps, tuple(values))
+
+
+def _grown(m: Reading) -> Series:
+    """Returns the stage whose time grew most."""
+    stages = ("generate", "reward", "store", "train", "sync", "keep")
+    found = [series for stage in stages if (series := m.run.of(f"time/{stage}"))]
+    none = Series("time/step", (0,), (0.0,))
+    return max(found, key=lambda each: each.last().median - each.first().median, default=none)
+
+
+def _longer(m: Reading) -> float:
+    """Returns how many times as long completions are as in the beginning; 1 if unknown."""
+    length = m.run.of("completions/mean_length")
+    return length.last().median / max(length.first().median, 1.0) if length else 1.0
+
+
+slower = Rule(
+    "slower",
+    _without_extras,
+    lambda m, value: value >= SLOWER * m.began,
+    min_steps=3 * WINDOW,
+    when=lambda m: _is_long(m.run),
+    cases={"slower/longer": lambda m: _longer(m) >= SLOWER},
+    also=[lambda m: [m.run.of(_grown(m).metric).evidence()]],
+    values=lambda m: {
+        "metric": _grown(m).metric,
+        "grown": (_grown(m).first().median, _grown(m).last().median),
+        "longer": _longer(m),
+    },
+)
