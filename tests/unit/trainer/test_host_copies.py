@@ -69,7 +69,7 @@ def places_of_three_steps(job, examples) -> list[list[int]]:
     found = []
     for _ in range(3):
         engine.update(examples, 1e-3)
-        blocks = engine._parts.updater._copies._blocks
+        blocks = engine._parts.updater.copies._blocks
         found.append([block.data_ptr() for block in blocks])
     engine.close()
     return found
