@@ -30,15 +30,9 @@ import torch
 from torch import Tensor
 
 from services.trainer.learning.batch import MicroBatch
-from services.trainer.learning.loss import (
-    UNDIVIDED,
-    Denominators,
-    LossInputs,
-    sequence_sums,
-)
+from services.trainer.learning.loss import Denominators, LossInputs, Spec, sequence_sums
 from shared.errors import BadRequest
-from shared.job import CorrectionSpec, TrainingSpec
-from shared.wire import TokenLoss
+from shared.job import CorrectionSpec
 
 Method = Literal["none", "token_tis", "sequence_tis", "sequence_mask", "icepop"]
 
@@ -143,8 +137,8 @@ def loss_inputs(
     first: bool = False,
     reference_N: Tensor | None = None,
     correction: CorrectionSettings,
-    denominators: Denominators = UNDIVIDED,
-    spec: TrainingSpec | TokenLoss,
+    denominators: Denominators,
+    spec: Spec,
 ) -> LossInputs:
     """Returns the loss's inputs. `before_N` are the trainer's log-probs before the first update of
     the batch; None: this is the first update, and they are `logprobs_N`.

@@ -75,8 +75,8 @@ class Denominators:
     max_tokens: int
 
 
-UNDIVIDED = Denominators(1.0, 1.0, 1.0, 1)
-"""Of losses that are sums."""
+Spec = TrainingSpec | TokenLoss
+"""Names a loss and has its constants: a job's, or a program's call's."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class LossInputs:
     lengths_N: Tensor
     in_ratio_N: Tensor
     denominators: Denominators
-    spec: TrainingSpec | TokenLoss
+    spec: Spec
 
     @property
     def training(self) -> TrainingSpec:
@@ -122,23 +122,30 @@ class Loss:
 
     terms: Callable[[LossInputs, Tensor], Tensor]
     average: Callable[[LossInputs, Tensor], Tensor]
-    fractions: Callable[[TrainingSpec], dict[str, Held]]
+    fractions: Callable[[Spec], dict[str, Held]]
 
 
 def total_loss(x: LossInputs) -> Tensor:
     """Returns the loss; a job's plus `beta` times the KL divergence to the reference, averaged over
     tokens like the loss."""
-    training, loss = x.spec, loss_of(x.spec)
+    loss, beta = loss_of(x.spec), kl_weight(x.spec)
     losses_N = weighted(x, loss.terms(x, importance_ratios(x)))
-    if isinstance(training, TokenLoss) or training.beta == 0:
-        return loss.average(x, losses_N)
+    return loss.average(x, losses_N + beta * kl(x) if beta else losses_N)
+
+
+def kl(x: LossInputs) -> Tensor:
+    """Returns the job's estimate of KL(policy || reference) of each token `[N]`."""
     if x.reference_logprobs_N is None:
         raise ValueError(
-            f"beta is {training.beta:g} and there are no reference log-probs; expected them for "
+            f"beta is {x.training.beta:g} and there are no reference log-probs; expected them for "
             "every token"
         )
-    kl_N = KL[training.kl](x.logprobs_N, x.reference_logprobs_N, training.max_log_ratio)
-    return loss.average(x, losses_N + training.beta * kl_N)
+    return KL[x.training.kl](x.logprobs_N, x.reference_logprobs_N, x.training.max_log_ratio)
+
+
+def kl_weight(spec: Spec) -> float:
+    """Returns the weight of the KL term in a loss; no program's call has one."""
+    return spec.beta if isinstance(spec, TrainingSpec) else 0.0
 
 
 def importance_ratios(x: LossInputs) -> Tensor:
@@ -282,20 +289,21 @@ def held_dual(x: LossInputs, ratio_N: Tensor) -> Tensor:
     return (ratio_N > (x.training.dual_clip or math.inf)) & (x.advantages_N < 0)
 
 
-def clip_fractions(training: TrainingSpec) -> dict[str, Held]:
+def clip_fractions(spec: Spec) -> dict[str, Held]:
     bounds: dict[str, Held] = {
         "clip_ratio/low_mean": held_low,
         "clip_ratio/high_mean": held_high,
         "clip_ratio/region_mean": held_either,
     }
-    return bounds if training.dual_clip is None else bounds | {"clip_ratio/dual_mean": held_dual}
+    has_dual_clip = isinstance(spec, TrainingSpec) and spec.dual_clip is not None
+    return bounds if not has_dual_clip else bounds | {"clip_ratio/dual_mean": held_dual}
 
 
-def cispo_fractions(_training: TrainingSpec) -> dict[str, Held]:
+def cispo_fractions(_spec: Spec) -> dict[str, Held]:
     return {"cispo_clip_ratio": held_high}
 
 
-def no_fractions(_training: TrainingSpec) -> dict[str, Held]:
+def no_fractions(_spec: Spec) -> dict[str, Held]:
     return {}
 
 
@@ -326,7 +334,7 @@ SUMS: dict[str, Loss] = {
 """The losses of a program's calls."""
 
 
-def loss_of(spec: TrainingSpec | TokenLoss) -> Loss:
+def loss_of(spec: Spec) -> Loss:
     """Returns the loss of a step's updates, or of a call."""
     if isinstance(spec, TokenLoss):
         return SUMS[spec.name]

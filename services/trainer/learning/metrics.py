@@ -78,9 +78,15 @@ from services.trainer.learning.correction import (
     log_ratios,
 )
 from services.trainer.learning.examples import UNKNOWN
-from services.trainer.learning.loss import KL, LossInputs, importance_ratios, loss_of
+from services.trainer.learning.loss import (
+    LossInputs,
+    Spec,
+    importance_ratios,
+    kl,
+    kl_weight,
+    loss_of,
+)
 from services.trainer.learning.preference import Preferences
-from shared.job import TrainingSpec
 from shared.wire import Logprobs
 
 MAX_RAW_LOG_RATIO = 300.0
@@ -121,8 +127,8 @@ COUNTS = (
 
 
 class StepMetrics:
-    """Running sums and maxima of one step on one rank, in float64 on the device; nothing waits for
-    the device until `reduce`.
+    """Running sums and maxima of one step or call on one rank, in float64 on the device; nothing
+    waits for the device until `reduce`.
 
     A dummy micro-batch counts only as a micro-batch. `num_tokens` are the step's sampled tokens, on
     all ranks; log-probs and entropies are kept for each of them. `version` is the version of the
@@ -132,16 +138,16 @@ class StepMetrics:
     def __init__(
         self,
         device: torch.device,
-        training: TrainingSpec,
+        spec: Spec,
         correction: CorrectionSettings,
         version: int | None = None,
         num_tokens: int = 0,
     ) -> None:
         self._tokens_2N = torch.zeros((2, num_tokens), device=device)
-        self._fractions = loss_of(training).fractions(training)
-        with_reference = ("kl",) if training.beta else ()
+        self._fractions = loss_of(spec).fractions(spec)
+        with_reference = ("kl",) if kl_weight(spec) else ()
         self._update = (*self._fractions, *UPDATE, *with_reference)
-        self._correction = correction
+        self.correction = correction
         self._version = version
         self._sums = {
             name: torch.zeros((), dtype=torch.float64, device=device)
@@ -168,9 +174,7 @@ class StepMetrics:
             "num_real_tokens": batch.attention_mask_BT,
         }
         if x.reference_logprobs_N is not None:
-            values["kl"] = KL[x.training.kl](
-                x.logprobs_N, x.reference_logprobs_N, x.training.max_log_ratio
-            )
+            values["kl"] = kl(x)
         for name, value in values.items():
             self._sums[name] += value.double().sum()
         self._keep(batch, 1, entropy_N)
@@ -191,7 +195,7 @@ class StepMetrics:
             sampler_N,
             batch.sequences_N,
             batch.num_sequences,
-            self._correction,
+            self.correction,
         ).exp()
         log_ratio_N = (trainer_logprobs_N.double() - sampler_N.double()).clamp(
             -MAX_RAW_LOG_RATIO, MAX_RAW_LOG_RATIO
@@ -205,8 +209,8 @@ class StepMetrics:
             "mismatch/ratio_max": ratio_N,
             "mismatch/k3_kl": k3_N,
             "mismatch/token_mult_prob_error": diff_N.exp(),
-            "mismatch/out_of_range_fraction": (weighed_N < self._correction.low)
-            | (weighed_N > self._correction.high),
+            "mismatch/out_of_range_fraction": (weighed_N < self.correction.low)
+            | (weighed_N > self.correction.high),
             "squared_ratios": ratio_N.square(),
         }
         self._add_over(batch.measured_N, "num_mismatch_tokens", values)

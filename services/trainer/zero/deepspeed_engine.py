@@ -42,7 +42,6 @@ from services.trainer.learning.policy import (
 from services.trainer.learning.preference import check_pairs
 from services.trainer.zero import internals, lora, state
 from services.trainer.zero import stages as zero
-from services.trainer.zero.accumulator import Accumulator
 from services.trainer.zero.host_memory import HostCopies
 from services.trainer.zero.internals import Snapshot, whole_weights
 from services.trainer.zero.memory import MemoryPlan
@@ -53,7 +52,7 @@ from services.trainer.zero.models import (
     load_on_all_ranks,
     model_tensors,
 )
-from services.trainer.zero.update import Updater
+from services.trainer.zero.update import Call, Updater
 from shared.errors import BadRequest, Failed
 from shared.job import Job
 from shared.plan.memory import Ranks
@@ -77,7 +76,6 @@ class EngineParts:
     wrapped: Any
     zero: Any
     updater: Updater
-    accumulator: Accumulator
     without: str
     dtype: torch.dtype
     num_parameters: int
@@ -123,7 +121,6 @@ def assemble(job: Job, device: torch.device) -> EngineParts:
         wrapped=wrapped,
         zero=engine,
         updater=updater,
-        accumulator=Accumulator(updater),
         without=without,
         dtype=dtype,
         num_parameters=num_parameters,
@@ -203,7 +200,7 @@ class SwappedJob:
     snapshot: Snapshot
     copies: HostCopies
     random: dict[str, Any]
-    calls: tuple[Any, ...]
+    calls: list[Call]
 
 
 class DeepSpeedEngine:
@@ -226,7 +223,7 @@ class DeepSpeedEngine:
     def swap_out(self) -> SwappedJob:
         """Ends the turn of the job, and returns what is its own."""
         parts = self._parts
-        calls = parts.accumulator.swap_out()
+        calls = parts.updater.swap_out()
         copies = self._own_copies or HostCopies(pinned=parts.updater.copies.pinned)
         snapshot = Snapshot.take(parts.zero, copies)
         return SwappedJob(parts.updater.job, snapshot, copies, internals.random_state(), calls)
@@ -234,7 +231,7 @@ class DeepSpeedEngine:
     def swap_in(self, job: Job, aside: SwappedJob | None) -> None:
         """Begins the turn of a job: continues from what was set aside, or at its start (None). All
         ranks together."""
-        parts, calls = self._parts, () if aside is None else aside.calls
+        parts, calls = self._parts, [] if aside is None else aside.calls
         internals.drop_gradients(parts.zero)  # of a job that was freed in its turn
         self._own_copies = aside and aside.copies
         if aside is None:
@@ -246,9 +243,8 @@ class DeepSpeedEngine:
             aside.snapshot.restore(parts.zero)
         policy = parts.updater.policy
         reference = start_reference(job, policy, parts.wrapped, parts.dtype, self._device)
-        updater = replace(parts.updater, job=job, reference=reference)
-        accumulator = Accumulator(updater, calls)
-        self._job, self._parts = job, replace(parts, updater=updater, accumulator=accumulator)
+        updater = replace(parts.updater, job=job, reference=reference, calls=calls)
+        self._job, self._parts = job, replace(parts, updater=updater)
         if aside is not None:
             internals.restore_random_state(aside.random)
 
@@ -263,12 +259,12 @@ class DeepSpeedEngine:
     ) -> Update:
         """Returns what training the weights of `version` on `examples` of a batch of `totals` did.
         Raises BadRequest for examples that the model cannot take or that staler weights sampled
-        than the job allows, and what `Updater.update` raises, with weights and optimizer as they
-        were."""
+        than the job allows, and what `Updater.train_step` raises, with weights and optimizer as
+        they were."""
         self._check(examples, allowed_versions(version, self._job.max_staleness))
         if supervised and self._job.training.objective == "dpo":
             check_pairs(examples)
-        return self._parts.updater.update(
+        return self._parts.updater.train_step(
             examples, learning_rate, totals, version, supervised=supervised
         )
 
@@ -284,19 +280,19 @@ class DeepSpeedEngine:
 
     @property
     def num_calls(self) -> int:
-        return self._parts.accumulator.num_calls
+        return len(self._parts.updater.calls)
 
     def forward_backward(
         self, examples: tuple[Example, ...], loss: TokenLoss
     ) -> tuple[float, Logprobs]:
         """Adds the gradient of the examples' loss. Raises BadRequest for examples that the model
-        cannot take, and what `Accumulator.forward_backward` raises, with the gradient as it was."""
+        cannot take, and what `Updater.forward_backward` raises, with the gradient as it was."""
         self._check(examples)
-        return self._parts.accumulator.forward_backward(examples, loss)
+        return self._parts.updater.forward_backward(examples, loss)
 
     def optim_step(self, how: Optimization) -> float:
-        """Changes the weights by the gradient so far; raises what `Accumulator.optim_step` does."""
-        return self._parts.accumulator.optim_step(how)
+        """Changes the weights by the gradient so far; raises what `Updater.optim_step` does."""
+        return self._parts.updater.optim_step(how)
 
     @torch.no_grad()
     def canary(self) -> Canary | None:

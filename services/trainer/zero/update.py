@@ -1,28 +1,35 @@
-"""One batch, trained on: `epochs` passes over it in `minibatches` optimizer steps each, or nothing
-at all.
+"""Training, one path for steps and for programs: batches add their gradients up, and an optimizer
+step uses them.
 
-    [examples] --deal--> minibatches --frozen passes--> old and reference log-probs
-                                     --forward, loss, backward, step--> weights
+    forward_backward    [examples] --plan--> micro-batches --forward, loss, backward--> gradient
+    optim_step          gradient --clip, AdamW--> weights
+
+`train_step` is `epochs` passes over a batch, `minibatches` times a forward_backward and an
+optim_step in each, or nothing at all. A program (`POST /forward_backward`, `/optim_step`) requests
+them one by one.
 
 Every micro-batch goes forward once and backward at once, so only one micro-batch's activations
 exist at a time. DeepSpeed averages gradients over ranks, so each loss is multiplied by their
 number; it divides by its own count of accumulation steps, which is set to 1, and
-`set_gradient_accumulation_boundary` says which micro-batch is the last. The loss's denominators are
-the whole optimizer step's. So any split into ranks and micro-batches gives the gradient of one big
-batch.
+`set_gradient_accumulation_boundary` says which micro-batch is the last. A program's last call is
+known only at its step: the step itself brings the boundary, by a micro-batch whose gradient is 0.
+The loss's denominators are the whole optimizer step's. So any split into ranks and micro-batches
+gives the gradient of one big batch.
 
-Frozen passes, before the first optimizer step and without dropout, are made for what they alone can
-tell: the trainer's log-probs before the first of several steps, or apart from dropout; and the
-reference's. They have the same micro-batches as the passes that train, so that their bits are the
-same: a reference that equals the policy has a KL of exactly 0. With one step and no dropout, the
-pass that trains tells the former itself. The ratio of the first step is taken to the pass that
-trains, dropout included, and is exactly 1.
+Frozen passes of a train step, before its first optimizer step and without dropout, are made for
+what they alone can tell: the trainer's log-probs before the first of several steps, or apart from
+dropout; and the reference's. They have the same micro-batches as the passes that train, so that
+their bits are the same: a reference that equals the policy has a KL of exactly 0. With one step and
+no dropout, the pass that trains tells the former itself. The ratio of the first step is taken to
+the pass that trains, dropout included, and is exactly 1.
 
 All or nothing: where a loss or gradient is not finite, or memory runs out, weights, optimizer and
-random numbers become what they were. After running out of memory in a micro-batch of several
-sequences the update is made again with half as many tokens in each, and so from then on. One rank
-of several that runs out of memory leaves the others waiting in a collective and cannot do so; it
-says so and ends, and the ranks that come after it begin with half as many.
+random numbers become what they were, and the gradient is dropped. It is a function of the program's
+calls since its last optimizer step, which are kept: the next call or step computes them again.
+After running out of memory in a micro-batch of several sequences, the step or call is repeated with
+half as many tokens in each, and so from then on. One rank of several that runs out of memory leaves
+the others waiting in a collective and cannot do so; it says so and ends, and the ranks that come
+after it begin with half as many.
 """
 
 from __future__ import annotations
@@ -31,9 +38,9 @@ import dataclasses
 import gc
 import math
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -41,17 +48,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.engine import OutOfMemory, Update
-from services.trainer.learning.batch import Layout, MicroBatch, Minibatch, plan
-from services.trainer.learning.correction import loss_inputs, resolve
+from services.trainer.learning.batch import Layout, MicroBatch, Minibatch, dummy, plan
+from services.trainer.learning.correction import OF_CALLS, loss_inputs, resolve
 from services.trainer.learning.examples import num_sampled
-from services.trainer.learning.loss import LossInputs, total_loss
+from services.trainer.learning.loss import Spec, kl_weight, total_loss
 from services.trainer.learning.metrics import StepMetrics
 from services.trainer.learning.policy import Policy, Reference
 from services.trainer.learning.preference import Preferences
 from services.trainer.zero import host_memory
 from services.trainer.zero import stages as zero_stages
 from services.trainer.zero.host_memory import HostCopies
-from services.trainer.zero.internals import Snapshot, Undo, random_state
+from services.trainer.zero.internals import (
+    Snapshot,
+    Undo,
+    drop_gradients,
+    random_state,
+    restore_random_state,
+)
 from services.trainer.zero.lora import set_dropout
 from services.trainer.zero.memory import (
     MemoryPlan,
@@ -66,7 +79,7 @@ from shared.host.logs import get_logger
 from shared.job import Job, TrainingSpec
 from shared.plan.gpus import host_memory_bytes
 from shared.plan.memory import is_worth_giving_back
-from shared.wire import Example, Logprobs, Optimization, StepTotals
+from shared.wire import Example, Logprobs, Optimization, StepTotals, TokenLoss
 
 
 @dataclass(frozen=True)
@@ -80,9 +93,11 @@ class FrozenLogprobs:
 
 @dataclass
 class Progress:
-    """Where an update is, for its errors. `stepping`: the optimizer is at work, and weights may be
-    half changed. `shape`: sequences and tokens, padding included, of the present micro-batch."""
+    """Where a train step, a call or an optimizer step is, for its errors, and what undoes it.
+    `stepping`: the optimizer is at work, and weights may be half changed. `shape`: sequences and
+    tokens, padding included, of the present micro-batch."""
 
+    undo: Undo = field(default_factory=lambda: Undo(random_state()))
     num_updates: int = 0
     update: int = 0
     passing: str = "the copy of weights and optimizer that several optimizer steps need"
@@ -121,13 +136,25 @@ class BatchOutOfMemory(Exception):
 
 
 class NonFiniteLoss(Exception):
-    """A loss or gradient is NaN or infinite, and the optimizer step was refused, on all ranks."""
+    """A loss or gradient is NaN or infinite, and the call or optimizer step was refused, on all
+    ranks."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call whose gradient the next optimizer step uses, and this rank's random numbers before
+    it."""
+
+    examples: tuple[Example, ...]
+    loss: TokenLoss
+    random: dict[str, Any]
 
 
 @dataclass
 class Updater:
     """Trains a job's policy that DeepSpeed's engine `zero` holds. Every method is called on all
-    ranks together."""
+    ranks together. `calls` are the calls since the last optimizer step; the gradient of those given
+    at first is not in `zero`."""
 
     job: Job
     zero: Any
@@ -137,15 +164,17 @@ class Updater:
     layout: Layout
     device: torch.device
     planned: MemoryPlan | None = None
+    calls: list[Call] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._correction = resolve(self.job.correction, self.job.max_staleness)
+        self._is_dropped = True  # the gradient of `calls` is not in `zero`
 
     @property
     def has_dropout(self) -> bool:
         return self.job.lora is not None and self.job.lora.dropout > 0
 
-    def update(
+    def train_step(
         self,
         examples: tuple[Example, ...],
         learning_rate: float,
@@ -159,11 +188,45 @@ class Updater:
         negative log-likelihood, at temperature 1 and without a KL term. Raises Failed if a loss or
         gradient is not finite or memory ran out, with all as it was; OutOfMemory if memory ran out
         and this rank cannot continue."""
-        return self.fitting(
-            lambda: self._update(examples, learning_rate, totals, version, supervised)
+        return self._fitting(
+            lambda: self._train_step(examples, learning_rate, totals, version, supervised)
         )
 
-    def fitting(self, act: Callable[[], R]) -> R:
+    def forward_backward(
+        self, examples: tuple[Example, ...], loss: TokenLoss
+    ) -> tuple[float, Logprobs]:
+        """Adds the gradient of the examples' loss, and returns the loss and the tokens' log-probs,
+        at temperature 1. Raises what `train_step` raises, with the gradient as it was."""
+        return self._fitting(lambda: self._add_call(examples, loss))
+
+    def optim_step(self, how: Optimization) -> float:
+        """Takes an optimizer step by the gradient of the calls so far, and returns the gradient's
+        norm before clipping; without a call it is 0 and Adam's means decay. Raises Failed if the
+        gradient is not finite: then it is dropped, and weights and optimizer are as they were."""
+        self._fitting(self._restore_gradient)
+        num_calls, progress = len(self.calls), Progress(passing="the optimizer step")
+        try:
+            with self._undone_on_failure(progress):
+                self._close_accumulation()
+                norm = self._step(how, progress)
+        except NonFiniteLoss:
+            self.calls = []
+            raise Failed(
+                f"the step was refused: the gradient of {num_calls} calls is not finite; it is "
+                "dropped, and the weights are as they were",
+                code="not_finite",
+            ) from None
+        self.calls = []
+        return norm
+
+    def swap_out(self) -> list[Call]:
+        """Drops the gradient so far, and returns the calls of which another Updater computes it
+        again once it is added to or stepped by."""
+        if self.calls and not self._is_dropped:
+            drop_gradients(self.zero)
+        return self.calls
+
+    def _fitting(self, act: Callable[[], R]) -> R:
         """Returns what `act` does, in micro-batches of half as many tokens where it did not fit."""
         while True:
             try:
@@ -189,7 +252,7 @@ class Updater:
         passes = [ask for ask in asked.values() if ask is not None]
         num_tokens = sum(map(num_sampled, examples))
         tokens_PN = torch.zeros((len(passes), num_tokens), device=self.device)
-        for batch in self.planned_batches(examples, None, num_minibatches=1)[0].micro_batches:
+        for batch in self._planned_batches(examples, None, num_minibatches=1)[0].micro_batches:
             on_device = batch.to(self.device)
             for row, ask in enumerate(passes):
                 logprobs_N = ask(on_device)
@@ -199,7 +262,7 @@ class Updater:
         rows = [Logprobs(row.tobytes()) for row in tokens_PN.cpu().numpy().astype("<f4")]
         return rows[0], rows[1] if len(rows) > 1 else Logprobs()
 
-    def planned_batches(
+    def _planned_batches(
         self, examples: tuple[Example, ...], totals: StepTotals | None, num_minibatches: int
     ) -> list[Minibatch]:
         """Returns this rank's minibatches of a batch."""
@@ -211,53 +274,6 @@ class Updater:
             rank=dist.get_rank(),
             num_ranks=dist.get_world_size(),
             layout=self.layout,
-        )
-
-    def _update(
-        self,
-        examples: tuple[Example, ...],
-        learning_rate: float,
-        totals: StepTotals | None,
-        version: int | None,
-        supervised: bool,
-    ) -> Update:
-        training = self.job.training.supervised if supervised else self.job.training
-        self.policy.temperature = 1.0 if supervised else self.job.temperature
-        minibatches = self.planned_batches(examples, totals, training.minibatches)
-        self._spare_host_memory(minibatches)
-        progress = Progress(training.epochs * len(minibatches))
-        num_tokens = sum(map(num_sampled, examples))
-        metrics = StepMetrics(self.device, training, self._correction, version, num_tokens)
-        how = zero_stages.optimization(self.job.training, learning_rate)
-        undo = Undo(random_state())
-        try:
-            if progress.num_updates > 1:
-                undo = dataclasses.replace(undo, snapshot=Snapshot.take(self.zero, self.copies))
-            norms = self._train(examples, minibatches, metrics, progress, training, how)
-        except NonFiniteLoss:
-            undo.apply(self.zero)
-            loss, values = metrics.reduce(progress.update)
-            if training.on_nonfinite == "skip":
-                return Update(
-                    loss if math.isfinite(loss) else 0.0, 0.0, values, num_updates=0, skipped=True
-                )
-            raise Failed(
-                f"the step was refused: its gradient is not finite (loss {loss:g}, optimizer step "
-                f"{progress.update} of {progress.num_updates}); the weights are as they were",
-                code="not_finite",
-            ) from None
-        except (MemoryError, RuntimeError) as error:
-            raise self.out_of_memory(error, undo, progress) from None
-        loss, values = metrics.reduce(training.epochs * training.minibatches)
-        values["memory/micro_batch_tokens"] = float(self.job.memory.micro_batch_tokens)
-        logprobs, entropies = metrics.of_tokens()
-        return Update(
-            loss,
-            sum(norms) / len(norms),
-            values,
-            num_updates=len(norms),
-            logprobs=logprobs,
-            entropies=entropies,
         )
 
     def _spare_host_memory(self, minibatches: list[Minibatch]) -> None:
@@ -273,132 +289,214 @@ class Updater:
         ):
             host_memory.give_back_large_blocks()
 
-    def _train(
+    def _train_step(
+        self,
+        examples: tuple[Example, ...],
+        learning_rate: float,
+        totals: StepTotals | None,
+        version: int | None,
+        supervised: bool,
+    ) -> Update:
+        training = self.job.training.supervised if supervised else self.job.training
+        self.policy.temperature = 1.0 if supervised else self.job.temperature
+        minibatches = self._planned_batches(examples, totals, training.minibatches)
+        self._spare_host_memory(minibatches)
+        progress = Progress(num_updates=training.epochs * len(minibatches))
+        num_tokens = sum(map(num_sampled, examples))
+        metrics = StepMetrics(self.device, training, self._correction, version, num_tokens)
+        how = zero_stages.optimization(self.job.training, learning_rate)
+        norms: list[float] = []
+        try:
+            with self._undone_on_failure(progress):
+                if progress.num_updates > 1:
+                    snapshot = Snapshot.take(self.zero, self.copies)
+                    progress.undo = dataclasses.replace(progress.undo, snapshot=snapshot)
+                minibatches, frozen = self._frozen_passes(
+                    examples, minibatches, training, metrics, progress
+                )
+                for _ in range(training.epochs):
+                    for minibatch, known in zip(minibatches, frozen, strict=True):
+                        progress.update += 1
+                        self._add(minibatch, training, metrics, progress, known, last=True)
+                        norms.append(self._step(how, progress))
+        except NonFiniteLoss:
+            loss, values = metrics.reduce(progress.update)
+            if training.on_nonfinite == "skip":
+                return Update(
+                    loss if math.isfinite(loss) else 0.0, 0.0, values, num_updates=0, skipped=True
+                )
+            raise Failed(
+                f"the step was refused: its gradient is not finite (loss {loss:g}, optimizer step "
+                f"{progress.update} of {progress.num_updates}); the weights are as they were",
+                code="not_finite",
+            ) from None
+        loss, values = metrics.reduce(training.epochs * training.minibatches)
+        values["memory/micro_batch_tokens"] = float(self.job.memory.micro_batch_tokens)
+        logprobs, entropies = metrics.of_tokens()
+        return Update(
+            loss,
+            sum(norms) / len(norms),
+            values,
+            num_updates=len(norms),
+            logprobs=logprobs,
+            entropies=entropies,
+        )
+
+    def _add_call(self, examples: tuple[Example, ...], loss: TokenLoss) -> tuple[float, Logprobs]:
+        self._restore_gradient()
+        progress = Progress()
+        call = Call(examples, loss, progress.undo.random)
+        try:
+            with self._undone_on_failure(progress):
+                metrics = self._add_gradient_of(call, progress)
+                total, _ = metrics.reduce()
+                if not math.isfinite(total):
+                    raise NonFiniteLoss
+        except NonFiniteLoss:
+            raise Failed(
+                f"the loss {loss.name!r} of {len(examples)} examples is {total:g}, expected a "
+                "finite number; the gradient is as it was",
+                code="not_finite",
+            ) from None
+        self.calls.append(call)
+        return total, metrics.of_tokens()[0]
+
+    def _restore_gradient(self) -> None:
+        """Computes the gradient of the calls so far again, if it was dropped."""
+        if not self._is_dropped:
+            return
+        progress = Progress()
+        with self._undone_on_failure(progress):
+            for call in self.calls:
+                restore_random_state(call.random)
+                self._add_gradient_of(call, progress)
+        restore_random_state(progress.undo.random)
+        self._is_dropped = False
+
+    def _add_gradient_of(self, call: Call, progress: Progress) -> StepMetrics:
+        """Adds the gradient of a call, and returns the metrics of its tokens."""
+        self.policy.temperature = 1.0
+        num_tokens = sum(map(num_sampled, call.examples))
+        metrics = StepMetrics(self.device, call.loss, OF_CALLS, num_tokens=num_tokens)
+        (minibatch,) = self._planned_batches(call.examples, None, num_minibatches=1)
+        self._spare_host_memory([minibatch])
+        self._add(minibatch, call.loss, metrics, progress, last=False)
+        return metrics
+
+    def _frozen_passes(
         self,
         examples: tuple[Example, ...],
         minibatches: list[Minibatch],
+        training: TrainingSpec,
         metrics: StepMetrics,
         progress: Progress,
-        training: TrainingSpec,
-        how: Optimization,
-    ) -> list[float]:
-        """Returns the gradient's norm of each optimizer step, before clipping. Raises
-        NonFiniteLoss."""
+    ) -> tuple[list[Minibatch], list[list[FrozenLogprobs]]]:
+        """Returns the minibatches, with "dpo" with the advantages that their pairs' margins give,
+        and what frozen passes tell of each micro-batch."""
         reference = self.reference if training.has_reference else None
         prefers = training.objective == "dpo"
         ask_policy = progress.num_updates > 1 or self.has_dropout or prefers
-        frozen = [
-            self._ask(minibatch, metrics, progress, ask_policy, reference)
-            for minibatch in minibatches
-        ]
-        if prefers:
-            minibatches = self._preferred(examples, minibatches, frozen, metrics)
-        norms: list[float] = []
-        try:
-            set_dropout(self.policy, self.has_dropout)
-            for _ in range(training.epochs):
-                for minibatch, known in zip(minibatches, frozen, strict=True):
-                    progress.update += 1
-                    self._accumulate(minibatch, known, metrics, progress, training)
-                    progress.stepping = True
-                    norm = zero_stages.step(self.zero, how)
-                    progress.stepping = False
-                    if norm is None:
-                        raise NonFiniteLoss
-                    norms.append(norm)
-        finally:
-            set_dropout(self.policy, False)
-        return norms
 
-    def _preferred(
-        self,
-        examples: tuple[Example, ...],
-        minibatches: list[Minibatch],
-        frozen: list[list[FrozenLogprobs]],
-        metrics: StepMetrics,
-    ) -> list[Minibatch]:
-        """Returns the minibatch with the advantages that its pairs' margins give."""
-        (minibatch,), (known,) = minibatches, frozen
-        of_batches = [
-            (batch, of_batch.before_N, of_batch.reference_N)
-            for batch, of_batch in zip(minibatch.micro_batches, known, strict=True)
-        ]
-        found = Preferences.of(examples, of_batches, self.job.training.dpo_beta, self.device)
-        metrics.preferences = found
-        micro_batches = tuple(found.applied(batch) for batch in minibatch.micro_batches)
-        return [dataclasses.replace(minibatch, micro_batches=micro_batches)]
-
-    def _ask(
-        self,
-        minibatch: Minibatch,
-        metrics: StepMetrics,
-        progress: Progress,
-        ask_policy: bool,
-        reference: Reference | None,
-    ) -> list[FrozenLogprobs]:
-        """Returns what frozen passes tell of each micro-batch."""
-        known: list[FrozenLogprobs] = []
-        for batch in minibatch.micro_batches:
+        @torch.no_grad()
+        def ask(batch: MicroBatch) -> FrozenLogprobs:
             if not ask_policy and reference is None:
-                known.append(FrozenLogprobs())
-                continue
+                return FrozenLogprobs()
             progress.enter("the frozen pass over a micro-batch", batch)
             on_device = batch.to(self.device)
-            with torch.no_grad():
-                before_N = self.policy(on_device)[0] if ask_policy else None
+            before_N = self.policy(on_device)[0] if ask_policy else None
             if before_N is not None:
                 metrics.add_mismatch(on_device, before_N)
-            known.append(FrozenLogprobs(before_N, reference(on_device) if reference else None))
-        return known
+            return FrozenLogprobs(before_N, reference(on_device) if reference else None)
 
-    def _accumulate(
+        frozen = [[ask(batch) for batch in minibatch.micro_batches] for minibatch in minibatches]
+        if prefers:
+            (minibatch,), (known,) = minibatches, frozen
+            of_batches = [
+                (batch, of_batch.before_N, of_batch.reference_N)
+                for batch, of_batch in zip(minibatch.micro_batches, known, strict=True)
+            ]
+            found = Preferences.of(examples, of_batches, training.dpo_beta, self.device)
+            metrics.preferences = found
+            micro_batches = tuple(map(found.applied, minibatch.micro_batches))
+            minibatches = [dataclasses.replace(minibatch, micro_batches=micro_batches)]
+        return minibatches, frozen
+
+    def _add(
         self,
         minibatch: Minibatch,
-        known: list[FrozenLogprobs],
+        spec: Spec,
         metrics: StepMetrics,
         progress: Progress,
-        training: TrainingSpec,
-    ) -> None:
-        """Adds up the gradient of an optimizer step: one forward and one backward pass for each
-        micro-batch."""
-        num = len(minibatch.micro_batches)
-        for position, (batch, frozen) in enumerate(
-            zip(minibatch.micro_batches, known, strict=True), start=1
-        ):
-            progress.enter(f"micro-batch {position} of {num}", batch)
-            inputs = partial(
-                loss_inputs,
-                before_N=frozen.before_N,
-                first=progress.update == 1,
-                reference_N=frozen.reference_N if training.beta else None,
-                correction=self._correction,
-                denominators=minibatch.denominators,
-                spec=training,
-            )
-            on_device, x, entropy_N, loss = self.backward(batch, inputs, last=position == num)
-            metrics.add(on_device, x, entropy_N, loss)
-            if frozen.before_N is None:
-                metrics.add_mismatch(on_device, x.logprobs_N.detach())
-
-    def backward(
-        self,
-        batch: MicroBatch,
-        inputs: Callable[[MicroBatch, Tensor], LossInputs],
+        frozen: list[FrozenLogprobs] | None = None,
         *,
         last: bool,
-    ) -> tuple[MicroBatch, LossInputs, Tensor, Tensor]:
-        """Adds the gradient of a micro-batch, whose loss is of `inputs` of its log-probs; `last`:
-        an optimizer step is next. Returns the micro-batch on the device, its inputs, its tokens'
-        entropies `[N]` and its loss."""
-        self.zero.set_gradient_accumulation_boundary(last)
-        on_device = batch.to(self.device)
-        logprobs_N, entropy_N = self.zero(on_device)
-        x = inputs(on_device, logprobs_N)
-        loss = total_loss(x)
-        self.zero.backward(refusable(loss, logprobs_N) * (batch.weight * dist.get_world_size()))
-        return on_device, x, entropy_N, loss.detach()
+    ) -> None:
+        """Adds the gradient of a minibatch's loss: one forward and one backward pass for each
+        micro-batch. `last`: an optimizer step is next."""
+        num = len(minibatch.micro_batches)
+        try:
+            set_dropout(self.policy, self.has_dropout)
+            for position, (batch, known) in enumerate(
+                zip(minibatch.micro_batches, frozen or [FrozenLogprobs()] * num, strict=True), 1
+            ):
+                which = f"micro-batch {position} of {num}" if last else "a micro-batch"
+                progress.enter(which, batch)
+                self.zero.set_gradient_accumulation_boundary(last and position == num)
+                on_device = batch.to(self.device)
+                logprobs_N, entropy_N = self.zero(on_device)
+                x = loss_inputs(
+                    on_device,
+                    logprobs_N,
+                    before_N=known.before_N,
+                    first=progress.update == 1,
+                    reference_N=known.reference_N if kl_weight(spec) else None,
+                    correction=metrics.correction,
+                    denominators=minibatch.denominators,
+                    spec=spec,
+                )
+                loss = total_loss(x)
+                share = batch.weight * dist.get_world_size()
+                self.zero.backward(refusable(loss, logprobs_N) * share)
+                metrics.add(on_device, x, entropy_N, loss.detach())
+                if known.before_N is None:
+                    metrics.add_mismatch(on_device, logprobs_N.detach())
+        finally:
+            set_dropout(self.policy, False)
 
-    def out_of_memory(self, error: Exception, undo: Undo, progress: Progress) -> Exception:
+    def _close_accumulation(self) -> None:
+        """Adds a gradient of 0, after which an optimizer step may follow."""
+        self.zero.set_gradient_accumulation_boundary(True)
+        logprobs_N, _ = self.zero(dummy(self.layout).to(self.device))
+        self.zero.backward(0.0 * logprobs_N.sum())
+
+    def _step(self, how: Optimization, progress: Progress) -> float:
+        """Takes an optimizer step, and returns the gradient's norm before clipping. Raises
+        NonFiniteLoss."""
+        progress.stepping = True
+        norm = zero_stages.step(self.zero, how)
+        progress.stepping = False
+        if norm is None:
+            raise NonFiniteLoss
+        return norm
+
+    @contextmanager
+    def _undone_on_failure(self, progress: Progress) -> Iterator[None]:
+        """Makes all as it was before the block, where that raises NonFiniteLoss or runs out of
+        memory, and drops the gradient of the calls. After the latter raises BatchOutOfMemory if
+        half the tokens might fit, else Failed, or OutOfMemory if this rank cannot continue."""
+        try:
+            yield
+        except NonFiniteLoss:
+            self._undo(progress)
+            raise
+        except (MemoryError, RuntimeError) as error:
+            raise self._out_of_memory(error, progress) from None
+
+    def _undo(self, progress: Progress) -> None:
+        progress.undo.apply(self.zero)
+        self._is_dropped = True
+
+    def _out_of_memory(self, error: Exception, progress: Progress) -> Exception:
         """Returns the error that says what to do, after making all as it was if this rank can.
         Raises another error than one of memory as it is."""
         if not is_out_of_memory(error):
@@ -407,9 +505,9 @@ class Updater:
         said = first_line(error)
         traceback.clear_frames(error.__traceback__)  # they hold the activations
         num_ranks = dist.get_world_size()
-        kept = num_ranks == 1 and (undo.snapshot is not None or not progress.stepping)
+        kept = num_ranks == 1 and (progress.undo.snapshot is not None or not progress.stepping)
         if kept:
-            undo.apply(self.zero)
+            self._undo(progress)
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
