@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from services.reward.app import create_service
-from services.reward.episodes import workers
+from services.reward.job_code import episodes, workers
 from shared.errors import BadRequest, Busy, Conflict
 from shared.http.client import Client
 from shared.http.service import Service
@@ -670,7 +670,7 @@ async def test_without_the_text_of_its_file_nothing_is_run(client: Client) -> No
 async def test_one_episode_too_many_has_to_wait(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "MAX_EPISODES", 1)
+    monkeypatch.setattr(episodes, "MAX_EPISODES", 1)
     first, second = (Episode(client, env(GUESS), f"many {n}", "many") for n in range(2))
     await first.open(secret=1)
     body = OpenEpisode(**second.of, row={"secret": 1})
