@@ -4,9 +4,11 @@ classes and tools as TRL takes them, what is whose fault, and that nothing happe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest_asyncio
 
 from services.reward.app import create_service
 from services.reward.job_code import episodes, workers
+from services.reward.job_code.inside_play import Players
 from shared.errors import BadRequest, Busy, Conflict
 from shared.http.client import Client
 from shared.http.service import Service
@@ -512,7 +515,8 @@ async def test_a_killed_worker_loses_its_episodes_and_is_replaced(client: Client
     playing = [Episode(client, spec, f"killed {number}", job_id="other") for number in range(2)]
     await asyncio.gather(*(episode.open(secret=1) for episode in playing))
     for pid in set(processes_of(os.getpid())) - before:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the first takes the others with it
+            os.kill(pid, signal.SIGKILL)
     for episode in playing:
         await lost(episode.call("guess", number=1), "its worker|environment ended")
     again = Episode(client, spec, "killed 0", job_id="other")
@@ -679,6 +683,17 @@ async def test_one_episode_too_many_has_to_wait(
     await first.close()
     assert (await second.open(secret=1)).observation
     await second.close()
+
+
+async def test_a_step_of_an_ended_episode_starts_no_process() -> None:
+    ours, theirs = socket.socketpair()
+    before = processes_of(os.getpid())
+    with ours, theirs:
+        ours.setblocking(False)
+        Players(theirs.fileno()).take({"call": "ended", "ask": {"step": []}})
+        with pytest.raises(BlockingIOError):
+            ours.recv(1)
+        assert not set(processes_of(os.getpid())) - set(before)
 
 
 async def test_an_episode_that_nobody_steps_is_ended(client: Client) -> None:

@@ -20,7 +20,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -278,12 +278,9 @@ class Episodes:
         if episode.idle:
             episode.idle.cancel()
         if episode.call is not None:
-            self._start(episode.call.end())
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+            task = asyncio.create_task(episode.call.end())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     def _forget_old(self) -> None:
         before = time.monotonic() - KEEP_S
