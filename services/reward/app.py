@@ -26,13 +26,13 @@ from collections.abc import AsyncGenerator
 from prometheus_client import Counter
 
 from services.reward import graders
-from services.reward.episodes.episodes import Episodes
-from services.reward.episodes.workers import FileWorkers
 from services.reward.grading import registry
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import GraderTools
 from services.reward.grading.scoring import QueueLimit, Scorer, run_answer, run_request
-from services.reward.job_code.workers import FunctionWorkers
+from services.reward.job_code.episodes import Episodes
+from services.reward.job_code.functions import FunctionWorkers
+from services.reward.job_code.workers import JobWorkers
 from services.reward.sandbox import host
 from services.reward.sandbox.base import Sandbox
 from services.reward.sandbox.local import LocalSandbox
@@ -62,7 +62,7 @@ def create_service(settings: Settings, sandbox: Sandbox | None = None) -> Servic
     sandbox = sandbox or sandbox_of(settings)
     tools = GraderTools(settings, sandbox, FunctionWorkers(sandbox), LimitedPool())
     scorer = Scorer(tools)
-    episodes = Episodes(FileWorkers(sandbox), allowed=settings.allow_job_code)
+    episodes = Episodes(JobWorkers(sandbox), allowed=settings.allow_job_code)
 
     @contextlib.asynccontextmanager
     async def lifespan() -> AsyncGenerator[None]:

@@ -4,9 +4,11 @@ classes and tools as TRL takes them, what is whose fault, and that nothing happe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ import pytest
 import pytest_asyncio
 
 from services.reward.app import create_service
-from services.reward.episodes import workers
+from services.reward.job_code import episodes, workers
+from services.reward.job_code.inside_play import Players
 from shared.errors import BadRequest, Busy, Conflict
 from shared.http.client import Client
 from shared.http.service import Service
@@ -512,7 +515,8 @@ async def test_a_killed_worker_loses_its_episodes_and_is_replaced(client: Client
     playing = [Episode(client, spec, f"killed {number}", job_id="other") for number in range(2)]
     await asyncio.gather(*(episode.open(secret=1) for episode in playing))
     for pid in set(processes_of(os.getpid())) - before:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the first takes the others with it
+            os.kill(pid, signal.SIGKILL)
     for episode in playing:
         await lost(episode.call("guess", number=1), "its worker|environment ended")
     again = Episode(client, spec, "killed 0", job_id="other")
@@ -670,7 +674,7 @@ async def test_without_the_text_of_its_file_nothing_is_run(client: Client) -> No
 async def test_one_episode_too_many_has_to_wait(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "MAX_EPISODES", 1)
+    monkeypatch.setattr(episodes, "MAX_EPISODES", 1)
     first, second = (Episode(client, env(GUESS), f"many {n}", "many") for n in range(2))
     await first.open(secret=1)
     body = OpenEpisode(**second.of, row={"secret": 1})
@@ -679,6 +683,17 @@ async def test_one_episode_too_many_has_to_wait(
     await first.close()
     assert (await second.open(secret=1)).observation
     await second.close()
+
+
+async def test_a_step_of_an_ended_episode_starts_no_process() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        players = Players(theirs.fileno())
+        players.take({"call": "ended", "ask": {"step": []}})
+        assert players.poller.poll(200) == []  # no child answers
+        with pytest.raises(BlockingIOError):
+            ours.recv(1)
 
 
 async def test_an_episode_that_nobody_steps_is_ended(client: Client) -> None:

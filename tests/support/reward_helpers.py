@@ -13,7 +13,7 @@ from services.reward import graders
 from services.reward.grading import registry
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import GraderTools
-from services.reward.job_code.workers import FunctionWorkers
+from services.reward.job_code.functions import FunctionWorkers
 from services.reward.sandbox.base import WORKER_PROCESSES, Sandbox, Worker
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import Failed

@@ -28,8 +28,9 @@ from services.reward.grading.registry import (
     no_column,
     reference_text,
 )
-from services.reward.job_code.inside_serve import ENDED
-from services.reward.job_code.workers import LOAD_DEADLINE_S, UserFunction
+from services.reward.job_code.functions import function_file
+from services.reward.job_code.inside_score import ENDED
+from services.reward.job_code.workers import LOAD_DEADLINE_S
 from shared.errors import BadRequest
 from shared.job import MAX_SOURCE_BYTES, RewardSpec
 from shared.wire import ExecuteRequest, Part, ScoreItem
@@ -65,7 +66,7 @@ class Function(Grader[FunctionParams]):
 
     def __init__(self, spec: RewardSpec, params: FunctionParams, tools: GraderTools) -> None:
         super().__init__(spec, params, tools)
-        self._own = UserFunction(spec, tools.job_id or f"request {secrets.token_hex(8)}")
+        self._file = function_file(spec, tools.job_id or f"request {secrets.token_hex(8)}")
         self.deadline_s = LOAD_DEADLINE_S + MAX_LATE_CALLS * params.timeout_s
 
     def reference(self, row: Mapping[str, Any]) -> str | None:
@@ -78,7 +79,7 @@ class Function(Grader[FunctionParams]):
                 f"reward {self.spec.label!r}: the text of {self.spec.file!r} must be sent along as "
                 "'source'"
             )
-        signature = await self.tools.functions.signature(self._own)
+        signature = await self.tools.functions.signature(self._file)
         given = GIVEN if signature.calls == "batch" else GIVEN_ITEM
         for name, needed in signature.parameters.items():
             if needed and name not in (*given, *columns):
@@ -87,12 +88,12 @@ class Function(Grader[FunctionParams]):
 
     async def grade(self, items: Sequence[ScoreItem]) -> Sequence[Part]:
         return await self.tools.functions.call(
-            self._own, _arguments(items), len(items), self.params.timeout_s
+            self._file, _arguments(items), len(items), self.params.timeout_s
         )
 
     async def close(self) -> None:
         if self.tools.job_id is None:
-            await self.tools.functions.release(self._own)
+            await self.tools.functions.release(self._file)
 
 
 def _check_allowed(reward: Grader[Any]) -> None:

@@ -32,7 +32,7 @@ from pydantic import ConfigDict, ValidationError
 from services.reward.grading.failures import ErrorName, GradingFailed, wrong_row
 from services.reward.grading.limited.pool import LimitedPool, NoValue
 from services.reward.grading.reasoning import strip_reasoning
-from services.reward.job_code.workers import FunctionWorkers
+from services.reward.job_code.functions import FunctionWorkers
 from services.reward.sandbox.base import Sandbox
 from shared.documented import Documented
 from shared.errors import BadRequest

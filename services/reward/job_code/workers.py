@@ -1,11 +1,13 @@
-"""Jobs' own rewards: one warm worker for each function of each job, kept between steps, in a
-sandbox of its own.
+"""Workers: sandboxed processes that each keep one file of one job loaded, and their calls. READ
+FIRST.
 
-Importing numpy takes longer than most steps have, so a worker stays until `MAX_WORKERS` others were
-used after it. Jobs never share a worker, because it remembers what it was given. Calls of one
-worker run in turn, and between them all its processes are stopped. A function that cannot be loaded
-is the job's mistake (BadRequest); a call that fails gives no reward (GradingFailed). The answers
-of a worker are untrusted: they are checked, and parts and programs are made of them.
+A call is one batch that a reward function scores, or one episode of an environment. Importing numpy
+takes longer than most steps have, so a worker stays until `MAX_WORKERS` others were used after it,
+and never ends while it has calls. Between calls all its processes are stopped. Jobs never share a
+worker, because it remembers what it was given.
+
+A file that cannot be loaded is the job's mistake (BadRequest). All that a worker sends is
+untrusted. The messages: `inside_serve.py`.
 """
 
 from __future__ import annotations
@@ -13,425 +15,251 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import Any
 
-from pydantic import ValidationError
-
-from services.reward.grading.failures import ErrorName, GradingFailed
-from services.reward.job_code.inside_serve import KEEP_CHARS
 from services.reward.sandbox import host
-from services.reward.sandbox.base import Sandbox, SlotDied, Worker
+from services.reward.sandbox.base import WORKER_PROCESSES, Sandbox, SlotDied, Worker
 from services.reward.sandbox.slots import IsolationFailed
 from shared.errors import BadRequest, Failed
-from shared.explain import sentences
 from shared.host.logs import get_logger
-from shared.job import RewardSpec
-from shared.wire import ExecuteRequest, Part
-
-MAX_PROGRAMS = 4096
-MAX_PROGRAMS_IN_ALL = 16 * MAX_PROGRAMS
-MAX_DETAIL_CHARS = 1000
-
-
-class WrongCount(GradingFailed):
-    """A function returned more or fewer values than there are completions, so that none can be told
-    whose it is."""
-
-
-def parts(answer: Any, count: int, named: str) -> list[Part]:
-    """Returns a part for each of `count` completions. Raises GradingFailed, whose sentence begins
-    with `named`, if the whole answer is an error or cannot be read, WrongCount of them if it has
-    another number of values."""
-    if not isinstance(answer, dict):
-        raise _failed(f"{named} answered with something that is not a table")
-    printed = _text(answer.get("stdout", ""), KEEP_CHARS)
-    if "error" in answer:
-        raise _failed(
-            f"{named} failed: {_text(answer['error'], MAX_DETAIL_CHARS)}"
-            + (f"; it printed {printed!r}" if printed else "")
-        )
-    results = answer.get("results")
-    if not isinstance(results, list):
-        raise _failed(f"{named} answered with something that is not a list of numbers")
-    if len(results) != count:
-        raise WrongCount(
-            f"{named} returned {len(results)} values for {count} completions; expected one for "
-            "each, in their order",
-            "python_grader_runtime_error",
-        )
-    return [_part(result, position, named, printed) for position, result in enumerate(results)]
-
-
-def programs(asked: Any, named: str) -> list[list[ExecuteRequest] | str]:
-    """Returns each list of programs that a worker asks to run, or a sentence saying what is wrong
-    with the list. Raises GradingFailed for too many programs."""
-    asked = asked if isinstance(asked, list) else [asked]
-    total = len(asked) + sum(len(one) for one in asked if isinstance(one, list))
-    if total > MAX_PROGRAMS_IN_ALL:
-        raise _failed(
-            f"{named} asked for {total} programs at once from all its threads; at most "
-            f"{MAX_PROGRAMS_IN_ALL} are run"
-        )
-    return [_programs(one) for one in asked]
-
-
-def _programs(asked: Any) -> list[ExecuteRequest] | str:
-    if not isinstance(asked, list) or len(asked) > MAX_PROGRAMS:
-        given = len(asked) if isinstance(asked, list) else "no"
-        return f"{given} programs at once; at most {MAX_PROGRAMS} are taken"
-    try:
-        return [ExecuteRequest.model_validate(program) for program in asked]
-    except ValidationError as error:
-        return "; ".join(
-            fault["detail"] for fault in sentences(error, ExecuteRequest, "execute_in_sandbox")
-        )
-
-
-def _part(result: Any, position: int, named: str, printed: str) -> Part:
-    result = result if isinstance(result, dict) else {"value": result}
-    value, detail, error = (
-        result.get("value"),
-        _text(result.get("detail", ""), MAX_DETAIL_CHARS),
-        result.get("error"),
-    )
-    if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
-        error = f"it returned {value!r:.40} for completion {position}, expected a number or None"
-    if error is not None:
-        name: ErrorName = (
-            "unresponsive_reward_error"
-            if result.get("late") is True
-            else "python_grader_runtime_error"
-        )
-        detail = f"{named} failed: {_text(error, MAX_DETAIL_CHARS)}"
-        return Part(value=None, verdict="error", detail=detail, stdout=printed, errors=(name,))
-    if value is None:
-        return Part(value=None, verdict="skipped", detail=detail, stdout=printed)
-    return Part(value=float(value), detail=detail, stdout=printed)
-
-
-def _text(value: Any, limit: int) -> str:
-    """Returns the end of a text, with lone surrogates replaced."""
-    return str(value)[-limit:].encode("utf-8", "replace").decode()
-
-
-def _failed(detail: str) -> GradingFailed:
-    return GradingFailed(detail, "python_grader_runtime_error")
-
-
-SERVE = "services.reward.job_code.inside_serve"
-"""The module whose `serve` a worker runs."""
 
 MAX_WORKERS = 8
 LOAD_DEADLINE_S = 120.0
-MAX_LATE = 8
-"""Late calls for one completion each, after which a function that hangs is called no more."""
+END_DEADLINE_S = 10.0
+"""Seconds that a worker has to end a call. Then it counts as dead."""
 
-LATE_S = 1.0
-"""Seconds beyond the limit that a worker may take if it limits its calls itself."""
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a function or method takes: `parameters` by name, whether each is required;
-    `any_keyword` if it has `**kwargs`.
-
-    `calls`: it takes a "batch" of completions, or one: awaited "together", or "one by one".
-    """
-
-    parameters: Mapping[str, bool]
-    any_keyword: bool
-    calls: str
-
-    def taken(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the arguments that it has a parameter for."""
-        if self.calls != "batch":
-            named = {
-                *self.parameters,
-                *(f"{name}s" for name in ("prompt", "completion") if name in self.parameters),
-            }
-        else:
-            named = {*self.parameters}
-        return {
-            name: value for name, value in arguments.items() if self.any_keyword or name in named
-        }
+MAX_REASON_CHARS = 1000
 
 
-class StrayAnswer(Exception):
-    """A worker's answer came before its call, or belongs to another call."""
+class CallLost(Exception):
+    """A call cannot continue, though its worker may; the message says why."""
+
+
+class StrayAnswer(SlotDied):
+    """A worker sent something that answers no open call, so it is trusted with none."""
 
 
 @dataclass(frozen=True)
-class UserFunction:
-    """A job's own function. `owner` is its job, or the request if that names no job."""
+class JobFile:
+    """A job's file. `owner` is its job, or the request if that names no job; `serve` is the module
+    that its worker runs, which gets `options` too; messages call what it defines `named`."""
 
-    spec: RewardSpec
     owner: str
+    file: str
+    source: str | None
+    named: str
+    serve: str
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    processes: int = WORKER_PROCESSES
 
     @property
     def key(self) -> str:
-        text = f"{self.owner}\0{self.spec.function}\0{self.file}\0{self.spec.source}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        parts = (self.owner, self.serve, *self.options.values(), self.file, str(self.source))
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
-    @property
-    def file(self) -> str:
-        return PurePath(self.spec.file).name if self.spec.file else "reward.py"
 
-    @property
-    def named(self) -> str:
-        return f"reward function {self.spec.function!r}"
+class JobWorker:
+    """`loaded` is what it said of its file. Once it has `ended`, it has no calls."""
+
+    def __init__(self, process: Worker) -> None:
+        self.loaded: dict[str, Any] = {}
+        self.ended: Exception | None = None
+        self._process = process
+        self._calls: dict[str, Call] = {}
+        self._listener: asyncio.Task[None] | None = None
+
+    async def load(self, file: JobFile) -> None:
+        """Raises BadRequest with file, line and exception if the file cannot be loaded; SlotDied if
+        something outside killed the worker."""
+        self._listener = asyncio.create_task(self._listen())
+        opening = {"source": file.source, "file": file.file, "paths": host.package_paths()}
+        opening.update(file.options)
+        call = self.open()
+        try:
+            answer = await call.ask(opening, LOAD_DEADLINE_S)
+        except TimeoutError as error:
+            raise BadRequest(f"{file.named} was not loaded within {LOAD_DEADLINE_S:g} s") from error
+        except (SlotDied, CallLost) as error:
+            if isinstance(error, SlotDied) and error.killed:
+                raise
+            raise BadRequest(f"{file.named} cannot be loaded: {error}") from error
+        if not isinstance(answer, dict) or not answer or "error" in answer:
+            reason = answer.get("error", answer) if isinstance(answer, dict) else answer
+            raise BadRequest(f"{file.named} cannot be loaded: {str(reason)[:MAX_REASON_CHARS]}")
+        self.loaded = answer
+        self.close(call)
+
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    def open(self) -> Call:
+        """Returns a new call, which is lost already if the worker has ended."""
+        call = Call(self)
+        if self.ended:
+            call.lost.set_result(self.ended)
+        else:
+            self._calls[call.name] = call
+        return call
+
+    def close(self, call: Call) -> None:
+        """Takes no more answers to the call, and stops the worker if that was its last."""
+        self._calls.pop(call.name, None)
+        if not self._calls:
+            self._process.pause()
+
+    async def tell(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(SlotDied):  # which the listener finds too
+            await self._process.tell(message)
+
+    async def dismiss(self, reason: Exception) -> None:
+        """Ends it for good. Its calls are lost for this reason."""
+        if self._listener is not None and self._listener is not asyncio.current_task():
+            self._listener.cancel()
+        self.ended = self.ended or reason
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call.lost.set_result(self.ended)
+        await self._process.dismiss()
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                self._take(await self._process.hear())
+        except SlotDied as error:
+            get_logger().warning("worker of a job's own code ended", reason=str(error))
+            await self.dismiss(error)
+
+    def _take(self, message: Any) -> None:
+        message = message if isinstance(message, dict) else {}
+        call = self._calls.get(str(message.get("call")))
+        if call is not None and "lost" in message:
+            self.close(call)
+            call.lost.set_result(CallLost(str(message["lost"])[:MAX_REASON_CHARS]))
+        elif call is None or "answer" not in message or not call.take(message["answer"]):
+            raise StrayAnswer("its process sent an answer that is not one to this call")
+
+
+class Call:
+    """An open call. Its name is drawn, so that no code can answer in advance. `lost` is the future
+    of why it cannot continue."""
+
+    def __init__(self, worker: JobWorker) -> None:
+        self.name = secrets.token_hex(8)
+        self.lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._answer: asyncio.Future[Any] | None = None
+        self._worker = worker
+
+    async def ask(self, message: Mapping[str, Any], deadline_s: float) -> Any:
+        """Returns the worker's answer, which is untrusted. Raises TimeoutError, CallLost, or
+        SlotDied if the worker ended."""
+        answer = self._answer = asyncio.get_running_loop().create_future()
+        if not self.lost.done():
+            async with asyncio.timeout(deadline_s):
+                await self._worker.tell({"call": self.name, "ask": message})
+                await asyncio.wait({answer, self.lost}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise self.lost.result()
+        return answer.result()
+
+    def take(self, answer: Any) -> bool:
+        """Returns whether the answer was due."""
+        if self._answer is None or self._answer.done():
+            return False
+        self._answer.set_result(answer)
+        return True
+
+    async def end(self) -> None:
+        """Ends the call in its worker, and waits for that."""
+        if self.lost.done():
+            return
+        try:
+            async with asyncio.timeout(END_DEADLINE_S):
+                await self._worker.tell({"call": self.name, "end": True})
+                await asyncio.wait({self.lost})
+        except TimeoutError:
+            reason = f"it did not end an episode within {END_DEADLINE_S:g} s"
+            await self._worker.dismiss(SlotDied(reason))
 
 
 @dataclass
-class _Entry:
-    """One function's worker, if it has one now, and how many callers hold or wait for it."""
+class Entry:
+    """A file's worker, if it has one now, and how many callers hold or wait for it."""
 
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    file: JobFile
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    calling: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
-    worker: Worker | None = None
-    signature: Signature | None = None
+    worker: JobWorker | None = None
+
+    def is_idle(self) -> bool:
+        return not self.users and not (self.worker and self.worker.num_calls())
+
+    async def drop(self) -> None:
+        """Ends the worker."""
+        worker, self.worker = self.worker, None
+        if worker is not None:
+            await worker.dismiss(CallLost("the service ended its worker"))
 
 
-class FunctionWorkers:
+class JobWorkers:
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
 
-    async def signature(self, own: UserFunction) -> Signature:
-        """Returns what the function takes. Raises BadRequest with file, line and exception if its
-        source cannot be loaded."""
-        known = self._entries.get(own.key)
-        if known is not None and known.signature is not None:
-            return known.signature
-        async with self._entry(own) as entry:
-            return (await self._load(entry, own))[1]
-
-    async def call(
-        self,
-        own: UserFunction,
-        arguments: Mapping[str, Sequence[Any]],
-        count: int,
-        timeout_s: float,
-    ) -> list[Part]:
-        """Returns a part for each of the `count` completions whose `arguments` these are.
-
-        Arguments that it has no parameter for are left out. One call is ended after `timeout_s`;
-        there is one call for all, or one per completion where it takes one at a time, which then
-        fails alone. Where the call for all fails, it is made again for each alone. Raises
-        GradingFailed where all fail, and where the call for all returns another number of
-        values.
-        """
-        async with self._entry(own) as entry:
-            signature = (await self._load(entry, own))[1]
-            taken = signature.taken(arguments)
-            if signature.calls == "one by one":
-                return await self._one_by_one(entry, own, taken, count, timeout_s)
-            try:
-                return await self._call(entry, own, taken, count, timeout_s)
-            except WrongCount:  # of one completion alone a mean of all would be right
-                raise
-            except GradingFailed as error:
-                if count == 1:
-                    raise
-                get_logger().warning(
-                    "reward function failed, and is called for each completion alone",
-                    function=own.spec.function,
-                    reason=error.detail,
-                )
-                parts = await self._one_by_one(entry, own, taken, count, timeout_s)
-                if all(part.verdict in ("error", "sandbox_error") for part in parts):
-                    raise
-                return parts
-
-    async def _one_by_one(
-        self,
-        entry: _Entry,
-        own: UserFunction,
-        arguments: Mapping[str, Any],
-        count: int,
-        timeout_s: float,
-    ) -> list[Part]:
-        """Returns the parts of one call per completion. After MAX_LATE late ones no more are
-        made."""
-        parts: list[Part] = []
-        num_late = 0
-        for position in range(count):
-            one = {name: [values[position]] for name, values in arguments.items()}
-            try:
-                if num_late == MAX_LATE:
-                    raise GradingFailed(f"{own.named} was not called: it was late {num_late} times")
-                parts += await self._call(entry, own, one, 1, timeout_s)
-            except GradingFailed as error:
-                num_late += "unresponsive_reward_error" in error.errors
-                named = GradingFailed(
-                    f"{error.detail} (completion {position})",
-                    *error.errors,
-                    by_sandbox=error.by_sandbox,
-                )
-                parts.append(named.part())
-        return parts
-
-    async def release(self, own: UserFunction) -> None:
-        """Ends the function's worker, unless it is in use."""
-        entry = self._entries.get(own.key)
-        if entry is not None and not entry.users:
-            del self._entries[own.key]
-            await self._drop(entry)
-
-    async def close(self) -> None:
-        for entry in self._entries.values():
-            await self._drop(entry)
-        self._entries.clear()
+    def num_calls(self) -> int:
+        return sum(entry.worker.num_calls() for entry in self._entries.values() if entry.worker)
 
     @contextlib.asynccontextmanager
-    async def _entry(self, own: UserFunction) -> AsyncGenerator[_Entry]:
-        """Yields this function's entry, locked, after closing surplus workers that no call uses,
-        the least recently used first."""
-        key = own.key
-        entry = self._entries.setdefault(key, _Entry())
-        self._entries.move_to_end(key)
+    async def using(self, file: JobFile) -> AsyncGenerator[Entry]:
+        """Yields the file's entry, after ending surplus workers that are idle, the least recently
+        used first."""
+        entry = self._entries.setdefault(file.key, Entry(file))
+        self._entries.move_to_end(file.key)
         entry.users += 1
         try:
-            surplus = len(self._entries) - MAX_WORKERS
-            unused = [old_key for old_key, old in self._entries.items() if not old.users]
-            for old in [self._entries.pop(old_key) for old_key in unused[: max(surplus, 0)]]:
-                await self._drop(old)
-            async with entry.lock:
-                yield entry
+            surplus = max(len(self._entries) - MAX_WORKERS, 0)
+            idle = [key for key, other in self._entries.items() if other.is_idle()][:surplus]
+            for other in [self._entries.pop(key) for key in idle]:
+                await other.drop()
+            yield entry
         finally:
             entry.users -= 1
 
-    async def _call(
-        self,
-        entry: _Entry,
-        own: UserFunction,
-        arguments: Mapping[str, Any],
-        count: int,
-        timeout_s: float,
-    ) -> list[Part]:
-        """Returns the parts of one call. A worker that died may have been killed from outside, so
-        it gets a second try; a function that ends its own process does so again."""
-        message = {"arguments": arguments, "count": count, "timeout_s": timeout_s}
-        for is_last in (False, True):
-            worker, signature = await self._load(entry, own)
-            answered = False
-            try:
-                answer = await self._converse(
-                    worker,
-                    message,
-                    own.named,
-                    timeout_s + (LATE_S if signature.calls == "together" else 0.0),
-                )
-                answered = True
-                worker.pause()
-                return parts(answer, count, own.named)
-            except TimeoutError as error:
-                late = f"{own.named} did not return within {timeout_s:g} s for {count} completions"
-                raise GradingFailed(late, "unresponsive_reward_error") from error
-            except StrayAnswer as error:
-                raise GradingFailed(
-                    f"{own.named} failed: {error}", "python_grader_runtime_error"
-                ) from error
-            except SlotDied as error:
-                if is_last:
-                    raise _ended_twice(own, error) from error
-                get_logger().warning(
-                    "reward function worker died", function=own.spec.function, reason=str(error)
-                )
-            finally:
-                if not answered:
-                    await self._drop(entry)
-        raise AssertionError("unreachable")
+    async def worker(self, entry: Entry) -> JobWorker:
+        """Returns the entry's worker, started and loaded if there is none. Raises as `load` does,
+        and Failed where no sandbox can be started."""
+        async with entry.loading:
+            if entry.worker is None or entry.worker.ended:
+                await entry.drop()
+                entry.worker = await self._loaded(entry.file)
+            return entry.worker
 
-    async def _converse(
-        self, worker: Worker, message: Mapping[str, Any], named: str, timeout_s: float
-    ) -> Any:
-        """Returns the worker's untrusted answer, after running the programs that it asks for
-        meanwhile."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + timeout_s
-        while True:
-            answer = await _asked(worker, message, max(end - loop.time(), 0.001))
-            if not isinstance(answer, dict) or "execute" not in answer:
-                return answer
-            async with asyncio.timeout_at(end):
-                message = {"executions": await self._executed(programs(answer["execute"], named))}
+    async def release(self, file: JobFile) -> None:
+        """Ends the file's worker, unless it is in use."""
+        entry = self._entries.get(file.key)
+        if entry is not None and entry.is_idle():
+            del self._entries[file.key]
+            await entry.drop()
 
-    async def _executed(
-        self, lists: Sequence[Sequence[ExecuteRequest] | str]
-    ) -> list[list[dict[str, Any]] | str]:
-        """Returns the executions of each list of programs; a refusal is returned unchanged."""
-        requests = [
-            program for programs in lists if not isinstance(programs, str) for program in programs
-        ]
-        executions = iter(await self._sandbox.run(requests))
-        return [
-            programs
-            if isinstance(programs, str)
-            else [next(executions).model_dump() for _ in programs]
-            for programs in lists
-        ]
+    async def close(self) -> None:
+        entries = [*self._entries.values()]
+        self._entries.clear()
+        for entry in entries:
+            await entry.drop()
 
-    async def _load(self, entry: _Entry, own: UserFunction) -> tuple[Worker, Signature]:
-        if entry.worker is not None and entry.signature is not None:
-            return entry.worker, entry.signature
+    async def _loaded(self, file: JobFile) -> JobWorker:
         try:
-            worker = await self._sandbox.open_worker(SERVE)
+            process = await self._sandbox.open_worker(file.serve, processes=file.processes)
         except IsolationFailed as error:
-            raise Failed(f"no sandbox could be started for {own.named}: {error}") from error
-        opening = {
-            "source": own.spec.source,
-            "file": own.file,
-            "function": own.spec.function,
-            "paths": host.package_paths(),
-        }
+            raise Failed(f"no sandbox could be started for {file.named}: {error}") from error
+        worker = JobWorker(process)
         try:
-            answer = await _asked(worker, opening, LOAD_DEADLINE_S)
-            worker.pause()
-            if "error" in answer:
-                raise BadRequest(f"{own.named} cannot be loaded: {str(answer['error'])[:1000]}")
-            required = {str(name): bool(value) for name, value in answer["parameters"].items()}
-            entry.signature = Signature(required, bool(answer["any_keyword"]), str(answer["calls"]))
-            entry.worker = worker
-            return worker, entry.signature
-        except TimeoutError as error:
-            raise BadRequest(f"{own.named} was not loaded within {LOAD_DEADLINE_S:g} s") from error
-        except (SlotDied, StrayAnswer, KeyError, TypeError, AttributeError) as error:
-            raise BadRequest(f"{own.named} cannot be loaded: {error}") from error
+            await worker.load(file)
         finally:
-            if entry.worker is None:
-                await worker.dismiss()
-
-    async def _drop(self, entry: _Entry) -> None:
-        worker, entry.worker = entry.worker, None
-        if worker is not None:
-            await worker.dismiss()
-
-
-async def _asked(worker: Worker, message: Mapping[str, Any], deadline_s: float) -> Any:
-    """Returns the worker's untrusted answer to this message. It has to repeat the message's number,
-    which is drawn for this call, so that a function cannot answer in advance."""
-    number = secrets.token_hex(8)
-    answer = await worker.ask({**message, "call": number}, deadline_s)
-    if not isinstance(answer, dict) or answer.pop("call", None) != number:
-        raise StrayAnswer("its process sent an answer that is not one to this call")
-    return answer
-
-
-def _ended_twice(own: UserFunction, error: SlotDied) -> GradingFailed:
-    if error.killed:
-        return GradingFailed(
-            f"the process of {own.named} was killed twice, from outside or because its host ran "
-            f"out of memory ({error})",
-            "python_grader_server_error",
-            by_sandbox=True,
-        )
-    return GradingFailed(
-        f"{own.named} ended its process twice: {error} (it may use 8 GiB of memory)",
-        "python_grader_runtime_error",
-    )
+            if not worker.loaded:
+                await worker.dismiss(CallLost("its file was not loaded"))
+        return worker

@@ -43,18 +43,12 @@ class SlotDied(Exception):
 
 
 class Worker(ABC):
-    """A process that keeps a job's own code loaded and answers messages: one at a time by `ask`, or
-    any number in any order by `tell` and `hear`, where the messages say what belongs together."""
-
-    @abstractmethod
-    async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
-        """Returns the answer, which is untrusted. Raises TimeoutError after `deadline_s` and
-        SlotDied if the worker ended; in both cases it must not be asked again."""
+    """A process that keeps a job's own code loaded and answers messages, any number in any
+    order."""
 
     @abstractmethod
     async def tell(self, message: dict[str, Any]) -> None:
-        """Sends a message, whatever else was sent and not answered. Raises SlotDied if the worker
-        ended."""
+        """Sends a message, and lets the worker continue. Raises SlotDied if it ended."""
 
     @abstractmethod
     async def hear(self) -> Any:
@@ -63,7 +57,7 @@ class Worker(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Stops all that runs in it, until it is asked again."""
+        """Stops all that runs in it, until the next message."""
 
     @abstractmethod
     async def dismiss(self) -> None:

@@ -1,4 +1,4 @@
-"""One slot process, from the outside: start it, ask it, kill it.
+"""One slot process, from the outside: start it, talk to it, kill it.
 
 It is started by fork and exec with an environment that has no secrets, so that no secret of the
 service is in its memory. It ends with the service, by the kernel's parent-death signal and by end
@@ -14,9 +14,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from services.reward.sandbox import host
 from services.reward.sandbox.base import WORKER_PROCESSES, SlotDied, Worker
@@ -24,8 +23,6 @@ from services.reward.sandbox.host import INSIDE, NO_PACKAGES, Group, Packages
 from services.reward.sandbox.inside import child, frames, zygote
 from services.reward.sandbox.verdicts import DecodeError, ProgramExit, decode
 from shared.wire import ExecuteRequest
-
-T = TypeVar("T")
 
 START_DEADLINE_S = 30.0
 STOP_DEADLINE_S = 2.0
@@ -115,12 +112,6 @@ class Slot(Worker):
             os.close(switched)
             os.close(log)
 
-    async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
-        """Returns the answer. Anything but an answer (death, silence, cancellation) ends the slot:
-        its state is unknown."""
-        self._switch_to(zygote.CONTINUE)
-        return await self._exchange(frames.pack(message), self._message, deadline_s)
-
     async def tell(self, message: dict[str, Any]) -> None:
         self._switch_to(zygote.CONTINUE)
         await self._send(frames.pack(message))
@@ -138,7 +129,8 @@ class Slot(Worker):
                 os.write(self._switch, what)
 
     async def run(self, request: ExecuteRequest, deadline_s: float) -> ProgramExit:
-        """Returns how a program ended. Ends the slot where `ask` does."""
+        """Returns how a program ended. Anything but an answer (death, silence, cancellation) ends
+        the slot: its state is unknown."""
         self._limit_memory(request.memory_mib)
         stdin = request.stdin.encode()
         program = json.dumps(request.model_dump(exclude={"stdin", "timeout_s", "idle_s"})).encode()
@@ -149,7 +141,16 @@ class Slot(Worker):
             + stdin
             + program
         )
-        return await self._exchange(message, self._facts, deadline_s)
+        answered = False
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._send(message)
+                facts = await self._facts()
+            answered = True
+            return facts
+        finally:
+            if not answered:
+                self._disconnect()
 
     def _limit_memory(self, memory_mib: int) -> None:
         """Limits the memory of all that runs in the slot together, if it has a group. Each process
@@ -157,21 +158,6 @@ class Slot(Worker):
         if self._group and memory_mib != self._memory_mib:
             self._group.limit_memory(self._idle_bytes + ((memory_mib + BESIDE_MIB) << 20))
             self._memory_mib = memory_mib
-
-    async def _exchange(
-        self, message: bytes, answer: Callable[[], Awaitable[T]], deadline_s: float
-    ) -> T:
-        """Sends, and returns what `answer` then receives."""
-        answered = False
-        try:
-            async with asyncio.timeout(deadline_s):
-                await self._send(message)
-                received = await answer()
-            answered = True
-            return received
-        finally:
-            if not answered:
-                self._disconnect()
 
     async def _message(self) -> Any:
         (size,) = frames.HEADER.unpack(await self._receive(frames.HEADER.size))

@@ -14,8 +14,7 @@ import pytest
 import pytest_asyncio
 
 from services.reward.grading.failures import GradingFailed
-from services.reward.job_code import workers as job_workers
-from services.reward.job_code.workers import FunctionWorkers, UserFunction
+from services.reward.job_code.functions import FunctionWorkers, function_file, programs
 from services.reward.sandbox.local import LocalSandbox
 from shared.errors import BadRequest
 from shared.job import RewardSpec
@@ -61,7 +60,7 @@ async def grade(
 ) -> list[Part]:
     arguments = {"prompts": ["?"] * len(completions), "completions": list(completions), **columns}
     return await workers.call(
-        UserFunction(own(source), "job"), arguments, len(completions), timeout_s
+        function_file(own(source), "job"), arguments, len(completions), timeout_s
     )
 
 
@@ -164,7 +163,7 @@ async def test_a_class_that_cannot_be_used_is_refused(
     workers: FunctionWorkers, source: str, message: str
 ) -> None:
     with pytest.raises(BadRequest) as caught:
-        await workers.signature(UserFunction(own(source), "job"))
+        await workers.signature(function_file(own(source), "job"))
     assert message in caught.value.detail
 
 
@@ -292,8 +291,8 @@ async def test_more_programs_than_can_be_answered_fail_the_call() -> None:
         GradingFailed,
         match="own asked for 69649 programs at once from all its threads; at most 65536 are run",
     ):
-        job_workers.programs([[{}] * 4096] * 17, "own")
-    assert job_workers.programs([[{"code": "1"}], 7], "own") == [
+        programs([[{}] * 4096] * 17, "own")
+    assert programs([[{"code": "1"}], 7], "own") == [
         [ExecuteRequest(code="1")],
         "no programs at once; at most 4096 are taken",
     ]

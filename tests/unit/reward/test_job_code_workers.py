@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from services.reward.grading.failures import GradingFailed
 from services.reward.grading.scoring import Scorer
-from services.reward.job_code.workers import FunctionWorkers, UserFunction
+from services.reward.job_code.functions import FunctionWorkers, function_file
 from services.reward.sandbox.base import WORKER_PROCESSES, SlotDied, Worker
 from services.reward.sandbox.host import Groups
 from services.reward.sandbox.local import LocalSandbox
@@ -69,7 +69,7 @@ async def parts(
         "completions": list(completions),
         "unused": [0] * len(completions),
     }
-    return await workers.call(UserFunction(spec, owner), arguments, len(completions), timeout_s)
+    return await workers.call(function_file(spec, owner), arguments, len(completions), timeout_s)
 
 
 async def outcome(workers: FunctionWorkers, spec: RewardSpec, *completions: str) -> list[Part]:
@@ -140,7 +140,7 @@ async def test_what_a_function_takes_is_known_while_it_is_busy(workers: Function
         source="import time\ndef reward(completions, answer=None, **rest):\n"
         "    time.sleep(0.5)\n    return [1.0]"
     )
-    signature = await workers.signature(UserFunction(spec, "job"))
+    signature = await workers.signature(function_file(spec, "job"))
     assert (signature.parameters, signature.any_keyword, signature.calls) == (
         {"completions": True, "answer": False},
         True,
@@ -148,7 +148,7 @@ async def test_what_a_function_takes_is_known_while_it_is_busy(workers: Function
     )
     busy = asyncio.create_task(call(workers, spec, "a"))
     await asyncio.sleep(0.1)
-    assert await workers.signature(UserFunction(spec, "job")) == signature
+    assert await workers.signature(function_file(spec, "job")) == signature
     assert not busy.done()
     assert await busy == [1.0]
 
@@ -158,17 +158,16 @@ class Dying(Worker):
 
     def __init__(self, death: SlotDied) -> None:
         self._death = death
-
-    async def ask(self, message: dict[str, Any], deadline_s: float) -> Any:
-        if "source" in message:
-            answer = {"parameters": {}, "any_keyword": True, "calls": "batch"}
-            return answer | {"call": message["call"]}
-        raise self._death
+        self._told: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     async def tell(self, message: dict[str, Any]) -> None:
-        raise self._death
+        self._told.put_nowait(message)
 
     async def hear(self) -> Any:
+        message = await self._told.get()
+        if "source" in message["ask"]:
+            answer = {"parameters": {}, "any_keyword": True, "calls": "batch"}
+            return {"call": message["call"], "answer": answer}
         raise self._death
 
     def pause(self) -> None: ...
@@ -216,8 +215,8 @@ async def test_values_of_another_number_than_completions_count_for_none(
 FORGER = """
 import json, os, struct, sys
 def reward(completions):
-    call = sys._getframe(1).f_locals["message"]["call"]
-    forged = json.dumps({"results": FORGED, "call": call}).encode()
+    call = sys._getframe(2).f_locals["message"]["call"]
+    forged = json.dumps({"answer": {"results": FORGED}, "call": call}).encode()
     os.write(3, struct.pack(">I", len(forged)) + forged)
 """
 

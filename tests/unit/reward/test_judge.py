@@ -22,7 +22,7 @@ from services.reward.grading import registry
 from services.reward.grading.limited.pool import LimitedPool
 from services.reward.grading.registry import Grader, GraderTools, GradingFailed
 from services.reward.grading.scoring import run_answer
-from services.reward.job_code.workers import FunctionWorkers
+from services.reward.job_code.functions import FunctionWorkers
 from shared.errors import BadRequest
 from shared.job import RewardSpec
 from shared.settings import Settings

@@ -8,7 +8,7 @@ from typing import Any, List, Literal, Optional, Tuple, Union  # noqa: UP035 (us
 import pytest
 from transformers.utils.chat_template_utils import get_json_schema
 
-from services.reward.episodes.inside_play import NoSchema, schema_of
+from services.reward.job_code.inside_schemas import NoSchema, schema_of
 
 
 def bare():

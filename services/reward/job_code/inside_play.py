@@ -1,177 +1,48 @@
-"""One episode, in a child of its own: makes the environment, calls its tools. Standard library
-only.
+"""Plays episodes: each in a child of its own, which makes the environment and calls its tools.
+Standard library only.
 
+    service: {source, file, paths, folder}       worker: {loaded}
     service: {open: {kind, names, name, tools, row}}
-             child: {observation, tools, has_reward}, {mistake} of the file, or {error} of this row
-    service: {step: [{name, arguments}, ...]}    child: {results: [{content, failed}], done}
-    service: {close: {attributes}}               child: {has_reward, reward, attributes}
+              child: {observation, tools, has_reward}, {mistake} of the file, or {error} of this row
+    service: {step: [{name, arguments}, ...]}     child: {results: [{content, failed}], done}
+    service: {close: {attributes}}                child: {has_reward, reward, attributes}
 
-The last two answer {error} too. Everything is checked again on the trusted side.
-
-JSON schemas of tools are made from type hints and Google docstrings: the same as
-`transformers.utils.get_json_schema` makes, which a sandbox may not have.
+`open` forks the episode's child. The last two answer {error} too. An answer is the text that the
+child sent. A call is lost as its child ends, also when nothing was asked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import json
-import re
+import os
+import select
+import shutil
+import sys
+import tempfile
 import types
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
-from services.reward.job_code.inside_file import elide, explain, find_definition, number
-from services.reward.sandbox.inside import frames
+from services.reward.job_code.inside_schemas import NoSchema, schema_of
+from services.reward.job_code.inside_serve import (
+    Child,
+    Handler,
+    elide,
+    explain,
+    find_definition,
+    fork,
+    number,
+)
+from services.reward.sandbox.inside import frames, kernel
 
-_SECTION = re.compile(r"(Args|Returns|Raises):")
-_ARGUMENT = re.compile(r"\s*(\w+):\s*(.*)")
-_CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
-_NAMES = {
-    int: "integer",
-    float: "number",
-    str: "string",
-    bool: "boolean",
-    type(None): "null",
-    list: "array",
-    tuple: "array",
-}
-
-
-class NoSchema(Exception):
-    """A tool has no schema; the message says what it lacks."""
-
-
-def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the schema of a function or method in OpenAI's shape. Raises NoSchema for a tool
-    without docstring, type hints, or descriptions of its arguments."""
-    name = getattr(tool, "__name__", "operation")
-    text = (inspect.getdoc(tool) or "").strip()
-    if not text:
-        raise NoSchema(f"{name} has no docstring, which tells the model what it does")
-    doc = _Docstring(text)
-    try:
-        hints = get_type_hints(tool)
-    except (NameError, TypeError) as error:
-        raise NoSchema(f"the type hints of {name} cannot be read: {error}") from error
-    properties: dict[str, Any] = {}
-    parameters = _parameters(tool)
-    for parameter in parameters.values():
-        if parameter.annotation is parameter.empty:
-            raise NoSchema(f"argument {parameter.name!r} of {name} has no type hint")
-    for argument in (argument for argument in hints if argument != "return"):
-        if argument not in doc.arguments:
-            raise NoSchema(
-                f"the docstring of {name} does not describe its argument {argument!r} under Args:"
-            )
-        properties[argument] = _typed(hints[argument], name) | _described(doc.arguments[argument])
-    needed = [key for key, parameter in parameters.items() if parameter.default is parameter.empty]
-    function: dict[str, Any] = {
-        "name": name,
-        "description": doc.description,
-        "parameters": {"type": "object", "properties": properties}
-        | ({"required": needed} if needed else {}),
-    }
-    if "return" in hints:
-        told = {} if doc.returns is None else {"description": doc.returns}
-        function["return"] = _typed(hints["return"], name) | told
-    return {"type": "function", "function": function}
-
-
-def _parameters(tool: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Returns the parameters without a leading self or cls that has no type hint."""
-    parameters = dict(inspect.signature(tool).parameters)
-    first = next(iter(parameters.values()), None)
-    if first is not None and first.name in ("self", "cls") and first.annotation is first.empty:
-        del parameters[first.name]
-    return parameters
-
-
-class _Docstring:
-    """The parts of a Google docstring, each with its blanks at both ends removed; `returns` None:
-    it has no such section."""
-
-    def __init__(self, text: str) -> None:
-        first = _SECTION.search(text)
-        self.description = (text[: first.start()] if first else text).strip()
-        block = _section(text, "Args", ("Returns", "Raises"))
-        self.arguments = _arguments(block or "")
-        self.returns = _section(text, "Returns", ("Raises",))
-
-
-def _section(text: str, name: str, enders: tuple[str, ...]) -> str | None:
-    start = re.search(rf"\n\s*{name}:\n", text)
-    if start is None:
-        return None
-    rest = text[start.end() :]
-    end = re.search("|".join(f"{ender}:" for ender in enders), rest)
-    return (rest[: end.start()] if end else rest).strip()
-
-
-def _arguments(block: str) -> dict[str, str]:
-    """Returns the description of each argument. A line that does not begin with a name and a colon
-    continues with the description before it."""
-    told: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in block.splitlines():
-        if match := _ARGUMENT.match(line):
-            lines = told[match[1]] = [match[2].strip()]
-        elif line.strip():
-            lines.append(line.strip())
-    return {name: " ".join(filter(None, lines)) for name, lines in told.items()}
-
-
-def _described(text: str) -> dict[str, Any]:
-    match = _CHOICES.search(text)
-    if match is None:
-        return {"description": text}
-    try:
-        choices = json.loads(match[1])
-    except ValueError as error:
-        raise NoSchema(f"the choices in {text!r:.200} are not JSON: {error}") from error
-    stripped = [choice.strip() if isinstance(choice, str) else choice for choice in choices]
-    return {"enum": stripped, "description": text[: match.start()].strip()}
-
-
-def _typed(hint: Any, tool: str) -> dict[str, Any]:
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind is None:
-        if hint is Any:
-            return {}
-        return {"type": _NAMES.get(hint, "object") if isinstance(hint, type) else "object"}
-    if kind is Union or kind is types.UnionType:
-        return _union([_typed(one, tool) for one in inner if one is not type(None)]) | (
-            {"nullable": True} if type(None) in inner else {}
-        )
-    if kind is Literal:
-        return _literal(inner, tool)
-    if not inner and kind in (list, tuple, dict):  # typing.List and the like
-        return {"type": _NAMES.get(kind, "object")}
-    if kind is list:
-        return {"type": "array", "items": _typed(inner[0], tool)}
-    if kind is dict:
-        return {"type": "object", "additionalProperties": _typed(inner[1], tool)}
-    if kind is tuple and len(inner) > 1 and ... not in inner:
-        return {"type": "array", "prefixItems": [_typed(one, tool) for one in inner]}
-    raise NoSchema(f"the type hint {hint} of {tool} has no JSON schema; expected list, dict, ...")
-
-
-def _union(schemas: list[dict[str, Any]]) -> dict[str, Any]:
-    if len(schemas) == 1:
-        return schemas[0]
-    if not all(set(schema) == {"type"} and isinstance(schema["type"], str) for schema in schemas):
-        return {"anyOf": schemas}
-    names = sorted({schema["type"] for schema in schemas})
-    return {"type": names[0] if len(names) == 1 else names}
-
-
-def _literal(values: tuple[Any, ...], tool: str) -> dict[str, Any]:
-    if not all(type(value) in (int, float, str, bool, type(None)) for value in values):
-        raise NoSchema(f"Literal{list(values)} of {tool} has values that JSON does not have")
-    names = list(dict.fromkeys(_NAMES[type(value)] for value in values))
-    return {"type": names[0] if len(names) == 1 else names, "enum": list(values)}
-
+MAX_ANSWER_BYTES = 8 << 20
+"""Of one child to one question. Inside another JSON text it may become six times as long, and the
+service takes 64 MiB."""
 
 Tool = Callable[..., Any]
 
@@ -396,3 +267,142 @@ def _cut(text: str, limit: int) -> str:
 def _sentence(error: BaseException) -> str:
     kind, message = type(error).__name__, str(error)
     return f"{kind}: {message}"[:MAX_SENTENCE_CHARS] if message else kind
+
+
+@dataclass
+class _Player:
+    """The child of one call, an episode. `unsent` waits to be written to it; `heard` is the
+    beginning of its answer, if one is due."""
+
+    call: str
+    child: Child
+    folder: str
+    is_asked: bool = False
+    unsent: bytes = b""
+    heard: bytearray = field(default_factory=bytearray)
+
+
+class Players(Handler):
+    """Forks a child for each episode. What a child sends is not read here, so that it can harm its
+    own episode only; no read and no write waits for a child."""
+
+    module_name = "environment"
+
+    def __init__(self, channel: int) -> None:
+        super().__init__(channel)
+        self._folder = ""
+        self._by_call: dict[str, _Player] = {}
+        self._by_fd: dict[int, _Player] = {}
+
+    def load(self, opening: dict[str, Any]) -> dict[str, Any]:
+        self._folder = opening["folder"]
+        self.run_file(opening["source"])
+        gc.freeze()  # so that a collection in a child copies no page of the file's objects
+        return {"loaded": True}
+
+    def take(self, message: dict[str, Any]) -> None:
+        call = message["call"]
+        player = self._by_call.get(call)
+        if "end" in message:
+            if player is not None:
+                self._lose(player, "it was ended")
+            return
+        if player is None and "open" not in message["ask"]:
+            return  # it ended meanwhile, and the service was told
+        try:
+            player = player or self._fork(call)
+        except OSError as error:
+            self.send(call, lost=f"no process could be started for it: {error}")
+            return
+        player.is_asked = True
+        player.unsent += frames.pack(message["ask"])
+        self._write(player)
+
+    def _fork(self, call: str) -> _Player:
+        folder = tempfile.mkdtemp(prefix=self._folder, dir="/tmp")
+        child = fork(
+            lambda channel: play(channel, self.module, self.file),
+            lambda: self._become_child(folder),
+        )
+        child.channel.setblocking(False)
+        player = self._by_call[call] = _Player(call, child, folder)
+        self._by_fd[child.channel.fileno()] = player
+        self.poller.register(child.channel, select.POLLIN)
+        return player
+
+    def _become_child(self, folder: str) -> None:
+        """Leaves this process without the sockets of others, and with a folder and random numbers
+        of its own."""
+        with suppress(OSError):  # isolated, it may not, and it ends with its pid namespace
+            kernel.die_with_parent()
+        os.close(self.channel)
+        for player in self._by_call.values():
+            player.child.channel.close()
+        os.chdir(folder)
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        tempfile.tempdir = None
+        numpy_random = sys.modules.get("numpy.random")  # `random` does this itself
+        if numpy_random is not None:
+            numpy_random.seed()
+
+    def attend(self, fd: int, events: int) -> None:
+        player = self._by_fd.get(fd)
+        if player is None:
+            return  # lost since the poll
+        if events & select.POLLOUT:
+            self._write(player)
+        if events & ~select.POLLOUT:
+            self._read(player)
+
+    def _write(self, player: _Player) -> None:
+        try:
+            player.unsent = player.unsent[player.child.channel.send(player.unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return  # it ended, which the next read shows
+        wanted = select.POLLIN | (select.POLLOUT if player.unsent else 0)
+        self.poller.modify(player.child.channel, wanted)
+
+    def _read(self, player: _Player) -> None:
+        try:
+            data = player.child.channel.recv(1 << 18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose(player, None)
+            return
+        player.heard += data
+        size = _size(player.heard)
+        if size > MAX_ANSWER_BYTES:
+            self._lose(player, f"its process answered with more than {MAX_ANSWER_BYTES} bytes")
+        elif not player.is_asked or (size and len(player.heard) > frames.HEADER.size + size):
+            self._lose(player, "its process sent something that is not an answer")
+        elif len(player.heard) == frames.HEADER.size + size:
+            text = player.heard[frames.HEADER.size :].decode("utf-8", "replace")
+            player.is_asked = False
+            player.heard.clear()
+            self.send(player.call, answer=text)
+
+    def _lose(self, player: _Player, reason: str | None) -> None:
+        """Ends the child, and says why it is lost: `reason`, None: how its process ended."""
+        self.poller.unregister(player.child.channel)
+        del self._by_fd[player.child.channel.fileno()]
+        del self._by_call[player.call]
+        code = player.child.end()
+        shutil.rmtree(player.folder, ignore_errors=True)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        self.send(player.call, lost=reason or f"its process {how}")
+
+
+def _size(heard: bytearray) -> int:
+    """Returns the size of the message that begins here, 0 while that is not known."""
+    if len(heard) < frames.HEADER.size:
+        return 0
+    return int(frames.HEADER.unpack(heard[: frames.HEADER.size])[0])
+
+
+def serve(channel: int) -> None:
+    Players(channel).serve()

@@ -1,11 +1,12 @@
-"""Episodes of all jobs: opened, stepped and closed, each request once. READ FIRST.
+"""Episodes of all jobs' own environments, in which agents act: opened, stepped and closed, each
+request once. An episode is a call of its file's worker.
 
     open      a process of its own, forked from the worker of the job's file: makes the environment
               of a row, resets it
     step      calls tools; turn after turn
     close     returns the environment's own reward; the process ends
 
-A mistake of the job's file is BadRequest. What befalls one episode (an exception in `reset`, a late
+A mistake of the job's file is BadRequest. A failure of one episode (an exception in `reset`, a late
 answer, a process that ended, a restart of this service) is EpisodeLost: nothing of it is kept but
 the reason, and an `open` with its id begins anew. A tool that fails is neither: the model is told.
 """
@@ -15,16 +16,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
+import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from pydantic import ValidationError
 
-from services.reward.episodes.workers import EpisodeLost, FileWorker, FileWorkers, JobFile
-from shared.errors import BadRequest, Conflict
+from services.reward.job_code.workers import Call, CallLost, JobFile, JobWorkers
+from services.reward.sandbox.base import SlotDied
+from services.reward.sandbox.inside.zygote import UNSAFE_FOLDER
+from services.reward.sandbox.verdicts import DecodeError, decode
+from shared.errors import BadRequest, Busy, Conflict
 from shared.job import EnvironmentSpec
 from shared.wire import (
     CloseEpisode,
@@ -43,20 +50,41 @@ from shared.wire import (
 KEEP_S = 600.0
 """How long the results of an episode that is over are kept, for requests that come again."""
 
+MAX_EPISODES = 256
+"""Open episodes of one worker. Beyond it the answer is 429."""
+
+MAX_ANSWER_ITEMS = 1 << 18
 MAX_CHARS = 1000
+
+
+class EpisodeLost(Conflict):
+    """The episode cannot continue, and another one can be opened in its place."""
+
+    default_code = "episode_lost"
+
+
+def environment_file(environment: EnvironmentSpec, owner: str) -> JobFile:
+    """Returns the file of a job's own environment."""
+    return JobFile(
+        owner=owner,
+        file=PurePath(environment.file).name if environment.file else "environment.py",
+        source=environment.source,
+        named="the environment",
+        serve="services.reward.job_code.inside_play",
+        options={"folder": f"{UNSAFE_FOLDER}{os.getpid()}-"},
+        processes=4 * MAX_EPISODES,
+    )
 
 
 @dataclass
 class _Episode:
-    """`process` is its name at its worker. `over`: why it takes no more requests, "" while it
-    does."""
+    """`over`: why it takes no more requests, "" while it does."""
 
     digest: str
     step_s: float
     idle_s: float
-    process: str = field(default_factory=lambda: secrets.token_hex(8))
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    worker: FileWorker | None = None
+    call: Call | None = None
     opened: EpisodeOpened | None = None
     next_turn: int = 0
     last_calls: tuple[ToolCall, ...] = ()
@@ -68,14 +96,14 @@ class _Episode:
 
 
 class Episodes:
-    def __init__(self, workers: FileWorkers, *, allowed: bool) -> None:
+    def __init__(self, workers: JobWorkers, *, allowed: bool) -> None:
         self._workers = workers
         self._allowed = allowed
         self._known: dict[tuple[str, str], _Episode] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def num_open(self) -> int:
-        return self._workers.num_episodes()
+        return self._workers.num_calls()
 
     async def open_episode(self, request: OpenEpisode) -> EpisodeOpened:
         """Makes an environment of the job's own and resets it for a row. The same answer for an
@@ -117,9 +145,9 @@ class Episodes:
                     f"{episode.next_turn}",
                     code="out_of_order",
                 )
-            async with self._asking(episode, f"turn {request.turn}", episode.step_s) as worker:
+            async with self._asking(episode, f"turn {request.turn}", episode.step_s) as call:
                 calls = [{"name": call.name, "arguments": call.arguments} for call in request.calls]
-                answer = await worker.ask(episode.process, {"step": calls}, episode.step_s)
+                answer = await _asked(call, {"step": calls}, episode.step_s)
                 episode.last = _stepped(answer, request.calls)
             episode.last_calls = request.calls
             episode.next_turn += 1
@@ -135,9 +163,9 @@ class Episodes:
         episode = self._found(request)
         async with episode.lock:
             if episode.closed is None:
-                async with self._asking(episode, "get_reward", episode.step_s) as worker:
+                async with self._asking(episode, "get_reward", episode.step_s) as call:
                     asked = {"close": {"attributes": request.attributes}}
-                    answer = await worker.ask(episode.process, asked, episode.step_s)
+                    answer = await _asked(call, asked, episode.step_s)
                     episode.closed = _closed(answer)
                 self._end(episode, "it was closed")
             return episode.closed
@@ -146,16 +174,16 @@ class Episodes:
         """Says whether an environment can be made and reset for a row; 422 with a sentence, file
         and line if not."""
         self._check(request.environment)
-        spec, process = request.environment, secrets.token_hex(8)
-        file = JobFile(spec, request.job_id or f"request {process}")
+        spec = request.environment
+        file = environment_file(spec, request.job_id or f"request {secrets.token_hex(8)}")
         wanted = _wanted(spec, request.row)
         try:
-            async with self._workers.of(file) as worker:
+            async with self._opening(file) as call:
                 try:
-                    answer = await worker.ask(process, wanted, spec.boot_s)
+                    answer = await _asked(call, wanted, spec.boot_s)
                     return EnvironmentValidated.model_validate(_opened(answer))
                 finally:
-                    await worker.end(process)
+                    await call.end()
         except TimeoutError as error:
             raise BadRequest(
                 f"the environment was not made and reset within {spec.boot_s:g} s (boot_s)"
@@ -197,24 +225,36 @@ class Episodes:
     async def _open(self, episode: _Episode, request: OpenEpisode) -> EpisodeOpened:
         spec = request.environment
         wanted = _wanted(spec, request.row)
-        async with self._workers.of(JobFile(spec, request.job_id)) as worker:
-            episode.worker = worker
-            told = _opened(await worker.ask(episode.process, wanted, spec.boot_s))
+        async with self._opening(environment_file(spec, request.job_id)) as call:
+            episode.call = call
+            told = _opened(await _asked(call, wanted, spec.boot_s))
         del told["has_reward"]
         return EpisodeOpened.model_validate(told)
 
     @contextlib.asynccontextmanager
-    async def _asking(
-        self, episode: _Episode, what: str, limit_s: float
-    ) -> AsyncGenerator[FileWorker]:
+    async def _opening(self, file: JobFile) -> AsyncGenerator[Call]:
+        """Yields a new call of the file's worker, which does not end meanwhile."""
+        async with self._workers.using(file) as entry:
+            try:
+                worker = await self._workers.worker(entry)
+            except SlotDied as error:
+                raise EpisodeLost(f"its worker ended while it was loaded: {error}") from error
+            if worker.num_calls() >= MAX_EPISODES:
+                raise Busy(
+                    f"the job has {MAX_EPISODES} open episodes of this environment, the most"
+                )
+            yield worker.open()
+
+    @contextlib.asynccontextmanager
+    async def _asking(self, episode: _Episode, what: str, limit_s: float) -> AsyncGenerator[Call]:
         """Ends the episode if anything but success leaves the block: its state is unknown. Yields
-        its worker, None before it is opened."""
+        its call, None before it is opened."""
         if episode.over:
             raise EpisodeLost(episode.over)
         if episode.idle:
             episode.idle.cancel()
         try:
-            yield episode.worker  # pyright: ignore[reportReturnType]
+            yield episode.call  # pyright: ignore[reportReturnType]
             if episode.over:
                 raise EpisodeLost(episode.over)
         except TimeoutError as error:
@@ -237,13 +277,10 @@ class Episodes:
             episode.over, episode.over_since = reason, time.monotonic()
         if episode.idle:
             episode.idle.cancel()
-        if episode.worker is not None:
-            self._start(episode.worker.end(episode.process))
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        if episode.call is not None:
+            task = asyncio.create_task(episode.call.end())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     def _forget_old(self) -> None:
         before = time.monotonic() - KEEP_S
@@ -266,6 +303,25 @@ def _wanted(spec: EnvironmentSpec, row: dict[str, Any]) -> dict[str, Any]:
         names = list(dict.fromkeys(spec.name.values()))
         row = {column: value for column, value in row.items() if column != "environment"}
     return {"open": {"kind": "class", "names": names, "name": name, "row": row}}
+
+
+async def _asked(call: Call, message: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    """Returns the answer of the episode's process. Raises TimeoutError, and EpisodeLost for
+    anything but a table of plain data."""
+    try:
+        text = str(await call.ask(message, deadline_s))
+        value = decode(text.encode(), max_items=MAX_ANSWER_ITEMS)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # no half of a surrogate pair
+    except CallLost as error:
+        raise EpisodeLost(str(error)) from error
+    except SlotDied as error:
+        raise EpisodeLost(f"the worker of its environment ended: {error}") from error
+    except (DecodeError, UnicodeError) as error:
+        raise EpisodeLost(f"its process answered with something unreadable: {error}") from error
+    if not isinstance(value, dict):
+        raise EpisodeLost("its process answered with something that is not a table")
+    return value
 
 
 def _opened(answer: dict[str, Any]) -> dict[str, Any]:
