@@ -57,20 +57,47 @@ Any other word ends it."""
 
 _EQUALS = re.compile(r"=|\\approx(?![A-Za-z])|\bequals?(?: to)?\b")
 _EDGE = re.compile(r"^(?:[\s,;:…&!.)]|and\b|to\b)+|(?<![\s,;:…&!.(])(?:[\s,;:…&!.(]|\band|\bto)+$")
-_REMARK = re.compile(r"(?<=\w) \([^()]*=[^()]*\)")
-"""An equation in brackets, which is no factor."""
+_REMARK = re.compile(
+    r"(?<=\w) \([^()]*=[^()]*\)"
+    r"|(?<=\d)((?: [A-Za-z]+){0,4}) \((?=[^()]*[+*/]|[^()]*[a-z]{2})"
+    r"(?![^()]*\b(?:or|mod|base|not|maybe|perhaps|thousands?|millions?|hundreds|dozens)\b)[^()]*\d[^()]*\)(?=[.,!]|$)"
+)
+"""An equation in brackets, which is no factor, or what is said in brackets of the number before."""
+
+_REASON = re.compile(
+    r"(?<=\w)(?:,? (?:because|since) [^,;=]*|: \d[^:=]*\band \d[^:=]*"
+    r"|, \d[\d,.]* of (?:which|them|whom)\b.*)$"
+)
+"""The end of a sentence that explains the number before it: a reason, or its parts."""
 
 _PER = re.compile(r"(?<=\d) ?/ ?(?=(?!sqrt|sin|cos|tan|log|exp)[a-z]{3})")
 """The line of $2/hour, which no number stands behind."""
 
 _DASH = re.compile(r"^-\s+")
 _BEFORE = re.compile(
-    r"(?:(?:\b(?:not|never|cannot|no)|n['’]t)(?: (?:be|equal|simply))?|\bthan"
-    r"|\bbut(?<=anything but)|\bdifferent from|\bexcept|\bat (?:least|most)|\bbetween|\btwice"
+    r"(?:\b(?:hardly|no longer|unlike|n?either|nor|under|below|wrong:|such as|for example,?"
+    r"|e\.g\.|log)"
+    r"|(?:\b(?:not|never|cannot|no)|n['’]t)(?: (?:be|equal|simply))?|\bthan"
+    r"|\bbut(?<=anything but)|\ball but|\bjust (?:under|over|below|above)"
+    r"|\bdifferent from|\bexcept|\bat (?:least|most)|\bbetween|\btwice"
     r"|\bdouble|\bhalf|\b(?:root|square|cube|half|third|quarter|factorial|inverse|reciprocal"
     r"|logarithm) of)\s*$",
     re.IGNORECASE,
 )
+_WITHDRAWN = re.compile(
+    r"\W*(?:(?:oh|hmm+|um|but|no)\W{1,3}){0,3}(?:wait|actually|sorry|oops|correction|scratch that"
+    r"|i mean|on second thoughts?|no(?=[,.;]))\b",
+    re.IGNORECASE,
+)
+"""The start of a sentence that takes back what was said before it."""
+
+_RATHER = re.compile(
+    r"[,;-] *(?:I mean|(?:no,? )?wait|no|sorry|or rather|make that)\b[,:]? ", re.IGNORECASE
+)
+_WRONG = re.compile(
+    r"\b(?:wrong|incorrect|mistaken?|error|(?:not|n['’]t) (?:right|correct|true))\b", re.IGNORECASE
+)
+_WRONG_ANSWER = re.compile(r"\b(?:wrong|incorrect|false) answer", re.IGNORECASE)
 _DENIED = re.compile(
     r"\W{0,3} ?(?:is|are|was|were)(?:n['’]t| (?:not|never|wrong|incorrect|false))\b", re.IGNORECASE
 )
@@ -81,14 +108,17 @@ _SPOKEN = "(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|twice|half)"
 _BEHIND = re.compile(
     r"(?:and (?:an? )?(?:half|third|quarter)|half|halves|thirds?|quarters?|(?:ten|hundred|thousand)"
     r"ths?|hundreds|thousands|millions|dozens|squared|cubed|factorial|raised|choose|or|pi"
-    rf"|(?:more|less|fewer) than (?:\$?\d+|{_SPOKEN})|point (?:\d+|{_SPOKEN}))\b",
+    r"|doubled|tripled|to the power|multiplied|divided|at (?:most|least)"
+    rf"|(?:plus|minus|times|less|(?:more|less|fewer) than) (?:\$?\d+|{_SPOKEN})"
+    rf"|point (?:\d+|{_SPOKEN}))\b",
     re.IGNORECASE,
 )
 """What changes the number beside it."""
 
 _SUBJECT = re.compile(
-    r"(?<![\d.,+*/^=-])(\d[\d.,]*)\s+(?:is|are|was|were)\s+"
-    r"(?:(?:the|an?)\s+(?!same\b)|more\b|less\b|\w+er\b|(not\b|n['’]t\b))"
+    r"(?<![\d.,+*/^=-])(\d[\d.,]*)\s+(?:is|are|was|were|would be)\s+"
+    r"(?:(?:the|an?)\s+(?!same\b)|more\b|less\b|\w+er\b|(not\b|n['’]t\b|wrong\b|incorrect\b"
+    r"|false\b|too\b))"
 )
 """A number of which the sentence says something, and by that states it: 84 is larger than 74."""
 
@@ -208,7 +238,7 @@ def says_answer(line: str) -> bool:
 
 def stated_number(text: str) -> str | None:
     """Returns the text of the number that `text` states, with its unit; None if it states none."""
-    sentences = _sentences(text[-TAIL_CHARS:])
+    sentences = _kept(_sentences(text[-TAIL_CHARS:]))
     numeric: list[str] = []
     for sentence in sentences:
         if numeric and _CHECK.match(sentence):
@@ -221,19 +251,32 @@ def stated_number(text: str) -> str | None:
     sentence = answering or numeric[-1]
     if sentence.rstrip("\"'”)]").endswith("?"):
         return None
-    cleaned = _cleaned(sentence)
-    if _is_hedged(cleaned):
+    cleaned = _RATHER.split(_cleaned(sentence))[-1]
+    if _is_hedged(cleaned) or _WRONG_ANSWER.search(cleaned):
         return None
     markers = [*_ANSWER.finditer(cleaned)]  # none if an unseen character ended the word "answer"
     if answering is None or not markers:
         if subject := _SUBJECT.search(cleaned):
             described, stated = subject[1].rstrip(".,"), _stated_in(cleaned, is_first=False)
             values = [found and found.value for found in map(number, (described, stated or ""))]
-            return stated if values[0] == values[1] else None if subject[2] else described
+            if subject[2]:
+                return None
+            return stated if values[0] == values[1] else described
         return _stated_in(cleaned, is_first=False)
     rest = cleaned[markers[-1].end() :]
     chain = _CHAIN.match(rest)
     return _stated_in(rest, is_first=chain is not None and any(map(str.isdigit, chain[0])))
+
+
+def _kept(sentences: list[str]) -> list[str]:
+    """Returns the sentences from the last one that takes back those before it. If no number
+    follows, they stand, unless it calls them wrong."""
+    for i in range(len(sentences) - 1, 0, -1):
+        if _WITHDRAWN.match(sentences[i]):
+            behind = sentences[i:]
+            is_replaced = any(map(_has_number, behind)) or any(map(_WRONG.search, behind))
+            return behind if is_replaced else sentences
+    return sentences
 
 
 def is_denied(text: str, formula: re.Match[str]) -> bool:
@@ -283,7 +326,11 @@ def without_emphasis(text: str) -> str:
 
 def _cleaned(sentence: str) -> str:
     text = _PER.sub(" per ", without_marks(clean(sentence.rstrip(" !"))))
-    return _AMONG.sub(r"\1", _REMARK.sub("", _NEGATIVE.sub("-", text)))
+    text = _REMARK.sub(r"\1", _NEGATIVE.sub("-", text))
+    reason = _REASON.search(text)
+    if reason and any(map(str.isdigit, text[: reason.start()])):
+        text = text[: reason.start()]
+    return _AMONG.sub(r"\1", text)
 
 
 def _has_number(sentence: str) -> bool:
@@ -317,9 +364,11 @@ def _stated_in(sentence: str, *, is_first: bool) -> str | None:
     sides = [side.strip() for side in _EQUALS.split(text)]
     sides[-1] = decimal_comma(sides[-1])
     last, first = number(sides[-1]), number(sides[0]) if len(sides) > 1 else None
+    if last and sides[0].isdecimal() and sides[-1].isdecimal() and int(sides[0]) != int(sides[-1]):
+        return None  # 18 = 17
     if first and sides[-1] and (not last or last.is_division):
         return sides[0]  # 17 = 8 + 9, 17 = 34/2
-    is_changed = len(sides) == 1 and _BEFORE.search(sentence[: chain.start()])
+    is_changed = not any(sides[:-1]) and _BEFORE.search(sentence[: chain.start()])
     if not last or is_changed:
         return None
     end = sentence.rfind(sides[-1], 0, chain.end()) + len(sides[-1])
