@@ -1,5 +1,5 @@
 """The useful share of the ranks' time, by simulation with the trainer's own packing and its `cost`
-(`services/trainer/learning/packing.py`). Each backward pass waits for all ranks, so a round lasts
+(`services/trainer/learning/forest.py`). Each backward pass waits for all ranks, so a round lasts
 as long as its costliest micro-batch. The useful cost counts each shared prefix once.
 
     python -m bench.trainer_ranks      (in seconds; it is in `bench.trainer` too)
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import log
 
 from bench.report import Figure, finish, options
-from services.trainer.learning.packing import MicroBatches, cost, pack_shared
+from services.trainer.learning.forest import MicroBatches, cost, pack_shared
 
 NUM_RANKS = 8
 BUDGET_TOKENS = 16384

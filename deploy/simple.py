@@ -35,7 +35,7 @@ from services.orchestrator.samplers.waits import Caller
 from services.orchestrator.store.folder import Note, RunFolder
 from services.orchestrator.tasks import gather_all
 from services.trainer.disk.checkpoints import describe_checkpoint, path_of, remove_old
-from services.trainer.learning.schedule import learning_rate
+from services.trainer.loaded import learning_rate
 from shared.errors import Failed, HoneError
 from shared.job import Job
 from shared.settings import load_settings

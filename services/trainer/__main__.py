@@ -8,8 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from services.trainer.processes.launch_folder import LaunchFolder
-from services.trainer.processes.launcher import Launcher, check_nodes
+from services.trainer.processes.launcher import Launcher, LaunchFolder, check_nodes
 from shared.host import disk, nvidia
 from shared.host.processes import check_port, run_main
 from shared.settings import Settings

@@ -2,7 +2,7 @@
 one Trainer. READ FIRST.
 
 All ranks get the same commands in the same order and make the same decisions. Facts that only one
-rank knows are settled `together`. Idempotency is here, beside the weights that it protects, and not
+rank knows are settled by `Ranks`. Idempotency is here, beside the weights that it protects, and not
 in a table of requests: when a job is replaced or its weights are lost, its answers are forgotten
 too.
 """
@@ -21,13 +21,10 @@ from services.trainer.disk import checkpoints
 from services.trainer.disk.checkpoints import ResumePoint, newest_step, newest_undamaged
 from services.trainer.disk.folders import sweep
 from services.trainer.disk.weights import Publisher, volume_dir
-from services.trainer.engine import Engine, OutOfMemory, Update
+from services.trainer.engine import Engine, OutOfMemory, Ranks, SaveAll, Update
 from services.trainer.learning.examples import num_sampled
-from services.trainer.learning.schedule import learning_rate
-from services.trainer.loaded import LoadedJob, RunsVolume, save_checkpoint
-from services.trainer.processes.launch_folder import RestartHistory
-from services.trainer.processes.together import Ranks, SaveAll
-from services.trainer.turns import Turns
+from services.trainer.loaded import LoadedJob, RunsVolume, Turns, learning_rate, save_checkpoint
+from services.trainer.processes.launcher import RestartHistory
 from shared.errors import BadRequest, Conflict, HoneError, StateLost
 from shared.host.logs import get_logger
 from shared.http import codec
@@ -89,7 +86,7 @@ class Trainer:
     Only the caller of the newest PUT /job, by attempt and epoch, is obeyed, and the attempts that
     it named beside itself, even if the job could not be loaded. Requests with an older fence are
     refused as stale. Fences of different Redis servers cannot be compared
-    (`shared/http/ownership.py`). Jobs that share the engine take turns (`turns.py`).
+    (`shared/http/ownership.py`). Jobs that share the engine take turns (`Turns`).
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from services.trainer.disk import tensor_file
+from services.trainer import transfer
 from services.trainer.zero.host_memory import HostCopies
 from tests.support.trainer_on_device import (
     QWEN_05B,
@@ -93,11 +93,11 @@ def test_published_files_of_a_gpu_are_those_of_a_cpu(tmp_path: Path) -> None:
         "scalar": torch.tensor(2.0),
     }
     on_gpu = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-    digests = tensor_file.write(tensors, tmp_path / "cpu")
+    digests = transfer.write_tensors(tensors, tmp_path / "cpu")
     for _ in range(2):
         started = time.perf_counter()
-        assert tensor_file.write(on_gpu, tmp_path / "gpu") == digests
+        assert transfer.write_tensors(on_gpu, tmp_path / "gpu") == digests
         print(f"42 MiB published in {time.perf_counter() - started:.4f} s")
     assert (tmp_path / "gpu").read_bytes() == (tmp_path / "cpu").read_bytes()
-    with tensor_file.STAGING.buffer() as buffer:
+    with transfer.STAGING.buffer() as buffer:
         assert buffer.is_pinned()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from services.trainer.processes.extensions import compiling, own_folder, remove_stale_locks
+from services.trainer.processes.launcher import compiling, extensions_folder, remove_stale_locks
 from shared.job import Job
 from shared.job.file import parse_job
 from tests.support.trainer_reference import TEMPERATURE
@@ -67,7 +67,7 @@ class Ranks:
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        remove_stale_locks(os.environ | own_folder())
+        remove_stale_locks(os.environ | extensions_folder())
         context = warm()
         pipes = [context.Pipe() for _ in range(num_ranks)]
         self._ours = [ours for ours, _ in pipes]
@@ -107,7 +107,7 @@ class Ranks:
     def _answer(self, rank: int) -> tuple[Any, str]:
         try:
             is_there = self._ours[rank].poll(DEADLINE_S)
-            if not is_there and compiling(os.environ | own_folder()):
+            if not is_there and compiling(os.environ | extensions_folder()):
                 is_there = self._ours[rank].poll(COMPILING_S - DEADLINE_S)
             assert is_there, f"rank {rank} did not answer within {DEADLINE_S} s"
             return self._ours[rank].recv()
@@ -122,7 +122,7 @@ def join(rank: int, num_ranks: int, store: Path) -> None:
 
     from services.trainer.zero.deepspeed_engine import quiet_libraries
 
-    os.environ |= own_folder() | {
+    os.environ |= extensions_folder() | {
         "DS_ACCELERATOR": "cpu",
         "LOCAL_RANK": str(rank),
         "RANK": str(rank),

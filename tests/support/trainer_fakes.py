@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.trainer.engine import Update
-from services.trainer.processes.launch_folder import RestartHistory
-from services.trainer.processes.together import Ranks
+from services.trainer.engine import Ranks, Update
+from services.trainer.processes.launcher import RestartHistory
 from services.trainer.trainer import Seams, Trainer
 from shared.errors import BadRequest, Unavailable
 from shared.job import Job

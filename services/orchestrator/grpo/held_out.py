@@ -276,7 +276,7 @@ async def _losses(
 
 def _preferences(sums: Sequence[tuple[float, float, int]], dpo_beta: float) -> dict[str, float]:
     """Returns the metrics of pairs, from the log-probs of each answer by policy and reference:
-    services/trainer/learning/preference.py has the formulas."""
+    services/trainer/learning/correction.py has the formulas."""
     rewards = [dpo_beta * (logprob - reference) for logprob, reference, _ in sums]
     margins = [
         chosen - rejected for chosen, rejected in zip(rewards[::2], rewards[1::2], strict=True)

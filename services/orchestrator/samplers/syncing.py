@@ -352,7 +352,7 @@ implementations differ by about 1e-6 in float32; in bfloat16 by 0.02 in two laye
 
 NOISES = 2.0
 """How many times the trainer's own noise the difference may be. vLLM's was 0.5 to 1.0 times that in
-models of 2 to 48 layers (`services/trainer/learning/noise.py`)."""
+models of 2 to 48 layers (`services/trainer/learning/policy.py`)."""
 
 MOST = 0.5
 """Share of the log-probs' standard deviation that a difference may be in any case, whatever the

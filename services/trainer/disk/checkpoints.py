@@ -29,7 +29,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from services.trainer.disk.folders import discard, files_in, size_of
-from services.trainer.processes.together import Ranks
+from services.trainer.engine import Ranks
 from shared.errors import Conflict, Failed
 from shared.host.logs import get_logger
 from shared.job import CheckpointSpec, Job

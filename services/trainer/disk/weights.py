@@ -2,7 +2,7 @@
 
     shm      <shm_dir>/<job>/v<version>/            shared memory, for a sampler on this host
     http     the same files, fetched by GET /weights/<job>/v<version>/<file>
-    delta    the changes since earlier versions, fetched likewise (deltas.py)
+    delta    the changes since earlier versions, fetched likewise (`Deltas`)
     lora     <shm_dir>/<job>/a<version>/            the adapter alone; samplers that do not see the
                                                     folder fetch it
              <runs_dir>/<job>/snapshots/s<number>/  an adapter that stays: a snapshot
@@ -19,21 +19,33 @@ weights are the merged ones, except for "lora".
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.trainer.disk.deltas import Deltas
+import numpy as np
+from safetensors.numpy import save_file
+
 from services.trainer.disk.folders import ASIDE, reuse, size_of, write_atomically
 from shared.errors import Failed, NotFound
 from shared.host.disk import run_for_volume, write_file
 from shared.job import JOB_ID, SyncMethod
 from shared.settings import Settings
-from shared.weights import folders
-from shared.weights.folders import CONFIG, FILES, SNAPSHOT, SNAPSHOTS, adapter_digests
+from shared.weights import delta, folders
+from shared.weights.folders import (
+    CONFIG,
+    FILES,
+    SNAPSHOT,
+    SNAPSHOTS,
+    StoredTensor,
+    adapter_digests,
+    stored_tensors,
+)
 from shared.wire import (
     AdapterWeights,
     AnyWeights,
@@ -195,12 +207,12 @@ class Device:
 
     def sealed(self, version: int) -> Digests:
         """Returns the proof of the version, which is hashed once."""
-        from services.trainer.disk import tensor_file
+        from services.trainer.transfer import digests
 
         if version not in self._sealed:
             live = self.tensors()
             size_bytes = sum(tensor.nbytes for tensor in live.values())
-            self._sealed = {version: Digests(tensor_file.digests(live), size_bytes)}
+            self._sealed = {version: Digests(digests(live), size_bytes)}
         return self._sealed[version]
 
     def send(self) -> Any:
@@ -413,3 +425,105 @@ def published_file(settings: Settings, job_id: str, version: str, name: str) -> 
 def _fetchable(job_id: str, file: Path) -> WeightFile:
     path = f"/weights/{job_id}/{file.parent.name}/{file.name}"
     return WeightFile(path=path, size_bytes=file.stat().st_size)
+
+
+# --- deltas ---------------------------------------------------------------------------------------
+
+
+KEEP_STEPS = 4
+"""The most versions that a sampler may miss and still catch up by deltas."""
+
+MAX_SHARE = 0.5
+"""The largest delta, as a share of the whole version. Instead of a larger one the whole is sent."""
+
+MAX_THREADS = 8
+
+DELTA_FILE = "delta.safetensors"
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The file that leads from one version's digest to the next one's."""
+
+    file: Path
+    base_digest: str
+    digest: str
+    num_changed: int
+    num_elements: int
+
+
+class Deltas:
+    """The newest deltas of one job, in order; each leads from one published version to the next:
+
+        <shm_dir>/<job>/d<version>/delta.safetensors    a packed frame per tensor that changed
+
+    Both versions are read from their published files. So a delta leads from the weights that
+    samplers have exactly to the weights that a whole version would have, and rounding never adds
+    up.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._steps: list[Delta] = []
+
+    def add(
+        self, version: int, base: tuple[Path, str], whole: tuple[Path, str], size_bytes: int
+    ) -> None:
+        """Adds the step from `base` to `whole`, each a version's folder and digest, unless it is
+        there already. Forgets all, so that the whole version is sent, if it would be too large."""
+        (base_folder, base_digest), (whole_folder, digest) = base, whole
+        if digest in (base_digest, self._end()):
+            return
+        if self._end() not in (None, base_digest):
+            self.forget()
+        target = self._folder / f"d{version}"
+        with write_atomically(target, size_bytes, durable=False) as aside:
+            num_changed, num_elements = write_delta(
+                stored_tensors(base_folder), stored_tensors(whole_folder), aside / DELTA_FILE
+            )
+        file = target / DELTA_FILE
+        if file.stat().st_size > MAX_SHARE * size_bytes:
+            self.forget()
+            shutil.rmtree(target, ignore_errors=True)
+            return
+        self._steps.append(Delta(file, base_digest, digest, num_changed, num_elements))
+        for old in self._steps[:-KEEP_STEPS]:
+            shutil.rmtree(old.file.parent, ignore_errors=True)
+        self._steps = self._steps[-KEEP_STEPS:]
+
+    def leading_to(self, digest: str) -> tuple[Delta, ...]:
+        """Returns the steps to that version, oldest first; none if it can only be sent whole."""
+        return tuple(self._steps) if self._end() == digest else ()
+
+    def forget(self) -> None:
+        for step in self._steps:
+            shutil.rmtree(step.file.parent, ignore_errors=True)
+        self._steps = []
+
+    def _end(self) -> str | None:
+        return self._steps[-1].digest if self._steps else None
+
+
+def write_delta(
+    old: dict[str, StoredTensor], new: dict[str, StoredTensor], file: Path
+) -> tuple[int, int]:
+    """Writes the frames of the tensors that differ; returns how many elements do, of how many.
+    Both versions are of one model: the same names, dtypes and shapes."""
+
+    def frame(name: str) -> tuple[bytes, int, int]:
+        new_N = _elements(new[name])
+        return *delta.pack(_elements(old[name]), new_N), len(new_N)
+
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        frames = dict(zip(new, pool.map(frame, new), strict=True))
+    packed = {
+        name: np.frombuffer(data, np.uint8) for name, (data, count, _) in frames.items() if count
+    }
+    save_file(packed, file)
+    return sum(c for _, c, _ in frames.values()), sum(n for _, _, n in frames.values())
+
+
+def _elements(tensor: StoredTensor) -> delta.Array:
+    with tensor.file.open("rb") as stream:
+        stream.seek(tensor.begin)
+        return delta.elements(stream.read(tensor.size_bytes), tensor.dtype)

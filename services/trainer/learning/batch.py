@@ -19,7 +19,7 @@ has the same denominators, counted over every rollout because it trains on all o
 fewer examples than M, empty minibatches have a loss of 0 and no optimizer step.
 
 A micro-batch is bounded by its tokens, padding included, because memory depends on tokens and not
-on rows (`packing.py`). Every rank gets the same number of micro-batches, because each backward pass
+on rows (`forest.py`). Every rank gets the same number of micro-batches, because each backward pass
 is a collective.
 
 A micro-batch has one of three layouts:
@@ -58,10 +58,15 @@ from services.trainer.learning.examples import (
     sampled_positions,
     versions,
 )
-from services.trainer.learning.forest import build_forest, sorted_by_tokens
+from services.trainer.learning.forest import (
+    MicroBatches,
+    build_forest,
+    pack_padded,
+    pack_shared,
+    sorted_by_tokens,
+)
 from services.trainer.learning.head import CandidateTokens, to_device
 from services.trainer.learning.loss import Denominators
-from services.trainer.learning.packing import MicroBatches, pack_padded, pack_shared
 from shared.errors import BadRequest
 from shared.job import Job
 from shared.wire import Example, StepTotals, TokenIds

@@ -23,7 +23,7 @@ weight (correction.py). The losses differ in that function and in the average, `
     dr_grpo     clipped    sum_t l_t / (S * max_tokens)       arXiv 2503.20783
 
     sft         -A_t logprob_t            the same, A = 1     mean negative log-likelihood
-    dpo         -A_t logprob_t            sum_t l_t / (S / 2) `preference.py`, S / 2 pairs
+    dpo         -A_t logprob_t            sum_t l_t / (S / 2) `correction.py`, S / 2 pairs
 
 A program's calls (`POST /forward_backward`) have losses with Tinker's names and defaults. All are
 sums, so calls add up to one batch, however it is split. Their old log-probs are the sampler's.

@@ -74,6 +74,7 @@ from torch import Tensor
 from services.trainer.learning.batch import MicroBatch
 from services.trainer.learning.correction import (
     CorrectionSettings,
+    Preferences,
     known_sampler_logprobs,
     log_ratios,
 )
@@ -86,7 +87,6 @@ from services.trainer.learning.loss import (
     kl_weight,
     loss_of,
 )
-from services.trainer.learning.preference import Preferences
 from shared.wire import Logprobs
 
 MAX_RAW_LOG_RATIO = 300.0

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main
 
-from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
+from services.trainer.processes.launcher import AGENT_PID, LaunchFolder
 from services.trainer.processes.rendezvous import Place
 from shared.settings import load_settings
 

@@ -1,4 +1,5 @@
-"""The launcher: keeps this node's ranks running under torchrun. It imports no torch.
+"""The launcher: keeps this node's ranks running under torchrun, and keeps for them what outlives
+them: their folder, and DeepSpeed's extensions, compiled once. It imports no torch.
 
 When a rank dies, torchrun ends all ranks of this node. The launcher reports which rank died and
 why, and starts them again: at most `HONE_TRAINER_RESTARTS` times in ten minutes. The new ranks load
@@ -7,24 +8,33 @@ the previous job by themselves, from its newest checkpoint.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from services.trainer.processes.extensions import own_folder, remove_stale_locks
-from services.trainer.processes.launch_folder import LaunchFolder, RestartHistory
-from shared.errors import BadRequest
+from shared.errors import BadRequest, Unavailable
 from shared.host import nvidia
 from shared.host.logs import get_logger
 from shared.host.processes import ending_with_parent
+from shared.http import codec
 from shared.http.urls import is_loopback
 from shared.settings import Settings
+from shared.wire import TrainerJob
 
 STOP_S = 10
 """Seconds that torchrun gives the ranks to end."""
@@ -141,7 +151,7 @@ def rank_environment(settings: Settings) -> dict[str, str]:
         socket_interfaces(settings)
         | allocator
         | idle_threads
-        | own_folder()
+        | extensions_folder()
         | os.environ
         | nvidia.compilers()
         | no_store_server
@@ -200,3 +210,205 @@ def socket_interfaces(settings: Settings) -> dict[str, str]:
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     for_nccl = {"NCCL_SOCKET_IFNAME": LOOPBACK} if is_loopback(settings.host) else {}
     return {"GLOO_SOCKET_IFNAME": LOOPBACK} | for_nccl
+
+
+# --- the launcher's folder ------------------------------------------------------------------------
+
+
+POLL_S = 0.05
+
+AGENT_PID = "TRAINER_AGENT_PID"
+"""The variable with the process that the ranks must not outlive: see `agent.py`."""
+
+
+@dataclass(frozen=True)
+class RestartHistory:
+    """How often the ranks were restarted, and the latest reason."""
+
+    restarts: int = 0
+    last_failure: str | None = None
+
+
+class LaunchFolder:
+    """State that outlives the ranks, so that new ranks continue. It is removed with the launcher.
+
+    job              the loaded job's body, which new ranks load again by themselves
+    budget.json      how many tokens of a micro-batch fit into memory, after more did not
+    failure          why the ranks ended, by the first of them that knows
+    past.json        how often ranks were started again, and after what
+    writing          locked by each rank while a checkpoint is written, by the launcher once it
+                     stops
+    life-<n>/        where the n-th ranks meet: torchrun's rendezvous and logs, the store
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def new_life(self, past: RestartHistory) -> Path:
+        """Returns an empty folder in which new ranks meet, after the previous ranks have ended."""
+        _replace(self.path / "past.json", json.dumps(asdict(past)).encode())
+        (self.path / "failure").unlink(missing_ok=True)
+        life = self.path / f"life-{past.restarts}"
+        life.mkdir()
+        return life
+
+    def past(self) -> RestartHistory:
+        return RestartHistory(**json.loads((self.path / "past.json").read_bytes()))
+
+    def remember_job(self, request: TrainerJob | None) -> None:
+        """Keeps the loaded job's body; None: forgets it."""
+        if request is None:
+            (self.path / "job").unlink(missing_ok=True)
+        else:
+            _replace(self.path / "job", codec.encode(request, codec.MSGPACK))
+
+    def job(self) -> TrainerJob | None:
+        try:
+            return codec.decode(TrainerJob, (self.path / "job").read_bytes(), codec.MSGPACK)
+        except FileNotFoundError:
+            return None
+
+    def remember_budget(self, request: TrainerJob, tokens: int) -> None:
+        """Keeps `tokens` as the size of micro-batches that may fit, because the job's own did
+        not."""
+        _replace(self.path / "budget.json", json.dumps([*_budget_key(request), tokens]).encode())
+
+    def budget(self, request: TrainerJob) -> int:
+        """Returns the kept size for exactly this job, or the job's own."""
+        asked = request.job.memory.micro_batch_tokens
+        try:
+            *key, tokens = json.loads((self.path / "budget.json").read_bytes())
+        except FileNotFoundError:
+            return asked
+        return min(asked, int(tokens)) if key == _budget_key(request) else asked
+
+    def remember_failure(self, sentence: str) -> None:
+        """Keeps why the ranks end, unless a reason is kept already: the first one knows best."""
+        if self.failure() is None:
+            _replace(self.path / "failure", sentence.encode())
+
+    def failure(self) -> str | None:
+        try:
+            return (self.path / "failure").read_bytes().decode()
+        except FileNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Each rank writes a checkpoint in this block. Raises Unavailable once the launcher was
+        asked to stop."""
+        with (self.path / "writing").open("ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise Unavailable("the trainer stops, and begins no checkpoint") from error
+            yield
+
+    def end_writing(self, within_s: float) -> bool:
+        """Waits at most `within_s` seconds until no rank writes a checkpoint, and returns whether
+        none does. Then no rank begins one while this process lives, because it holds the lock."""
+        lock = os.open(self.path / "writing", os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return False
+            time.sleep(POLL_S)
+
+
+def _budget_key(request: TrainerJob) -> list[Any]:
+    return [request.job_id, request.job.memory.model_dump(mode="json")]
+
+
+def _replace(path: Path, data: bytes) -> None:
+    # Ranks run out of memory, and fail, at the same moment: each has a name of its own.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    aside.write_bytes(data)
+    aside.replace(path)
+
+
+# --- DeepSpeed's extensions -----------------------------------------------------------------------
+
+
+EXTENSIONS_DIR = "TORCH_EXTENSIONS_DIR"
+"""torch's variable for the folder that extensions are compiled in."""
+
+SECOND_LOOK_S = 0.2
+"""Seconds after which an unheld lock is stale, and not just being released."""
+
+LOADING_S = 2.0
+"""A lock is held for less than this, in seconds, if the extension is compiled already."""
+
+
+def extensions_folder(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Returns the variable that sets a folder of extensions for this Python environment.
+
+    In a shared folder each environment would compile again what another has compiled, because their
+    paths differ.
+    """
+    if environment.get(EXTENSIONS_DIR):
+        return {}
+    names = (sys.prefix, sys.version, version("torch"), version("deepspeed"))
+    digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
+    return {EXTENSIONS_DIR: str(_cache(environment) / "torch_extensions" / f"hone-{digest}")}
+
+
+def compiling(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Returns a sentence while an extension is being compiled; None otherwise."""
+    names = sorted(lock.parent.name for lock in _locks(environment) if _age_s(lock) >= LOADING_S)
+    if not names:
+        return None
+    return f"compiling DeepSpeed's {' and '.join(names)} (once, about two minutes)"
+
+
+def remove_stale_locks(environment: Mapping[str, str] = os.environ) -> None:
+    """Removes lock files that no process holds open. torch keeps one open while it compiles an
+    extension, and other processes wait until the file is gone: after a kill, for ever."""
+    # The file's identity is read first: a file made later is another process's, and held.
+    locks = [(lock, _identity(lock)) for lock in _locks(environment)]
+    locks = [(lock, identity) for lock, identity in locks if not _is_open(lock)]
+    if locks:
+        time.sleep(SECOND_LOOK_S)
+    for lock, identity in locks:
+        if not _is_open(lock) and identity is not None and _identity(lock) == identity:
+            lock.unlink(missing_ok=True)
+            get_logger().warning("stale lock of a compilation removed", path=str(lock))
+
+
+def _locks(environment: Mapping[str, str]) -> list[Path]:
+    given = environment.get(EXTENSIONS_DIR)
+    root = Path(given) if given else _cache(environment) / "torch_extensions"
+    return list(root.glob("**/lock"))
+
+
+def _cache(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    """Returns a key that differs for another file of the same name; None without a file."""
+    try:
+        stat = file.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_ctime_ns
+
+
+def _age_s(file: Path) -> float:
+    try:
+        return time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _is_open(file: Path) -> bool:
+    """Returns whether a process that we may look at holds the file open."""
+    real = str(file.resolve())
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if str(descriptor.readlink()) == real:
+                return True
+    return False

@@ -30,9 +30,9 @@ import uvicorn
 
 from services.trainer.app import create_service
 from services.trainer.disk.checkpoints import fingerprint
+from services.trainer.engine import Ranks
 from services.trainer.processes.commands import FirstLoad, Inbox, RanksRestartNeeded, follow, watch
-from services.trainer.processes.extensions import compiling
-from services.trainer.processes.launch_folder import AGENT_PID, LaunchFolder
+from services.trainer.processes.launcher import AGENT_PID, LaunchFolder, compiling
 from services.trainer.processes.rendezvous import (
     COLLECTIVE_TIMEOUT,
     READ_TIMEOUT,
@@ -45,7 +45,6 @@ from services.trainer.processes.rendezvous import (
     tell_libraries,
     watch_heartbeats,
 )
-from services.trainer.processes.together import Ranks
 from services.trainer.trainer import Seams, Trainer
 from services.trainer.transfer import gpu_of
 from services.trainer.zero.memory import first_line

@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from services.trainer.processes.together import Ranks
+from services.trainer.engine import Ranks
 from shared.errors import Failed, HoneError, Unavailable, from_problem
 from shared.host.logs import get_logger
 from shared.settings import Settings

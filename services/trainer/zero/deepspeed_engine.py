@@ -19,10 +19,10 @@ import transformers
 from deepspeed.runtime import bf16_optimizer
 from torch import Tensor
 
-from services.trainer.disk import tensor_file
 from services.trainer.engine import Update
 from services.trainer.learning import attention
 from services.trainer.learning.batch import collate
+from services.trainer.learning.correction import check_pairs
 from services.trainer.learning.examples import allowed_versions, check
 from services.trainer.learning.head import as_scoring_head
 from services.trainer.learning.model_checks import (
@@ -31,15 +31,15 @@ from services.trainer.learning.model_checks import (
     checkpoint_body,
     choose_layout,
 )
-from services.trainer.learning.noise import rounding_noise
 from services.trainer.learning.policy import (
     Policy,
     Reference,
     adapters_off,
     causal_lm,
     frozen_copy,
+    rounding_noise,
 )
-from services.trainer.learning.preference import check_pairs
+from services.trainer.transfer import write_tensors
 from services.trainer.zero import internals, lora, state
 from services.trainer.zero import stages as zero
 from services.trainer.zero.host_memory import HostCopies
@@ -321,7 +321,7 @@ class DeepSpeedEngine:
         model: Any = self._parts.model
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        return tensor_file.write(
+        return write_tensors(
             checkpoint_tensors(model, self._merged(weights)), folder / "model.safetensors"
         )
 

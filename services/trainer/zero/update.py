@@ -49,12 +49,11 @@ from torch import Tensor
 
 from services.trainer.engine import OutOfMemory, Update
 from services.trainer.learning.batch import Layout, MicroBatch, Minibatch, dummy, plan
-from services.trainer.learning.correction import OF_CALLS, loss_inputs, resolve
+from services.trainer.learning.correction import OF_CALLS, Preferences, loss_inputs, resolve
 from services.trainer.learning.examples import num_sampled
 from services.trainer.learning.loss import Spec, kl_weight, total_loss
 from services.trainer.learning.metrics import StepMetrics
 from services.trainer.learning.policy import Policy, Reference
-from services.trainer.learning.preference import Preferences
 from services.trainer.zero import host_memory
 from services.trainer.zero import stages as zero_stages
 from services.trainer.zero.host_memory import HostCopies

@@ -33,7 +33,7 @@ def refusals(job: Job, broken_rank: int | None = None) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from services.trainer.learning.dense_attention import DenseAttention
+    from services.trainer.learning.attention import DenseAttention
     from services.trainer.zero.deepspeed_engine import start_engine
 
     def broken(*_: object) -> torch.Tensor:

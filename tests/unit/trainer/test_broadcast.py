@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from services.trainer.disk import tensor_file
+from services.trainer import transfer
 from services.trainer.disk.weights import Publisher
 from services.trainer.processes.launcher import rank_environment
 from services.trainer.transfer import Broadcast, Member, chunks, join_group, location, share
@@ -192,7 +192,7 @@ def test_a_version_is_sent_without_files_and_written_when_they_are_asked_for(pub
 
     def save(folder: Path) -> dict[str, str]:
         saved.append(folder)
-        return tensor_file.write({"w": TENSORS["norm"]}, folder / "model.safetensors")
+        return transfer.write_tensors({"w": TENSORS["norm"]}, folder / "model.safetensors")
 
     files = publisher.publish(request("http"), 5, save)
     assert (files.method, files.digest, files.tensors) == ("http", ref.digest, ref.tensors)
@@ -203,13 +203,13 @@ def test_a_version_is_sent_without_files_and_written_when_they_are_asked_for(pub
 
 def test_a_later_version_is_hashed_anew_and_the_same_one_is_not(publisher, monkeypatch) -> None:
     hashed: list[set[str]] = []
-    digests = tensor_file.digests
+    digests = transfer.digests
 
     def counting(tensors):
         hashed.append(set(tensors))
         return digests(tensors)
 
-    monkeypatch.setattr(tensor_file, "digests", counting)
+    monkeypatch.setattr(transfer, "digests", counting)
     first, same = (publisher.publish(request("nccl"), 5, never) for _ in range(2))
     assert first.digest == same.digest and first.key != same.key
     TENSORS["norm"].add_(1)
@@ -245,7 +245,7 @@ def test_what_is_sent_of_a_model_is_what_its_checkpoint_has(tmp_path) -> None:
     assert all(kept[name] is weights[name] for name in kept), "none is copied"
     assert checkpoint_tensors(model, weights) == kept
     assert kept.keys() == stored_tensors(tmp_path / "model").keys(), "the tied matrix once"
-    assert tensor_file.digests(kept) == tensor_digests(stored_tensors(tmp_path / "model"))
+    assert transfer.digests(kept) == tensor_digests(stored_tensors(tmp_path / "model"))
 
 
 def test_the_memory_of_a_cpu_cannot_be_shared_as_a_gpus(publisher) -> None:

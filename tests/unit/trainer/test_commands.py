@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from torch.distributed import HashStore
 
-from services.trainer.engine import OutOfMemory
+from services.trainer.engine import OutOfMemory, Ranks, as_hone_error
 from services.trainer.processes import commands
 from services.trainer.processes.commands import (
     FirstLoad,
@@ -20,7 +20,6 @@ from services.trainer.processes.commands import (
     watch,
 )
 from services.trainer.processes.rendezvous import Channel, Failures
-from services.trainer.processes.together import Ranks, as_hone_error
 from shared.errors import BadRequest, Conflict, Failed, HoneError, Unavailable
 from shared.host.logs import of_request, request_id
 from shared.wire import PublishRequest, StepResult, TrainerState, TrainStepRequest

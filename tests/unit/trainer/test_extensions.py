@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.processes import extensions
-from services.trainer.processes.extensions import compiling, own_folder, remove_stale_locks
-from services.trainer.processes.launcher import rank_environment
+from services.trainer.processes import launcher
+from services.trainer.processes.launcher import (
+    compiling,
+    extensions_folder,
+    rank_environment,
+    remove_stale_locks,
+)
 from shared.settings import Settings
 
 HOLD = """
@@ -63,8 +67,8 @@ def test_a_lock_that_another_took_between_two_looks_stays(
         lock.unlink()
         lock.touch()
 
-    monkeypatch.setattr(extensions.time, "sleep", another_takes_it)
-    monkeypatch.setattr(extensions, "_is_open", lambda _file: False)
+    monkeypatch.setattr(launcher.time, "sleep", another_takes_it)
+    monkeypatch.setattr(launcher, "_is_open", lambda _file: False)
     remove_stale_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
     assert lock.exists()
 
@@ -74,11 +78,11 @@ def test_each_python_environment_compiles_in_a_folder_of_its_own(
 ) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (own,) = own_folder().values()
+    (own,) = extensions_folder().values()
     assert Path(own).parent == tmp_path / "torch_extensions"
     assert rank_environment(Settings())["TORCH_EXTENSIONS_DIR"] == own
     monkeypatch.setattr(sys, "prefix", "/another/.venv")
-    assert own_folder()["TORCH_EXTENSIONS_DIR"] != own
+    assert extensions_folder()["TORCH_EXTENSIONS_DIR"] != own
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/given")
     assert rank_environment(Settings())["TORCH_EXTENSIONS_DIR"] == "/given"
 

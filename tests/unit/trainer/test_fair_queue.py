@@ -8,8 +8,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from services.trainer.processes import fair_queue
-from services.trainer.processes.fair_queue import FairQueue, Ticket
+from services.trainer.processes import commands
+from services.trainer.processes.commands import FairQueue, Ticket
 from shared.wire import (
     Example,
     Fenced,
@@ -146,7 +146,7 @@ def test_a_job_whose_gradient_waits_keeps_its_turn() -> None:
     started = time.monotonic()
     queue.put(step("c", 10))
     assert next_of(queue).job_id == "c"
-    assert time.monotonic() - started >= fair_queue.HOLD_S, "b's program sends nothing"
+    assert time.monotonic() - started >= commands.HOLD_S, "b's program sends nothing"
 
 
 def step_of(job_id: str) -> OptimStepRequest:
@@ -156,7 +156,7 @@ def step_of(job_id: str) -> OptimStepRequest:
 def test_a_gradient_of_many_calls_does_not_keep_the_trainer_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fair_queue, "TURN_TOKENS", 100)
+    monkeypatch.setattr(commands, "TURN_TOKENS", 100)
     queue = FairQueue()
     for _ in range(20):
         queue.put(call("a", 30))

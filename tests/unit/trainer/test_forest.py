@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from services.trainer.learning import attention, dense_attention, forest
+from services.trainer.learning import attention, forest
+from services.trainer.learning.attention import DenseAttention, node_batches
 from services.trainer.learning.batch import collate
-from services.trainer.learning.dense_attention import DenseAttention, node_batches
 from services.trainer.learning.forest import Node, build_forest, sorted_by_tokens
 from services.trainer.learning.model_checks import check_head, checkpoint_body, choose_layout
 from services.trainer.learning.policy import Policy
@@ -105,7 +105,7 @@ def test_neighbours_in_order_share_the_most():
 
 
 def test_no_mask_has_the_size_of_the_row(every_prefix, monkeypatch):
-    monkeypatch.setattr(dense_attention, "MAX_MASKED_QUERIES", 3)
+    monkeypatch.setattr(attention, "MAX_MASKED_QUERIES", 3)
     of_leaf = node_batches(build_forest([ids("AB"), ids("ABcdefg")]))[1:]
     assert [batch.queries_BQ.tolist() for batch in of_leaf] == [[[2, 3, 4]], [[5, 6]]]
     assert [batch.keys_BK.tolist() for batch in of_leaf] == [[[*range(5)]], [[*range(7)]]]
@@ -167,7 +167,7 @@ def test_log_probs_and_gradients_are_those_of_padded_rows(architecture, monkeypa
     assert choose_layout(shared, architecture, MemorySpec(shared_prefix="on")).layout == "shared"
     draw, distances, num_saved = random.Random(3), [], 0
     for trial in range(30):
-        monkeypatch.setattr(dense_attention, "MAX_MASKED_QUERIES", 8 if trial % 2 else 512)
+        monkeypatch.setattr(attention, "MAX_MASKED_QUERIES", 8 if trial % 2 else 512)
         examples = some_forest(draw)
         batch = collate(examples, layout="shared")
         num_saved += batch.num_sequence_tokens - batch.input_ids_BT.numel()
@@ -269,7 +269,7 @@ def test_a_micro_batch_keeps_no_masks_of_the_pass_that_is_over():
 
 
 def test_all_masks_of_a_row_are_parts_of_the_largest(every_prefix, monkeypatch):
-    monkeypatch.setattr(dense_attention, "MAX_MASKED_QUERIES", 3)
+    monkeypatch.setattr(attention, "MAX_MASKED_QUERIES", 3)
     row = attention.ForestAttention(build_forest([ids("AB"), ids("ABcdefg")]), torch.device("cpu"))
     masks = [batch.mask_QK for batch in row.dense(None, torch.float64).batches[1:]]
     seen = [(mask == 0).int().tolist() for mask in masks]

@@ -19,8 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from services.trainer.processes import launcher, ranks
 from services.trainer.processes.agent import describe
-from services.trainer.processes.launch_folder import LaunchFolder, RestartHistory
-from services.trainer.processes.launcher import Launcher
+from services.trainer.processes.launcher import Launcher, LaunchFolder, RestartHistory
 from shared.errors import Unavailable
 from shared.settings import Settings
 from tests.support.trainer_fakes import job_request
@@ -131,7 +130,7 @@ def test_deaths_of_long_ago_do_not_count_and_the_first_reason_is_kept(tmp_path, 
 
 WRITES_A_CHECKPOINT = """
 import os, pathlib, signal, sys, time
-from services.trainer.processes.launch_folder import LaunchFolder
+from services.trainer.processes.launcher import LaunchFolder
 folder = LaunchFolder(pathlib.Path(sys.argv[1]).parent)
 with folder.writing():
     os.kill(os.getppid(), signal.SIGTERM)

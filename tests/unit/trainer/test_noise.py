@@ -33,7 +33,7 @@ def logprobs(model: Any) -> Any:
 
 
 def noise_of(model: Any) -> float:
-    from services.trainer.learning.noise import rounding_noise
+    from services.trainer.learning.policy import rounding_noise
 
     return rounding_noise(model, batch(), logprobs(model), chunk_tokens=1024)
 
@@ -83,7 +83,7 @@ def test_the_noise_in_float32_is_a_millionth_and_is_measured_alike_each_time() -
 def test_a_number_is_moved_to_itself_or_one_of_its_neighbours() -> None:
     import torch
 
-    from services.trainer.learning.noise import perturb
+    from services.trainer.learning.policy import perturb
 
     for dtype, last_bit in ((torch.bfloat16, 2.0**-7), (torch.float32, 2.0**-23)):
         exponent = torch.tensor([1.0, -(2.0**20)]).repeat_interleave(2000)

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.trainer_ranks import BATCHES, MIN_USEFUL, useful_share
-from services.trainer.learning import packing
-from services.trainer.learning.packing import _Load, cost, pack_padded, pack_shared
+from services.trainer.learning import forest
+from services.trainer.learning.forest import _Load, cost, pack_padded, pack_shared
 
 
 def test_a_tokens_cost_grows_with_the_tokens_before_it():
@@ -52,8 +52,8 @@ def test_a_prefix_is_computed_again_before_its_keys_are_gathered_too_often():
     ("length", "budget", "num_ranks"), [(51, 100, 1), (9_500, 16_384, 8), (6_300, 16_384, 1)]
 )
 def test_the_number_of_rounds_is_found_in_few_tries(monkeypatch, length, budget, num_ranks):
-    tries, fitted = [], packing._fitted
-    monkeypatch.setattr(packing, "_fitted", lambda *given: (tries.append(1), fitted(*given))[1])
+    tries, fitted = [], forest._fitted
+    monkeypatch.setattr(forest, "_fitted", lambda *given: (tries.append(1), fitted(*given))[1])
     lengths = [length + number % 7 for number in range(4_000)]
     ranks = pack_shared(lengths, [0] * 4_000, num_ranks, budget)
     assert len(tries) < 20

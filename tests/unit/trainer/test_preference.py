@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.trainer.learning.preference import check_pairs
+from services.trainer.learning.correction import check_pairs
 from shared.errors import BadRequest
 from shared.wire import Example
 from tests.support.engine_ranks import Ranks, a_job

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.trainer.learning.schedule import learning_rate
+from services.trainer.loaded import learning_rate
 from shared.job.file import parse_job
 from tests.support.engine_ranks import a_job
 

@@ -3,7 +3,7 @@
 import pytest
 
 from services.trainer.disk.weights import Publisher
-from services.trainer.processes.launch_folder import RestartHistory
+from services.trainer.processes.launcher import RestartHistory
 from shared.errors import BadRequest, Conflict, Failed, StateLost
 from shared.job import LoraSpec
 from shared.wire import (

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 def test_the_library_reads_what_was_written_and_the_digests_are_of_the_file(tmp_path: Path):
     from safetensors.torch import load_file
 
-    from services.trainer.disk import tensor_file
+    from services.trainer import transfer
 
     tensors = {
         "b.scalar": torch.tensor(7, dtype=torch.int64),
@@ -25,7 +25,7 @@ def test_the_library_reads_what_was_written_and_the_digests_are_of_the_file(tmp_
         "empty": torch.zeros(0, 4),
         "f8": torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn),
     }
-    digests = tensor_file.write(tensors, tmp_path / "model.safetensors")
+    digests = transfer.write_tensors(tensors, tmp_path / "model.safetensors")
     read = load_file(tmp_path / "model.safetensors")
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -39,16 +39,16 @@ def test_the_library_reads_what_was_written_and_the_digests_are_of_the_file(tmp_
 def test_what_a_gpu_has_comes_through_buffers_that_are_kept(tmp_path: Path, monkeypatch):
     """A device without memory of its own stands for the GPU: what is copied from it is checked on
     a GPU (tests/gpu)."""
-    from services.trainer.disk import tensor_file
+    from services.trainer import transfer
 
-    staging = tensor_file.Staging(64, pinned=False)
+    staging = transfer.Staging(64, pinned=False)
     with staging.buffer() as first, staging.buffer() as second:
         assert len(first) == len(second) == 64
         places = {first.data_ptr(), second.data_ptr()}
         assert len(places) == 2
     with staging.buffer() as again, staging.buffer() as other:
         assert {again.data_ptr(), other.data_ptr()} == places
-    monkeypatch.setattr(tensor_file, "STAGING", staging)
+    monkeypatch.setattr(transfer, "STAGING", staging)
     written: list[list[int]] = []
 
     class OnGpu(torch.Tensor):
@@ -58,18 +58,18 @@ def test_what_a_gpu_has_comes_through_buffers_that_are_kept(tmp_path: Path, monk
 
     plain = torch.arange(150, dtype=torch.uint8)
     for _ in range(2):
-        pieces = tensor_file._in_host_memory(plain.as_subclass(OnGpu))
+        pieces = transfer._in_host_memory(plain.as_subclass(OnGpu))
         written.append([byte for piece in pieces for byte in piece])
     assert written == [list(range(150))] * 2
     assert staging._free.qsize() == 2, "no further buffer was made"
 
 
 def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch):
-    from services.trainer.disk import tensor_file
+    from services.trainer import transfer
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(tensor_file.os, "pwrite", full)
+    monkeypatch.setattr(transfer.os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
-        tensor_file.write({"w": torch.zeros(3)}, tmp_path / "model.safetensors")
+        transfer.write_tensors({"w": torch.zeros(3)}, tmp_path / "model.safetensors")

@@ -24,10 +24,10 @@ from tests.support.safetensors_files import hashing, safetensors
 def saving_tensor(data: bytes):
     """Saves as the engine does."""
     torch = pytest.importorskip("torch")
-    from services.trainer.disk import tensor_file
+    from services.trainer import transfer
 
     tensor = torch.tensor(list(data), dtype=torch.uint8)
-    return lambda folder: tensor_file.write({"w": tensor}, folder / "model.safetensors")
+    return lambda folder: transfer.write_tensors({"w": tensor}, folder / "model.safetensors")
 
 
 @pytest.fixture
