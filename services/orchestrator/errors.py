@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from shared.errors import Failed
 
-PREEMPTED = "put away"
-"""What the sentence of a `Preempted` begins with."""
-
-
-def is_preempted(why: str | None) -> bool:
-    """Returns whether this is the sentence of a `Preempted`."""
-    return (why or "").startswith(PREEMPTED)
-
 
 class OperatorActionNeeded(Failed):
     """The job cannot continue until an operator has done what the sentence says. Nothing is lost:

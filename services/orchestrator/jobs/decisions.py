@@ -31,6 +31,7 @@ from shared.errors import (
     Unavailable,
 )
 from shared.host.logs import get_logger
+from shared.wire import PauseReason
 
 MAX_RECOVERIES = 3
 """Recoveries in a row without a new step."""
@@ -73,22 +74,25 @@ class Rule:
 
 @dataclass(frozen=True)
 class Decision:
-    """`why` is a sentence for an operator, with the remedy if the job pauses."""
+    """`why` is a sentence for an operator, with the remedy if the job pauses, and `pause_reason`
+    its code."""
 
     action: Action
     why: str
+    pause_reason: PauseReason = "error"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt at the job ended. `why` says why the job paused, or succeeded before its last
-    step; `summary` is its result. "queued": it continues in another attempt, because a newer one
-    was found or another trainer takes it. "failed" and "cancelled" come only from the run
-    folder."""
+    """How an attempt at the job ended. `why` says why the job paused, with the code
+    `pause_reason`, or why it succeeded before its last step; `summary` is its result. "queued": it
+    continues in another attempt, because a newer one was found or another trainer takes it.
+    "failed" and "cancelled" come only from the run folder."""
 
     status: Literal["succeeded", "paused", "failed", "cancelled", "queued"]
     why: str | None = None
     summary: dict[str, Any] | None = None
+    pause_reason: PauseReason = "error"
 
 
 def _codes(*codes: str) -> frozenset[str]:
@@ -163,7 +167,8 @@ def decide(error: Exception, num_in_a_row: int = 0) -> Decision:
         action = Action.PAUSE
     why = _sentence(error)
     has_remedy = action is Action.PAUSE and rule.remedy
-    return Decision(action, f"{why}; {rule.remedy}" if has_remedy else why)
+    reason = "preempted" if isinstance(error, Preempted) else "error"
+    return Decision(action, f"{why}; {rule.remedy}" if has_remedy else why, reason)
 
 
 def outcome_from_disk(folder: RunFolder) -> Outcome | None:

@@ -15,7 +15,6 @@ import secrets
 import socket
 import time
 
-from services.orchestrator.errors import is_preempted
 from services.orchestrator.jobs.attempt import Attempt
 from services.orchestrator.jobs.decisions import Outcome
 from services.orchestrator.jobs.needs import DataFiles, Dependencies
@@ -301,15 +300,14 @@ class Worker:
                     self._trainer.closing.discard(lease.job_id)
 
     async def _finish(self, lease: Lease, outcome: Outcome) -> None:
-        resume = f", then `hone resume {lease.job_id}` continues from there"
-        if is_preempted(str(outcome.why)):
-            resume = ""
         if outcome.status == "queued":
             get_logger().warning("job given back", job=lease.job_id, reason=outcome.why)
             await self._store.leave(lease, str(outcome.why))
         elif outcome.status == "paused":
             get_logger().warning("job paused", job=lease.job_id, reason=outcome.why)
-            await self._store.halt(lease, f"{outcome.why}{resume}")
+            resume = f", then `hone resume {lease.job_id}` continues from there"
+            why = f"{outcome.why}{resume if outcome.pause_reason == 'error' else ''}"
+            await self._store.halt(lease, why, outcome.pause_reason)
         else:
             await self._end(lease, outcome)
 

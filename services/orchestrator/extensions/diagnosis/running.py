@@ -7,7 +7,6 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 
-from services.orchestrator.errors import is_preempted
 from services.orchestrator.extensions.diagnosis.facts import (
     FEWEST,
     WINDOW,
@@ -17,7 +16,6 @@ from services.orchestrator.extensions.diagnosis.facts import (
     percent,
     steps_of,
 )
-from services.orchestrator.store.leases import PAUSED_ON_REQUEST
 from shared.wire import Evidence, Finding
 
 STALLED_STEPS = 5.0
@@ -91,7 +89,7 @@ def ended_badly(facts: RunSnapshot) -> Iterator[Finding]:
         return
     why = record.error or "no reason is known"
     has_failed = record.status == "failed"
-    if not has_failed and (record.error == PAUSED_ON_REQUEST or is_preempted(why)):
+    if record.pause_reason in ("requested", "preempted"):
         return
     yield finding(
         code="failed" if has_failed else "paused",
