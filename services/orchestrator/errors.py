@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from shared.errors import Failed
+from typing import Literal
+
+from shared.errors import BadRequest, Failed, HoneError
+
+CheckNeeds = Literal["settings", "data", "services"]
+"""What a check of a job reads: only the job and the settings; or models and data, which take long
+to read; or the job's services, and its first prompts."""
 
 
 class OperatorActionNeeded(Failed):
@@ -17,6 +23,20 @@ class Preempted(OperatorActionNeeded):
 
 class BudgetExceeded(OperatorActionNeeded):
     """The job has reached its cost limit."""
+
+
+class CheckFailed(HoneError):
+    """A check at the start of an attempt did not pass because of `cause`. `needs` is what the check
+    reads."""
+
+    def __init__(self, check: str, needs: CheckNeeds, cause: HoneError) -> None:
+        detail = cause.detail
+        if isinstance(cause, BadRequest) and needs != "settings":
+            detail = (
+                f"its {check} were accepted when it was submitted, and are refused now: {detail}"
+            )
+        super().__init__(detail, code=cause.code)
+        self.needs, self.cause = needs, cause
 
 
 class SyncFailed(Failed):

@@ -14,8 +14,8 @@ from fastapi.responses import StreamingResponse
 
 from services.orchestrator.extensions.environments.openenv import OpenEnv, Socket
 from services.orchestrator.extensions.environments.tools import check_allowed
-from services.orchestrator.seams import Lost, Unreachable
-from shared.errors import BadRequest
+from services.orchestrator.seams import Lost
+from shared.errors import BadRequest, Unavailable
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
 from shared.wire import EpisodeStepped, ToolCall
@@ -206,7 +206,7 @@ async def test_a_job_is_told_what_is_wrong_with_its_server() -> None:
         assert (await made.validate(ROW)).tools == ()
     away = nowhere()
     async with environment(away) as made:
-        with pytest.raises(Unreachable, match=f"{away} cannot be reached: .*[Cc]onnect"):
+        with pytest.raises(Unavailable, match=f"{away} cannot be reached: .*[Cc]onnect"):
             await made.validate(ROW)
 
 
@@ -218,12 +218,12 @@ async def test_a_server_of_something_else_and_a_redirect_are_refused() -> None:
     async with await asyncio.start_server(redirects, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         async with environment(f"http://127.0.0.1:{port}") as made:
-            with pytest.raises(Unreachable, match=r"redirects to 10.0.0.1, which is not followed"):
+            with pytest.raises(Unavailable, match=r"redirects to 10.0.0.1, which is not followed"):
                 await made.validate(ROW)
     other = GuessServer()
     other.app = FastAPI()
     async with other.running(), environment(other.url) as made:
-        with pytest.raises(Unreachable, match="cannot be reached: 403"):
+        with pytest.raises(Unavailable, match="cannot be reached: 403"):
             await made.validate(ROW)
 
 

@@ -14,7 +14,7 @@ from services.orchestrator.api.access import TOKEN_ONLY
 from services.orchestrator.data.hub import named_model_folder
 from services.orchestrator.grpo.prompts import with_steps
 from services.orchestrator.jobs.check_executor import CheckExecutor
-from services.orchestrator.jobs.preflight import Preflight, check_held_out, check_job, price_for
+from services.orchestrator.jobs.preflight import Preflight, check_held_out, check_job
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import JobFilter, Readable
 from services.orchestrator.store.records import Submission, find_runs
@@ -93,7 +93,7 @@ def _add_submitting(
                 body=known, location=f"/v1/jobs/{known.id}", is_new=False
             )
         await runs.check()
-        checked = await check_job(request.job, checks)
+        checked = await check_job(request.job, checks, store)
         submission = Submission(
             with_steps(request.job, checked.data.num_train),
             settings.runs_dir,
@@ -116,7 +116,7 @@ def _add_submitting(
 
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""
-        checked = await check_job(request.job, checks, showing=True)
+        checked = await check_job(request.job, checks, store, showing=True)
         job, online = with_steps(request.job, checked.data.num_train), checks.hub_away is None
         pools = await checks.planned_gpus()
         plan_of = partial(_planned, settings=settings, pools=pools, online=online)
@@ -207,7 +207,7 @@ def _add_changing(
         if job.trains and job.steps < max(record.step, 1):
             raise BadRequest(f"steps: got {job.steps}, but {record.step} are done")
         _check_same_kind(record.job, job)
-        await asyncio.to_thread(price_for, job, settings)
+        await check_job(job, checks, store, ("settings",))
         if job.evaluation.sets != record.job.evaluation.sets:
             await checks.run(job, check_held_out, job, settings)
         return await store.resume(job_id, job)

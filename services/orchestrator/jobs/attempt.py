@@ -27,7 +27,7 @@ from services.orchestrator.jobs.after_step import AfterStep, StepEnd
 from services.orchestrator.jobs.check_executor import CheckExecutor
 from services.orchestrator.jobs.decisions import Outcome, outcome_from_disk
 from services.orchestrator.jobs.needs import Dependencies
-from services.orchestrator.jobs.preflight import Accepted, Preflight
+from services.orchestrator.jobs.preflight import AcceptedData, Preflight
 from services.orchestrator.jobs.recovery import Recovery, keep_looking
 from services.orchestrator.jobs.results import Spending, summarize, summarize_evaluation
 from services.orchestrator.jobs.status import AttemptStatus
@@ -277,7 +277,7 @@ class Attempt:
             self._settings,
             self._services,
             CheckExecutor(self._settings, self._extensions),
-            accepted=Accepted(self._record.data, history),
+            accepted=AcceptedData(self._record.data, history),
         )
         await preflight.run("settings")
         spent = await self._spending.begin(preflight.price)

@@ -14,7 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, cast
 
-from services.orchestrator.errors import BudgetExceeded, OperatorActionNeeded, Preempted
+from services.orchestrator.errors import (
+    BudgetExceeded,
+    CheckFailed,
+    CheckNeeds,
+    OperatorActionNeeded,
+    Preempted,
+)
 from services.orchestrator.store.connection import StoreUnavailable
 from services.orchestrator.store.folder import BatchExists, RunFolder
 from services.orchestrator.store.leases import LeaseLost
@@ -63,13 +69,15 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule for errors of class `kind`, and with one of `codes` if given. `remedy` says what a
-    person does before resuming the job; "": nothing, it resumes automatically."""
+    """A rule for errors of class `kind`, and with one of `codes` if given; with `checks` only if a
+    check at the start of an attempt raised them that needs one of these. `remedy` says what an
+    operator does before resuming the job; "": nothing, it resumes automatically."""
 
     kind: type[Exception]
     action: Action
     remedy: str = "fix the cause"
     codes: frozenset[str] = frozenset()
+    checks: frozenset[CheckNeeds] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,17 @@ PROXY = "fix what stands between the services: a proxy, or another program at th
 SAME_VERSION = "make sure that all services have the same version (`hone doctor`)"
 MEMORY = "free memory on its device, or change [memory] with `hone resume JOB --set KEY=VALUE`"
 
+ANY_CHECK = frozenset[CheckNeeds](("settings", "data", "services"))
+
 RULES = (
+    # A slow check is waited for: only the job's own reward code may hang, and the reward service
+    # ends that.
+    Rule(Unavailable, Action.WAIT, codes=_codes("deadline"), checks=ANY_CHECK),
+    Rule(Unauthorized, Action.PAUSE, SAME_TOKEN, checks=ANY_CHECK),
+    Rule(Forbidden, Action.PAUSE, SAME_TOKEN, checks=ANY_CHECK),
+    # The settings have changed since the submission; anything else that is refused is tried again.
+    Rule(BadRequest, Action.PAUSE, checks=frozenset({"settings"})),
+    Rule(BadRequest, Action.RECOVER, LOOK, checks=ANY_CHECK),
     Rule(LeaseLost, Action.STOP),
     Rule(BatchExists, Action.GIVE_BACK),
     Rule(StoreUnavailable, Action.STOP),
@@ -156,11 +174,14 @@ LIMITS = {Action.RECOVER: MAX_RECOVERIES, Action.RELOAD: MAX_LOSSES}
 
 def decide(error: Exception, num_in_a_row: int = 0) -> Decision:
     """Returns what happens to the job. `num_in_a_row` counts reloads without a new step."""
-    code = error.code if isinstance(error, HoneError) else None
+    cause, needs = (error.cause, error.needs) if isinstance(error, CheckFailed) else (error, None)
+    code = cause.code if isinstance(cause, HoneError) else None
     rule = next(
         rule
         for rule in RULES
-        if isinstance(error, rule.kind) and (not rule.codes or code in rule.codes)
+        if isinstance(cause, rule.kind)
+        and (not rule.codes or code in rule.codes)
+        and (not rule.checks or needs in rule.checks)
     )
     action = rule.action
     if num_in_a_row >= LIMITS.get(action, math.inf):

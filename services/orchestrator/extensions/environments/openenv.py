@@ -32,8 +32,8 @@ from services.orchestrator.extensions.environments.tools import (
     result,
     tool_schema,
 )
-from services.orchestrator.seams import Lost, Unreachable
-from shared.errors import BadRequest
+from services.orchestrator.seams import Lost
+from shared.errors import BadRequest, Unavailable
 from shared.http.connecting import ssl_context
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
@@ -376,7 +376,7 @@ class OpenEnv:
             else:
                 await self.close("validated", rewarded=False)
                 return EnvironmentValidated(**opened.model_dump(), has_reward=True)
-        raise Unreachable("; ".join(reasons))
+        raise Unavailable("; ".join(reasons))
 
     async def shut(self) -> None:
         for id in [*self._episodes]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from services.orchestrator.seams import Environment, Lost, Unreachable
-from shared.errors import BadRequest
+from services.orchestrator.seams import Environment, Lost
+from shared.errors import BadRequest, Unavailable
 from shared.http.gate import caller
 from shared.http.urls import is_loopback
 from shared.job import EnvironmentSpec
@@ -167,7 +167,7 @@ class Tools:
         try:
             offered = await self._connect("validated", tools)
         except Lost as error:
-            raise Unreachable(error.detail) from error
+            raise Unavailable(error.detail) from error
         finally:
             self._end_sessions("validated")
         return EnvironmentValidated(observation=None, tools=offered, has_reward=False)
