@@ -137,7 +137,7 @@ class Attempt:
         services.waits.progress_at = time.monotonic()
         work = asyncio.create_task(self._train())
         watching = asyncio.create_task(
-            watch(services.waits, stall_s, services.samplers.under_way, tell)
+            watch(services.waits, stall_s, services.samplers.pool.under_way, tell)
         )
         looking = asyncio.create_task(keep_looking(services))
         noting = asyncio.create_task(self._spending.keep_noted())
