@@ -39,16 +39,16 @@ LOST = "episode_lost"
 """The error's code of an episode that cannot continue."""
 
 
-class Lost(Conflict):
+class EpisodeLost(Conflict):
     """The episode cannot continue."""
 
     default_code = LOST
 
 
 class Environment(Protocol):
-    """The episodes of a job. `service` is what is waited for, by name. Each call raises Lost for an
-    episode that cannot continue; the conversation is then played again. A failing tool is a result
-    for the model."""
+    """The episodes of a job. `service` is what is waited for, by name. Each call raises EpisodeLost
+    for an episode that cannot continue; the conversation is then played again. A failing tool is a
+    result for the model."""
 
     service: str
 

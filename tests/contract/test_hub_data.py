@@ -13,8 +13,8 @@ import datasets.config
 import pytest
 
 from services.orchestrator.data import sources
-from services.orchestrator.data.apart import run_in_subprocess
 from services.orchestrator.data.sources import fetch, needs_hub, source_requests
+from services.orchestrator.data.subprocesses import run_in_subprocess
 from services.orchestrator.grpo.prompts import load_prompts
 from shared.errors import Unavailable
 from shared.job import Job

@@ -15,7 +15,7 @@ from mcp.server import MCPServer
 
 from services.orchestrator.extensions.environments.mcp_session import MAX_MESSAGE_BYTES
 from services.orchestrator.extensions.environments.tools import Tools
-from services.orchestrator.seams import Lost
+from services.orchestrator.seams import EpisodeLost
 from shared.errors import BadRequest, Unavailable
 from shared.job import EnvironmentSpec
 from shared.settings import Settings
@@ -160,11 +160,11 @@ async def test_a_server_that_dies_or_hangs_or_shouts_loses_the_episode() -> None
                 ("add_shout", "more than 4194304"),
             ):
                 await made.open("a", {})
-                with pytest.raises(Lost, match=why):
+                with pytest.raises(EpisodeLost, match=why):
                     await made.step("a", 0, (call(name),))
             await made.open("a", {})
             await life.aclose()
-            with pytest.raises(Lost, match=f"{url} gave no answer: .*connection"):
+            with pytest.raises(EpisodeLost, match=f"{url} gave no answer: .*connection"):
                 await made.step("a", 0, (call("add", a=1, b=2),))
             with pytest.raises(Unavailable, match=f"{url} gave no answer: .*connection"):
                 await made.validate({})

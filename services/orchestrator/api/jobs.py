@@ -18,7 +18,12 @@ from services.orchestrator.jobs.preflight import Preflight, check_held_out, chec
 from services.orchestrator.store.folder import RunFolder
 from services.orchestrator.store.lists import JobFilter, Readable
 from services.orchestrator.store.records import Submission, find_runs
-from services.orchestrator.store.run_folders import accept, cancel, complete_submission, stop
+from services.orchestrator.store.run_folders import (
+    accept,
+    cancel,
+    cancel_if_active,
+    complete_submission,
+)
 from services.orchestrator.store.store import Store
 from services.orchestrator.writable import RunsDirCheck
 from shared.errors import BadRequest, Conflict
@@ -112,7 +117,7 @@ def _add_submitting(
         """Withdraws the submission with an Idempotency-Key. A submission that is under way or has
         yet to arrive is refused (409); a job that was accepted already is cancelled."""
         job_id = await store.withdraw(scope_key(request.key))
-        return Withdrawn(job=await stop(store, job_id) if job_id else None)
+        return Withdrawn(job=await cancel_if_active(store, job_id) if job_id else None)
 
     async def dry_run(request: SubmitRequest) -> DryRun:
         """Checks a job as a submission does, and shows its first prompts. Nothing is submitted."""

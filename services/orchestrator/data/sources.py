@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.orchestrator.data.apart import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.hub import HubTable, PinnedDataset, hub_url
+from services.orchestrator.data.subprocesses import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.tables import (
     ArrowTable,
     InlineTable,

@@ -13,9 +13,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from services.orchestrator.data.apart import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.hub import fetch_model, hub_url, is_cached
 from services.orchestrator.data.sources import FETCH_S, needs_hub
+from services.orchestrator.data.subprocesses import SubprocessTimeout, run_in_subprocess
 from services.orchestrator.data.tables import ended
 from services.orchestrator.jobs.prompt_checks import prompt_lengths
 from services.orchestrator.seams import NO_EXTENSIONS, Extensions

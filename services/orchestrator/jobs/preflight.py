@@ -263,7 +263,7 @@ def check_model(job: Job, settings: Settings, why_not: str | None) -> tuple[list
     ).is_file():
         check_config(folder, job.max_model_len)
     else:  # it is not on this machine
-        said = _not_looked_at(job, why_not)
+        said = _unread_model(job, why_not)
         return [f"{said}; what is wrong with it shows only when the job begins"], None
     config = read_config(folder)
     if job.trains:
@@ -273,7 +273,7 @@ def check_model(job: Job, settings: Settings, why_not: str | None) -> tuple[list
     return [untried] if untried else [], limit
 
 
-def _not_looked_at(job: Job, why_not: str | None) -> str:
+def _unread_model(job: Job, why_not: str | None) -> str:
     why = why_not or "the Hugging Face cache here does not have its config.json"
     return f"the model {job.model!r} was not looked at: {why}"
 
@@ -292,7 +292,7 @@ def inspect(job: Job, settings: Settings, not_checked: str | None, showing: bool
     return replace(
         found,
         shown=shown,
-        not_counted=_not_looked_at(job, not_checked) if not_checked else not_counted,
+        not_counted=_unread_model(job, not_checked) if not_checked else not_counted,
         lengths=counted(job, prompts) if job.trains and not job.is_pushed else PromptLengths(),
     )
 
@@ -333,10 +333,10 @@ def _shown_prompts(
     if not job.has_answers:
         return preview(job, first)
     found = sft_examples(first[:MAX_SHOWN], job, where)[:MAX_SHOWN]
-    shown, not_counted = preview(job, [lesson.prompt for lesson in found])
+    shown, not_counted = preview(job, [example.prompt for example in found])
     answered = (
-        one.model_copy(update={"answers": lesson.answers})
-        for one, lesson in zip(shown, found, strict=True)
+        one.model_copy(update={"answers": example.answers})
+        for one, example in zip(shown, found, strict=True)
     )
     return tuple(answered), not_counted
 

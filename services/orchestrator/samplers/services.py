@@ -253,14 +253,14 @@ class JobSamplers:
 
 @dataclass(frozen=True, eq=False)
 class Services:
-    """The services of one attempt at a job; `close` ends the connections. `waits` says what is
+    """The services of one attempt at a job; `close` ends the connections. `pending` says what is
     under way. `environment` is what conversations act in."""
 
     caller: Caller
     trainer: TrainerClient
     reward: RewardClient
     samplers: JobSamplers
-    waits: PendingCalls
+    pending: PendingCalls
     teacher: Teacher | None
     environment: Environment | None
     extensions: Extensions
@@ -294,7 +294,7 @@ class Services:
             TrainerClient(caller, samplers.free_gpu),
             reward,
             samplers,
-            caller.waits,
+            caller.pending,
             teacher,
             environment,
             extensions,
@@ -321,11 +321,11 @@ class Services:
         on one of the first few `prompts`, the teacher has another vocabulary, or the environment
         does not work."""
         if self.teacher:
-            with self.waits.on("teacher", "comparing the vocabularies"):
+            with self.pending.on("teacher", "comparing the vocabularies"):
                 await self.teacher.check(self.caller.job)
         await self.reward.validate(columns, prompts)
         if self.environment:
-            with self.waits.on("reward", "checking the environment"):
+            with self.pending.on("reward", "checking the environment"):
                 await self._validate_environment(self.environment, prompts[0])
 
     async def _validate_environment(self, environment: Environment, prompt: Prompt) -> None:
@@ -364,7 +364,7 @@ class Services:
             "reward": (self.reward.client,),
             "rollout": tuple(sampler.client for sampler in self.samplers.pool.up()),
         }
-        idle = clients.keys() - self.waits.services
+        idle = clients.keys() - self.pending.services
         asked = (client for service in sorted(idle) for client in clients[service])
         calls = (
             client.get("/version", VersionInfo, deadline_s=PRESENCE_DEADLINE_S) for client in asked

@@ -144,7 +144,7 @@ async def cancel(store: Store, job_id: str) -> JobState:
     return state
 
 
-async def stop(store: Store, job_id: str) -> JobState:
+async def cancel_if_active(store: Store, job_id: str) -> JobState:
     """As `cancel`, but raises no error for a job that has ended otherwise."""
     try:
         return await cancel(store, job_id)

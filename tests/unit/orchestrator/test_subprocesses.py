@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 ASKS_AND_IS_KILLED = """
 import asyncio, os, time
 from pathlib import Path
-from services.orchestrator.data.apart import run_in_subprocess
+from services.orchestrator.data.subprocesses import run_in_subprocess
 
 async def main():
     asked = asyncio.create_task(run_in_subprocess(time.sleep, 60, deadline_s=100))

@@ -1,8 +1,8 @@
 """Work in a process of its own, which is killed once no one waits for it. Calls of the Hub may hang
 in ways that no deadline of its libraries ends, and a thread cannot be killed.
 
-`python -m services.orchestrator.data.apart PID` is that process. It ends with process PID, reads
-its work from stdin, and writes the result to stdout.
+`python -m services.orchestrator.data.subprocesses PID` is that process. It ends with process PID,
+reads its work from stdin, and writes the result to stdout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def run_in_subprocess(work: Callable[..., T], *args: Any, deadline_s: floa
     asked = pickle.dumps((work, args))
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "services.orchestrator.data.apart", str(os.getpid())),
+        *("-m", "services.orchestrator.data.subprocesses", str(os.getpid())),
         env=os.environ | QUIET,
         stdin=PIPE,
         stdout=PIPE,
