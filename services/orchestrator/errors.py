@@ -12,8 +12,8 @@ to read; or the job's services, and its first prompts."""
 
 
 class OperatorActionNeeded(Failed):
-    """The job cannot continue until an operator has done what the sentence says. Nothing is lost:
-    it continues where it was."""
+    """The job needs operator action, which the sentence names. Nothing is lost: the job continues
+    where it was."""
 
 
 class Preempted(OperatorActionNeeded):
@@ -40,4 +40,4 @@ class CheckFailed(HoneError):
 
 
 class SyncFailed(Failed):
-    """The sampler does not serve the published weights, though they were pushed twice."""
+    """A sampler does not serve the published weights, or cannot take them by this method."""

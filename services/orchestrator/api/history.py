@@ -47,7 +47,7 @@ SSE_WAIT_S = 15.0
 connection."""
 
 PROGRESS_S = 2.0
-"""Seconds without an event after which a follower with `progress` is told what the job does."""
+"""Seconds without an event after which a follower with `progress` receives what the job does."""
 
 MAX_STEP = 10**9
 

@@ -91,7 +91,7 @@ def _add_submitting(
 ) -> None:
     async def submit(request: SubmitRequest) -> CreatedResource[JobRecord]:
         """Accepts a job once its data, rewards and model have been checked: 201, and it is on disk.
-        If its Idempotency-Key was used for this job before: 200, and the job as it is now."""
+        If its Idempotency-Key was used for this job before: 200, and the present record."""
         key = request_key.get()
         if known := await complete_submission(store, request.job, key):
             return CreatedResource[JobRecord](

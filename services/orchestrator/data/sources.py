@@ -349,9 +349,10 @@ async def fetch(asks: Iterable[SourceRequest]) -> None:
     if not asked or hub_is_offline():
         return
     try:
-        await run_in_subprocess(_fetch, asked, deadline_s=FETCH_S)
+        what = f"fetching the data {', '.join(f'{ask.text!r:.100}' for ask in asked)}"
+        await run_in_subprocess(_fetch, asked, deadline_s=FETCH_S, what=what)
     except SubprocessTimeout as error:
-        raise Unavailable(f"the job's data was not fetched: {error.detail}") from error
+        raise Unavailable(error.detail) from error
 
 
 def _fetch(asks: Sequence[SourceRequest]) -> None:

@@ -215,7 +215,7 @@ class Teacher:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _ask(self, ids: list[int]) -> TokenAnswers:
-        """Raises _Away, _Again, or TeacherFailed if the endpoint refuses."""
+        """Raises _EndpointUnreachable, _UnusableAnswer or, if it refuses, TeacherFailed."""
         echoes = self._echoes
         answer = await self._sent(ids, echoes)
         if not echoes and answer.status_code in NO_SUCH_FIELD:

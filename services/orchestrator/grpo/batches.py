@@ -226,7 +226,8 @@ class Batches:
             count.num_resampled += 1
         raise OperatorActionNeeded(
             f"step {step}: the sampler was asked for versions {oldest} to {newest} and sampled "
-            f"with {sorted(versions)}, {MAX_RESAMPLED + 1} times"
+            f"with {sorted(versions)}, {MAX_RESAMPLED + 1} times; make sure that nothing else "
+            "loads weights into it, and start it again"
         )
 
     async def _score(

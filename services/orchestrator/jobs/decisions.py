@@ -59,7 +59,8 @@ class Action(Enum):
     """A newer attempt was found. If this worker still has the lease, it gives it back, so that the
     next worker need not wait until it expires."""
     WAIT = "wait"
-    """Not the job's fault: load it again, without limit, once everything that it needs is there."""
+    """Infrastructure failure: load the job again once all dependencies are ready, no retry
+    limit."""
     RELOAD = "reload"
     """A service lost the job, or went away: load it again, up to MAX_LOSSES times in a row."""
     RECOVER = "recover"

@@ -50,6 +50,12 @@ GOODBYE_S = 2.0
 """Seconds in which a stopped worker gives its lease back; else it expires."""
 
 
+WORK_CANCELLED = (
+    "a bug in Hone: something other than its worker cancelled the job's work; report it with the "
+    "orchestrator's log"
+)
+
+
 class SharedTrainer:
     """What the workers of one trainer have in common: what is missing, which of them looks for a
     job, and until when (time.monotonic) they leave interrupted jobs to other trainers. `closing`
@@ -176,7 +182,7 @@ class Worker:
                 except (Unavailable, StoreEmptied):
                     pass  # the worker reports it
                 except Exception:  # the last resort of a background task
-                    get_logger().exception("data not looked at", job=job_id)
+                    get_logger().exception("data not checked", job=job_id)
 
     async def _is_held(self, job_id: str) -> bool:
         """Returns whether the job's data is unreachable, and notes it. A job that cannot be read is
@@ -331,15 +337,15 @@ class Worker:
 async def _beat(store: Store, status: AttemptStatus, lease: Lease) -> LeaseRequest | None:
     """Renews the lease, and reports what the job does."""
     try:
-        said = status.line(), status.waits()
+        line, waits = status.line(), status.waits()
     except Exception:  # a bug in this text must not cost the job its lease
-        get_logger().exception("what the job is at not known", job=lease.job_id)
-        said = None, None
-    return await store.beat(lease, *said)
+        get_logger().exception("status line of the job not made", job=lease.job_id)
+        line = waits = None
+    return await store.beat(lease, line, waits)
 
 
 def _outcome(work: asyncio.Task[Outcome]) -> Outcome:
     """Returns the outcome of the job, also if something within its work cancelled it."""
     if work.cancelled():
-        return Outcome("paused", "a bug in Hone: its work was cancelled, and not by its worker")
+        return Outcome("paused", WORK_CANCELLED)
     return work.result()

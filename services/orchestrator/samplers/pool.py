@@ -418,7 +418,7 @@ class Pool:
             sampler.end(error.detail)
             if error.detail != before:
                 get_logger().warning("sampler away", url=sampler.url, reason=error.detail)
-        except Exception as error:  # a fault of ours: said, and tried again ever less often
+        except Exception as error:  # a bug: logged, retried with backoff
             sampler.end(f"it could not join: {error!r}")
             get_logger().exception("a sampler could not join", url=sampler.url)
         else:

@@ -86,7 +86,7 @@ class JobSamplers:
 
     @tracks_call("rollout", "loading the model")
     async def serve_own_weights(self, model: EvaluatedModel) -> None:
-        """Loads a model into the samplers, to be sampled as it is, as version 0. Returns once one
+        """Loads a model into the samplers, to be sampled unchanged, as version 0. Returns once one
         of them serves it."""
         chosen = {"model": model.model, "revision": model.revision, "own_weights": True}
         await self.pool.open(self._model_request().model_copy(update=chosen))

@@ -203,7 +203,7 @@ class WorkerSide:
             **_by(lease),
         )
         if answer == "lost":
-            raise LeaseLost(lease.job_id)
+            raise LeaseLost(_lost(lease))
         asked: dict[str, LeaseRequest] = {"cancel": "cancel", "pause": "pause"}
         return asked.get(answer)
 
@@ -249,7 +249,15 @@ class WorkerSide:
 
     async def _by_worker(self, script: str, lease: Lease, **arguments: Any) -> None:
         if await self._call(script, **_by(lease), **arguments) == "lost":
-            raise LeaseLost(lease.job_id)
+            raise LeaseLost(_lost(lease))
+
+
+def _lost(lease: Lease) -> str:
+    return (
+        f"attempt {lease.attempt} at job {lease.job_id!r} has lost its lease on {lease.trainer}: "
+        f"it expired after {lease.lease_s:g} s without a heartbeat, another worker has the job, or "
+        "the job has ended; this worker stops"
+    )
 
 
 def _by(lease: Lease) -> dict[str, Any]:

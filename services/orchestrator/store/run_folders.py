@@ -90,7 +90,7 @@ async def complete_submission(store: Store, asked: Job, key: str | None) -> JobR
 
 async def keep_unsubmitted_removed(store: Store, runs_dir: Path) -> None:
     """Removes, again and again, the folders of submissions that were interrupted before Redis had
-    the job. No one was told that such a job was accepted."""
+    the job. No such submission was answered."""
     while True:
         try:
             await remove_unsubmitted(store, runs_dir)

@@ -76,7 +76,7 @@ def result(call: ToolCall, content: str, *, failed: bool = False) -> ToolResult:
 
 
 def as_text(value: Any) -> str:
-    """Returns text as it is, and anything else as JSON."""
+    """Returns text unchanged, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
